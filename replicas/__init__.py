@@ -1,0 +1,59 @@
+"""Keep one set of weights in step across many separate torchrun jobs.
+
+See README.md for a first example and ARCHITECTURE.md for how it works. Importing this package takes no torch:
+the names below load their modules when first used.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+from replicas import errors
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from replicas.channel import Channel, Pending, Receipt, Shard, Update, join
+    from replicas.coordinator import Coordinator
+    from replicas.core.identity import Member
+    from replicas.supervisor import Supervisor
+
+__all__ = [
+    "Channel",
+    "Coordinator",
+    "Member",
+    "Pending",
+    "Receipt",
+    "Shard",
+    "Supervisor",
+    "Update",
+    "__version__",
+    "errors",
+    "join",
+]
+
+_HOMES = {
+    "Channel": "replicas.channel",
+    "Coordinator": "replicas.coordinator",
+    "Member": "replicas.core.identity",
+    "Pending": "replicas.channel",
+    "Receipt": "replicas.channel",
+    "Shard": "replicas.channel",
+    "Supervisor": "replicas.supervisor",
+    "Update": "replicas.channel",
+    "join": "replicas.channel",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(home), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,214 @@
+"""A result that is on its way.
+
+Theory of operation
+===================
+
+A :class:`Pending` is made on any thread and resolved exactly once, by the session thread: the first of ``_resolve`` and
+``_fail`` wins and says so by returning True. Waiters of three kinds may watch it at once: threads (a condition variable),
+asyncio tasks (woken by ``call_soon_threadsafe`` of their own loop) and trio tasks (woken by ``run_sync_soon`` of their own
+token). A waiter that times out or is cancelled only takes its own wake-up back: waiting never changes the operation, and
+the value stays there for the next one who asks.
+
+``_observed`` becomes True when an outcome has been handed to a caller. A publish or a collective that failed and was
+never observed is raised at the next publish or at close, so that no failure is lost by fire-and-forget.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
+
+import msgspec
+
+from replicas.core.identity import Member
+from replicas.messages import ReceiptData
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = ["Pending", "Receipt"]
+
+T = TypeVar("T")
+
+
+class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
+    """What a successful publish or collective did.
+
+    :param version: the number that the published weights got; 0 for a collective.
+    :param epoch: the membership epoch in which it ended.
+    :param members: the members that took part to the end.
+    :param lost: names of the members that were lost on the way.
+    :param nbytes: bytes of the weights, or of this member's own tensors.
+    :param seconds: from the first call of a member to the verdict.
+    :param phases: seconds by phase.
+    :param outputs: ``gather`` and ``all_gather``: each participant's tensors (on the root only, for ``gather``).
+    :param tensors: ``scatter``, ``reduce_scatter`` and ``recv``: the tensors received; the caller's own ones where given.
+    """
+
+    version: int
+    epoch: int
+    members: tuple[Member, ...]
+    lost: tuple[str, ...]
+    nbytes: int
+    seconds: float
+    phases: dict[str, float]
+    outputs: dict[Member, tuple[torch.Tensor, ...]] = {}
+    tensors: tuple[torch.Tensor, ...] = ()
+
+    @classmethod
+    def of(
+        cls,
+        data: ReceiptData,
+        *,
+        outputs: dict[Member, tuple[torch.Tensor, ...]] | None = None,
+        tensors: tuple[torch.Tensor, ...] = (),
+    ) -> Receipt:
+        return cls(
+            version=data.version,
+            epoch=data.epoch,
+            members=data.members,
+            lost=data.lost,
+            nbytes=data.nbytes,
+            seconds=data.seconds,
+            phases=data.phases,
+            outputs=outputs or {},
+            tensors=tensors,
+        )
+
+    def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
+        """Flat numbers for an experiment logger: version, epoch, members, lost, nbytes, seconds and each phase's seconds."""
+        values = {
+            "version": self.version,
+            "epoch": self.epoch,
+            "members": len(self.members),
+            "lost": len(self.lost),
+            "nbytes": self.nbytes,
+            "seconds": self.seconds,
+        }
+        values.update({f"{phase}_seconds": seconds for phase, seconds in self.phases.items()})
+        return {prefix + name: float(value) for name, value in values.items()}
+
+
+class Pending(Generic[T]):
+    """The outcome of an operation of a channel: wait for it on any thread, or ``await`` it under asyncio or trio.
+
+    Waiting never changes the operation: it goes on after a wait timed out or was cancelled, and can be waited for again.
+    """
+
+    def __init__(self, what: str) -> None:
+        self._what = what
+        self._condition = threading.Condition()
+        self._done = False
+        self._value: T | None = None
+        self._error: BaseException | None = None
+        self._wakers: list[Callable[[], None]] = []
+        self._observed = False
+
+    def __repr__(self) -> str:
+        state = "pending" if not self._done else "failed" if self._error is not None else "done"
+        return f"<Pending {self._what}: {state}>"
+
+    def done(self) -> bool:
+        """True when there is an outcome: a wait would not block."""
+        return self._done
+
+    def wait(self, timeout: float | None = None) -> T:
+        """The result.
+
+        :param timeout: seconds; None (the default) waits until the operation ends by its own deadline.
+        :raises TimeoutError: the timeout passed; the operation goes on.
+        :raises replicas.errors.ReplicasError: the operation failed.
+        """
+        with self._condition:
+            if not self._condition.wait_for(lambda: self._done, timeout):
+                raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
+        return self._outcome()
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return self._wait_async().__await__()
+
+    async def _wait_async(self) -> T:
+        if not self._done:
+            event, waker = _event_of_this_library()
+            self._add_waker(waker)
+            try:
+                await event.wait()
+            finally:
+                self._remove_waker(waker)
+        return self._outcome()
+
+    # ------------------------------------------------------------ for this package
+
+    def _resolve(self, value: T) -> bool:
+        """Succeed; False when it had already ended."""
+        return self._end(value, None)
+
+    def _fail(self, error: BaseException) -> bool:
+        """Fail; False when it had already ended."""
+        return self._end(None, error)
+
+    def _end(self, value: T | None, error: BaseException | None) -> bool:
+        with self._condition:
+            if self._done:
+                return False
+            self._value, self._error, self._done = value, error, True
+            wakers, self._wakers = self._wakers, []
+            self._condition.notify_all()
+        for waker in wakers:
+            waker()
+        return True
+
+    def _add_waker(self, waker: Callable[[], None]) -> None:
+        """Call ``waker`` once, from any thread, when there is an outcome (at once when there is one)."""
+        with self._condition:
+            if not self._done:
+                self._wakers.append(waker)
+                return
+        waker()
+
+    def _remove_waker(self, waker: Callable[[], None]) -> None:
+        with self._condition:
+            if waker in self._wakers:
+                self._wakers.remove(waker)
+
+    def _unobserved_error(self) -> BaseException | None:
+        """The failure that no caller has been told of; None when there is none."""
+        return None if self._observed or not self._done else self._error
+
+    def _outcome(self) -> T:
+        self._observed = True
+        if self._error is not None:
+            raise self._error.with_traceback(None)
+        return cast("T", self._value)
+
+
+def _event_of_this_library() -> tuple[Any, Callable[[], None]]:
+    """An event of the running async library, and a function that sets it from any thread."""
+    trio = sys.modules.get("trio")
+    if trio is not None and trio.lowlevel.in_trio_task():
+        token = trio.lowlevel.current_trio_token()
+        trio_event = trio.Event()
+
+        def wake_trio() -> None:
+            try:
+                token.run_sync_soon(trio_event.set)
+            except trio.RunFinishedError:
+                return  # that run is over, and its waiter with it
+
+        return trio_event, wake_trio
+    loop = asyncio.get_running_loop()
+    event = asyncio.Event()
+
+    def wake() -> None:
+        if loop.is_closed():
+            return  # the waiter went with its loop
+        try:
+            loop.call_soon_threadsafe(event.set)
+        except RuntimeError:
+            if not loop.is_closed():
+                raise
+
+    return event, wake

@@ -1,0 +1,266 @@
+"""Transfers: one version's bytes out of, or into, a slot of this member.
+
+Theory of operation
+===================
+
+An offer is answered when the slot is there: pinned (to send), or reserved (to receive), for which it waits as long as the
+offer allows. On Go the lane's sidecar moves the bytes; without a lane there is nobody to send to and only the digest is
+computed. A transfer may be withdrawn at any moment. Nothing is cancelled in mid-air then: the flag ``cancelled`` makes
+whoever is at work on it clean up, so that no slot is lost between two threads.
+
+After a failure the sidecar may still be at work on the slot (a Gloo wait that timed out goes on inside), therefore its
+lane ends, and the slot is let go only when the sidecar is known to be dead. If that cannot be known, the slot is retired.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from typing import Any
+
+from replicas import errors
+from replicas.channel.hub import Hub, as_wire_error
+from replicas.channel.lanes import Lane, Lanes
+from replicas.core.manifest import Manifest
+from replicas.messages import TransferCancel, TransferDone, TransferFailed, TransferGo, TransferOffer, TransferReady
+from replicas.sidecar.client import TransferSpec
+from replicas.weights.arena import Slot
+from replicas.weights.digest import digest_of
+
+__all__ = ["Transfers"]
+
+logger = logging.getLogger("replicas.channel")
+
+MARGIN_S = 0.5
+"""A receiver without a slot says so this much before the offer's deadline."""
+KILL_AFTER_S = 2.0
+"""A sidecar that is this much behind a transfer's deadline is killed."""
+KEPT_MANIFESTS = 16
+
+
+class _Transfer:
+    def __init__(self, offer: TransferOffer) -> None:
+        self.offer = offer
+        self.slot: Slot | None = None
+        self.manifest = b""
+        self.running = False
+        self.cancelled = False
+
+    @property
+    def sends(self) -> bool:
+        return self.offer.role == "send"
+
+
+class Transfers:
+    """The transfers of one channel in this process."""
+
+    def __init__(self, hub: Hub, lanes: Lanes) -> None:
+        self._hub = hub
+        self._lanes = lanes
+        self._transfers: dict[int, _Transfer] = {}
+        self._manifests: dict[str, bytes] = {}
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {TransferOffer: self._offered, TransferGo: self._go, TransferCancel: self._cancel_asked}
+
+    def new_term(self) -> None:
+        for number in list(self._transfers):
+            self._cancel(number)
+        self._manifests.clear()
+
+    def fail_all(self, error: errors.ReplicasError) -> None:
+        self.new_term()
+
+    # ------------------------------------------------------------ getting ready
+
+    def _offered(self, offer: TransferOffer) -> None:
+        transfer = _Transfer(offer)
+        self._transfers[offer.transfer] = transfer
+        self._hub.spawn(self._prepare(transfer), f"transfer {offer.transfer}")
+
+    async def _prepare(self, transfer: _Transfer) -> None:
+        offer = transfer.offer
+        try:
+            transfer.manifest = self._manifest_of(offer)
+            if transfer.sends:
+                self._pin(transfer)
+            else:
+                await self._reserve(transfer)
+        except (OSError, errors.ReplicasError) as error:
+            self._failed(transfer, error, phase="offer")
+            return
+        if transfer.cancelled:
+            self._let_go(transfer)
+        else:
+            self._hub.send(TransferReady(offer.transfer))
+
+    def _manifest_of(self, offer: TransferOffer) -> bytes:
+        if offer.manifest is not None:
+            self._manifests.pop(offer.manifest_hash, None)
+            self._manifests[offer.manifest_hash] = offer.manifest
+            while len(self._manifests) > KEPT_MANIFESTS:
+                del self._manifests[next(iter(self._manifests))]
+            return offer.manifest
+        known = self._manifests.get(offer.manifest_hash)
+        if known is None:
+            raise self._hub.error(errors.InternalError, f"manifest {offer.manifest_hash} was never sent here")
+        return known
+
+    def _pin(self, transfer: _Transfer) -> None:
+        offer = transfer.offer
+        slot = self._hub.arena.find_pinned(offer.version)
+        if slot is not None and (slot.image is None) != (offer.mode == "parts"):
+            self._hub.arena.unpin(slot)
+            slot = None
+        if slot is None:
+            raise self._hub.error(
+                errors.Gone, f"{self._hub.member} no longer holds version {offer.version}", version=offer.version
+            )
+        transfer.slot = slot
+
+    async def _reserve(self, transfer: _Transfer) -> None:
+        hub, offer = self._hub, transfer.offer
+        until = time.monotonic() + max(0.0, offer.deadline_s - MARGIN_S)
+        manifest = await asyncio.to_thread(Manifest.decode, transfer.manifest)
+        hub.prepared = {version for version in hub.prepared if version > offer.version}
+        hub.protect()
+        while not transfer.cancelled:
+            changed = hub.slots_event()
+            older = hub.arena.find(offer.version)
+            if older is None or older.pins == 0:
+                if older is not None:
+                    hub.arena.free(older)
+                transfer.slot = await asyncio.to_thread(hub.arena.acquire, offer.version, manifest)
+                if transfer.slot is not None:
+                    return
+            try:
+                await asyncio.wait_for(changed.wait(), max(0.0, until - time.monotonic()))
+            except TimeoutError:
+                raise hub.error(
+                    errors.Busy,
+                    f"{hub.member} has no free slot for version {offer.version}: {_in_use(hub)}",
+                    version=offer.version,
+                    members=[hub.member.name],
+                ) from None
+
+    # ------------------------------------------------------------ moving
+
+    def _go(self, go: TransferGo) -> None:
+        transfer = self._transfers.get(go.transfer)
+        if transfer is None or transfer.slot is None or transfer.running:
+            raise errors.InternalError(f"transfer {go.transfer} cannot go: it is not ready", channel=self._hub.name)
+        transfer.running = True
+        self._hub.spawn(self._move(transfer, transfer.slot, go), f"transfer {go.transfer}")
+
+    async def _move(self, transfer: _Transfer, slot: Slot, go: TransferGo) -> None:
+        lane: Lane | None = None
+        try:
+            if go.lane:
+                lane = self._lanes.get(go.lane)
+                done = await self._through(lane, transfer, slot, go)
+            else:
+                done = await self._alone(transfer, slot)
+        except (OSError, RuntimeError, errors.ReplicasError) as error:
+            self._say_failed(transfer, error, phase="transfer")
+            if lane is not None and not await lane.gone():
+                logger.warning("%s: %r is retired: its sidecar did not die", self._hub.name, slot)
+                return
+            self._let_go(transfer)
+            return
+        transfer.running = False
+        self._transfers.pop(go.transfer, None)
+        if transfer.cancelled:
+            self._let_go(transfer)
+            return
+        version = transfer.offer.version
+        if transfer.sends:
+            if done.image_digest:
+                self._hub.digests[version] = done.image_digest
+            self._hub.arena.unpin(slot)
+        else:
+            self._hub.arena.hold(slot, done.image_digest)
+            self._hub.metas[version] = transfer.offer.meta
+            self._hub.version_held(version, done.image_digest)
+        self._hub.send(done)
+
+    async def _through(self, lane: Lane, transfer: _Transfer, slot: Slot, go: TransferGo) -> TransferDone:
+        if lane.sidecar is None:
+            raise self._hub.error(errors.Gone, f"lane {go.lane} is gone", hint="")
+        parts = transfer.offer.mode == "parts"
+        spec = TransferSpec(
+            transfer=go.transfer,
+            role=transfer.offer.role,
+            mode=transfer.offer.mode,
+            manifest=transfer.manifest,
+            owners=go.owners,
+            part=go.owners.index(lane.rank) if parts and transfer.sends else None,
+            timeout_s=go.deadline_s,
+        )
+        async with asyncio.timeout(go.deadline_s + KILL_AFTER_S):
+            result = await lane.sidecar.transfer(spec, slot.buffer)
+        return TransferDone(
+            transfer=go.transfer,
+            image_digest=result.image_digest,
+            part_digests=result.part_digests,
+            transfer_s=result.transfer_s,
+            verify_s=result.verify_s,
+        )
+
+    async def _alone(self, transfer: _Transfer, slot: Slot) -> TransferDone:
+        """Nobody needs it: only the digest is wanted."""
+        started = time.monotonic()
+        digest = await asyncio.to_thread(digest_of, slot.data)
+        parts = transfer.offer.mode == "parts"
+        return TransferDone(
+            transfer=transfer.offer.transfer,
+            image_digest="" if parts else digest,
+            part_digests={0: digest} if parts else {},
+            transfer_s=0.0,
+            verify_s=time.monotonic() - started,
+        )
+
+    # ------------------------------------------------------------ ends
+
+    def _cancel_asked(self, message: TransferCancel) -> None:
+        self._cancel(message.transfer)
+
+    def _cancel(self, number: int) -> None:
+        transfer = self._transfers.pop(number, None)
+        if transfer is None:
+            return
+        transfer.cancelled = True
+        if transfer.slot is not None and not transfer.running:
+            self._let_go(transfer)
+        self._hub.protect()
+
+    def _failed(self, transfer: _Transfer, error: BaseException, *, phase: str) -> None:
+        self._say_failed(transfer, error, phase=phase)
+        self._let_go(transfer)
+
+    def _say_failed(self, transfer: _Transfer, error: BaseException, *, phase: str) -> None:
+        if self._transfers.pop(transfer.offer.transfer, None) is None:
+            return
+        offer = transfer.offer
+        logger.info("%s: transfer %d of version %d: %s", self._hub.name, offer.transfer, offer.version, error)
+        wire = as_wire_error(error, channel=self._hub.name, phase=phase, version=offer.version)
+        self._hub.send(TransferFailed(offer.transfer, wire))
+
+    def _let_go(self, transfer: _Transfer) -> None:
+        slot, transfer.slot = transfer.slot, None
+        if slot is None:
+            return
+        if transfer.sends:
+            self._hub.arena.unpin(slot)
+        else:
+            self._hub.arena.free(slot)
+
+
+def _in_use(hub: Hub) -> str:
+    slots = ", ".join(
+        f"version {slot.version} ({'being filled' if slot.state == 'filling' else 'open' if slot.pins else 'kept'})"
+        for slot in hub.arena.slots
+        if slot.state != "free"
+    )
+    return f"the {len(hub.arena.slots)} slots have {slots}" if slots else "none"

@@ -1,0 +1,252 @@
+"""Readers: the small parts from which :mod:`replicas.config_file` is put together.
+
+Theory of operation
+===================
+
+A :class:`Reader` turns one value of a TOML file (or of a Python mapping) into its resolved form. It never raises for
+bad input: it notes a problem at its :class:`Place` and returns ``UNSET``, so that one pass finds every problem.
+:func:`table` reads a table by a schema (keys with their readers) and names the nearest known key for each unknown one.
+What was read is handed to a ``build`` function even when an optional key was bad (with its default in place of it), so
+that checks across keys still run; the notes alone decide whether the config is used.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+__all__ = [
+    "Key",
+    "Place",
+    "Reader",
+    "address",
+    "duration",
+    "each",
+    "folder",
+    "in_order_of",
+    "listen",
+    "name",
+    "nearest",
+    "one_of",
+    "plain",
+    "show",
+    "table",
+]
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
+
+
+class Place:
+    """Where in the config a value stands, and where its problems are noted.
+
+    :param base: folder that relative folders are relative to.
+    """
+
+    def __init__(
+        self, base: Path, path: tuple[str, ...] = (), problems: list[tuple[tuple[str, ...], str]] | None = None
+    ):
+        self.base = base
+        self.path = path
+        self.problems = [] if problems is None else problems
+
+    def at(self, *keys: str) -> Place:
+        return Place(self.base, (*self.path, *keys), self.problems)
+
+    def has_problems(self) -> bool:
+        """Whether one was noted here or below."""
+        return any(path[: len(self.path)] == self.path for path, _ in self.problems)
+
+    def problem(self, message: str) -> UnsetType:
+        where = ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in self.path)
+        self.problems.append((self.path, f"{where}: {message}" if where else message))
+        return UNSET
+
+
+Reader = Callable[[Place, object], Any]
+"""``(place, value)`` to the resolved value, or UNSET after a problem was noted."""
+
+
+class Key(NamedTuple):
+    """A key of a table: its reader, the field that it fills (default: its own name), and whether it must be there."""
+
+    read: Reader
+    field: str = ""
+    required: bool = False
+
+
+def show(value: object) -> str:
+    """A value as the file would have it, cut to a readable length."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except (TypeError, ValueError):
+        text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``; did you mean "x"?`` for the nearest known name, or the list of all of them."""
+    names = list(known)
+    found = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if found:
+        return f'; did you mean "{found[0]}"?'
+    listed = ", ".join(f'"{known_name}"' for known_name in names)
+    return f"; known: {listed}" if listed else ""
+
+
+def plain(kind: object, description: str) -> Reader:
+    """A value that msgspec converts strictly to ``kind``."""
+
+    def read(place: Place, value: object) -> Any:
+        try:
+            return msgspec.convert(value, kind)
+        except msgspec.ValidationError:
+            return place.problem(f"expected {description}, got {show(value)}")
+
+    return read
+
+
+def one_of(*words: str) -> Reader:
+    def read(place: Place, value: object) -> Any:
+        if isinstance(value, str) and value in words:
+            return value
+        listed = ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
+        close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
+        hint = f'; did you mean "{close[0]}"?' if close else ""
+        return place.problem(f"expected {listed}, got {show(value)}{hint}")
+
+    return read
+
+
+def name(place: Place, value: object) -> Any:
+    """A name that is safe as a folder, a metric label and a part of ``group/replica/rank``."""
+    if isinstance(value, str) and _NAME.fullmatch(value):
+        return value
+    return place.problem(f"expected a name of at most 63 letters, digits, '-', '_' and '.', got {show(value)}")
+
+
+def duration(*, zero: bool = False) -> Reader:
+    """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"2h"``, ``"1d"`` or a number of seconds."""
+
+    def read(place: Place, value: object) -> Any:
+        seconds = _seconds(value)
+        if seconds is None or not math.isfinite(seconds):
+            return place.problem(f'expected a duration such as "500ms", "30s" or "10m", got {show(value)}')
+        if seconds < 0 or (seconds == 0 and not zero):
+            return place.problem(f"expected a duration {'of 0 or more' if zero else 'above 0'}, got {show(value)}")
+        return seconds
+
+    return read
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else float(match[1]) * _UNITS_S[match[2]]
+
+
+def folder(place: Place, value: object) -> Any:
+    """An absolute folder, from a path relative to the config's own."""
+    if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
+        return Path(place.base, value).expanduser().resolve()
+    return place.problem(f"expected a folder, got {show(value)}")
+
+
+def address(place: Place, value: object) -> Any:
+    """An IP address to listen on."""
+    try:
+        if isinstance(value, str):
+            return str(ipaddress.ip_address(value))
+    except ValueError:
+        pass  # said below, for every kind of value alike
+    return place.problem(f'expected an IP address such as "127.0.0.1", got {show(value)}')
+
+
+def listen(place: Place, value: object) -> Any:
+    """``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``; port 0 lets the system choose."""
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    numeric = port.isascii() and port.isdigit() and int(port) <= 65535
+    if numeric and (_is_ipv6(host) if bracketed else _HOST_NAME.fullmatch(host)):
+        return host, int(port)
+    return place.problem(f'expected "host:port" such as "127.0.0.1:9477" (port 0 to 65535), got {show(value)}')
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+def table(schema: Mapping[str, Key], build: Callable[[Place, dict[str, Any]], Any]) -> Reader:
+    """A table with the keys of ``schema`` only, built by ``build(place, fields)`` when all required ones are good."""
+
+    def read(place: Place, value: object) -> Any:
+        if not isinstance(value, Mapping):
+            return place.problem(f"expected a table, got {show(value)}")
+        fields: dict[str, Any] = {}
+        for key, item in value.items():
+            known = schema.get(key)
+            if known is None:
+                place.at(str(key)).problem(f"unknown key{nearest(str(key), schema)}")
+                continue
+            result = known.read(place.at(key), item)
+            if result is not UNSET:
+                fields[known.field or key] = result
+        for key, known in schema.items():
+            if known.required and key not in value:
+                place.at(key).problem("missing; this key is required")
+        usable = all((known.field or key) in fields for key, known in schema.items() if known.required)
+        return build(place, fields) if usable else UNSET
+
+    return read
+
+
+def each(read: Reader) -> Reader:
+    """A table of named things; those that could not be read are left out."""
+
+    def read_all(place: Place, value: object) -> Any:
+        if not isinstance(value, Mapping):
+            return place.problem(f"expected a table, got {show(value)}")
+        results = {}
+        for key, item in value.items():
+            here = place.at(str(key))
+            result = read(here, item) if name(here, key) is not UNSET else UNSET
+            if result is not UNSET:
+                results[str(key)] = result
+        return results
+
+    return read_all
+
+
+def in_order_of(mapping: object, problems: Sequence[tuple[tuple[str, ...], str]]) -> list[str]:
+    """The problems' texts, in the order in which their keys stand in the file."""
+    order: dict[tuple[str, ...], int] = {}
+
+    def visit(path: tuple[str, ...], value: object) -> None:
+        order[path] = len(order)
+        for key, item in value.items() if isinstance(value, Mapping) else ():
+            visit((*path, str(key)), item)
+
+    def position(path: tuple[str, ...]) -> int:
+        while path not in order:
+            path = path[:-1]
+        return order[path]
+
+    visit((), mapping)
+    return [message for _, message in sorted(problems, key=lambda problem: position(problem[0]))]

@@ -1,0 +1,201 @@
+"""Plans and states as tables for people: Rich renderables that can be read at 80 columns."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from replicas.config import ChannelConfig, Config, GroupConfig, Party
+from replicas.status import ChannelStatus, ReplicaStatus, RunStatus
+
+__all__ = ["duration_text", "plan", "run_status", "size_text"]
+
+_STATE_STYLES = {
+    "pending": "dim",
+    "starting": "yellow",
+    "ready": "green",
+    "draining": "yellow",
+    "backoff": "red",
+    "failed": "bold red",
+    "finished": "cyan",
+}
+
+
+def duration_text(seconds: float) -> str:
+    """Two units at most: ``0 s``, ``35 ms``, ``2.5 s``, ``3m 20s``, ``5h 2m``, ``4d 1h``."""
+    if 0 < seconds < 1:
+        return f"{seconds * 1000:.3g} ms"
+    if seconds < 60:
+        return f"{seconds:.3g} s"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    units = [(days, "d"), (hours, "h"), (minutes, "m"), (rest, "s")]
+    first = next(index for index, (number, _) in enumerate(units) if number)
+    return " ".join(f"{number}{unit}" for number, unit in units[first : first + 2] if number)
+
+
+def size_text(nbytes: int) -> str:
+    """Three digits and a binary unit: ``0 B``, ``1.5 KiB``, ``269 MiB``."""
+    size, units = float(nbytes), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while size >= 1000 and len(units) > 1:
+        size /= 1024
+        del units[0]
+    return f"{size:.3g} {units[0]}"
+
+
+def plan(config: Config) -> RenderableType:
+    """What ``replicas check`` prints: the resolved config."""
+    groups = config.groups.values()
+    replicas = sum(group.replicas for group in groups)
+    ranks = sum(group.replicas * group.world_size for group in groups)
+    control = f"[{config.control.host}]" if ":" in config.control.host else config.control.host
+    facts = [
+        ("run", config.run.name),
+        ("over when", f"{_and(config.run.stop_when)} finished" if config.run.stop_when else "stopped by a signal"),
+        ("state in", str(config.run.state_dir)),
+        ("control", f"{control}:{config.control.port or '(any free port)'}"),
+        ("store", f"{config.store.bind}, port {config.store.port or '(any free one)'}"),
+        ("in all", f"{_count(len(config.groups), 'group')}, {_count(replicas, 'replica')}, {_count(ranks, 'rank')}"),
+    ]
+    parts: list[RenderableType] = [_facts(facts), _table_of_groups(groups), _table_of_rules(groups)]
+    if config.channels:
+        parts.append(_table_of_channels(config.channels.values()))
+    return Group(*parts)
+
+
+def _facts(facts: Iterable[tuple[str, str]]) -> Table:
+    table = Table.grid(padding=(0, 2))
+    for name, value in facts:
+        table.add_row(Text(name, style="bold"), Text(value, overflow="fold"))
+    return table
+
+
+def _new_table(title: str, *columns: str) -> Table:
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    return table
+
+
+def _table_of_groups(groups: Iterable[GroupConfig]) -> Table:
+    table = _new_table("Groups", "group", "replicas", "ranks each", "launcher", "starts after", "command")
+    for group in groups:
+        nodes = f" ({group.nnodes} nodes)" if group.nnodes > 1 else ""
+        table.add_row(
+            Text(group.name),
+            str(group.replicas),
+            f"{group.world_size}{nodes}",
+            group.launcher,
+            Text(_and(group.depends_on) or "-"),
+            Text(shlex.join(group.command)),
+        )
+    return table
+
+
+def _table_of_rules(groups: Iterable[GroupConfig]) -> Table:
+    table = _new_table("Restarts and timeouts", "group", "restart", "start", "heartbeat", "progress", "load", "stop")
+    for group in groups:
+        restart, health = group.restart, group.health
+        rule: str = restart.policy
+        if rule != "never":
+            rule += f", {restart.max_restarts} in {duration_text(restart.window_s)}"
+        times = (
+            health.start_timeout_s,
+            health.heartbeat_timeout_s,
+            health.progress_timeout_s,
+            health.load_deadline_s,
+            group.stop_timeout_s,
+        )
+        table.add_row(Text(group.name), rule, *(duration_text(seconds) for seconds in times))
+    return table
+
+
+def _table_of_channels(channels: Iterable[ChannelConfig]) -> Table:
+    table = _new_table("Channels", "channel", "members", "backend", "transport", "deadline", "on lost", "slots")
+    for channel in channels:
+        if channel.peers:
+            members = f"peers {_parties(channel.peers)}"
+        else:
+            members = f"{_parties(channel.sources)} -> {_parties(channel.targets) or '(nobody)'}"
+        table.add_row(
+            Text(channel.name),
+            Text(members),
+            channel.backend,
+            channel.transport,
+            duration_text(channel.deadline_s),
+            channel.on_lost,
+            str(channel.slots),
+        )
+    return table
+
+
+def _parties(parties: Iterable[Party]) -> str:
+    return ", ".join(f"{party.group} ({party.ranks})" for party in parties)
+
+
+def _and(words: Iterable[str]) -> str:
+    return ", ".join(words)
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}{'s' if number != 1 else ''}"
+
+
+def run_status(status: RunStatus) -> RenderableType:
+    """What ``replicas status`` prints."""
+    ready = ("ready", "bold green") if status.ready else ("not ready", "bold yellow")
+    title = Text.assemble((status.run, "bold"), "  ", ready, f"  {status.endpoint}  pid {status.pid}")
+    title.append(f"  up {duration_text(status.uptime_s)}")
+    if not status.store.up:
+        title.append("  store down", style="bold red")
+    parts: list[RenderableType] = [title, _table_of_replicas(status)]
+    if status.channels:
+        parts.append(_table_of_channel_states(status.channels))
+    return Group(*parts)
+
+
+def _table_of_replicas(status: RunStatus) -> Table:
+    table = _new_table("Replicas", "replica", "state", "for", "restarts", "heartbeat", "loaded", "reason")
+    for group in status.groups:
+        for replica in group.replicas:
+            table.add_row(*_replica_row(replica))
+    return table
+
+
+def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
+    heartbeat = "-" if replica.heartbeat_age_s is None else duration_text(replica.heartbeat_age_s)
+    versions = sorted(replica.versions.items())
+    loaded = str(versions[0][1]) if len(versions) == 1 else ", ".join(f"{name} {number}" for name, number in versions)
+    return (
+        Text(replica.name),
+        Text(replica.state, style=_STATE_STYLES[replica.state]),
+        duration_text(replica.state_age_s),
+        str(replica.restarts),
+        heartbeat,
+        Text(loaded or "-"),
+        Text(replica.reason or replica.last_exit),
+    )
+
+
+def _table_of_channel_states(channels: Iterable[ChannelStatus]) -> Table:
+    table = _new_table("Channels", "channel", "epoch", "version", "live", "synced", "failed", "last sync", "bytes")
+    for channel in channels:
+        last = channel.last_sync
+        synced = channel.syncs.get("committed", 0)
+        table.add_row(
+            Text(channel.name),
+            str(channel.epoch),
+            str(channel.committed_version),
+            str(sum(1 for member in channel.members if member.state == "live")),
+            str(synced),
+            str(sum(channel.syncs.values()) - synced),
+            "-" if last is None else Text(f"{last.outcome} in {duration_text(last.seconds)}"),
+            size_text(channel.bytes_total),
+        )
+    return table

@@ -1,0 +1,180 @@
+"""The coordinator as a thing to embed: sessions, the store and the channels' state behind one endpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from starlette.routing import BaseRoute
+
+from replicas.config import ChannelConfig
+from replicas.config_file import channel_from
+from replicas.coordinator.decisions import DecisionLog
+from replicas.coordinator.engine import Engine
+from replicas.coordinator.readiness import Readiness, ReadinessBook
+from replicas.coordinator.server import Server, bind_listener, session_route
+from replicas.coordinator.statuses import channel_status
+from replicas.coordinator.store import StoreKeeper
+from replicas.core.effects import Event, StoreChanged
+from replicas.core.roster import GroupShape
+from replicas.status import ChannelStatus, StoreStatus
+
+__all__ = ["Coordinator"]
+
+
+class Coordinator:
+    """Coordinates weight channels for processes that somebody else starts.
+
+    ::
+
+        async with replicas.Coordinator({"policy": {"sources": ["trainer"], "targets": ["rollout"]}}) as coordinator:
+            start_my_processes(coordinator.endpoint, coordinator.token)
+
+    Each process then calls ``replicas.join("policy", endpoint=..., token=..., group="rollout", replica=3, rank=0,
+    world_size=1)``. Runs on asyncio (anyio on the asyncio backend included); takes no torch into this process.
+
+    :param channels: by name, a :class:`~replicas.config.ChannelConfig` or a mapping with the keys of the config file.
+    :param groups: replicas of each group (or its :class:`GroupShape`): operations between peers wait until so many have
+        joined for the first time. Default: one replica of one rank.
+    :param host: address to listen on for sessions and HTTP; :param port: 0 lets the kernel choose.
+    :param store_bind: the only address on which the master TCPStore listens; :param store_port: as ``port``.
+    :param token: what members must show; default: a new random one.
+    :param state_dir: folder for the decision log; None keeps it in memory only.
+    :param routes: further Starlette routes to serve.
+    :raises errors.BadConfig: a channel's mapping cannot be used.
+    """
+
+    def __init__(
+        self,
+        channels: Mapping[str, ChannelConfig | Mapping[str, Any]],
+        *,
+        groups: Mapping[str, GroupShape | int] | None = None,
+        run: str = "embedded",
+        host: str = "127.0.0.1",
+        port: int = 0,
+        store_bind: str = "127.0.0.1",
+        store_port: int = 0,
+        token: str | None = None,
+        state_dir: Path | None = None,
+        routes: Sequence[BaseRoute] = (),
+    ) -> None:
+        configs = {
+            name: channel if isinstance(channel, ChannelConfig) else channel_from(name, channel)
+            for name, channel in channels.items()
+        }
+        self._shapes = {
+            name: shape if isinstance(shape, GroupShape) else GroupShape(replicas=shape)
+            for name, shape in (groups or {}).items()
+        }
+        self.token = token if token is not None else secrets.token_urlsafe(24)
+        self._host, self._port = host, port
+        self._store = StoreKeeper(store_bind, store_port, self._store_changed)
+        self._decisions = DecisionLog(state_dir / "decisions.jsonl" if state_dir is not None else None)
+        self.engine = Engine(
+            configs,
+            self._shapes,
+            run=run,
+            decisions=self._decisions,
+            store_address=lambda: self._store.address,
+            sweep=self._store.sweep,
+        )
+        self._routes = list(routes)
+        self._book = ReadinessBook()
+        self._server: Server | None = None
+        self._tick: asyncio.Task[None] | None = None
+        self.endpoint = ""
+
+    async def __aenter__(self) -> Self:
+        """:raises errors.WorldError: a port is in use, or the store did not start."""
+        listener = bind_listener(self._host, self._port)
+        try:
+            await self._store.start()
+            self._server = Server(listener, [session_route(self.engine, self.token), *self._routes])
+            await self._server.start()
+        except BaseException:
+            listener.close()
+            await self._store.aclose()
+            raise
+        host, port = listener.getsockname()[:2]
+        self.endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        self._tick = asyncio.create_task(self.engine.tick_forever())
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._tick is not None:
+            self._tick.cancel()
+            await asyncio.gather(self._tick, return_exceptions=True)
+        if self._server is not None:
+            await self._server.aclose()
+        await self._store.aclose()
+        self._decisions.close(remove=error is None)
+
+    # ------------------------------------------------------------ for the supervisor
+
+    @property
+    def store_address(self) -> tuple[str, int]:
+        """Where the master TCPStore listens now; it moves when the store had to be replaced."""
+        return self._store.address
+
+    @property
+    def store_up(self) -> bool:
+        return self._store.up
+
+    @property
+    def store_pid(self) -> int | None:
+        return self._store.pid
+
+    @property
+    def loop_lag_s(self) -> float:
+        """How late this process's loop was lately, in seconds (a decaying maximum)."""
+        return self.engine.lag_s
+
+    def subscribe(self, callback: Callable[[Event], None]) -> None:
+        """Call ``callback(event)`` on the loop after each change. It must not block."""
+        self.engine.subscribe(callback)
+
+    def readiness(self, group: str, replica: int, generation: int) -> Readiness:
+        """Whether the replica of this generation has joined its channels and serves the newest weights."""
+        world = self._shapes.get(group, GroupShape()).world_size
+        now = asyncio.get_running_loop().time()
+        return self._book.of(self.engine.channels.values(), group, replica, generation, world, now)
+
+    def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
+        """Its processes are gone: what is left of its members is lost now."""
+        for channel in self.engine.channels.values():
+            for state in channel.roster.replica(group, replica):
+                if state.hello.generation <= generation:
+                    self.engine.lose(state.member, reason)
+
+    def set_group_size(self, group: str, replicas: int) -> None:
+        """The group has so many replicas from now on."""
+        shape = self._shapes.get(group, GroupShape())
+        self._shapes[group] = GroupShape(replicas, shape.world_size, shape.heartbeat_timeout_s)
+        for channel in self.engine.channels.values():
+            channel.roster.groups[group] = self._shapes[group]
+
+    def channel_statuses(self) -> tuple[ChannelStatus, ...]:
+        now = asyncio.get_running_loop().time()
+        return tuple(channel_status(channel, now) for channel in self.engine.channels.values())
+
+    def store_status(self) -> StoreStatus:
+        host, port = self._store.address
+        return StoreStatus(up=self._store.up, host=host, port=port, keys=self._store.keys)
+
+    def sidecar_replacements(self) -> dict[str, int]:
+        """Sidecars that were killed to replace a lane, by reason."""
+        totals: dict[str, int] = {}
+        for channel in self.engine.channels.values():
+            for reason, count in channel.lanes.replaced.items():
+                totals[reason] = totals.get(reason, 0) + count
+        return totals
+
+    def _store_changed(self, up: bool) -> None:
+        for name in self.engine.channels:
+            self.engine.emit(StoreChanged(name, up))

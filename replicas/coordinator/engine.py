@@ -1,0 +1,263 @@
+"""The engine: channel states, sessions and the effects between them. No sockets of its own.
+
+Theory of operation
+===================
+
+Everything runs on one asyncio loop, and each event is handled to its end without an await: a message, a loss or a tick goes
+into a :class:`~replicas.core.channel.ChannelState`, and the effects that come out are applied in order, a decision being
+written and synced to disk before the commit is queued to anyone. Sending only queues: nothing here waits for a member.
+
+Time is the loop's monotonic clock. A tick that comes late means that this process did not run (a stopped machine, a long
+pause): the members could not be heard in that time, so the pause is added to everyone's lease before anybody is judged.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
+
+from replicas import errors
+from replicas.config import ChannelConfig
+from replicas.coordinator.decisions import DecisionLog
+from replicas.coordinator.sessions import ProcessWatch, Session
+from replicas.core.channel import ChannelState
+from replicas.core.effects import Effect, Emit, Event, MemberLost, Record, Send, Sweep
+from replicas.core.identity import Member
+from replicas.core.roster import GroupShape
+from replicas.messages import PROTOCOL, Ack, Bye, Heartbeat, Hello, MemberFrame, Refused, WireError
+
+__all__ = ["Engine"]
+
+log = logging.getLogger("replicas.coordinator")
+
+TICK_S = 0.1
+PAUSE_S = 1.0
+"""A tick this much late is a pause of this process, and nobody's fault."""
+
+
+class Engine:
+    """All channels of a run."""
+
+    def __init__(
+        self,
+        channels: Mapping[str, ChannelConfig],
+        groups: Mapping[str, GroupShape],
+        *,
+        run: str,
+        decisions: DecisionLog,
+        store_address: Callable[[], tuple[str, int]],
+        sweep: Callable[[str], None],
+    ) -> None:
+        self.run = run
+        self.decisions = decisions
+        self._sweep = sweep
+        self.channels = {
+            name: ChannelState(
+                config,
+                groups,
+                run=run,
+                term=decisions.term,
+                store=store_address,
+                floor=decisions.floor(name),
+            )
+            for name, config in channels.items()
+        }
+        self._sessions: dict[Member, Session] = {}
+        self._channel_of: dict[Member, ChannelState] = {}
+        self._callbacks: list[Callable[[Event], None]] = []
+        self._due: list[tuple[ChannelState, Effect]] = []
+        self._applying = False
+        self.lag_s = 0.0
+        self.refusals: dict[str, int] = {}
+
+    @property
+    def term(self) -> int:
+        return self.decisions.term
+
+    def subscribe(self, callback: Callable[[Event], None]) -> None:
+        self._callbacks.append(callback)
+
+    def emit(self, event: Event) -> None:
+        for callback in self._callbacks:
+            callback(event)
+
+    # ------------------------------------------------------------ sessions
+
+    def open(self, hello: Hello, connection: object, address: str) -> Session:
+        """Bind a connection to a session: a new one, or the one that this incarnation already has.
+
+        :raises errors.ReplicasError: the Hello is refused.
+        """
+        now = self._now()
+        channel = self._accept(hello)
+        member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
+        session = self._sessions.get(member)
+        state = channel.roster.get(member)
+        if session is not None and state is not None and hello.resume_term == self.term:
+            channel.seen(member, now)
+            session.attach(connection, hello.received, channel.welcome(state, session.received))
+            return session
+        if hello.resume_term == self.term:
+            raise errors.Fenced(f"{member} was declared lost while it could not be heard", members=[member.name])
+        watch = self._watch(hello, member)
+        session = Session(member)
+        session.watch = watch
+        self._sessions[member] = session
+        self._channel_of[member] = channel
+        try:
+            state, older = channel.join(hello, address, now)
+        except errors.ReplicasError:
+            self._forget(member)
+            raise
+        session.attach(connection, 0, channel.welcome(state, 0))
+        if older is not None:
+            self._fence(older.member)
+        self._apply(channel)
+        if watch is not None:
+            watch.start(lambda: self.lose(member, "exited"))
+        return session
+
+    def _accept(self, hello: Hello) -> ChannelState:
+        if hello.protocol != PROTOCOL:
+            raise errors.UsageError(
+                f"protocol {hello.protocol} is spoken by the member, {PROTOCOL} by the coordinator",
+                hint="install the same version of torch-replicas everywhere",
+            )
+        if hello.run and hello.run != self.run:
+            raise errors.UsageError(
+                f'the member belongs to run "{hello.run}", this coordinator serves run "{self.run}"',
+                hint="check REPLICAS_ENDPOINT and REPLICAS_RUN",
+            )
+        channel = self.channels.get(hello.channel)
+        if channel is None:
+            known = ", ".join(sorted(self.channels)) or "none"
+            raise errors.UnknownChannel(
+                f'there is no channel "{hello.channel}" in run "{self.run}"',
+                channel=hello.channel,
+                hint=f"its channels: {known}",
+            )
+        return channel
+
+    def _watch(self, hello: Hello, member: Member) -> ProcessWatch | None:
+        try:
+            return ProcessWatch.open(hello.process, asyncio.get_running_loop())
+        except ProcessLookupError:
+            raise errors.Fenced(f"{member}: process {hello.process.pid} is already gone") from None
+        except OSError as exc:
+            log.warning("%s: its process cannot be watched (%s): only its lease tells of its death", member, exc)
+            return None
+
+    def _fence(self, member: Member) -> None:
+        session = self._sessions.get(member)
+        if session is not None:
+            error = errors.Fenced(f"another process joined as {member}", members=[member.name], unanimous=False)
+            session.send(Refused(WireError.of(error)))
+        self._forget(member)
+
+    def _forget(self, member: Member) -> None:
+        session = self._sessions.pop(member, None)
+        self._channel_of.pop(member, None)
+        if session is not None:
+            session.close()
+
+    def lose(self, member: Member, reason: str) -> None:
+        """The member is gone for good."""
+        channel = self._channel_of.get(member)
+        if channel is None:
+            return
+        channel.lose(member, reason, self._now())
+        self._apply(channel)
+
+    def receive(self, session: Session, frame: MemberFrame) -> bool:
+        """A frame of the member; False when the connection must be closed (the frame is out of order)."""
+        member, channel = session.member, self._channel_of.get(session.member)
+        if channel is None:
+            return False
+        now = self._now()
+        channel.seen(member, now)
+        session.acknowledge(frame.ack)
+        if isinstance(frame.body, Heartbeat):
+            session.send(Ack())
+            return True
+        accepted = session.accept(frame.seq)
+        if accepted is None:
+            return False
+        if accepted:
+            if isinstance(frame.body, Bye):
+                channel.lose(member, "left", now)
+            else:
+                channel.receive(member, frame.body, now)
+            self._apply(channel)
+        return True
+
+    def refused(self, reason: str) -> None:
+        """Count a connection or message that was turned away."""
+        self.refusals[reason] = self.refusals.get(reason, 0) + 1
+
+    # ------------------------------------------------------------ effects
+
+    def _apply(self, channel: ChannelState) -> None:
+        self._due += [(channel, effect) for effect in channel.drain()]
+        if self._applying:
+            return
+        self._applying = True
+        try:
+            while self._due:
+                source, effect = self._due.pop(0)
+                self._do(source, effect)
+        finally:
+            self._applying = False
+
+    def _do(self, channel: ChannelState, effect: Effect) -> None:
+        match effect:
+            case Send():
+                session = self._sessions.get(effect.member)
+                if session is not None and not session.send(effect.message):
+                    channel.lose(effect.member, "overflow", self._now())
+                    self._due += [(channel, later) for later in channel.drain()]
+            case Record():
+                self.decisions.append(effect.decision)
+            case Sweep():
+                self._sweep(effect.prefix)
+            case Emit():
+                if isinstance(effect.event, MemberLost):
+                    self._on_lost(effect.event)
+                self.emit(effect.event)
+
+    def _on_lost(self, event: MemberLost) -> None:
+        log.info("%s: %s is lost (%s)", event.channel, event.member, event.reason)
+        if event.reason == "fenced":
+            return  # told by _fence, once the new incarnation has been welcomed
+        session = self._sessions.get(event.member)
+        if session is not None and event.reason != "left":
+            error = errors.Fenced(
+                f"{event.member} was declared lost ({event.reason})",
+                members=[event.member.name],
+                hint="join again",
+            )
+            session.send(Refused(WireError.of(error)))
+        self._forget(event.member)
+
+    # ------------------------------------------------------------ time
+
+    @staticmethod
+    def _now() -> float:
+        return asyncio.get_running_loop().time()
+
+    async def tick_forever(self) -> None:
+        """Leases and deadlines, ten times a second."""
+        due = self._now() + TICK_S
+        while True:
+            await asyncio.sleep(max(0.0, due - self._now()))
+            now = self._now()
+            late = max(0.0, now - due)
+            self.lag_s = max(late, self.lag_s * 0.98)
+            due = now + TICK_S
+            if late > PAUSE_S:
+                log.warning("this process did not run for %.1f s: leases are extended by as much", late)
+                for channel in self.channels.values():
+                    channel.roster.forgive(late)
+            for channel in self.channels.values():
+                channel.tick(now)
+                self._apply(channel)

@@ -1,0 +1,211 @@
+"""Owner of the store process: starts it, asks it, sweeps it, replaces it when it is dead or frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable, Coroutine
+
+import msgspec
+import tenacity
+
+from replicas import errors
+from replicas.coordinator.store_process import Reply, Request
+
+__all__ = ["StoreKeeper"]
+
+log = logging.getLogger("replicas.store")
+
+START_TIMEOUT_S = 60.0
+REPLY_TIMEOUT_S = 5.0
+PING_INTERVAL_S = 2.0
+STRAGGLER_S = 30.0
+"""Keys are swept once more after this time: a sidecar that was being killed may have written after the first sweep."""
+
+
+class StoreKeeper:
+    """The master TCPStore's process. ``on_change(up)`` is called on the loop."""
+
+    def __init__(self, bind: str, port: int, on_change: Callable[[bool], None]) -> None:
+        self._bind = bind
+        self._port = port
+        self._on_change = on_change
+        self.address: tuple[str, int] = (bind, port)
+        self.up = False
+        self.keys = 0
+        self._process: asyncio.subprocess.Process | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._replies: dict[int, asyncio.Future[Reply]] = {}
+        self._ids = itertools.count(1)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._sweeps: list[str] = []
+        self._sweep_due = asyncio.Event()
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process is not None else None
+
+    async def start(self) -> None:
+        """Start the process and wait until it listens.
+
+        :raises errors.WorldError: it could not listen, or did not come up in 60 s.
+        """
+        await self._spawn(self._port)
+        self._spawn_task(self._watch())
+        self._spawn_task(self._sweep_forever())
+
+    def _spawn_task(self, work: Coroutine[object, object, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _spawn(self, port: int) -> None:
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "replicas.coordinator.store_process"]
+        options = [
+            "--bind",
+            self._bind,
+            "--port",
+            str(port),
+            "--control",
+            str(theirs.fileno()),
+            "--parent",
+            str(os.getpid()),
+        ]
+        environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
+        try:
+            self._process = await asyncio.create_subprocess_exec(
+                *command,
+                *options,
+                pass_fds=[theirs.fileno()],
+                stdin=asyncio.subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+        finally:
+            theirs.close()
+        ours.setblocking(False)
+        reader, self._writer = await asyncio.open_connection(sock=ours)
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = await reader.readline()
+        except TimeoutError:
+            line = b""
+        hello = msgspec.json.decode(line, type=Reply) if line else Reply(0, error="the store process did not start")
+        if hello.error:
+            await self._kill()
+            raise errors.WorldError(
+                f"store: {hello.error}",
+                hint="choose another [store] port, or 0 to let the kernel choose",
+            )
+        self.address = (self._bind, hello.port)
+        self.up = True
+        self._spawn_task(self._read(reader))
+        self._on_change(True)
+
+    async def _read(self, reader: asyncio.StreamReader) -> None:
+        while line := await reader.readline():
+            reply = msgspec.json.decode(line, type=Reply)
+            future = self._replies.pop(reply.id, None)
+            if future is not None and not future.done():
+                future.set_result(reply)
+
+    async def ask(self, op: str, prefixes: tuple[str, ...] = ()) -> Reply:
+        """:raises TimeoutError: no reply within 5 s. :raises ConnectionError: the process is gone."""
+        if self._writer is None or not self.up:
+            raise ConnectionError("the store is down")
+        request = Request(next(self._ids), op, prefixes)
+        future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
+        self._replies[request.id] = future
+        try:
+            self._writer.write(msgspec.json.encode(request) + b"\n")
+            async with asyncio.timeout(REPLY_TIMEOUT_S):
+                reply = await future
+        finally:
+            self._replies.pop(request.id, None)
+        self.keys = reply.keys
+        return reply
+
+    # ------------------------------------------------------------ watching and replacing
+
+    async def _watch(self) -> None:
+        """Ping the process; replace it when it has ended or does not answer."""
+        while (process := self._process) is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PING_INTERVAL_S):
+                    await process.wait()
+            if process.returncode is None:
+                try:
+                    await self.ask("stat")
+                    continue
+                except (TimeoutError, ConnectionError):
+                    log.warning("the store does not answer: it is replaced")
+            self.up = False
+            self._on_change(False)
+            await self._kill()
+            await self._respawn()
+
+    async def _respawn(self) -> None:
+        """A new store gets a new port: clients of the old one must not mistake it for theirs."""
+        retrying = tenacity.AsyncRetrying(
+            wait=tenacity.wait_exponential_jitter(initial=0.1, max=5.0),
+            retry=tenacity.retry_if_exception_type((errors.WorldError, OSError)),
+            before_sleep=tenacity.before_sleep_log(log, logging.WARNING),
+        )
+        async for attempt in retrying:
+            with attempt:
+                await self._spawn(0)
+
+    # ------------------------------------------------------------ sweeping
+
+    def sweep(self, prefix: str) -> None:
+        """Delete the keys under ``prefix`` soon, and once more later."""
+        self._sweeps.append(prefix)
+        self._sweep_due.set()
+
+    async def _sweep_forever(self) -> None:
+        loop = asyncio.get_running_loop()
+        later: list[tuple[float, str]] = []
+        while True:
+            timeout_s = max(0.0, later[0][0] - loop.time()) if later else None
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(timeout_s):
+                    await self._sweep_due.wait()
+            self._sweep_due.clear()
+            fresh, self._sweeps = self._sweeps, []
+            due = [prefix for at, prefix in later if at <= loop.time()]
+            later = [(at, prefix) for at, prefix in later if at > loop.time()]
+            later += [(loop.time() + STRAGGLER_S, prefix) for prefix in fresh]
+            if not fresh and not due:
+                continue
+            try:
+                await self.ask("sweep", (*fresh, *due))
+            except (TimeoutError, ConnectionError):
+                log.info("a sweep of the store waits for the next one: the store does not answer")
+
+    # ------------------------------------------------------------ stopping
+
+    async def _kill(self) -> None:
+        process, self._process = self._process, None
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+        if process is not None:
+            if process.returncode is None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGKILL)
+            await process.wait()
+
+    async def aclose(self) -> None:
+        """End the process; its keys end with it."""
+        self.up = False
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._kill()

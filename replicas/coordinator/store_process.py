@@ -1,0 +1,123 @@
+"""The store process: the long-lived master TCPStore of a run, and nothing else.
+
+Run as ``python -m replicas.coordinator.store_process --bind ADDRESS --port PORT --control FD``.
+
+Theory of operation
+===================
+
+The TCPStore serves from C++ threads of this process, so that neither the coordinator's loop nor its Python locks ever stand
+between two sidecars that meet there. It listens on one address only: a socket bound here is handed over with
+``master_listen_fd`` (a TCPStore of its own would listen on every address).
+
+The control socket (inherited, a stream of JSON lines) carries requests and replies, matched by ``id``: ``stat`` (number of
+keys), ``sweep`` (delete the keys under prefixes), ``ping``. Its end means that the owner is gone, and so is this process; a
+parent-death signal covers an owner that leaves the socket open in a forked child.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import socket
+import sys
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import msgspec
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import TCPStore
+
+__all__ = ["Reply", "Request", "main"]
+
+
+class Request(msgspec.Struct, frozen=True):
+    id: int
+    op: str
+    prefixes: tuple[str, ...] = ()
+
+
+class Reply(msgspec.Struct, frozen=True):
+    id: int
+    keys: int = 0
+    port: int = 0
+    error: str = ""
+
+
+STRAY_KEYS = ("exception_dump",)
+"""ProcessGroupNCCL writes this one without any prefix, and every later group of the store would abort on it."""
+
+
+def listen(bind: str, port: int) -> socket.socket:
+    """A listening socket on exactly this address."""
+    family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((bind, port))
+    listener.listen(4096)
+    return listener
+
+
+def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
+    """Delete every key under these prefixes, and the stray ones (a PrefixStore lists ``a/bc`` under ``a/b``)."""
+    roots = tuple(f"{prefix}/" for prefix in prefixes)
+    for key in store.list_keys():
+        if key.startswith(roots) or key in STRAY_KEYS:
+            store.delete_key(key)
+
+
+def serve(control: socket.socket, bind: str, port: int) -> int:
+    encode = msgspec.json.Encoder().encode
+    try:
+        listener = listen(bind, port)
+    except OSError as exc:
+        control.sendall(encode(Reply(0, error=f"cannot listen on {bind}:{port}: {exc.strerror}")) + b"\n")
+        return 2
+    port = listener.getsockname()[1]
+    from torch.distributed.distributed_c10d import TCPStore
+
+    store = TCPStore(
+        bind,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=10),
+        master_listen_fd=listener.detach(),
+    )
+    control.sendall(encode(Reply(0, port=port)) + b"\n")
+    decoder = msgspec.json.Decoder(Request)
+    with control.makefile("rb") as lines:
+        for line in lines:
+            request = decoder.decode(line)
+            if request.op == "sweep":
+                sweep(store, request.prefixes)
+            control.sendall(encode(Reply(request.id, keys=store.num_keys(), port=port)) + b"\n")
+    return 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="The master TCPStore of a run.")
+    parser.add_argument("--bind", required=True)
+    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--control", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    args = parser.parse_args()
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != args.parent:
+        return 0
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    try:
+        return serve(socket.socket(fileno=args.control), args.bind, args.port)
+    except (BrokenPipeError, ConnectionResetError):
+        return 0
+
+
+if __name__ == "__main__":
+    # The TCPStore's threads must not outlive the control socket, whatever its destructor waits for.
+    code = main()
+    sys.stdout.flush()
+    os._exit(code)

@@ -1,0 +1,67 @@
+"""How often, and after which delay, the replicas of a group may be restarted. Pure: the time is an argument.
+
+The budget is the group's: at most ``max_restarts`` in any ``window_s``. The delay is the replica's own: it doubles with
+each of *its* restarts inside the window, from ``initial_delay_s`` to ``max_delay_s``, plus a jitter of up to
+``initial_delay_s`` so that replicas that died together do not come back together. A replica that ran well for a whole
+window starts over.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Hashable
+
+from tenacity import RetryCallState, Retrying, wait_exponential_jitter
+
+from replicas.config import RestartConfig
+
+__all__ = ["RestartBudget", "wants_restart"]
+
+
+def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
+    """Whether the policy restarts a replica that ended well (``ok``) or badly, before any budget is asked."""
+    return config.policy == "always" or (config.policy == "on-failure" and not ok)
+
+
+class RestartBudget:
+    """The restarts of one group in a sliding window.
+
+    :param config: the group's restart rules.
+    :param rng: source of the jitter; a seeded one makes the delays reproducible.
+    """
+
+    def __init__(self, config: RestartConfig, *, rng: random.Random | None = None) -> None:
+        self.config = config
+        self._rng = random.Random() if rng is None else rng
+        self._spent: deque[tuple[float, Hashable]] = deque()
+        # In units of the initial delay: `initial=` is deprecated in tenacity 9.2, `multiplier=` is unknown to 9.0.
+        scale = config.initial_delay_s
+        self._wait = wait_exponential_jitter(max=config.max_delay_s / scale if scale else 0.0, jitter=0)
+
+    def take(self, replica: Hashable, *, now: float) -> float | None:
+        """Spend one restart of ``replica``: the seconds to wait first, or None when none is left (nothing is spent).
+
+        :param now: seconds of a monotonic clock, never less than in an earlier call.
+        """
+        if self.remaining(now) == 0:
+            return None
+        self._spent.append((now, replica))
+        return self._delay_s(sum(1 for _, other in self._spent if other == replica))
+
+    def remaining(self, now: float) -> int:
+        """Restarts that are left at ``now``."""
+        while self._spent and self._spent[0][0] <= now - self.config.window_s:
+            self._spent.popleft()
+        return max(0, self.config.max_restarts - len(self._spent))
+
+    def remaining_ratio(self, now: float) -> float:
+        """Share of the budget that is left, from 0 to 1 (0 when ``max_restarts`` is 0)."""
+        return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 0.0
+
+    def _delay_s(self, attempt: int) -> float:
+        state = RetryCallState(Retrying(), None, (), {})
+        state.attempt_number = attempt
+        base_s = self._wait(state) * self.config.initial_delay_s
+        jitter_s = self._rng.uniform(0.0, self.config.initial_delay_s)
+        return min(base_s + jitter_s, self.config.max_delay_s)

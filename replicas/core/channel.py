@@ -1,0 +1,284 @@
+"""The state of one channel: what joins, losses, messages and time do to it.
+
+Theory of operation
+===================
+
+:class:`ChannelState` is the coordinator's whole mind about one channel and touches nothing outside: time comes in as an
+argument, what must happen goes out as :mod:`replicas.core.effects`, in order. The shell applies the effects of one event
+before it hands in the next, so that, for instance, a decision is on disk before anyone is told of the commit.
+
+It is made of a :class:`~replicas.core.roster.Roster` (members, epochs), :class:`~replicas.core.lanes.Lanes` (process
+groups), :class:`~replicas.core.publishes.Publishes` (numbering, verdicts), one main
+:class:`~replicas.core.transfers.Transfer` and one for catch-up, :class:`~replicas.core.rounds.Rounds` (who loads what) and
+:class:`~replicas.core.operations.Operations` (collectives of peers); :mod:`replicas.core.commits` joins publishes to
+transfers. After every event :meth:`ChannelState._settle` moves on whatever has become possible, so that no handler needs
+to know what waits for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from replicas import errors
+from replicas import messages as wire
+from replicas.config import ChannelConfig
+from replicas.core.commits import Commits
+from replicas.core.effects import Effect, Emit, EpochStarted, MemberJoined, MemberLost, Retried, Send
+from replicas.core.identity import Member
+from replicas.core.lanes import Lane, Lanes
+from replicas.core.operations import Operations
+from replicas.core.roster import GroupShape, MemberState, Roster
+from replicas.core.rounds import ReplicaView, Rounds
+from replicas.messages import Backend, FromMember
+
+__all__ = ["ChannelState"]
+
+
+class ChannelState:
+    """One channel. Every public method takes ``now``, a monotonic clock reading in seconds."""
+
+    def __init__(
+        self,
+        config: ChannelConfig,
+        groups: Mapping[str, GroupShape],
+        *,
+        run: str,
+        term: int,
+        store: Callable[[], tuple[str, int]],
+        floor: int = 0,
+    ) -> None:
+        self.config = config
+        self.term = term
+        self.out: list[Effect] = []
+        self.roster = Roster(config, groups)
+        self.lanes = Lanes(run, config.name, term, store)
+        self.rounds = Rounds(config.name)
+        self.commits = Commits(self, floor)
+        self.operations = Operations(self.roster, self.lanes, self.out.append, self.next_id)
+        self._ids = 0
+        self._watches: list[tuple[Member, wire.WatchLoaded]] = []
+        self._view_epoch = 0
+
+    # ------------------------------------------------------------ what the shell calls
+
+    def drain(self) -> list[Effect]:
+        """The effects since the last call, in order."""
+        effects, self.out[:] = list(self.out), []
+        return effects
+
+    def join(self, hello: wire.Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
+        """A new incarnation; returns it and the one that it fenced.
+
+        :raises errors.ReplicasError: the Hello is not acceptable; nothing has changed.
+        """
+        state, older = self.roster.add(hello, address, now)
+        if older is not None:
+            self.lose(older.member, "fenced", now)
+        self.roster.insert(state)
+        self.operations.joined(state.member)
+        self.out.append(Emit(MemberJoined(self.config.name, state.member)))
+        self._settle(now)
+        return state, older
+
+    def welcome(self, state: MemberState, received: int) -> wire.Welcome:
+        hello = state.hello
+        return wire.Welcome(
+            term=self.term,
+            settings=state.settings,
+            received=received,
+            epoch=self.roster.epoch,
+            address=state.address,
+            latest=self.commits.latest,
+            publishes=self.commits.publishes.count(hello.group, hello.replica),
+        )
+
+    def lose(self, member: Member, reason: str, now: float) -> None:
+        """The member is gone for good: survivors get a new epoch, and what it took part in goes on without it."""
+        state = self.roster.remove(member)
+        if state is None:
+            return
+        if state.live:
+            self.roster.epoch += 1
+        self.out.append(Emit(MemberLost(self.config.name, member, reason)))
+        self._watches = [watch for watch in self._watches if watch[0] != member]
+        if state.observes:
+            return
+        if state.is_peer:
+            self.operations.lost(member, now)
+        self.commits.lost(state, now)
+        if state.is_target:
+            self.rounds.lost(member, self.view(member.group, member.replica), self.out)
+        self._settle(now)
+
+    def receive(self, member: Member, message: FromMember, now: float) -> None:
+        """A message of a member, in the order in which it sent them."""
+        state = self.roster.get(member)
+        if state is None:
+            return
+        state.last_seen = now
+        self._handle_weights(state, message, now)
+        self._handle_rest(state, message, now)
+        self._settle(now)
+
+    def seen(self, member: Member, now: float) -> None:
+        """A sign of life."""
+        state = self.roster.get(member)
+        if state is not None:
+            state.last_seen = max(state.last_seen, now)
+
+    def tick(self, now: float) -> None:
+        """Time passes: leases and deadlines."""
+        for state in self.roster.expired(now):
+            self.lose(state.member, "lease", now)
+        self.commits.tick(now)
+        self.operations.tick(now)
+        self._settle(now)
+
+    # ------------------------------------------------------------ what the parts share
+
+    def next_id(self) -> int:
+        self._ids += 1
+        return self._ids
+
+    def idle_lane(self, members: tuple[Member, ...], backend: Backend) -> Lane | None:
+        """The kept lane of the last main transfer, if it is of exactly these members."""
+        lane = self.commits.kept_lane
+        if lane is None or lane.members != members or lane.backend != backend or lane.state != "formed":
+            return None
+        self.commits.kept_lane = None
+        return lane
+
+    def retried(self, reason: str) -> None:
+        """Count another attempt of a transfer."""
+        self.commits.retries[reason] = self.commits.retries.get(reason, 0) + 1
+        self.out.append(Emit(Retried(self.config.name, reason)))
+
+    def view(self, group: str, replica: int) -> ReplicaView:
+        ranks = [s for s in self.roster.replica(group, replica) if s.is_target and s.carries]
+        ranks.sort(key=lambda state: state.member)
+        party = next((party for party in self.config.targets if party.group == group), None)
+        leader_only = party is not None and party.ranks == "leader"
+        return ReplicaView(ranks, 1 if leader_only or not ranks else ranks[0].hello.world_size)
+
+    # ------------------------------------------------------------ moving on
+
+    def _settle(self, now: float) -> None:
+        """Do everything that has become possible."""
+        self._admit()
+        self.commits.advance(now)
+        for group, replica in sorted({(s.member.group, s.member.replica) for s in self.roster if s.is_target}):
+            self.rounds.advance(self.view(group, replica), self.commits.latest, self.out)
+        if self.config.peers:
+            self.operations.advance(now)
+        self._answer_watches()
+        self._publish_view()
+
+    def _admit(self) -> None:
+        """Joins wait for a boundary: no version and no collective is on its way."""
+        if self.commits.moving or self.operations.running_collective:
+            return
+        self.roster.admit()
+
+    def _publish_view(self) -> None:
+        if self._view_epoch == self.roster.epoch:
+            return
+        self._view_epoch = self.roster.epoch
+        members = tuple(state.member for state in self.roster.live)
+        view = wire.View(self.roster.epoch, members)
+        self.out.append(Emit(EpochStarted(self.config.name, self.roster.epoch, members)))
+        self.out.extend(Send(state.member, view) for state in self.roster)
+
+    def loaded_by_all(self) -> int:
+        """The newest version that every target replica with a live member has loaded, or a newer one."""
+        replicas = {(s.member.group, s.member.replica) for s in self.roster if s.is_target and s.carries}
+        return min((self.rounds.of(group, replica).loaded for group, replica in replicas), default=0)
+
+    def _answer_watches(self) -> None:
+        if not self._watches:
+            return
+        loaded = self.loaded_by_all()
+        due = [watch for watch in self._watches if watch[1].version <= loaded]
+        self._watches = [watch for watch in self._watches if watch[1].version > loaded]
+        self.out.extend(Send(member, wire.WatchEnd(message.watch, loaded)) for member, message in due)
+
+    # ------------------------------------------------------------ messages
+
+    def _handle_weights(self, state: MemberState, message: FromMember, now: float) -> None:
+        """Publishes, transfers and receives."""
+        commits, member = self.commits, state.member
+        match message:
+            case wire.UploadManifest():
+                commits.upload(message)
+            case wire.PublishBegin():
+                commits.begin(state, message, now)
+            case wire.Packed():
+                commits.packed(state, message, now)
+            case wire.PackFailed():
+                commits.pack_failed(state, message, now)
+            case wire.TransferReady():
+                for transfer in commits.transfers:
+                    transfer.ready(member, message.transfer, now)
+            case wire.TransferDone():
+                for transfer in commits.transfers:
+                    transfer.done(member, message, now)
+            case wire.TransferFailed():
+                for transfer in commits.transfers:
+                    transfer.member_failed(member, message.transfer, message.error.exception(), now)
+            case wire.Dropped():
+                state.held.pop(message.version, None)
+                state.parts.discard(message.version)
+            case wire.ReceiveAsk():
+                self.rounds.ask(member, message)
+            case wire.ReceiveCancel():
+                self.rounds.cancel_ask(member, message.ask)
+            case wire.Loaded():
+                self.rounds.loaded(state, message.version, self.view(member.group, member.replica), self.out)
+            case wire.LoadFailed():
+                self.rounds.failed(state, self.view(member.group, member.replica), self.out)
+            case wire.WatchLoaded():
+                self._watches.append((member, message))
+            case _:
+                return
+        state.progressed_at = now
+
+    def _handle_rest(self, state: MemberState, message: FromMember, now: float) -> None:
+        """Lanes, operations and progress."""
+        member = state.member
+        match message:
+            case wire.Progress():
+                state.progressed_at = now
+            case wire.LaneFormed():
+                lane = self.lanes.formed(member, message.lane, now)
+                if lane is not None:
+                    self.commits.lane_formed(lane, now)
+            case wire.LaneFailed():
+                self._lane_failed(state, message, now)
+            case wire.OperationPost():
+                state.progressed_at = now
+                self._post(state, message, now)
+            case wire.OperationDone():
+                self.operations.done(member, message.operation, now)
+            case wire.OperationFailed():
+                self.operations.failed(member, message.operation, message.error.exception(), now)
+            case _:
+                return
+
+    def _lane_failed(self, state: MemberState, message: wire.LaneFailed, now: float) -> None:
+        lane = self.lanes.get(message.lane)
+        if lane is None or state.member not in lane.members:
+            return
+        error = message.error.exception()
+        if state.is_peer:
+            self.operations.lane_failed(lane, error, now)
+        else:
+            self.commits.lane_failed(lane, error, now)
+
+    def _post(self, state: MemberState, message: wire.OperationPost, now: float) -> None:
+        if state.is_peer:
+            self.operations.post(state.member, message, now)
+            return
+        error = errors.UsageError(
+            f'channel "{self.config.name}" has no peers: {message.kind} needs a channel with peers = [...]',
+            channel=self.config.name,
+        )
+        self.out.append(Send(state.member, wire.OperationEnd(message.post, None, wire.WireError.of(error))))

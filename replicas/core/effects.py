@@ -1,0 +1,119 @@
+"""What the state machines ask of the shell, as values, in the order in which it must happen."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from replicas.core.identity import Member
+from replicas.messages import FromCoordinator
+from replicas.status import SyncRecord
+
+__all__ = [
+    "CommitDecision",
+    "Effect",
+    "Emit",
+    "EpochStarted",
+    "Event",
+    "MemberJoined",
+    "MemberLost",
+    "OperationEnded",
+    "Record",
+    "ReplicaLoaded",
+    "Retried",
+    "Send",
+    "StoreChanged",
+    "Sweep",
+    "SyncEnded",
+]
+
+
+class MemberJoined(msgspec.Struct, frozen=True, tag=True):
+    channel: str
+    member: Member
+
+
+class MemberLost(msgspec.Struct, frozen=True, tag=True):
+    channel: str
+    member: Member
+    reason: str
+
+
+class EpochStarted(msgspec.Struct, frozen=True, tag=True):
+    channel: str
+    epoch: int
+    members: tuple[Member, ...]
+
+
+class SyncEnded(msgspec.Struct, frozen=True, tag=True):
+    """A publish ended: committed, or failed with the error named in the record."""
+
+    channel: str
+    record: SyncRecord
+
+
+class Retried(msgspec.Struct, frozen=True, tag=True):
+    """A lane of a transfer is built again. ``reason``: ``lost``, ``frozen``, ``failed``, ``refused`` or ``digest``."""
+
+    channel: str
+    reason: str
+
+
+class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
+    """Every rank of the replica serves ``version`` now; 0: it no longer serves a whole version."""
+
+    channel: str
+    group: str
+    replica: int
+    version: int
+
+
+class OperationEnded(msgspec.Struct, frozen=True, tag=True):
+    channel: str
+    kind: str
+    outcome: str
+    seconds: float
+
+
+class StoreChanged(msgspec.Struct, frozen=True, tag=True):
+    channel: str
+    up: bool
+
+
+Event = MemberJoined | MemberLost | EpochStarted | SyncEnded | Retried | ReplicaLoaded | OperationEnded | StoreChanged
+
+
+class CommitDecision(msgspec.Struct, frozen=True):
+    """One line of the decision log."""
+
+    kind: Literal["commit", "floor"]
+    channel: str
+    version: int
+    digest: str
+    epoch: int
+    term: int
+
+
+class Send(msgspec.Struct, frozen=True):
+    member: Member
+    message: FromCoordinator
+
+
+class Record(msgspec.Struct, frozen=True):
+    """Make the decision durable before any effect after it."""
+
+    decision: CommitDecision
+
+
+class Sweep(msgspec.Struct, frozen=True):
+    """Delete the keys under this prefix of the store, now and once more later (stragglers write after us)."""
+
+    prefix: str
+
+
+class Emit(msgspec.Struct, frozen=True):
+    event: Event
+
+
+Effect = Send | Record | Sweep | Emit

@@ -1,0 +1,50 @@
+"""Who is who: members and processes, as values."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Member", "ProcessIdentity"]
+
+
+class Member(msgspec.Struct, frozen=True, order=True):
+    """One incarnation of a rank on a channel.
+
+    :param group: name of its group.
+    :param replica: index of its replica in the group, from 0.
+    :param rank: its rank within the replica, from 0; rank 0 is the replica's leader.
+    :param incarnation: random nonce of this one join; a later join of the same rank has another one.
+    """
+
+    group: str
+    replica: int
+    rank: int
+    incarnation: str = ""
+
+    @property
+    def replica_name(self) -> str:
+        """``group/replica``."""
+        return f"{self.group}/{self.replica}"
+
+    @property
+    def name(self) -> str:
+        """``group/replica/rank``: the identity, which outlives an incarnation."""
+        return f"{self.group}/{self.replica}/{self.rank}"
+
+    def __str__(self) -> str:
+        return self.name
+
+
+class ProcessIdentity(msgspec.Struct, frozen=True):
+    """What makes a process recognisable on its machine: a pid alone is reused.
+
+    :param pid: process id in its own pid namespace.
+    :param start_time: field 22 of ``/proc/PID/stat``, in clock ticks since boot.
+    :param boot_id: ``/proc/sys/kernel/random/boot_id``.
+    :param pid_namespace: inode of ``/proc/PID/ns/pid``.
+    """
+
+    pid: int
+    start_time: int
+    boot_id: str
+    pid_namespace: int

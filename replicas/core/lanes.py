@@ -1,0 +1,111 @@
+"""Lanes: the process groups that an epoch needs, as state.
+
+A lane is formed once, over a fresh key prefix, by one sidecar of each of its members, in rank order. It is *forming* until
+each member has said so, then *formed*, and *dead* for good after the first failure or loss: a new attempt is a new lane.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from replicas.core.effects import Effect, Send, Sweep
+from replicas.core.identity import Member
+from replicas.core.roster import MemberState
+from replicas.messages import Backend, LaneDrop, LaneForm
+
+__all__ = ["Lane", "Lanes"]
+
+
+@dataclass(slots=True, eq=False)
+class Lane:
+    name: str
+    prefix: str
+    members: tuple[Member, ...]
+    backend: Backend
+    opened_at: float
+    deadline: float
+    state: Literal["forming", "formed", "dead"] = "forming"
+    formed_by: set[Member] = field(default_factory=set)
+    formed_s: float = 0.0
+
+    def rank(self, member: Member) -> int:
+        return self.members.index(member)
+
+
+class Lanes:
+    """All lanes of a channel. Lane names are never used twice within a term."""
+
+    def __init__(self, run: str, channel: str, term: int, store: Callable[[], tuple[str, int]]) -> None:
+        self._base = f"{run}/{channel}"
+        self._term = term
+        self._store = store
+        self._count = 0
+        self._lanes: dict[str, Lane] = {}
+        self.replaced: dict[str, int] = {}
+        """Sidecars killed because their lane failed, by reason."""
+
+    def __len__(self) -> int:
+        return len(self._lanes)
+
+    def get(self, name: str) -> Lane | None:
+        return self._lanes.get(name)
+
+    def open(
+        self,
+        epoch: int,
+        states: Sequence[MemberState],
+        backend: Backend,
+        now: float,
+        timeout_s: float,
+        out: list[Effect],
+    ) -> Lane:
+        """Ask every member to form a group of them all, in this order."""
+        self._count += 1
+        name = f"{epoch}.{self._count}"
+        prefix = f"{self._base}/{self._term}/{epoch}/{self._count}"
+        members = tuple(state.member for state in states)
+        lane = Lane(name, prefix, members, backend, opened_at=now, deadline=now + timeout_s)
+        self._lanes[name] = lane
+        host, port = self._store()
+        for rank, member in enumerate(members):
+            form = LaneForm(
+                lane=name,
+                prefix=prefix,
+                store_host=host,
+                store_port=port,
+                rank=rank,
+                size=len(members),
+                backend=backend,
+                addresses=tuple(state.address for state in states),
+                deadline_s=timeout_s,
+            )
+            out.append(Send(member, form))
+        return lane
+
+    def formed(self, member: Member, name: str, now: float) -> Lane | None:
+        """A member has formed its part; returns the lane when that made it complete."""
+        lane = self._lanes.get(name)
+        if lane is None or lane.state != "forming" or member not in lane.members:
+            return None
+        lane.formed_by.add(member)
+        if len(lane.formed_by) < len(lane.members):
+            return None
+        lane.state = "formed"
+        lane.formed_s = now - lane.opened_at
+        return lane
+
+    def close(self, lane: Lane, out: list[Effect], *, gone: frozenset[Member] = frozenset(), reason: str = "") -> None:
+        """Kill the lane's sidecars and sweep its keys.
+
+        ``gone``: members that need not be told. ``reason``: why it has to be replaced; empty when it was just done.
+        """
+        if lane.state == "dead":
+            return
+        lane.state = "dead"
+        del self._lanes[lane.name]
+        if reason:
+            self.replaced[reason] = self.replaced.get(reason, 0) + len(lane.members) - len(gone)
+        out.extend(Send(member, LaneDrop(lane.name)) for member in lane.members if member not in gone)
+        out.append(Sweep(lane.prefix))

@@ -1,0 +1,172 @@
+"""Publishes: from the ranks of a source replica that call ``publish`` to a committed version and one verdict for all.
+
+Theory of operation
+===================
+
+A publish is known by (group, replica, number); the number counts the replica's publishes. The first rank that begins it
+fixes the version. It is *packing* until every contributing rank (the leader, or all of them) has filled its slot, then it
+waits its turn: one version moves at a time, in the order in which they were packed. It ends in exactly one verdict, which
+every rank of the replica gets, also one that begins late (the last few verdicts are kept).
+
+Half of the deadline is given to those who do not get ready; then, with ``on_lost = "drop"``, the transfer goes on without
+them and they are caught up later. At the deadline the version commits over those who hold it, or the publish fails.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Literal
+
+from replicas import errors
+from replicas.core.identity import Member
+from replicas.core.transfers import Payload, Transfer
+from replicas.messages import Packed, PackFailed, PublishBegin, ReceiptData, WireError
+
+__all__ = ["Publish", "Publishes"]
+
+KEPT_VERDICTS = 16
+
+
+@dataclass(slots=True, eq=False)
+class Publish:
+    """One publish. ``end``: its verdict, once there is one."""
+
+    group: str
+    replica: int
+    number: int
+    version: int
+    asked_version: int | None
+    meta: dict[str, object]
+    began_at: float
+    deadline: float
+    new_manifest: bool
+    state: Literal["packing", "queued", "moving", "over"] = "packing"
+    begun: set[Member] = field(default_factory=set)
+    packed: dict[Member, Packed] = field(default_factory=dict)
+    packed_at: float = 0.0
+    moving_at: float = 0.0
+    lost: list[str] = field(default_factory=list)
+    transfer: Transfer | None = None
+    payload: Payload | None = None
+    receipt: ReceiptData | None = None
+    error: WireError | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.state == "over"
+
+    def laggard_time(self) -> float:
+        """When to go on without those who do not get ready."""
+        return self.moving_at + (self.deadline - self.moving_at) / 2
+
+    def phases(self, now: float, commit_s: float) -> dict[str, float]:
+        """Seconds by phase."""
+        transfer = self.transfer
+        phases = {
+            "wait": max((packed.wait_s for packed in self.packed.values()), default=0.0),
+            "pack": max((packed.pack_s for packed in self.packed.values()), default=0.0),
+            "queue": max(0.0, self.moving_at - self.packed_at),
+        }
+        if transfer is not None:
+            phases |= {"form": transfer.form_s, "transfer": transfer.transfer_s, "verify": transfer.verify_s}
+        phases["commit"] = commit_s
+        return phases
+
+
+class Publishes:
+    """All publishes of a channel: numbering, agreement of ranks, the queue."""
+
+    def __init__(self, channel: str, source_ranks: Literal["leader", "all"], floor: int) -> None:
+        self._channel = channel
+        self._source_ranks = source_ranks
+        self.numbered = floor
+        """The newest version number ever given out."""
+        self._known: OrderedDict[tuple[str, int, int], Publish] = OrderedDict()
+        self.queue: list[Publish] = []
+        self.moving: Publish | None = None
+
+    def count(self, group: str, replica: int) -> int:
+        """Publishes that a replica has made so far."""
+        return max((key[2] for key in self._known if key[:2] == (group, replica)), default=0)
+
+    def get(self, member: Member, number: int) -> Publish | None:
+        return self._known.get((member.group, member.replica, number))
+
+    def open(self) -> list[Publish]:
+        """Those without a verdict."""
+        return [publish for publish in self._known.values() if not publish.over]
+
+    def begin(self, member: Member, message: PublishBegin, now: float) -> Publish:
+        """:raises errors.StaleVersion: the version that the caller chose is not newer than every earlier one.
+        :raises errors.RanksDisagree: another rank began this publish with another version.
+        """
+        publish = self.get(member, message.publish)
+        if publish is None:
+            version = self.numbered + 1 if message.version is None else message.version
+            if version <= self.numbered:
+                raise errors.StaleVersion(
+                    f"version {version} is not newer than version {self.numbered} of channel {self._channel!r}",
+                    channel=self._channel,
+                    version=version,
+                )
+            self.numbered = version
+            publish = Publish(
+                group=member.group,
+                replica=member.replica,
+                number=message.publish,
+                version=version,
+                asked_version=message.version,
+                meta=dict(message.meta),
+                began_at=now,
+                deadline=now + message.deadline_s,
+                new_manifest=message.new_manifest,
+            )
+            self._known[(member.group, member.replica, message.publish)] = publish
+            self._forget_old()
+        elif publish.asked_version != message.version:
+            raise errors.RanksDisagree(
+                f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "
+                f"another rank for {publish.asked_version}",
+                channel=self._channel,
+                version=publish.version,
+            )
+        publish.begun.add(member)
+        return publish
+
+    def _forget_old(self) -> None:
+        over = [key for key, publish in self._known.items() if publish.over]
+        for key in over[:-KEPT_VERDICTS]:
+            del self._known[key]
+
+    def contributors(self, publish: Publish, world: int) -> set[tuple[str, int, int]]:
+        """Identities whose slots the version is made of."""
+        ranks = range(world) if self._source_ranks == "all" else range(1)
+        return {(publish.group, publish.replica, rank) for rank in ranks}
+
+    def packed(self, member: Member, message: Packed, world: int, now: float) -> Publish | None:
+        """A rank has filled its slot; returns the publish when it was the last one that matters."""
+        publish = self.get(member, message.publish)
+        if publish is None or publish.state != "packing":
+            return None
+        publish.packed[member] = message
+        have = {(m.group, m.replica, m.rank) for m in publish.packed}
+        if not self.contributors(publish, world) <= have:
+            return None
+        publish.state = "queued"
+        publish.packed_at = now
+        self.queue.append(publish)
+        return publish
+
+    def pack_failed(self, member: Member, message: PackFailed) -> Publish | None:
+        """A rank could not; returns the publish when it has no verdict yet."""
+        publish = self.get(member, message.publish)
+        return publish if publish is not None and not publish.over else None
+
+    def end(self, publish: Publish) -> None:
+        """Take it out of the queue."""
+        publish.state = "over"
+        if publish in self.queue:
+            self.queue.remove(publish)
+        if self.moving is publish:
+            self.moving = None

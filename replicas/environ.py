@@ -1,0 +1,139 @@
+"""The environment of a rank: the only place that knows its variables.
+
+The supervisor's shim and guard set them, :func:`replicas.join` reads them. A framework that places its own processes may set
+the same variables, or pass the values to ``join`` as arguments, which win.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from replicas import errors
+
+__all__ = [
+    "ENDPOINT",
+    "FORKSERVER",
+    "GENERATION",
+    "GROUP",
+    "LOG_DIR",
+    "REPLICA",
+    "REPLICAS",
+    "RUN",
+    "TOKEN_FILE",
+    "Environment",
+    "read",
+    "read_token",
+    "without_torchrun",
+]
+
+ENDPOINT = "REPLICAS_ENDPOINT"
+"""``host:port`` of the control port."""
+TOKEN_FILE = "REPLICAS_TOKEN_FILE"
+"""File that holds the run's token."""
+RUN = "REPLICAS_RUN"
+"""Name of the run."""
+GROUP = "REPLICAS_GROUP"
+"""Name of this rank's group."""
+REPLICA = "REPLICA_ID"
+"""Index of this rank's replica in its group, from 0."""
+REPLICAS = "REPLICA_NUM"
+"""Replicas in the group."""
+GENERATION = "REPLICAS_GENERATION"
+"""How often this replica was started, from 1."""
+FORKSERVER = "REPLICAS_FORKSERVER"
+"""Name of the abstract unix socket of the shim's sidecar forkserver, without the NUL."""
+LOG_DIR = "REPLICAS_LOG_DIR"
+"""Folder of this replica's log files."""
+
+_TORCHRUN_NAMES = frozenset({"RANK", "WORLD_SIZE"})
+_TORCHRUN_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
+
+
+class Environment(msgspec.Struct, frozen=True, kw_only=True):
+    """What the environment says; None for what it does not say."""
+
+    endpoint: str | None = None
+    token_file: Path | None = None
+    run: str | None = None
+    group: str | None = None
+    replica: int | None = None
+    replicas: int | None = None
+    generation: int = 1
+    forkserver: str | None = None
+    log_dir: Path | None = None
+    rank: int | None = None
+    world_size: int | None = None
+
+
+def read(environ: Mapping[str, str] | None = None) -> Environment:
+    """Read this process's environment (or ``environ``).
+
+    :raises replicas.errors.UsageError: a variable that must be a whole number is not one.
+    """
+    source = os.environ if environ is None else environ
+    token_file = source.get(TOKEN_FILE)
+    log_dir = source.get(LOG_DIR)
+    generation = _integer(source, GENERATION)
+    return Environment(
+        endpoint=source.get(ENDPOINT) or None,
+        token_file=Path(token_file) if token_file else None,
+        run=source.get(RUN) or None,
+        group=source.get(GROUP) or None,
+        replica=_integer(source, REPLICA),
+        replicas=_integer(source, REPLICAS),
+        generation=1 if generation is None else generation,
+        forkserver=source.get(FORKSERVER) or None,
+        log_dir=Path(log_dir) if log_dir else None,
+        rank=_integer(source, "RANK"),
+        world_size=_integer(source, "WORLD_SIZE"),
+    )
+
+
+def read_token(environment: Environment) -> str:
+    """The token in the file that ``REPLICAS_TOKEN_FILE`` names.
+
+    :raises replicas.errors.UsageError: the variable is not set, or the file is missing, unreadable or empty.
+    """
+    path = environment.token_file
+    if path is None:
+        raise errors.UsageError(
+            f"no token: {TOKEN_FILE} is not set",
+            hint="start this program with `replicas run`, or pass token=... to join",
+        )
+    try:
+        token = path.read_text(encoding="ascii").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise errors.UsageError(
+            f"cannot read the token in {path}: {error}", hint=f"{TOKEN_FILE} must name the run's own token file"
+        ) from error
+    if not token:
+        raise errors.UsageError(
+            f"the token file {path} is empty", hint=f"{TOKEN_FILE} must name the run's own token file"
+        )
+    return token
+
+
+def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
+    """``environ`` without torchrun's variables, which confuse a program that is not torchrun's own worker."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if name not in _TORCHRUN_NAMES and not name.startswith(_TORCHRUN_PREFIXES)
+    }
+
+
+def _integer(source: Mapping[str, str], name: str) -> int | None:
+    text = source.get(name)
+    if not text:
+        return None
+    try:
+        value = int(text)
+    except ValueError:
+        value = -1
+    if value < 0:
+        raise errors.UsageError(f"{name} must be a whole number, not {text!r}", hint=f"unset {name} or correct it")
+    return value

@@ -1,0 +1,224 @@
+"""The errors that this library raises, drawn as a tree by whose fault it is.
+
+::
+
+    ReplicasError
+    ├── UsageError            the call or the config is wrong: change it, a retry cannot help
+    │   ├── StaleVersion      a published version is not newer than the channel's latest
+    │   ├── ManifestMismatch  tensors do not fit the channel's manifest (names, shapes, dtypes)
+    │   ├── RanksDisagree     ranks of one replica, or peers of one operation, asked for different things
+    │   ├── UnknownChannel    no such channel, or this group has no part in it
+    │   └── BadConfig         a config file that cannot be used; lists every error found
+    ├── SyncError             an operation did not happen: the caller's tensors are untouched, try the next one
+    │   ├── PeersLost         members that it needed died or left
+    │   ├── DeadlineExceeded  the operation's own deadline passed
+    │   ├── OutcomeUnknown    the deadline raced the decision; the next operation settles it
+    │   ├── Busy              every slot is in use, by a reader or by an earlier transfer
+    │   └── Gone              what was asked for has passed (a version no longer held, a step already done)
+    ├── WorldError            the machine or the membership does not allow it
+    │   ├── NoCapacity        memory (or another resource) is too small; nothing was broken
+    │   ├── Preflight         members cannot work together (backend, address, versions)
+    │   └── Fenced            another process joined with this identity; this one is out
+    ├── Disconnected          no session with the coordinator, and none came back in time
+    └── InternalError         a bug of this library: please report it
+
+An error carries data, not only text: ``channel``, ``version``, ``phase``, ``members`` (those concerned),
+``hint`` (what to do) and ``unanimous`` (True: every rank of the replica gets this same verdict).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import ClassVar
+
+__all__ = [
+    "BadConfig",
+    "Busy",
+    "DeadlineExceeded",
+    "Disconnected",
+    "Fenced",
+    "Gone",
+    "InternalError",
+    "ManifestMismatch",
+    "NoCapacity",
+    "OutcomeUnknown",
+    "PeersLost",
+    "Preflight",
+    "RanksDisagree",
+    "ReplicasError",
+    "StaleVersion",
+    "SyncError",
+    "UnknownChannel",
+    "UsageError",
+    "WorldError",
+    "error_class",
+]
+
+
+class ReplicasError(Exception):
+    """Base of every error that this library raises on purpose.
+
+    :param message: what happened, naming the thing.
+    :param channel: the channel concerned, if any.
+    :param version: the version of the weights concerned, if any.
+    :param phase: the phase of the operation in which it happened, such as ``"pack"`` or ``"transfer"``.
+    :param members: names (``group/replica/rank``) of the members concerned.
+    :param hint: what the reader can do about it.
+    :param unanimous: True when every rank of the replica is given this same verdict.
+    """
+
+    default_hint: ClassVar[str] = ""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        channel: str | None = None,
+        version: int | None = None,
+        phase: str | None = None,
+        members: Sequence[str] = (),
+        hint: str | None = None,
+        unanimous: bool = False,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.channel = channel
+        self.version = version
+        self.phase = phase
+        self.members = tuple(members)
+        self.hint = self.default_hint if hint is None else hint
+        self.unanimous = unanimous
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.hint})" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, self._fields()))
+
+    def _fields(self) -> dict[str, object]:
+        names = ("channel", "version", "phase", "members", "hint", "unanimous")
+        return {name: getattr(self, name) for name in names}
+
+
+def _rebuild(kind: type[ReplicasError], message: str, fields: dict[str, object]) -> ReplicasError:
+    return kind(message, **fields)  # type: ignore[arg-type]  # the fields come from _fields of the same class
+
+
+class UsageError(ReplicasError):
+    """The call or the config is wrong: change it, a retry cannot help."""
+
+
+class StaleVersion(UsageError):
+    """A published version is not newer than the newest number of its channel."""
+
+    default_hint = "leave version=None to let the library number it"
+
+
+class ManifestMismatch(UsageError):
+    """Tensors do not fit the channel's manifest."""
+
+    default_hint = "publish the complete set with the same names, shapes and dtypes, or pass new_manifest=True"
+
+
+class RanksDisagree(UsageError):
+    """Ranks of one replica, or peers of one operation, asked for different things."""
+
+    default_hint = "make the same calls in the same order, with the same arguments, on every rank"
+
+
+class UnknownChannel(UsageError):
+    """No such channel, or the group has no part in it."""
+
+
+class BadConfig(UsageError):
+    """A config that cannot be used.
+
+    :param problems: every problem found, one line each, in the order of the file.
+    """
+
+    def __init__(self, problems: Sequence[str], *, source: str = "config") -> None:
+        self.problems = tuple(problems)
+        self.source = source
+        count = len(self.problems)
+        title = f"{source}: {count} problem{'s' if count != 1 else ''}"
+        super().__init__("\n".join([title, *(f"  {problem}" for problem in self.problems)]))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild_bad_config, (self.problems, self.source))
+
+
+def _rebuild_bad_config(problems: tuple[str, ...], source: str) -> BadConfig:
+    return BadConfig(problems, source=source)
+
+
+class SyncError(ReplicasError):
+    """An operation did not happen. The caller's tensors are untouched; the next operation may succeed."""
+
+
+class PeersLost(SyncError):
+    """Members that the operation needed died or left."""
+
+    default_hint = "call again: the next operation runs over the members that are left"
+
+
+class DeadlineExceeded(SyncError):
+    """The operation's own deadline passed."""
+
+    default_hint = "give the operation a longer deadline, or look at which member was slow"
+
+
+class OutcomeUnknown(SyncError):
+    """The deadline raced the decision: it may or may not have happened. The next operation settles it."""
+
+    default_hint = "call the next operation, which first learns what became of this one"
+
+
+class Busy(SyncError):
+    """Every slot of the arena is in use."""
+
+    default_hint = "finish reading earlier updates, publish less often, or raise `slots`"
+
+
+class Gone(SyncError):
+    """What was asked for has passed."""
+
+
+class WorldError(ReplicasError):
+    """The machine, or the membership, does not allow it."""
+
+
+class NoCapacity(WorldError):
+    """Memory, or another resource, is too small. Nothing was broken; the user's own groups still work."""
+
+    default_hint = "free memory, raise the container's limit, or lower `slots`"
+
+
+class Preflight(WorldError):
+    """Members cannot work together."""
+
+
+class Fenced(WorldError):
+    """Another process joined with this identity; this one is out."""
+
+    default_hint = "give each process its own (group, replica, rank), or end the older one first"
+
+
+class Disconnected(ReplicasError):
+    """There is no session with the coordinator, and none came back in time."""
+
+    default_hint = "check that the supervisor is running and that REPLICAS_ENDPOINT is its address"
+
+
+class InternalError(ReplicasError):
+    """A bug of this library."""
+
+    default_hint = "please report this with the logs"
+
+
+_CLASSES = {name: value for name, value in list(globals().items()) if name in __all__ and isinstance(value, type)}
+
+
+def error_class(name: str) -> type[ReplicasError]:
+    """The class called ``name``; :class:`InternalError` for a name that this version does not know."""
+    found = _CLASSES.get(name, InternalError)
+    return InternalError if found is BadConfig else found

@@ -1,0 +1,253 @@
+"""What a run tells Prometheus. The only importer of prometheus_client.
+
+Everything but the histograms is computed at scrape time from one :class:`replicas.status.RunStatus`, so that a metric
+cannot disagree with ``GET /status`` and the series of a removed replica are gone with it. The registry is private: an
+embedding program's own metrics are neither touched nor shown. Labels are bounded: ``group``, ``replica``, ``channel``,
+``phase``, ``reason``, ``state`` and ``outcome``; never a rank, pid, host, version or error text.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import get_args
+
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+import replicas
+from replicas.core.lifecycle import Transition
+from replicas.status import ChannelStatus, GroupStatus, ReplicaState, RunStatus, SyncRecord
+
+__all__ = ["Metrics"]
+
+_SYNC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+_START_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 1800)
+_STATES: tuple[str, ...] = get_args(ReplicaState)
+_MEMBER_STATES = ("live", "joining", "observing")
+
+
+class Metrics(Collector):
+    """The metrics of one run.
+
+    :param status: gives the run's present state; called once for each scrape, in the scrape's own thread.
+    """
+
+    def __init__(self, status: Callable[[], RunStatus]) -> None:
+        self._status = status
+        self._build = {
+            "version": replicas.__version__,
+            "python_version": platform.python_version(),
+            "torch_version": _installed("torch"),
+        }
+        self._phases = _histogram(
+            "sync_phase_seconds", "Seconds of each phase of a committed sync.", ("channel", "phase"), _SYNC_BUCKETS
+        )
+        self._starts = _histogram(
+            "start_duration_seconds",
+            "Seconds from the start of a replica to its readiness.",
+            ("group",),
+            _START_BUCKETS,
+        )
+        self._recoveries = _histogram(
+            "recovery_duration_seconds",
+            "Seconds from the loss of a ready replica to the readiness of its next generation.",
+            ("group",),
+            _START_BUCKETS,
+        )
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def observe(self, event: object) -> None:
+        """Feed the histograms: with each :class:`Transition` of a replica and each event of the coordinator.
+
+        An event that has nothing to do with a histogram is none of ours and changes nothing.
+        """
+        if isinstance(event, Transition):
+            if event.start_s is not None:
+                self._starts.labels(event.group).observe(event.start_s)
+            if event.recovery_s is not None:
+                self._recoveries.labels(event.group).observe(event.recovery_s)
+            return
+        record = getattr(event, "record", None)
+        if isinstance(record, SyncRecord) and record.outcome == "committed":
+            channel = str(getattr(event, "channel", ""))
+            for phase, seconds in {**record.phases, "total": record.seconds}.items():
+                self._phases.labels(channel, phase).observe(seconds)
+
+    def render(self) -> bytes:
+        """All metrics in Prometheus' text format, version 0.0.4."""
+        return generate_latest(self._registry)
+
+    def collect(self) -> Iterator[Metric]:
+        status = self._status()
+        yield self._info()
+        yield from _run_metrics(status)
+        yield from _group_metrics(status)
+        yield from _channel_metrics(status)
+        for histogram in (self._phases, self._starts, self._recoveries):
+            yield from _without_created(histogram.collect())
+
+    def _info(self) -> Metric:
+        family = GaugeMetricFamily(
+            "replicas_build_info", "1; the labels are the versions in use.", labels=list(self._build)
+        )
+        family.add_metric(list(self._build.values()), 1)
+        return family
+
+
+def _installed(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _histogram(name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> Histogram:
+    return Histogram(f"replicas_{name}", text, labels, buckets=buckets, registry=None)
+
+
+def _without_created(families: Iterable[Metric]) -> Iterator[Metric]:
+    """Drop the ``_created`` series: the switch for them is global to the process, which is not ours alone."""
+    for family in families:
+        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
+        yield family
+
+
+Series = Iterable[tuple[tuple[str, ...], float]]
+
+
+def _gauge(name: str, text: str, labels: tuple[str, ...], series: Series) -> Metric:
+    family = GaugeMetricFamily(f"replicas_{name}", text, labels=labels)
+    for values, number in series:
+        family.add_metric(values, number)
+    return family
+
+
+def _counter(name: str, text: str, labels: tuple[str, ...], series: Series) -> Metric:
+    family = CounterMetricFamily(f"replicas_{name}", text, labels=labels)
+    for values, number in series:
+        family.add_metric(values, number)
+    return family
+
+
+def _run_metrics(status: RunStatus) -> Iterator[Metric]:
+    yield _gauge("store_up", "1 when the store process answers.", (), [((), float(status.store.up))])
+    yield _gauge("store_keys", "Keys in the rendezvous store.", (), [((), status.store.keys)])
+    yield _gauge(
+        "event_loop_lag_seconds",
+        "How late the supervisor's event loop last ran a timer.",
+        (),
+        [((), status.event_loop_lag_s)],
+    )
+    yield _gauge("config_last_reload_successful", "1 when the config that was last read is in use.", (), [((), 1)])
+    yield _counter(
+        "sidecar_replacements_total",
+        "Sidecars that were killed and replaced.",
+        ("reason",),
+        _by_key((), status.sidecar_replacements),
+    )
+
+
+def _by_key(labels: tuple[str, ...], counts: Mapping[str, int], *, always: str = "") -> Series:
+    counts = {always: 0, **counts} if always else counts
+    return [((*labels, key), number) for key, number in sorted(counts.items())]
+
+
+def _group_metrics(status: RunStatus) -> Iterator[Metric]:
+    groups = status.groups
+    everyone = [replica for group in groups for replica in group.replicas]
+    yield _gauge(
+        "group_replicas",
+        "Replicas of a group by state.",
+        ("group", "state"),
+        [((group.name, state), number) for group in groups for state, number in _by_state(group)],
+    )
+    yield _gauge(
+        "replica_up",
+        "1 when the replica is ready.",
+        ("group", "replica"),
+        [((one.group, str(one.replica)), float(one.state == "ready")) for one in everyone],
+    )
+    yield _gauge(
+        "heartbeat_age_seconds",
+        "Age of the oldest of the last heartbeats of the replica's ranks.",
+        ("group", "replica"),
+        [((one.group, str(one.replica)), one.heartbeat_age_s) for one in everyone if one.heartbeat_age_s is not None],
+    )
+    yield _counter(
+        "restarts_total",
+        "Restarts of the group's replicas.",
+        ("group", "reason"),
+        [pair for group in groups for pair in _by_key((group.name,), group.restarts, always="exit")],
+    )
+    yield _gauge(
+        "restart_budget_remaining_ratio",
+        "Share of the group's restart budget that is left in the present window.",
+        ("group",),
+        [((group.name,), group.restart_budget_remaining_ratio) for group in groups],
+    )
+    yield from _version_metrics(status)
+
+
+def _by_state(group: GroupStatus) -> list[tuple[str, int]]:
+    return [(state, sum(1 for one in group.replicas if one.state == state)) for state in _STATES]
+
+
+def _version_metrics(status: RunStatus) -> Iterator[Metric]:
+    committed = {channel.name: channel.committed_version for channel in status.channels}
+    loaded = [
+        ((one.group, str(one.replica), channel), version)
+        for group in status.groups
+        for one in group.replicas
+        for channel, version in sorted(one.versions.items())
+    ]
+    labels = ("group", "replica", "channel")
+    yield _gauge("weight_version", "Version of the channel's weights that the replica has loaded.", labels, loaded)
+    yield _gauge(
+        "version_lag",
+        "How many versions the loaded weights are behind the committed ones.",
+        labels,
+        [(key, max(0, committed.get(key[2], 0) - version)) for key, version in loaded],
+    )
+
+
+def _channel_metrics(status: RunStatus) -> Iterator[Metric]:
+    channels = status.channels
+    yield _gauge("channel_epoch", "Membership epoch.", ("channel",), [((one.name,), one.epoch) for one in channels])
+    yield _gauge(
+        "channel_members",
+        "Members of the channel by state.",
+        ("channel", "state"),
+        [((one.name, state), number) for one in channels for state, number in _members(one)],
+    )
+    yield _gauge(
+        "committed_version",
+        "Newest committed version of the channel's weights.",
+        ("channel",),
+        [((one.name,), one.committed_version) for one in channels],
+    )
+    yield _counter(
+        "sync_total",
+        "Publishes by outcome: committed, or the error that ended them.",
+        ("channel", "outcome"),
+        [pair for one in channels for pair in _by_key((one.name,), one.syncs, always="committed")],
+    )
+    yield _counter(
+        "sync_bytes_total",
+        "Bytes of weights that were committed.",
+        ("channel",),
+        [((one.name,), one.bytes_total) for one in channels],
+    )
+    yield _counter(
+        "sync_retries_total",
+        "Transfers that were made again, by reason.",
+        ("channel", "reason"),
+        [pair for one in channels for pair in _by_key((one.name,), one.retries)],
+    )
+
+
+def _members(channel: ChannelStatus) -> list[tuple[str, int]]:
+    return [(state, sum(1 for one in channel.members if one.state == state)) for state in _MEMBER_STATES]

@@ -1,0 +1,110 @@
+"""What a run reports of itself: the JSON of ``GET /status`` and ``replicas status --json``, and the base of all metrics.
+
+Ages and durations are in seconds, sizes in bytes. Fields are only ever added.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+__all__ = [
+    "ChannelStatus",
+    "GroupStatus",
+    "MemberStatus",
+    "ReplicaState",
+    "ReplicaStatus",
+    "RunStatus",
+    "StoreStatus",
+    "SyncRecord",
+]
+
+ReplicaState = Literal["pending", "starting", "ready", "draining", "backoff", "failed", "finished"]
+
+
+class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """``reason``: why it is not ready, or how it last ended. ``versions``: loaded version by channel (targets only)."""
+
+    name: str
+    group: str
+    replica: int
+    state: ReplicaState
+    generation: int
+    reason: str = ""
+    pid: int | None = None
+    restarts: int = 0
+    state_age_s: float = 0.0
+    heartbeat_age_s: float | None = None
+    versions: dict[str, int] = {}
+    last_exit: str = ""
+
+
+class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """``restarts``: restarts so far by reason."""
+
+    name: str
+    launcher: str
+    world_size: int
+    replicas: tuple[ReplicaStatus, ...]
+    restarts: dict[str, int] = {}
+    restart_budget_remaining_ratio: float = 1.0
+
+
+class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """``state``: ``live`` (in the current epoch), ``joining`` (waits for a boundary) or ``observing``."""
+
+    name: str
+    state: Literal["live", "joining", "observing"]
+    role: str
+    loaded: int = 0
+    held: tuple[int, ...] = ()
+    heartbeat_age_s: float = 0.0
+    info: dict[str, str] = {}
+
+
+class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One finished publish. ``outcome``: ``committed`` or the name of an error, in snake case."""
+
+    version: int
+    outcome: str
+    seconds: float
+    nbytes: int
+    phases: dict[str, float] = {}
+    members: int = 0
+    lost: tuple[str, ...] = ()
+
+
+class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    epoch: int
+    committed_version: int
+    digest: str
+    members: tuple[MemberStatus, ...]
+    syncs: dict[str, int] = {}
+    retries: dict[str, int] = {}
+    bytes_total: int = 0
+    operations: dict[str, int] = {}
+    last_sync: SyncRecord | None = None
+
+
+class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
+    up: bool
+    host: str
+    port: int
+    keys: int = 0
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+    version: str
+    endpoint: str
+    pid: int
+    uptime_s: float
+    ready: bool
+    store: StoreStatus
+    groups: tuple[GroupStatus, ...] = ()
+    channels: tuple[ChannelStatus, ...] = ()
+    event_loop_lag_s: float = 0.0
+    sidecar_replacements: dict[str, int] = {}
+    state_dir: str = ""

@@ -1,0 +1,196 @@
+"""torchrun in a process of its own: one agent of one replica, started by the shim.
+
+``python -m replicas.supervisor.launcher --control FD --parent PID`` runs ``torch.distributed.run``'s own path
+(its argument parser, its ``elastic_launch``) with what a supervised replica needs:
+
+* SIGTERM when the shim dies, on which torchrun drains its workers;
+* every worker behind the guard (:mod:`replicas.supervisor.guard`), so that none outlives this process;
+* a c10d rendezvous whose two TCPStores (the rendezvous' and the workers') listen on the local address only, on ports
+  that the kernel picked. Node 0 hosts the first and tells its port through the shim; the others wait for it;
+* no restarts of its own: those are the supervisor's;
+* the exit codes of the ranks, which torchrun's exit code hides, in a report to the shim.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import socket
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import run as torch_run
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousParameters,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
+from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
+from torch.distributed.launcher.api import elastic_launch
+
+from replicas.supervisor import orders
+from replicas.supervisor.guard import GUARD
+from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.processes import die_with_parent
+from replicas.supervisor.shim import guard_command, guard_orders, scratch_folder, tail
+
+__all__ = ["local_store", "main"]
+
+_BACKEND = "replicas-c10d"
+_MONITOR_INTERVAL_S = 0.1
+_SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun kills what ignores SIGTERM a little before the shim would
+
+
+def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """A TCPStore server that listens on ``address`` only, on a free port.
+
+    Left to itself a TCPStore listens on every interface, whatever its host name.
+    """
+    listener = socket.create_server((address, 0), backlog=128)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+class _LocalRendezvous(DynamicRendezvousHandler):
+    """torchrun's c10d rendezvous, with the workers' store on the local address only."""
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
+        return local_store(master_addr)
+
+
+def _create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    backend, store = create_backend(parameters)
+    limit = timedelta(seconds=int(parameters.get("join_timeout", "300")))
+    handler: RendezvousHandler = _LocalRendezvous.from_backend(
+        parameters.run_id,
+        store,
+        backend,
+        parameters.min_nodes,
+        parameters.max_nodes,
+        parameters.local_addr,
+        RendezvousTimeout(join=limit),
+    )
+    return handler
+
+
+def _torchrun_arguments(spec: NodeSpec, endpoint: str) -> list[str]:
+    timeout_s = max(1, int(spec.rendezvous_timeout_s))
+    return [
+        f"--nnodes={spec.nnodes}:{spec.nnodes}",
+        f"--nproc-per-node={spec.nproc_per_node}",
+        f"--rdzv-backend={_BACKEND}",
+        f"--rdzv-endpoint={endpoint}",
+        f"--rdzv-id={spec.group}-{spec.replica}-{spec.generation}",
+        f"--rdzv-conf=is_host=false,join_timeout={timeout_s}",
+        f"--local-addr={spec.local_addr}",
+        "--max-restarts=0",
+        f"--monitor-interval={_MONITOR_INTERVAL_S}",
+        f"--log-dir={scratch_folder(spec)}",
+        "--no-python",
+        *guard_command(),
+    ]
+
+
+def _endpoint(spec: NodeSpec, control: socket.socket) -> tuple[str, TCPStore | None]:
+    """Where the nodes meet; on node 0 with the store, which the caller must keep."""
+    if spec.node == 0:
+        store = local_store(spec.local_addr)
+        orders.send(control, {"type": "rendezvous", "host": spec.local_addr, "port": store.port})
+        return f"{spec.local_addr}:{store.port}", store
+    control.settimeout(spec.rendezvous_timeout_s)
+    try:
+        message = orders.receive(control)
+    except TimeoutError:
+        raise RendezvousTimeoutError(f"node 0 did not come up within {spec.rendezvous_timeout_s:g} s") from None
+    finally:
+        control.settimeout(None)
+    if message is None:
+        raise SystemExit("the shim is gone")
+    return f"{message['host']}:{message['port']}", None
+
+
+def _bound_close(timeout_s: float) -> None:
+    """When one worker fails torchrun stops the others with ``PContext.close()``, whose default wait is 30 s."""
+    close: Any = PContext.close
+    if close.__defaults__ != (None, 30):
+        raise RuntimeError("this version of torch has another PContext.close(death_sig=None, timeout=30)")
+    close.__defaults__ = (None, timeout_s)
+
+
+def _rank_exit(spec: NodeSpec, rank: int, failure: ProcessFailure) -> RankExit:
+    message = failure.error_file_data.get("message", {}) if failure.error_file_data else {}
+    text = message.get("message", "") if isinstance(message, dict) else ""
+    if not text or text == "<NONE>":
+        text = tail(Path(spec.log_dir) / f"rank-{rank}.log")
+    return RankExit(rank=rank, code=failure.exitcode, pid=failure.pid, text=text[:300], at=float(failure.timestamp))
+
+
+def _failed(spec: NodeSpec, error: ChildFailedError) -> ExitReport:
+    """The ranks that failed by themselves come first: those that torchrun stopped because of them were SIGTERMed."""
+    exits = [_rank_exit(spec, rank, failure) for rank, failure in error.failures.items()]
+    exits.sort(key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
+    return ExitReport("failed", ranks=tuple(exits[:64]))
+
+
+def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
+    """Run the workers of this node to their end."""
+    shutdown_s = spec.stop_timeout_s * _SHUTDOWN_SHARE
+    _bound_close(shutdown_s)
+    rendezvous_handler_registry.register(_BACKEND, _create_handler)
+    try:
+        endpoint, store = _endpoint(spec, control)
+        config, entrypoint, arguments = _config(_torchrun_arguments(spec, endpoint))
+        config.shutdown_timeout = shutdown_s
+        os.environ[GUARD] = guard_orders(spec, -1)
+        elastic_launch(config, entrypoint)(*arguments)
+        del store  # kept to here: the other nodes meet in it
+    except ChildFailedError as error:
+        return _failed(spec, error)
+    except SignalException:
+        return ExitReport("stopped")
+    except Exception as error:  # noqa: BLE001  # whatever torchrun raises goes into the report, its traceback into the log
+        traceback.print_exc()
+        return ExitReport("lost", text=f"torchrun of node {spec.node}: {type(error).__name__}: {error}"[:500])
+    return ExitReport("ok")
+
+
+def _config(arguments: list[str]) -> tuple[Any, Callable[..., Any] | str, list[str]]:
+    parse: Any = torch_run.parse_args
+    config, entrypoint, rest = torch_run.config_from_args(parse(arguments))
+    return config, entrypoint, rest
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="replicas.supervisor.launcher", description="started by the shim")
+    parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the shim")
+    options = parser.parse_args(arguments)
+    die_with_parent(options.parent, signal.SIGTERM)
+    control = socket.socket(fileno=options.control)
+    control.set_inheritable(False)
+    message = orders.receive(control)
+    if message is None:
+        return 1
+    report = launch(NodeSpec.of(message["spec"]), control)
+    orders.send(control, report.message("report"))
+    return 0 if report.outcome == "ok" else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

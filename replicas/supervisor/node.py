@@ -1,0 +1,192 @@
+"""The supervisor's side of one shim: what it was told, what it says, and what to do when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import anyio.to_thread
+
+from replicas import environ
+from replicas.config import GroupConfig
+from replicas.supervisor import orders
+from replicas.supervisor.orders import ExitReport, NodeSpec
+from replicas.supervisor.processes import MARK, python_module, send_signal, signal_marked, signal_name
+
+__all__ = ["Node", "rank_environment", "sweep"]
+
+_QUIET_SCANS = 2
+
+
+def rank_environment(
+    group: GroupConfig, replica: int, generation: int, *, replicas: int, shared: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a replica's processes: ours without any torchrun's or outer run's, the group's, the identity.
+
+    :param shared: what all replicas of the run get (endpoint, token file, run name).
+    """
+    ours = environ.without_torchrun(os.environ)
+    base = {name: value for name, value in ours.items() if not name.startswith(("REPLICAS_", "REPLICA_"))}
+    identity = {
+        environ.GROUP: group.name,
+        environ.REPLICA: str(replica),
+        environ.REPLICAS: str(replicas),
+        environ.GENERATION: str(generation),
+    }
+    return {**base, **group.env, **shared, **identity}
+
+
+def sweep(nonce: str, timeout_s: float = 5.0) -> bool:
+    """SIGKILL every process that was started under the shim of this mark, until none is seen any more. Blocks.
+
+    :return: False when some were still there after ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    quiet = 0
+    while quiet < _QUIET_SCANS:
+        if time.monotonic() > deadline:
+            return False
+        quiet = quiet + 1 if signal_marked(nonce, signal.SIGKILL) == 0 else 0
+        time.sleep(0.02)
+    return True
+
+
+class Node:
+    """One shim, from its start until nothing of its node is left. Use it in the event loop's thread only.
+
+    :param spec: what the shim is to run.
+    :param changed: called after each step: started, rendezvous known, main process ended, everything gone.
+    :param lock: descriptor of the run's lock, which the shim keeps open while it lives.
+    """
+
+    def __init__(self, spec: NodeSpec, changed: Callable[[], None], *, lock: int | None = None) -> None:
+        self.spec = spec
+        self.main_pid: int | None = None
+        self.rendezvous: tuple[str, int] | None = None
+        self.report: ExitReport | None = None
+        self.gone = asyncio.Event()
+        self.swept = True
+        self._changed = changed
+        self._finishing = False
+        self._sweeper: asyncio.Task[None] | None = None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        with theirs:
+            self._popen = self._spawn(theirs.fileno(), lock)
+        self.pid = self._popen.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._control: socket.socket | None = ours
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(ours, self._on_message)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+        orders.send(ours, spec.message())
+
+    @staticmethod
+    def nonce() -> str:
+        """A fresh mark for a shim."""
+        return secrets.token_hex(16)
+
+    def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
+        arguments = ["--control", str(control), "--parent", str(os.getpid())]
+        descriptors = (control,) if lock is None else (control, lock)
+        if lock is not None:
+            arguments += ["--lock", str(lock)]
+        folder = Path(self.spec.log_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / f"shim-{self.spec.node}.log").open("ab") as log:
+            return subprocess.Popen(
+                python_module("replicas.supervisor.shim", *arguments),
+                env={**os.environ, MARK: self.spec.nonce},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+
+    # ------------------------------------------------------------ orders
+
+    def meet(self, host: str, port: int) -> None:
+        """Tell a node other than 0 where node 0 is."""
+        self._order({"type": "rendezvous", "host": host, "port": port})
+
+    def stop(self, timeout_s: float) -> None:
+        """SIGTERM now, SIGKILL after ``timeout_s``; a later call can only shorten that."""
+        self._order({"type": "stop", "timeout_s": timeout_s})
+
+    def kill(self) -> None:
+        """Kill the shim itself; what was under it is then swept by its mark."""
+        if not self._finishing:
+            send_signal(self._pidfd, signal.SIGKILL)
+
+    def abandon(self) -> None:
+        """Leave the shim to itself: it ends its node within some seconds. For a supervisor that is being torn down."""
+        self._close_control()
+        if not self._finishing:
+            self._finishing = True
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._popen.returncode = 0  # nobody waits for it any more; the kernel hands it on when we end
+
+    def _order(self, message: orders.Message) -> None:
+        if self._control is not None:
+            orders.send(self._control, message)
+
+    # ------------------------------------------------------------ what comes back
+
+    def _on_message(self) -> None:
+        assert self._control is not None
+        try:
+            message = orders.receive(self._control)
+        except BlockingIOError:
+            return
+        if message is None:
+            self._close_control()
+            return
+        kind = message["type"]
+        if kind == "started":
+            self.main_pid = int(message["pid"])
+        elif kind == "rendezvous":
+            self.rendezvous = (str(message["host"]), int(message["port"]))
+        elif kind == "ended":
+            self.report = ExitReport.of(message["report"])
+        self._changed()
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        while self._control is not None:  # what it said before it died
+            self._on_message()
+        code = self._popen.wait()
+        self._finishing = True
+        os.close(self._pidfd)
+        if code == 0:
+            self._all_gone()
+            return
+        ended = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with code {code}"
+        if self.report is None or self.report.outcome == "ok":
+            self.report = ExitReport("lost", text=f"the shim of node {self.spec.node} {ended}")
+        self._changed()
+        self._sweeper = self._loop.create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        self.swept = await anyio.to_thread.run_sync(sweep, self.spec.nonce)
+        self._all_gone()
+
+    def _all_gone(self) -> None:
+        if self.report is None:
+            self.report = ExitReport("stopped")
+        self.gone.set()
+        self._changed()
+
+    def _close_control(self) -> None:
+        if self._control is not None:
+            self._loop.remove_reader(self._control)
+            self._control.close()
+            self._control = None

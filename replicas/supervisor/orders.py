@@ -1,0 +1,122 @@
+"""What travels between supervisor, shim and launcher: one JSON object in each packet of a SOCK_SEQPACKET socketpair.
+
+Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for nodes other than 0), ``stop``.
+Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of node 0), ``ended`` (an :class:`ExitReport`:
+the main process is gone), ``gone`` (no process is left).
+Between shim and launcher: ``start``, ``rendezvous`` and ``report``.
+
+Standard library only: the shim must stay small.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import socket
+from collections.abc import Mapping
+from typing import Any
+
+__all__ = ["ExitReport", "NodeSpec", "RankExit", "decode", "encode", "receive", "send"]
+
+MAX_NBYTES = 1 << 20
+Message = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class NodeSpec:
+    """One node of one generation of a replica.
+
+    :param nonce: random mark of this shim and of all that is started under it.
+    :param env: the whole environment of the replica's processes.
+    :param forkserver: name of the forkserver's abstract socket; empty: none is wanted.
+    :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
+    """
+
+    run: str
+    group: str
+    replica: int
+    generation: int
+    node: int
+    nnodes: int
+    nproc_per_node: int
+    launcher: str
+    command: tuple[str, ...]
+    env: dict[str, str]
+    cwd: str
+    log_dir: str
+    stop_timeout_s: float
+    nonce: str
+    forkserver: str = ""
+    local_addr: str = "127.0.0.1"
+    rendezvous_timeout_s: float = 300.0
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> NodeSpec:
+        return cls(**{**data, "command": tuple(data["command"])})
+
+    def message(self) -> Message:
+        return {"type": "start", "spec": dataclasses.asdict(self)}
+
+
+@dataclasses.dataclass(frozen=True)
+class RankExit:
+    """``code``: exit code, negative: minus the signal that killed it. ``text``: its last words, if any."""
+
+    rank: int
+    code: int
+    pid: int = 0
+    text: str = ""
+    at: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class ExitReport:
+    """How the main process of a node ended.
+
+    :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked) or ``lost`` (launcher or shim died).
+    :param ranks: ranks of this node that failed, the first to fail first.
+    """
+
+    outcome: str
+    text: str = ""
+    ranks: tuple[RankExit, ...] = ()
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> ExitReport:
+        ranks = tuple(RankExit(**rank) for rank in data["ranks"])
+        return cls(outcome=data["outcome"], text=data["text"], ranks=ranks)
+
+    def message(self, kind: str = "ended") -> Message:
+        return {"type": kind, "report": dataclasses.asdict(self)}
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message).encode()
+
+
+def decode(data: bytes) -> Message:
+    message = json.loads(data)
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise ValueError(f"not a message: {data[:80]!r}")
+    return message
+
+
+def send(connection: socket.socket, message: Message) -> bool:
+    """Send one message without waiting; False when the other side is gone or does not read."""
+    try:
+        connection.send(encode(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+        return False
+    return True
+
+
+def receive(connection: socket.socket) -> Message | None:
+    """The next message; None at the end of the stream.
+
+    :raises BlockingIOError: on a non-blocking socket with nothing to read.
+    """
+    try:
+        data = connection.recv(MAX_NBYTES)
+    except ConnectionResetError:
+        return None
+    return decode(data) if data else None

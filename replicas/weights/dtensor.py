@@ -1,0 +1,72 @@
+"""DTensors: which of them is one, and where a rank's local tensor lies in the global one.
+
+Importing ``torch.distributed.tensor`` takes as long as importing torch, so it is only done where a DTensor can exist.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+
+from replicas.errors import ManifestMismatch
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+__all__ = ["Box", "is_dtensor", "local_box"]
+
+Box = tuple[tuple[int, ...], tuple[int, ...]]
+"""Offsets and shape of a part of a tensor."""
+
+
+def is_dtensor(value: object) -> TypeGuard[DTensor]:
+    """Whether ``value`` is a DTensor; there is none before its module was imported."""
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(value, module.DTensor)
+
+
+def local_box(tensor: DTensor, name: str) -> Box | None:
+    """Where this rank's local tensor lies in the global one, without communication; None when it has no elements.
+
+    :raises ManifestMismatch: the local tensor is no box of the global one (partial sums, strided shards).
+    """
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    if any(placement.is_partial() for placement in tensor.placements):
+        raise ManifestMismatch(
+            f"tensor {name!r} is a DTensor with placements {tensor.placements}",
+            hint="redistribute it to Shard or Replicate first",
+        )
+    if tensor.device_mesh.get_coordinate() is None:
+        return None
+    if all(isinstance(placement, Replicate) for placement in tensor.placements):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    if tuple(shape) != tuple(tensor.to_local().shape) or not _is_contiguous_block(tensor):
+        raise ManifestMismatch(
+            f"tensor {name!r}: the local shard under placements {tensor.placements} is not one box of the tensor",
+            hint="redistribute it to plain Shard placements, or pass it as Shard(tensor, offsets, shape)",
+        )
+    return (tuple(offsets), tuple(shape)) if all(shape) else None
+
+
+def _is_contiguous_block(tensor: DTensor) -> bool:
+    """Strided shards (FSDP over tensor parallel) are a block only in some orders: follow one index through them."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())
+    for axis in {placement.dim for placement in tensor.placements if isinstance(placement, _StridedShard)}:
+        index = torch.arange(tensor.shape[axis]).view([-1 if dim == axis else 1 for dim in range(tensor.ndim)])
+        for mesh_dim, placement in enumerate(tensor.placements):
+            if getattr(placement, "dim", None) == axis:
+                chunks, _ = placement._split_tensor(  # type: ignore[attr-defined]  # Shard and _StridedShard have it
+                    index, tensor.device_mesh.size(mesh_dim), with_padding=False, contiguous=True
+                )
+                index = chunks[coordinate[mesh_dim]]
+        rows = index.flatten()
+        if rows.numel() and int(rows[-1] - rows[0]) != rows.numel() - 1:
+            return False
+    return True

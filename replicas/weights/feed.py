@@ -1,0 +1,195 @@
+"""One walk over the user's weights.
+
+A walk may be made of collectives of the user's own group: a generator that gathers, or ``DTensor.full_tensor()`` here.
+So every rank must walk to the end, whatever goes wrong on our side, and in the same order. A :class:`Feed` keeps the two
+kinds of failure apart: after the user's own exception there is nothing left to walk; after one of ours, :meth:`Feed.drain`
+walks on and throws the rest away.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+from replicas.core.manifest import PartManifest, TensorSpec
+from replicas.errors import ManifestMismatch, UsageError
+from replicas.weights.dtensor import Box, is_dtensor, local_box
+from replicas.weights.layout import Entry, layout
+from replicas.weights.sources import Ties, declared, known_values, streamed_values
+from replicas.weights.tensors import dtype_name, is_castable
+
+__all__ = ["Feed", "Mode", "Shard"]
+
+Mode = Literal["image", "parts"]
+
+
+@dataclass(frozen=True, eq=False)
+class Shard:
+    """A part of a tensor, for sources with ``ranks = "all"``.
+
+    :param tensor: the local elements, a box of the global tensor; any dtype, strides and device.
+    :param offsets: where the box starts, one number a dimension.
+    :param shape: shape of the global tensor.
+    :raises UsageError: the box does not lie in the tensor.
+    """
+
+    tensor: torch.Tensor
+    offsets: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "offsets", tuple(self.offsets))
+        object.__setattr__(self, "shape", tuple(self.shape))
+        inside = len(self.offsets) == len(self.shape) == self.tensor.ndim and all(
+            offset >= 0 and offset + extent <= limit
+            for offset, extent, limit in zip(self.offsets, self.tensor.shape, self.shape, strict=True)
+        )
+        if not inside:
+            raise UsageError(
+                f"a Shard of shape {list(self.tensor.shape)} at offsets {list(self.offsets)} does not lie in a tensor "
+                f"of shape {list(self.shape)}"
+            )
+
+
+class Feed:
+    """Walks weights once, in order.
+
+    :param weights: a module, a mapping, an iterable of pairs, or an object with ``metadata()`` and iteration; values are
+        Tensor, DTensor, :class:`Shard`, or None (skipped).
+    :param dtype: cast plain floating tensors (float16, bfloat16, float32, float64) to this; others stay as they are.
+    :param mode: ``"image"``: DTensors are gathered, Shards refused. ``"parts"``: the rank's own pieces, no communication.
+    :ivar finished: the end was reached, or the user's code raised: there is nothing left to drain.
+    :ivar user_error: what the user's own code raised, if it did.
+    """
+
+    def __init__(self, weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> None:
+        if dtype is not None and not is_castable(dtype):
+            raise UsageError(f"publish cannot cast to {dtype}", hint="name a plain floating dtype")
+        self.mode: Mode = mode
+        self.finished = False
+        self.user_error: BaseException | None = None
+        self._weights = weights
+        self._dtype = dtype
+        self._known: list[tuple[str, object]] | None = None
+        self._source: Iterator[Any] | None = None
+        self._ties: Ties | None = None
+
+    def plan(self) -> PartManifest | None:
+        """What the walk will give, without walking; None when that cannot be known (a plain iterable).
+
+        :raises ManifestMismatch: a value cannot be published. The feed still has to be drained.
+        """
+        self._open()
+        if self._known is not None:
+            ties = Ties()
+            steps = [(name, value, ties.alias(name, value)) for name, value in self._known if value is not None]
+            return layout([self._entry(*step, gather=False) for step in steps], self.mode)
+        rows = declared(self._weights) if self.mode == "image" else None
+        if rows is None:
+            return None
+        return PartManifest(tuple(TensorSpec(name, self._published(dtype), shape) for name, dtype, shape in rows))
+
+    def __iter__(self) -> Iterator[Entry]:
+        """The entries. Raises what the user's code raises, and :class:`ManifestMismatch` for a value of no use."""
+        while True:
+            step = self._step()
+            if step is None:
+                return
+            name, value, alias = step
+            if value is not None:
+                yield self._entry(name, value, alias, gather=alias is None)
+
+    def drain(self) -> None:
+        """Walk to the end and throw everything away; gathers take part. Raises only what the user's code raises."""
+        while True:
+            step = self._step()
+            if step is None:
+                return
+            _, value, alias = step
+            if self.mode == "image" and is_dtensor(value) and alias is None:
+                self._gather(value)
+
+    def _open(self) -> None:
+        if self._source is None:
+            try:
+                self._known = known_values(self._weights)
+                self._source = iter(self._known) if self._known is not None else streamed_values(self._weights)
+            except BaseException as error:
+                self._end(error)
+                raise
+            self._ties = Ties() if self._known is not None else None
+
+    def _step(self) -> tuple[Any, Any, str | None] | None:
+        if self.finished:
+            return None
+        self._open()
+        assert self._source is not None
+        try:
+            step = next(self._source)
+        except StopIteration:
+            self._end(None)
+            return None
+        except BaseException as error:
+            self._end(error)
+            raise
+        if not isinstance(step, (tuple, list)) or len(step) != 2:
+            return None, step, None
+        name, value = step
+        return name, value, self._ties.alias(name, value) if self._ties is not None else None
+
+    def _end(self, error: BaseException | None) -> None:
+        self.finished, self.user_error = True, error
+
+    def _gather(self, value: Any) -> torch.Tensor:
+        """A collective of the user's own group: when it fails, that is the user's error and the walk is over."""
+        try:
+            with torch.no_grad():
+                gathered: torch.Tensor = value.detach().full_tensor()
+        except BaseException as error:
+            self._end(error)
+            raise
+        return gathered
+
+    def _entry(self, name: Any, value: Any, alias: str | None, *, gather: bool) -> Entry:
+        """One value as an entry. The gather comes before any check: this rank's peers are in it already."""
+        gathered = self._gather(value) if gather and self.mode == "image" and is_dtensor(value) else None
+        if not isinstance(name, str) or not isinstance(value, (torch.Tensor, Shard)):
+            given = type(value).__name__ if name is None else f"({name!r}, {type(value).__name__})"
+            raise ManifestMismatch(
+                f"publish was given {given}", hint="give pairs of a name and a tensor, Shard or None"
+            )
+        if isinstance(value, Shard):
+            return self._shard_entry(name, value)
+        shape, dtype = tuple(value.shape), self._published(value.dtype)
+        if alias is not None:
+            return Entry(name, None, dtype, shape, None, alias)
+        box: Box | None = ((0,) * len(shape), shape) if all(shape) else None
+        if is_dtensor(value):
+            if self.mode == "image":
+                return Entry(name, gathered, dtype, shape, box)
+            box = local_box(value, name)
+            return Entry(name, value.to_local().detach() if box else None, dtype, shape, box)
+        _check_plain(name, value)
+        return Entry(name, value.detach(), dtype, shape, box)
+
+    def _shard_entry(self, name: str, value: Shard) -> Entry:
+        if self.mode == "image":
+            raise ManifestMismatch(
+                f"tensor {name!r} is a Shard, but only the leader of this source carries bytes",
+                hint='set ranks = "all" for the source, or publish whole tensors',
+            )
+        _check_plain(name, value.tensor)
+        box = (value.offsets, tuple(value.tensor.shape)) if value.tensor.numel() else None
+        return Entry(name, value.tensor.detach(), self._published(value.tensor.dtype), value.shape, box)
+
+    def _published(self, dtype: torch.dtype) -> str:
+        return dtype_name(self._dtype if self._dtype is not None and is_castable(dtype) else dtype)
+
+
+def _check_plain(name: str, tensor: torch.Tensor) -> None:
+    if tensor.layout is not torch.strided or tensor.is_meta:
+        kind = "is on the meta device" if tensor.is_meta else f"has layout {tensor.layout}"
+        raise ManifestMismatch(f"tensor {name!r} {kind}", hint="publish dense tensors that have values")

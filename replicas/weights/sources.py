@@ -1,0 +1,104 @@
+"""The forms in which weights may be given, as one stream of names and values."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, cast
+
+import torch
+
+from replicas.errors import ManifestMismatch, UsageError
+from replicas.weights.dtensor import is_dtensor
+
+__all__ = ["Declared", "Ties", "declared", "known_values", "streamed_values", "unwrapped"]
+
+Declared = tuple[str, torch.dtype, tuple[int, ...]]
+"""Name, dtype and shape of a tensor that is still to come."""
+
+
+def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
+    """The model inside DistributedDataParallel and torch.compile, whose names have no prefix of the wrapper."""
+    while True:
+        if isinstance(module, torch.nn.parallel.DistributedDataParallel):
+            module = module.module
+        elif isinstance(inner := getattr(module, "_orig_mod", None), torch.nn.Module):
+            module = inner
+        else:
+            return module
+
+
+def known_values(weights: object) -> list[tuple[str, object]] | None:
+    """All values of a module (parameters and persistent buffers) or a mapping; None for anything that is a stream."""
+    if isinstance(weights, torch.nn.Module):
+        state = unwrapped(weights).state_dict(keep_vars=True)
+        return [(name, value) for name, value in state.items() if not name.endswith("_extra_state")]
+    if isinstance(weights, Mapping):
+        return list(weights.items())
+    return None
+
+
+def streamed_values(weights: object) -> Iterator[tuple[str, object]]:
+    """The pairs of an iterable, one by one.
+
+    :raises UsageError: it is not iterable.
+    :raises ManifestMismatch: a step gave something that is not a pair.
+    """
+    if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor):
+        raise UsageError(
+            f"publish cannot take a {type(weights).__name__}",
+            hint="give a module, a mapping, or an iterable of (name, tensor)",
+        )
+    return iter(cast("Iterable[tuple[str, object]]", weights))
+
+
+def declared(weights: object) -> list[Declared] | None:
+    """What an object with ``metadata()`` says about the tensors that its iteration will give; None for others.
+
+    ``metadata()`` gives a mapping of names to tensors (meta tensors will do) or ``(dtype, shape)``, or an iterable of
+    ``(name, tensor)`` or ``(name, dtype, shape)``.
+    """
+    metadata = getattr(weights, "metadata", None)
+    if isinstance(weights, (torch.nn.Module, Mapping)) or not callable(metadata):
+        return None
+    described: Any = metadata()
+    rows = described.items() if isinstance(described, Mapping) else described
+    return [_declared_row(tuple(row)) for row in rows]
+
+
+def _declared_row(row: tuple[Any, ...]) -> Declared:
+    match row:
+        case (str(name), torch.dtype() as dtype, shape) | (str(name), (torch.dtype() as dtype, shape)):
+            return name, dtype, tuple(int(extent) for extent in shape)
+        case (str(name), value) if hasattr(value, "dtype") and hasattr(value, "shape"):
+            return name, value.dtype, tuple(value.shape)
+        case _:
+            raise ManifestMismatch(
+                f"metadata() gave {row!r}",
+                hint="give a mapping of names to (dtype, shape), or (name, dtype, shape) rows",
+            )
+
+
+class Ties:
+    """Finds tensors that are one and the same storage. Only for values that all exist at once: a stream may reuse memory."""
+
+    def __init__(self) -> None:
+        self._first: dict[object, str] = {}
+
+    def alias(self, name: str, value: object) -> str | None:
+        """The name under which this same tensor came before, if it did. The answer is the same on all ranks."""
+        if not isinstance(value, torch.Tensor):
+            return None
+        if is_dtensor(value):
+            key = (tuple(value.shape), str(value.placements), self._key(value.to_local()))
+        elif value.numel() and value.layout is torch.strided and not value.is_meta:
+            key = ((), "", self._key(value))
+        else:
+            return None
+        first = self._first.setdefault(key, name)
+        return first if first != name else None
+
+    @staticmethod
+    def _key(tensor: torch.Tensor) -> object:
+        # The storage object rather than its address: also a rank whose shard is empty must see the tie.
+        storage = tensor.untyped_storage()._cdata
+        return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype

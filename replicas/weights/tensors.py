@@ -1,0 +1,58 @@
+"""Small facts about torch tensors: dtype names, bit views, and pieces of an image."""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+
+from replicas.core.manifest import Manifest, Piece, item_nbytes
+from replicas.errors import ManifestMismatch
+
+__all__ = ["bits", "dtype_name", "is_castable", "piece_view", "torch_dtype", "typed"]
+
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
+_CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """torch's name of ``dtype`` without ``torch.``; :class:`ManifestMismatch` for one that cannot be moved."""
+    name = str(dtype).removeprefix("torch.")
+    item_nbytes(name)
+    return name
+
+
+def torch_dtype(name: str) -> torch.dtype:
+    """The dtype called ``name``; :class:`ManifestMismatch` when this torch does not have it."""
+    item_nbytes(name)
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ManifestMismatch(f"torch {torch.__version__} has no dtype {name!r}", hint="use the same torch everywhere")
+    return found
+
+
+def is_castable(dtype: torch.dtype) -> bool:
+    """Whether ``dtype=`` applies: plain floating types only; float8 and others carry meaning in their bits."""
+    return dtype in _CASTABLE
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers of the same size (any strides): every dtype can be copied so."""
+    return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
+
+
+def typed(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
+    """The tensor of ``dtype`` and ``shape`` that lies in the uint8 tensor ``data`` from byte ``offset`` on."""
+    nbytes = prod(shape) * dtype.itemsize
+    if not nbytes:
+        return torch.empty(shape, dtype=dtype, device=data.device)
+    return data[offset : offset + nbytes].view(dtype).view(shape)
+
+
+def piece_view(data: torch.Tensor, manifest: Manifest, piece: Piece) -> torch.Tensor:
+    """The box of ``piece`` in the data section of an image, as bits."""
+    spec = manifest.tensors[piece.tensor]
+    whole = typed(data, manifest.offsets[piece.tensor], _BITS[item_nbytes(spec.dtype)], spec.shape)
+    for axis, (offset, extent) in enumerate(zip(piece.offsets, piece.shape, strict=True)):
+        whole = whole.narrow(axis, offset, extent)
+    return whole

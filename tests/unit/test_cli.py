@@ -1,0 +1,287 @@
+"""The command line: exit codes, exact messages, and tables that fit a terminal of 80 columns."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from replicas.control import cli, client, render
+from replicas.errors import Disconnected
+from replicas.status import ChannelStatus, GroupStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
+
+CONFIG = """
+schema_version = 1
+[run]
+name = "grpo"
+stop_when = ["trainer"]
+[groups.trainer]
+nproc_per_node = 2
+command = ["train.py", "--steps", "200"]
+[groups.rollout]
+replicas = 2
+command = ["rollout.py"]
+depends_on = ["trainer"]
+[channels.policy]
+sources = ["trainer"]
+targets = ["rollout"]
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "grpo.toml").write_text(CONFIG)
+    for program in ("train.py", "rollout.py"):
+        (tmp_path / program).touch()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "80")
+    return tmp_path
+
+
+def a_status(run: str = "grpo") -> RunStatus:
+    lost = ReplicaStatus(
+        name="rollout/1",
+        group="rollout",
+        replica=1,
+        state="backoff",
+        generation=3,
+        restarts=2,
+        reason="rank 0 was killed by SIGKILL; its log is gen-3/rank-0.log",
+        state_age_s=0.25,
+    )
+    good = ReplicaStatus(
+        name="rollout/0",
+        group="rollout",
+        replica=0,
+        state="ready",
+        generation=1,
+        state_age_s=75.0,
+        heartbeat_age_s=0.8,
+        versions={"policy": 12},
+    )
+    return RunStatus(
+        run=run,
+        version="0.1.0",
+        endpoint="127.0.0.1:9477",
+        pid=4242,
+        uptime_s=3723.0,
+        ready=False,
+        store=StoreStatus(up=True, host="127.0.0.1", port=1),
+        groups=(GroupStatus(name="rollout", launcher="torchrun", world_size=1, replicas=(good, lost)),),
+        channels=(
+            ChannelStatus(
+                name="policy",
+                epoch=4,
+                committed_version=12,
+                digest="ab",
+                members=(),
+                syncs={"committed": 12, "peers_lost": 1},
+                bytes_total=3 * 2**20,
+                last_sync=SyncRecord(version=12, outcome="committed", seconds=0.035, nbytes=1),
+            ),
+        ),
+    )
+
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    answer: bytes = b""
+    code: int = 200
+
+    def do_GET(self) -> None:
+        self.send_response(self.code)
+        self.end_headers()
+        self.wfile.write(self.answer)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Keep stderr for what is tested."""
+
+
+@pytest.fixture
+def supervisor() -> Iterator[tuple[type[Handler], str]]:
+    """An HTTP server that answers everything with ``Handler.answer``."""
+
+    class Answer(Handler):
+        answer = msgspec.json.encode(a_status())
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Answer) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        yield Answer, f"127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
+        thread.join(timeout=10)
+
+
+def write_endpoint(folder: Path, endpoint: str, run: str = "grpo") -> None:
+    state = folder / ".replicas" / run
+    state.mkdir(parents=True)
+    (state / client.ENDPOINT_FILE).write_text(json.dumps({"endpoint": endpoint, "pid": 4242, "run": run}))
+
+
+def test_check_prints_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "grpo.toml"]) == 0
+    out = capsys.readouterr().out
+    assert "2 groups, 3 replicas, 4 ranks" in out
+    assert "trainer finished" in out
+    assert "on-failure, 5 in 10m" in out
+    assert max(len(line) for line in out.splitlines() if str(folder) not in line) <= 80
+
+
+def test_check_json_is_the_resolved_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["check", "grpo.toml", "--json"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["groups"]["rollout"]["health"]["start_timeout_s"] == 300.0
+    assert plan["run"]["state_dir"] == str(folder / ".replicas" / "grpo")
+
+
+@pytest.mark.parametrize("command", ["check", "run", "status"])
+def test_a_bad_config_ends_with_78_and_every_problem(
+    folder: Path, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    text = CONFIG.replace("replicas = 2", "replica = 2").replace("train.py", "trian.py")
+    (folder / "grpo.toml").write_text(text)
+    assert cli.main([command, "grpo.toml"]) == 78
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.splitlines() == [
+        "replicas: grpo.toml: 2 problems",
+        f'  groups.trainer.command: "trian.py" does not exist in {folder}',
+        '  groups.rollout.replica: unknown key; did you mean "replicas"?',
+    ]
+
+
+def test_python_m_supervisor_is_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.supervisor_main(["gone.toml"]) == 78
+    assert capsys.readouterr().err == "replicas: gone.toml: 1 problem\n  cannot be read: No such file or directory\n"
+
+
+def test_usage_errors_end_with_2(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["chekc", "x.toml"]) == 2
+    assert "No such command 'chekc'" in capsys.readouterr().err
+    assert cli.main(["check"]) == 2
+    assert "CONFIG" in capsys.readouterr().err
+    assert cli.main(["status", "x.toml", "--endpoint", "127.0.0.1:1"]) == 2
+    assert capsys.readouterr().err == "replicas: give CONFIG or --endpoint, not both\n"
+    assert cli.main(["status", "--endpoint", "9477"]) == 2
+    assert capsys.readouterr().err == 'replicas: "9477" is not HOST:PORT (for example "127.0.0.1:9477")\n'
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("replicas ")
+
+
+def test_a_bug_ends_with_70_and_says_so(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: object) -> None:
+        raise ZeroDivisionError("of ours")
+
+    monkeypatch.setattr(render, "plan", broken)
+    assert cli.main(["check", "grpo.toml"]) == 70
+    err = capsys.readouterr().err
+    assert "ZeroDivisionError: of ours" in err
+    assert err.endswith("replicas: this is a bug; please report it with the lines above\n")
+
+
+def test_status_of_a_run_found_by_its_config(
+    folder: Path, capsys: pytest.CaptureFixture[str], supervisor: tuple[type[Handler], str]
+) -> None:
+    write_endpoint(folder, supervisor[1])
+    assert cli.main(["status", "grpo.toml"]) == 0
+    out = capsys.readouterr().out
+    assert "grpo  not ready  127.0.0.1:9477  pid 4242  up 1h 2m" in out
+    assert "committed in" in out
+    assert max(len(line) for line in out.splitlines()) <= 80
+
+
+def test_status_json_of_the_only_run_below_this_folder(
+    folder: Path, capsys: pytest.CaptureFixture[str], supervisor: tuple[type[Handler], str]
+) -> None:
+    write_endpoint(folder, supervisor[1])
+    assert cli.main(["status", "--json"]) == 0
+    assert msgspec.json.decode(capsys.readouterr().out, type=RunStatus) == a_status()
+
+
+def test_status_of_several_runs_asks_which(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_endpoint(folder, "127.0.0.1:1", "a")
+    write_endpoint(folder, "127.0.0.1:1", "b")
+    assert cli.main(["status"]) == 2
+    assert capsys.readouterr().err == "replicas: several runs have their state here: a, b (name the CONFIG of one)\n"
+
+
+def test_status_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = folder / ".replicas" / "grpo" / "endpoint.json"
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert capsys.readouterr().err == (
+        f'replicas: run "grpo" is not running: {path} does not exist (start it with: replicas run CONFIG)\n'
+    )
+    assert cli.main(["status"]) == 69
+    assert capsys.readouterr().err == (
+        f"replicas: no run has its state in {folder / '.replicas'} (name its CONFIG, or give --endpoint HOST:PORT)\n"
+    )
+
+
+def test_status_when_the_port_belongs_to_another_run_now(
+    folder: Path, capsys: pytest.CaptureFixture[str], supervisor: tuple[type[Handler], str]
+) -> None:
+    handler, endpoint = supervisor
+    handler.answer = msgspec.json.encode(a_status("other"))
+    write_endpoint(folder, endpoint)
+    assert cli.main(["status", "grpo.toml"]) == 69
+    assert f'run "grpo" is gone: {endpoint} is now the port of run "other"' in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("code", "answer", "message"),
+    [
+        (404, b"", "answered GET /status with 404 (is it a replicas supervisor?)"),
+        (200, b"<html>", "sent no status of a run: JSON is malformed"),
+        (200, b"{}", "sent no status of a run: Object missing required field `run`"),
+    ],
+)
+def test_an_answer_of_something_else(
+    supervisor: tuple[type[Handler], str], code: int, answer: bytes, message: str
+) -> None:
+    handler, endpoint = supervisor
+    handler.code, handler.answer = code, answer
+    with pytest.raises(Disconnected) as caught:
+        client.fetch_status(endpoint)
+    assert message in str(caught.value)
+
+
+def test_nobody_answers_and_a_damaged_endpoint_file(folder: Path) -> None:
+    with pytest.raises(Disconnected, match=r"nobody answers at 127\.0\.0\.1:1: "):
+        client.fetch_status("127.0.0.1:1")
+    (folder / client.ENDPOINT_FILE).write_text("{")
+    with pytest.raises(Disconnected, match="cannot be read"):
+        client.read_endpoint(folder)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0 s"),
+        (0.0351, "35.1 ms"),
+        (2.5, "2.5 s"),
+        (59.99, "60 s"),
+        (60, "1m"),
+        (200, "3m 20s"),
+        (3600, "1h"),
+        (18130, "5h 2m"),
+        (349200, "4d 1h"),
+    ],
+)
+def test_duration_text(seconds: float, text: str) -> None:
+    assert render.duration_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "text"), [(0, "0 B"), (999, "999 B"), (1000, "0.977 KiB"), (282066944, "269 MiB"), (5 * 2**40, "5 TiB")]
+)
+def test_size_text(nbytes: int, text: str) -> None:
+    assert render.size_text(nbytes) == text

@@ -1,0 +1,374 @@
+"""The strict TOML config: its defaults, its exact complaints, and that it finds all of them at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicas.config import ControlConfig, Party, RestartConfig
+from replicas.config_file import channel_from, load, parse
+from replicas.errors import BadConfig
+
+CONTRACT = """
+schema_version = 1
+[run]
+name = "grpo"
+stop_when = ["trainer"]
+[store]
+bind = "127.0.0.1"
+port = 0
+[control]
+listen = "127.0.0.1:9477"
+[groups.trainer]
+replicas = 1
+nproc_per_node = 2
+command = ["train.py", "--steps", "200"]
+[groups.rollout]
+replicas = 2
+nproc_per_node = 1
+command = ["rollout.py"]
+launcher = "torchrun"
+depends_on = []
+restart = { policy = "on-failure", max_restarts = 5, window = "10m", initial_delay = "1s", max_delay = "60s" }
+health = { start_timeout = "5m", heartbeat_timeout = "30s", progress_timeout = "15m", load_deadline = "5m" }
+[channels.policy]
+sources = ["trainer"]
+targets = ["rollout"]
+backend = "auto"
+transport = "auto"
+deadline = "60s"
+on_lost = "drop"
+slots = 2
+min_targets = 0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    for program in ("train.py", "rollout.py"):
+        (tmp_path / program).touch()
+    return tmp_path
+
+
+def a_config(**changes: Any) -> dict[str, Any]:
+    """A good mapping with some tables replaced."""
+    return {
+        "schema_version": 1,
+        "run": {"name": "grpo"},
+        "groups": {"trainer": {"command": ["train.py"]}, "rollout": {"command": ["rollout.py"]}},
+        **changes,
+    }
+
+
+def problems(mapping: Any, folder: Path) -> tuple[str, ...]:
+    with pytest.raises(BadConfig) as caught:
+        parse(mapping, base=folder)
+    return caught.value.problems
+
+
+def group_problems(folder: Path, **keys: Any) -> tuple[str, ...]:
+    return problems(a_config(groups={"trainer": {"command": ["train.py"], **keys}}), folder)
+
+
+def channel_problems(folder: Path, **keys: Any) -> tuple[str, ...]:
+    return problems(a_config(channels={"policy": keys}), folder)
+
+
+def test_the_contracts_example_is_read_and_equals_the_defaults(folder: Path) -> None:
+    path = folder / "grpo.toml"
+    path.write_text(CONTRACT)
+    config = load(path)
+    assert config.source == path
+    assert config.run.state_dir == folder / ".replicas" / "grpo"
+    assert config.run.stop_when == ("trainer",)
+    assert config.control == ControlConfig(host="127.0.0.1", port=9477)
+    rollout = config.groups["rollout"]
+    assert (rollout.replicas, rollout.world_size, rollout.cwd) == (2, 1, folder)
+    assert rollout.restart == RestartConfig()
+    assert config.groups["trainer"].health == rollout.health
+    policy = config.channels["policy"]
+    assert policy.sources == (Party("trainer", "leader"),)
+    assert policy.targets == (Party("rollout", "all"),)
+    assert policy == channel_from("policy", {"sources": ["trainer"], "targets": ["rollout"]})
+
+
+def test_every_problem_is_reported_at_once_in_the_order_of_the_file(folder: Path) -> None:
+    path = folder / "bad.toml"
+    path.write_text(
+        """
+schema_version = 1
+[run]
+name = "grpo"
+stop_when = ["trainr"]
+[groups.trainer]
+replica = 1
+nproc_per_node = "2"
+command = ["trian.py"]
+[groups.rollout]
+command = ["rollout.py"]
+launcher = "exce"
+[chanels.policy]
+"""
+    )
+    with pytest.raises(BadConfig) as caught:
+        load(path)
+    assert str(caught.value) == "\n".join(
+        [
+            f"{path}: 6 problems",
+            '  run.stop_when: there is no group "trainr"; did you mean "trainer"?',
+            '  groups.trainer.replica: unknown key; did you mean "replicas"?',
+            '  groups.trainer.nproc_per_node: expected a whole number of at least 1, got "2"',
+            f'  groups.trainer.command: "trian.py" does not exist in {folder}',
+            '  groups.rollout.launcher: expected "torchrun" or "exec", got "exce"; did you mean "exec"?',
+            '  chanels: unknown key; did you mean "channels"?',
+        ]
+    )
+
+
+def test_an_unknown_key_near_to_none_lists_the_known_ones(folder: Path) -> None:
+    assert problems(a_config(store={"tls": True}), folder) == ('store.tls: unknown key; known: "bind", "port"',)
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"replicas": 0}, "groups.trainer.replicas: expected a whole number of at least 1, got 0"),
+        ({"replicas": True}, "groups.trainer.replicas: expected a whole number of at least 1, got true"),
+        ({"replicas": 1.0}, "groups.trainer.replicas: expected a whole number of at least 1, got 1.0"),
+        ({"command": []}, "groups.trainer.command: is empty; name a program"),
+        ({"command": ["-m"]}, 'groups.trainer.command: the name of a module must follow "-m"'),
+        (
+            {"command": "train.py"},
+            'groups.trainer.command: expected a list of strings such as ["train.py", "--steps", "200"], got "train.py"',
+        ),
+        ({"env": {"A": 1}}, 'groups.trainer.env: expected a table of strings, got {"A": 1}'),
+        (
+            {"env": {"REPLICA_ID": "1"}},
+            "groups.trainer.env.REPLICA_ID: is set for each rank by the supervisor; remove it",
+        ),
+        ({"env": {"A=B": "1"}}, 'groups.trainer.env."A=B": is not a usable environment variable'),
+        ({"health": []}, "groups.trainer.health: expected a table, got []"),
+        (
+            {"health": {"start_timeout": "5 minutes"}},
+            'groups.trainer.health.start_timeout: expected a duration such as "500ms", "30s" or "10m", got "5 minutes"',
+        ),
+        (
+            {"health": {"start_timeout": float("inf")}},
+            'groups.trainer.health.start_timeout: expected a duration such as "500ms", "30s" or "10m", got Infinity',
+        ),
+        ({"stop_timeout": 0}, "groups.trainer.stop_timeout: expected a duration above 0, got 0"),
+        (
+            {"restart": {"max_delay": -1}},
+            "groups.trainer.restart.max_delay: expected a duration of 0 or more, got -1",
+        ),
+        (
+            {"restart": {"initial_delay": "2m"}},
+            "groups.trainer.restart.initial_delay: 120 s is longer than max_delay, 60 s",
+        ),
+        (
+            {"restart": {"policy": "on_failure"}},
+            'groups.trainer.restart.policy: expected "always", "on-failure" or "never", got "on_failure"; '
+            'did you mean "on-failure"?',
+        ),
+        (
+            {"launcher": "exec", "nnodes": 2},
+            'groups.trainer.nnodes: launcher = "exec" starts one program for each replica; leave nnodes at 1',
+        ),
+        ({"depends_on": ["rolout"]}, 'groups.trainer.depends_on: there is no group "rolout"; known: "trainer"'),
+        (
+            {"depends_on": ["trainer"]},
+            "groups.trainer.depends_on: groups wait for each other in a circle: trainer -> trainer",
+        ),
+    ],
+)
+def test_a_bad_group(folder: Path, keys: dict[str, Any], problem: str) -> None:
+    assert group_problems(folder, **keys) == (problem,)
+
+
+def test_a_command_that_does_not_exist(folder: Path) -> None:
+    where = "groups.trainer.command:"
+    assert group_problems(folder, command=["gone.py"]) == (f'{where} "gone.py" does not exist in {folder}',)
+    assert group_problems(folder, command=["/gone/x.py"]) == (f'{where} "/gone/x.py" does not exist',)
+    assert group_problems(folder, command=["./gone"], launcher="exec") == (
+        f'{where} "./gone" does not exist in {folder}',
+    )
+    assert group_problems(folder, command=["no-such-program"], launcher="exec") == (
+        f'{where} "no-such-program" is not on PATH; install it, or give its path',
+    )
+    (folder / "data").touch(mode=0o644)
+    assert group_problems(folder, command=["./data"]) == (f'{where} "./data" is not executable; run chmod +x on it',)
+
+
+def test_a_working_folder_that_does_not_exist_hides_no_complaint_about_the_command(folder: Path) -> None:
+    assert group_problems(folder, cwd="nowhere") == (f'groups.trainer.cwd: folder "{folder}/nowhere" does not exist',)
+
+
+def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) -> None:
+    (folder / "sub").mkdir()
+    (folder / "sub" / "serve").touch(mode=0o755)
+    groups = {
+        "a": {"command": ["serve"], "launcher": "exec", "env": {"PATH": str(folder / "sub")}},
+        "b": {"command": ["./serve"], "launcher": "exec", "cwd": "sub"},
+        "c": {"command": ["-m", "some.module"]},
+    }
+    config = parse(a_config(groups=groups), base=folder)
+    assert config.groups["b"].cwd == folder / "sub"
+
+
+@pytest.mark.parametrize(
+    ("keys", "problem"),
+    [
+        ({"targets": ["rollout"]}, "channels.policy: needs sources (and targets), or peers"),
+        ({"sources": "trainer"}, 'channels.policy.sources: expected a list of group names, got "trainer"'),
+        ({"sources": ["trainr"]}, 'channels.policy.sources: there is no group "trainr"; did you mean "trainer"?'),
+        ({"peers": ["trainer", "trainer"]}, 'channels.policy.peers: group "trainer" is listed twice'),
+        (
+            {"sources": ["trainer"], "peers": ["trainer"]},
+            'channels.policy.peers: group "trainer" cannot be a peer and a source or target; give it another channel',
+        ),
+        (
+            {"sources": ["trainer"], "peers": ["rollout"]},
+            "channels.policy.peers: a channel has either peers or sources and targets; make two channels of it",
+        ),
+        (
+            {"peers": [{"group": "trainer", "ranks": "all"}, "rollout"]},
+            "channels.policy.peers: all peers of a channel must have the same ranks",
+        ),
+        (
+            {"sources": [{"group": "trainer", "ranks": "each"}]},
+            'channels.policy.sources: ranks of group "trainer": expected "leader" or "all", got "each"',
+        ),
+        (
+            {"sources": [{"group": "trainer", "rank": "all"}]},
+            'channels.policy.sources.rank: unknown key; did you mean "ranks"?',
+        ),
+        (
+            {"sources": ["trainer"], "ranks": "all"},
+            'channels.policy.ranks: is for channels with peers; write sources = [{ group = "...", ranks = "all" }]',
+        ),
+        ({"peers": ["trainer"], "slots": 0}, "channels.policy.slots: expected a whole number of at least 1, got 0"),
+        (
+            {"peers": ["trainer"], "backend": "mpi"},
+            'channels.policy.backend: expected "auto", "gloo" or "nccl", got "mpi"',
+        ),
+        (
+            {"sources": ["trainer"], "targets": ["rollout"], "min_targets": 2},
+            "channels.policy.min_targets: 2 is more than the 1 replicas of the target groups",
+        ),
+    ],
+)
+def test_a_bad_channel(folder: Path, keys: dict[str, Any], problem: str) -> None:
+    assert channel_problems(folder, **keys) == (problem,)
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({"schema_version": 2}, "schema_version: expected 1, the only version that this release reads, got 2"),
+        ({"schema_version": True}, "schema_version: expected 1, the only version that this release reads, got true"),
+        (
+            {"run": {"name": "a/b"}},
+            "run.name: expected a name of at most 63 letters, digits, '-', '_' and '.', got \"a/b\"",
+        ),
+        ({"run": {}}, "run.name: missing; this key is required"),
+        ({"groups": {}}, "groups: is empty; define at least one group"),
+        (
+            {"groups": {"a b": {}}},
+            "groups.\"a b\": expected a name of at most 63 letters, digits, '-', '_' and '.', got \"a b\"",
+        ),
+        ({"store": {"bind": "localhost"}}, 'store.bind: expected an IP address such as "127.0.0.1", got "localhost"'),
+        ({"store": {"port": 65536}}, "store.port: expected a port from 0 to 65535, got 65536"),
+        (
+            {"control": {"listen": "127.0.0.1"}},
+            'control.listen: expected "host:port" such as "127.0.0.1:9477" (port 0 to 65535), got "127.0.0.1"',
+        ),
+        (
+            {"control": {"listen": "[127.0.0.1]:1"}},
+            'control.listen: expected "host:port" such as "127.0.0.1:9477" (port 0 to 65535), got "[127.0.0.1]:1"',
+        ),
+        (
+            {"store": {"port": 9477}},
+            "store.port: 9477 is the port of control.listen too; use 0 or another one",
+        ),
+        (
+            {
+                "run": {"name": "x", "stop_when": ["a"]},
+                "groups": {"a": {"command": ["train.py"], "restart": {"policy": "always"}}},
+            },
+            'run.stop_when: group "a" has restart policy "always", so it never finishes',
+        ),
+    ],
+)
+def test_a_bad_table(folder: Path, changes: dict[str, Any], problem: str) -> None:
+    assert problem in problems(a_config(**changes), folder)
+
+
+def test_schema_version_is_required(folder: Path) -> None:
+    mapping = a_config()
+    del mapping["schema_version"]
+    assert problems(mapping, folder) == ("schema_version: missing; begin the file with schema_version = 1",)
+
+
+def test_groups_that_wait_for_each_other(folder: Path) -> None:
+    groups = {
+        "a": {"command": ["train.py"], "depends_on": ["b"]},
+        "b": {"command": ["train.py"], "depends_on": ["c"]},
+        "c": {"command": ["train.py"], "depends_on": ["a"]},
+    }
+    assert problems(a_config(groups=groups), folder) == (
+        "groups.c.depends_on: groups wait for each other in a circle: a -> b -> c -> a",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("500ms", 0.5), ("1s", 1.0), ("1.5m", 90.0), ("2 h", 7200.0), ("1d", 86400.0), (3, 3.0), (0.25, 0.25)],
+)
+def test_durations(folder: Path, text: object, seconds: float) -> None:
+    config = parse(a_config(groups={"a": {"command": ["train.py"], "stop_timeout": text}}), base=folder)
+    assert config.groups["a"].stop_timeout_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "host", "port"),
+    [("0.0.0.0:0", "0.0.0.0", 0), ("[::1]:80", "::1", 80), ("head-1.cluster:9477", "head-1.cluster", 9477)],
+)
+def test_listen(folder: Path, text: str, host: str, port: int) -> None:
+    assert parse(a_config(control={"listen": text}), base=folder).control == ControlConfig(host=host, port=port)
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"a = [", "is not valid TOML: "),
+        (b"\xff", "is not UTF-8 text: invalid start byte at byte 0"),
+        (None, "cannot be read: No such file or directory"),
+    ],
+)
+def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes | None, problem: str) -> None:
+    path = tmp_path / "x.toml"
+    if content is not None:
+        path.write_bytes(content)
+    with pytest.raises(BadConfig) as caught:
+        load(path)
+    assert caught.value.source == str(path)
+    assert caught.value.problems[0].startswith(problem)
+
+
+def test_peers_share_the_channels_ranks() -> None:
+    channel = channel_from("outer", {"peers": ["a", {"group": "b"}], "ranks": "each", "deadline": 5})
+    assert channel.peers == (Party("a", "each"), Party("b", "each"))
+    assert channel.deadline_s == 5.0
+
+
+def test_a_channel_alone_is_checked_too() -> None:
+    with pytest.raises(BadConfig) as caught:
+        channel_from("policy", {"source": ["a"]})
+    assert str(caught.value) == "\n".join(
+        [
+            "channels: 1 problem",
+            '  policy.source: unknown key; did you mean "sources"?',
+        ]
+    )

@@ -1,0 +1,134 @@
+"""The pages of the control port, asked over ASGI with no socket."""
+
+from __future__ import annotations
+
+import json
+
+import httpx
+import msgspec
+import pytest
+from starlette.applications import Starlette
+
+from replicas.control.app import control_routes
+from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus, StoreStatus
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+class Fake:
+    """A run with one rollout replica in a given state."""
+
+    def __init__(self, *, state: ReplicaState = "ready", ready: bool = True, alive: bool = True) -> None:
+        self.state: ReplicaState = state
+        self.ready = ready
+        self.alive = alive
+
+    def status(self) -> RunStatus:
+        replica = ReplicaStatus(
+            name="rollout/0",
+            group="rollout",
+            replica=0,
+            state=self.state,
+            generation=2,
+            reason="" if self.ready else "has not loaded version 7 of policy",
+        )
+        return RunStatus(
+            run="grpo",
+            version="0.1.0",
+            endpoint="127.0.0.1:9477",
+            pid=1,
+            uptime_s=2.0,
+            ready=self.ready,
+            store=StoreStatus(up=True, host="127.0.0.1", port=29500),
+            groups=(GroupStatus(name="rollout", launcher="torchrun", world_size=1, replicas=(replica,)),),
+            channels=(ChannelStatus(name="policy", epoch=3, committed_version=7, digest="ab", members=()),),
+        )
+
+    def metrics_text(self) -> bytes:
+        return b"# HELP replicas_store_up x\n"
+
+    def live(self) -> bool:
+        return self.alive
+
+
+async def ask(source: Fake, path: str, method: str = "GET") -> httpx.Response:
+    transport = httpx.ASGITransport(app=Starlette(routes=control_routes(source)))
+    async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+        return await client.request(method, path)
+
+
+@pytest.mark.parametrize(("alive", "code"), [(True, 200), (False, 503)])
+async def test_livez(alive: bool, code: int) -> None:
+    response = await ask(Fake(alive=alive, ready=False), "/livez")
+    assert response.status_code == code
+
+
+async def test_readyz() -> None:
+    good, bad = await ask(Fake(), "/readyz"), await ask(Fake(ready=False), "/readyz")
+    assert (good.status_code, good.text) == (200, "ok\n")
+    assert (bad.status_code, bad.text) == (503, "not ready; see /readyz?verbose\n")
+
+
+@pytest.mark.parametrize("query", ["verbose", "verbose=1", "verbose=true"])
+async def test_readyz_verbose_names_each_check(query: str) -> None:
+    response = await ask(Fake(state="starting", ready=False), f"/readyz?{query}")
+    assert response.status_code == 503
+    assert response.text.splitlines() == [
+        "[+] store: up at 127.0.0.1:29500",
+        "[-] group rollout: 0 of 1 replicas",
+        "[-] replica rollout/0: starting, generation 2, has not loaded version 7 of policy",
+        "[+] channel policy: epoch 3, version 7, 0 live members",
+        "run grpo is not ready",
+    ]
+
+
+async def test_a_finished_replica_is_no_reason_to_be_unready() -> None:
+    response = await ask(Fake(state="finished"), "/readyz?verbose")
+    assert response.status_code == 200
+    assert "[+] replica rollout/0: finished, generation 2" in response.text.splitlines()
+
+
+async def test_status_is_the_runs_status_as_json() -> None:
+    response = await ask(Fake(), "/status")
+    assert response.headers["content-type"] == "application/json"
+    assert response.headers["cache-control"] == "no-store"
+    assert msgspec.json.decode(response.content, type=RunStatus) == Fake().status()
+
+
+async def test_metrics_have_prometheus_content_type() -> None:
+    response = await ask(Fake(), "/metrics")
+    assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
+    assert response.content == Fake().metrics_text()
+
+
+async def test_the_index_lists_the_pages() -> None:
+    response = await ask(Fake(), "/")
+    assert response.text.splitlines()[0] == "replicas 0.1.0, run grpo"
+    assert "/readyz" in response.text
+
+
+async def test_an_unknown_page_is_answered_with_the_known_ones() -> None:
+    response = await ask(Fake(), "/healthz")
+    assert response.status_code == 404
+    assert json.loads(response.text) == {
+        "error": "no such page: /healthz",
+        "endpoints": ["/", "/livez", "/readyz", "/metrics", "/status"],
+    }
+
+
+@pytest.mark.parametrize("path", ["/", "/livez", "/status", "/metrics", "/nothing"])
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE"])
+async def test_pages_only_read(path: str, method: str) -> None:
+    response = await ask(Fake(), path, method)
+    assert response.status_code == 405
+    assert response.headers["allow"] in ("GET, HEAD", "HEAD, GET")
+
+
+async def test_head_is_a_get_without_its_body() -> None:
+    response = await ask(Fake(), "/status", "HEAD")
+    assert response.status_code == 200

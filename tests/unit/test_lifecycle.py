@@ -1,0 +1,129 @@
+"""The table of a replica's life: scripted histories, and properties over every path."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.core.lifecycle import (
+    ALIVE,
+    SETTLED,
+    Event,
+    InvalidTransition,
+    Lifecycle,
+    after_exit,
+    allows,
+    next_state,
+)
+from replicas.status import ReplicaState
+
+STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
+GONE = {Event.FINISHED, Event.RETRY, Event.GIVE_UP, Event.STOPPED}
+
+
+def history(life: Lifecycle, *events: Event) -> list[ReplicaState]:
+    return [life.apply(event, now=float(index)).after for index, event in enumerate(events)]
+
+
+def test_a_life_without_trouble() -> None:
+    life = Lifecycle("trainer", 0, now=0.0)
+    assert history(life, Event.START, Event.READY, Event.FINISHED) == ["starting", "ready", "finished"]
+    assert (life.name, life.generation, life.restarts, life.settled) == ("trainer/0", 1, {}, True)
+
+
+def test_a_killed_replica_comes_back_as_the_next_generation() -> None:
+    life = Lifecycle("rollout", 1, now=0.0)
+    life.apply(Event.START, now=10.0)
+    assert life.apply(Event.READY, now=12.0).start_s == 2.0
+    life.apply(Event.RETRY, now=20.0, reason="rank 0 was killed by SIGKILL", restart_reason="signal")
+    assert (life.state, life.reason, life.alive) == ("backoff", "rank 0 was killed by SIGKILL", False)
+    assert life.state_age_s(21.0) == 1.0
+    life.apply(Event.BACKOFF_ELAPSED, now=21.0)
+    back = life.apply(Event.READY, now=24.0)
+    assert (back.generation, back.start_s, back.recovery_s) == (2, 3.0, 4.0)
+    assert (life.restarts, life.reason) == ({"signal": 1}, "")
+
+
+def test_a_hung_replica_is_ended_before_its_next_generation_starts() -> None:
+    life = Lifecycle("rollout", 0, now=0.0)
+    seen = history(life, Event.START, Event.READY, Event.HEARTBEAT_TIMEOUT, Event.RETRY, Event.BACKOFF_ELAPSED)
+    assert seen == ["starting", "ready", "draining", "backoff", "starting"]
+
+
+def test_losing_readiness_alone_is_neither_a_start_nor_a_recovery() -> None:
+    life = Lifecycle("rollout", 0, now=0.0)
+    history(life, Event.START, Event.READY, Event.UNREADY)
+    again = life.apply(Event.READY, now=9.0)
+    assert (again.start_s, again.recovery_s, life.generation) == (None, None, 1)
+
+
+def test_a_settled_replica_can_be_asked_back() -> None:
+    life = Lifecycle("rollout", 0, now=0.0)
+    assert history(life, Event.START, Event.GIVE_UP, Event.STOP, Event.RESTART, Event.START)[1:] == [
+        "failed",
+        "failed",
+        "pending",
+        "starting",
+    ]
+    assert life.generation == 2
+
+
+def test_an_impossible_event_raises_and_changes_nothing() -> None:
+    life = Lifecycle("rollout", 0, now=0.0)
+    with pytest.raises(InvalidTransition) as caught:
+        life.apply(Event.READY, now=1.0)
+    assert caught.value.message == "a replica that is pending cannot take ready; possible: start, stop, restart"
+    assert (life.state, life.since) == ("pending", 0.0)
+
+
+@pytest.mark.parametrize(
+    ("ok", "stopping", "policy", "granted", "requested", "event"),
+    [
+        (True, False, "on-failure", False, False, Event.FINISHED),
+        (False, False, "on-failure", True, False, Event.RETRY),
+        (False, False, "on-failure", False, False, Event.GIVE_UP),
+        (True, False, "always", True, False, Event.RETRY),
+        (True, False, "always", False, False, Event.GIVE_UP),
+        (False, False, "never", False, False, Event.GIVE_UP),
+        (True, False, "never", False, False, Event.FINISHED),
+        (False, True, "always", True, False, Event.STOPPED),
+        (False, False, "never", False, True, Event.RETRY),
+    ],
+)
+def test_what_an_exit_leads_to(
+    ok: bool, stopping: bool, policy: str, granted: bool, requested: bool, event: Event
+) -> None:
+    found = after_exit(ok=ok, stopping=stopping, policy=policy, granted=granted, requested=requested)  # type: ignore[arg-type]  # pytest's parameters are plain strings
+    assert found is event
+
+
+def test_processes_that_end_lead_out_of_every_living_state() -> None:
+    for state in ALIVE:
+        assert allows(state, Event.RETRY)
+        assert allows(state, Event.GIVE_UP)
+        assert allows(state, Event.STOP)
+    for state in STATES:
+        for event in GONE - {Event.GIVE_UP}:
+            if allows(state, event):
+                assert state in ALIVE
+                assert next_state(state, event) not in ALIVE
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(Event), max_size=40))
+def test_no_history_starts_a_generation_while_another_one_lives(events: list[Event]) -> None:
+    life = Lifecycle("rollout", 0, now=0.0)
+    for now, event in enumerate(events):
+        was_alive, generation = life.alive, life.generation
+        if not allows(life.state, event):
+            continue
+        step = life.apply(event, now=float(now))
+        if life.generation != generation:
+            assert not was_alive
+            assert life.generation == generation + 1
+        if step.before in SETTLED:
+            assert event in (Event.RESTART, Event.STOP)
+        assert life.state in STATES

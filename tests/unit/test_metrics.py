@@ -1,0 +1,196 @@
+"""The metrics: names and labels of the contract, values of the status, and nothing left of what is gone."""
+
+from __future__ import annotations
+
+import msgspec
+import prometheus_client
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from replicas.core.lifecycle import Event, Lifecycle
+from replicas.metrics import Metrics
+from replicas.status import (
+    ChannelStatus,
+    GroupStatus,
+    MemberStatus,
+    ReplicaStatus,
+    RunStatus,
+    StoreStatus,
+    SyncRecord,
+)
+
+CONTRACT = {
+    "build_info",
+    "group_replicas",
+    "replica_up",
+    "restarts_total",
+    "restart_budget_remaining_ratio",
+    "heartbeat_age_seconds",
+    "start_duration_seconds",
+    "recovery_duration_seconds",
+    "channel_epoch",
+    "channel_members",
+    "committed_version",
+    "weight_version",
+    "version_lag",
+    "sync_total",
+    "sync_phase_seconds",
+    "sync_bytes_total",
+    "sync_retries_total",
+    "sidecar_replacements_total",
+    "store_up",
+    "store_keys",
+    "event_loop_lag_seconds",
+    "config_last_reload_successful",
+}
+LABELS = {"group", "replica", "channel", "phase", "reason", "state", "outcome", "le"}
+BUILD_LABELS = {"version", "python_version", "torch_version"}
+
+
+class SyncEnded(msgspec.Struct, frozen=True):
+    """Has the shape of the coordinator's event."""
+
+    channel: str
+    record: SyncRecord
+
+
+def a_record(outcome: str = "committed") -> SyncRecord:
+    return SyncRecord(version=7, outcome=outcome, seconds=0.3, nbytes=100, phases={"pack": 0.1, "transfer": 0.2})
+
+
+def a_status(*, rollouts: int = 2) -> RunStatus:
+    rollout = [
+        ReplicaStatus(
+            name=f"rollout/{index}",
+            group="rollout",
+            replica=index,
+            state="ready" if index == 0 else "backoff",
+            generation=1 + index,
+            heartbeat_age_s=0.5 if index == 0 else None,
+            versions={"policy": 7 - 2 * index},
+        )
+        for index in range(rollouts)
+    ]
+    members = (
+        MemberStatus(name="trainer/0/0", state="live", role="source"),
+        MemberStatus(name="rollout/0/0", state="live", role="target"),
+        MemberStatus(name="rollout/1/0", state="joining", role="target"),
+    )
+    policy = ChannelStatus(
+        name="policy",
+        epoch=3,
+        committed_version=7,
+        digest="ab",
+        members=members,
+        syncs={"committed": 6, "peers_lost": 1},
+        retries={"peers_lost": 2},
+        bytes_total=600,
+    )
+    return RunStatus(
+        run="grpo",
+        version="0",
+        endpoint="127.0.0.1:1",
+        pid=1,
+        uptime_s=1.0,
+        ready=True,
+        store=StoreStatus(up=True, host="127.0.0.1", port=2, keys=11),
+        groups=(
+            GroupStatus(
+                name="rollout",
+                launcher="torchrun",
+                world_size=1,
+                replicas=tuple(rollout),
+                restarts={"signal": 1},
+                restart_budget_remaining_ratio=0.8,
+            ),
+        ),
+        channels=(policy,),
+        event_loop_lag_s=0.002,
+        sidecar_replacements={"died": 4},
+    )
+
+
+def samples(metrics: Metrics) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
+    """Every sample by name (without the prefix) and sorted labels."""
+    return {
+        (sample.name.removeprefix("replicas_"), tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(metrics.render().decode())
+        for sample in family.samples
+    }
+
+
+def value(metrics: Metrics, name: str, **labels: str) -> float | None:
+    return samples(metrics).get((name, tuple(sorted(labels.items()))))
+
+
+def fed() -> Metrics:
+    metrics = Metrics(a_status)
+    life = Lifecycle("rollout", 0, now=0.0)
+    for now, event in enumerate((Event.START, Event.READY, Event.RETRY, Event.BACKOFF_ELAPSED, Event.READY)):
+        metrics.observe(life.apply(event, now=float(now)))
+    metrics.observe(SyncEnded("policy", a_record()))
+    metrics.observe(SyncEnded("policy", a_record("peers_lost")))
+    metrics.observe(object())
+    return metrics
+
+
+def test_every_metric_of_the_contract_and_no_other_is_there_with_bounded_labels() -> None:
+    suffixes = ("_bucket", "_sum", "_count")
+    found = set()
+    for name, labels in samples(fed()):
+        base = next((name.removesuffix(end) for end in suffixes if name.endswith(f"seconds{end}")), name)
+        found.add(base)
+        assert {label for label, _ in labels} <= (BUILD_LABELS if base == "build_info" else LABELS)
+    assert found == CONTRACT
+
+
+@pytest.mark.parametrize(
+    ("name", "labels", "expected"),
+    [
+        ("group_replicas", {"group": "rollout", "state": "ready"}, 1),
+        ("group_replicas", {"group": "rollout", "state": "failed"}, 0),
+        ("replica_up", {"group": "rollout", "replica": "0"}, 1),
+        ("replica_up", {"group": "rollout", "replica": "1"}, 0),
+        ("restarts_total", {"group": "rollout", "reason": "signal"}, 1),
+        ("restarts_total", {"group": "rollout", "reason": "exit"}, 0),
+        ("restart_budget_remaining_ratio", {"group": "rollout"}, 0.8),
+        ("heartbeat_age_seconds", {"group": "rollout", "replica": "0"}, 0.5),
+        ("heartbeat_age_seconds", {"group": "rollout", "replica": "1"}, None),
+        ("start_duration_seconds_count", {"group": "rollout"}, 2),
+        ("recovery_duration_seconds_sum", {"group": "rollout"}, 2.0),
+        ("channel_epoch", {"channel": "policy"}, 3),
+        ("channel_members", {"channel": "policy", "state": "live"}, 2),
+        ("channel_members", {"channel": "policy", "state": "joining"}, 1),
+        ("committed_version", {"channel": "policy"}, 7),
+        ("weight_version", {"group": "rollout", "replica": "1", "channel": "policy"}, 5),
+        ("version_lag", {"group": "rollout", "replica": "1", "channel": "policy"}, 2),
+        ("sync_total", {"channel": "policy", "outcome": "committed"}, 6),
+        ("sync_total", {"channel": "policy", "outcome": "peers_lost"}, 1),
+        ("sync_bytes_total", {"channel": "policy"}, 600),
+        ("sync_retries_total", {"channel": "policy", "reason": "peers_lost"}, 2),
+        ("sync_phase_seconds_count", {"channel": "policy", "phase": "transfer"}, 1),
+        ("sync_phase_seconds_sum", {"channel": "policy", "phase": "total"}, 0.3),
+        ("sidecar_replacements_total", {"reason": "died"}, 4),
+        ("store_up", {}, 1),
+        ("store_keys", {}, 11),
+        ("event_loop_lag_seconds", {}, 0.002),
+        ("config_last_reload_successful", {}, 1),
+    ],
+)
+def test_a_value(name: str, labels: dict[str, str], expected: float | None) -> None:
+    assert value(fed(), name, **labels) == expected
+
+
+def test_the_series_of_a_removed_replica_are_gone() -> None:
+    now = a_status()
+    metrics = Metrics(lambda: now)
+    assert value(metrics, "replica_up", group="rollout", replica="1") == 0
+    now = a_status(rollouts=1)
+    assert not [labels for _, labels in samples(metrics) if ("replica", "1") in labels]
+
+
+def test_two_runs_in_one_process_share_nothing_with_each_other_or_the_global_registry() -> None:
+    first, second = fed(), Metrics(a_status)
+    assert value(first, "sync_phase_seconds_count", channel="policy", phase="pack") == 1
+    assert value(second, "sync_phase_seconds_count", channel="policy", phase="pack") is None
+    assert "replicas_" not in prometheus_client.generate_latest().decode()
