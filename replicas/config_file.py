@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -49,7 +49,7 @@ __all__ = ["SCHEMA_VERSION", "channel_from", "load", "parse"]
 SCHEMA_VERSION = 1
 """The only ``schema_version`` that this version reads."""
 
-_RESERVED_ENV = ("REPLICAS_", "REPLICA_ID", "REPLICA_NUM")
+_RESERVED_ENV = ("REPLICA_ID", "REPLICA_NUM")
 
 
 def load(path: Path | str) -> Config:
@@ -164,13 +164,13 @@ def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
 def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
     group = GroupConfig(**{"cwd": place.base, **fields, "name": place.path[-1]})
     for variable in group.env:
-        if variable.startswith(_RESERVED_ENV):
+        if variable in _RESERVED_ENV or variable.startswith("REPLICAS_"):
             place.at("env", variable).problem("is set for each rank by the supervisor; remove it")
         elif not variable or "=" in variable or "\0" in variable + group.env[variable]:
             place.at("env", variable).problem("is not a usable environment variable")
     if group.launcher == "exec" and group.nnodes > 1:
         place.at("nnodes").problem('launcher = "exec" starts one program for each replica; leave nnodes at 1')
-    if not group.cwd.is_dir():
+    if not _is(group.cwd.is_dir):
         place.at("cwd").problem(f'folder "{group.cwd}" does not exist')
     else:
         _check_command(place.at("command"), group)
@@ -184,7 +184,7 @@ def _check_command(place: Place, group: GroupConfig) -> None:
     is_path = program.endswith(".py") or "/" in program
     if is_path:
         where = "" if Path(program).is_absolute() else f" in {group.cwd}"
-        if not (group.cwd / program).is_file():
+        if not _is((group.cwd / program).is_file):
             place.problem(f'"{program}" does not exist{where}')
             return
     search = group.env.get("PATH")
@@ -197,6 +197,14 @@ def _check_command(place: Place, group: GroupConfig) -> None:
             if is_path
             else f'"{program}" is not on PATH; install it, or give its path'
         )
+
+
+def _is(test: Callable[[], bool]) -> bool:
+    """A test of a path; what the system does not even let us look at counts as not there."""
+    try:
+        return test()
+    except OSError:
+        return False
 
 
 class _RawParty(NamedTuple):

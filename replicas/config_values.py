@@ -161,7 +161,10 @@ def _seconds(value: object) -> float | None:
 def folder(place: Place, value: object) -> Any:
     """An absolute folder, from a path relative to the config's own."""
     if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
-        return Path(place.base, value).expanduser().resolve()
+        try:
+            return Path(place.base, Path(value).expanduser()).resolve()
+        except (OSError, RuntimeError) as error:
+            return place.problem(f"{show(value)} is not a usable folder: {error}")
     return place.problem(f"expected a folder, got {show(value)}")
 
 

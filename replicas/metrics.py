@@ -18,8 +18,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 import replicas
+from replicas.core.effects import SyncEnded
 from replicas.core.lifecycle import Transition
-from replicas.status import ChannelStatus, GroupStatus, ReplicaState, RunStatus, SyncRecord
+from replicas.status import ChannelStatus, GroupStatus, ReplicaState, RunStatus
 
 __all__ = ["Metrics"]
 
@@ -70,12 +71,9 @@ class Metrics(Collector):
                 self._starts.labels(event.group).observe(event.start_s)
             if event.recovery_s is not None:
                 self._recoveries.labels(event.group).observe(event.recovery_s)
-            return
-        record = getattr(event, "record", None)
-        if isinstance(record, SyncRecord) and record.outcome == "committed":
-            channel = str(getattr(event, "channel", ""))
-            for phase, seconds in {**record.phases, "total": record.seconds}.items():
-                self._phases.labels(channel, phase).observe(seconds)
+        elif isinstance(event, SyncEnded) and event.record.outcome == "committed":
+            for phase, seconds in {**event.record.phases, "total": event.record.seconds}.items():
+                self._phases.labels(event.channel, phase).observe(seconds)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format, version 0.0.4."""

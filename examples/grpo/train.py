@@ -99,7 +99,8 @@ def my_part(experience: Experience) -> Experience:
     """Every other group of completions."""
 
     def part(rows: Tensor) -> Tensor:
-        return rows.unflatten(0, (-1, GROUP))[dist.get_rank() :: dist.get_world_size()].flatten(0, 1)
+        groups = rows.view(-1, GROUP, rows.shape[1])
+        return groups[dist.get_rank() :: dist.get_world_size()].flatten(0, 1)
 
     return Experience(part(experience.tokens), part(experience.log_probs))
 
@@ -113,7 +114,9 @@ class Trainer:
         self.records = records
         self.policy = Policy()
         self.ddp = DistributedDataParallel(self.policy, broadcast_buffers=False)
-        self.optimizer = torch.optim.AdamW(self.policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0)
+        self.optimizer = torch.optim.AdamW(
+            self.policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0
+        )
 
     def publish(self, step: int) -> replicas.Receipt | None:
         """The weights, stamped with ``step``. None: the sync failed, and training goes on."""

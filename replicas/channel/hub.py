@@ -28,6 +28,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+import torch
+
 from replicas import errors
 from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
@@ -105,6 +107,7 @@ class Hub:
         self._handlers: dict[type, Callable[[Any], None]] = {}
         self._hold_listeners: list[Callable[[], None]] = []
         self._commit_listeners: list[Callable[[], None]] = []
+        self._settle_listeners: list[Callable[[int, bool], None]] = []
         self._step = self._step_sent = 0
         self._down_since = 0.0
         self._down_reason = ""
@@ -198,6 +201,10 @@ class Hub:
         """Session thread: call ``listener`` whenever ``latest`` has grown."""
         self._commit_listeners.append(listener)
 
+    def on_settled(self, listener: Callable[[int, bool], None]) -> None:
+        """Session thread: call ``listener(version, committed)`` at each commit and each discard."""
+        self._settle_listeners.append(listener)
+
     def version_held(self, version: int, digest: str) -> None:
         self.digests[version] = digest
         if version > self.latest:
@@ -253,9 +260,7 @@ class Hub:
     def held_versions(self) -> tuple[HeldVersion, ...]:
         if not hasattr(self, "arena"):
             return ()
-        held = [
-            slot.version for slot in self.arena.slots if slot.state == "held" and slot.image is not None
-        ]
+        held = [slot.version for slot in self.arena.slots if slot.state == "held" and slot.image is not None]
         return tuple(HeldVersion(v, self.digests[v]) for v in sorted(held) if self.digests.get(v))
 
     def loaded_version(self) -> int:
@@ -338,9 +343,13 @@ class Hub:
             self.latest = version
             for listener in self._commit_listeners:
                 listener()
+        for settle in self._settle_listeners:
+            settle(version, True)
         self.protect()
 
     def _discard(self, message: Discard) -> None:
+        for settle in self._settle_listeners:
+            settle(message.version, False)
         self.release(message.version)
 
     def _assigned(self, message: Assigned) -> None:
@@ -382,7 +391,7 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
         kind, text = errors.DeadlineExceeded, f"{phase} did not end in time"
     elif isinstance(error, OSError):
         kind = errors.WorldError
-    elif isinstance(error, MemoryError):
+    elif isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         kind = errors.NoCapacity
     else:
         kind, text = errors.InternalError, f"{type(error).__name__}: {text}"

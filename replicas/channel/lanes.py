@@ -17,7 +17,7 @@ from typing import Any
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
 from replicas.messages import LaneDrop, LaneFailed, LaneForm, LaneFormed
-from replicas.sidecar.client import GroupSpec, Sidecar
+from replicas.sidecar.client import GroupSpec, Sidecar, SidecarDied
 
 __all__ = ["Lane", "Lanes"]
 
@@ -103,6 +103,7 @@ class Lanes:
                 if lane.ended:
                     lane.end()
                     return
+                self._hub.loop.inherited.add(lane.sidecar)
                 lane.sidecar.on_exit = partial(self._hub.call, self._exited, lane)
                 await lane.sidecar.build(
                     GroupSpec(
@@ -123,14 +124,15 @@ class Lanes:
             self._hub.send(LaneFormed(lane.name, time.monotonic() - started))
 
     async def _fork(self) -> Sidecar:
-        """A sidecar; when the forkserver has died, from a new one."""
+        """A sidecar; when the forkserver turns out to have died, from a new one."""
         loop, name = self._hub.loop, self._hub.forkserver_name
         forkserver = await loop.forkserver(name)
         try:
             return await forkserver.fork()
-        except (OSError, RuntimeError) as error:
-            logger.warning("%s: the forkserver failed (%s); trying a new one", self._hub.name, error)
-            await loop.drop_forkserver(name, forkserver)
+        except SidecarDied as error:
+            if forkserver.alive:
+                raise
+            logger.warning("%s: the forkserver has died (%s); trying a new one", self._hub.name, error)
         return await (await loop.forkserver(name)).fork()
 
     def failed(self, lane: Lane, error: BaseException, *, phase: str) -> None:
@@ -155,5 +157,8 @@ class Lanes:
         task.add_done_callback(self._ending.discard)
 
     async def _bury(self, lane: Lane) -> None:
-        if not await lane.gone():
+        gone = await lane.gone()
+        if lane.sidecar is not None:
+            self._hub.loop.inherited.discard(lane.sidecar)
+        if not gone:
             logger.warning("%s: the sidecar of lane %s did not die; its memory is kept", self._hub.name, lane.name)

@@ -26,17 +26,23 @@ import os
 import selectors
 import threading
 from collections.abc import Callable, Coroutine
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from replicas import errors
 from replicas.sidecar.client import Forkserver
 
-__all__ = ["SessionLoop", "session_loop"]
+__all__ = ["Inherited", "SessionLoop", "session_loop"]
 
 T = TypeVar("T")
 logger = logging.getLogger("replicas.channel")
 
 EXIT_TIMEOUT_S = 3.0
+
+
+class Inherited(Protocol):
+    """Something with descriptors of its own."""
+
+    def close_in_child(self) -> None: ...
 
 
 class SessionLoop:
@@ -47,6 +53,8 @@ class SessionLoop:
         self._fds: set[int] = set()
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forkservers: dict[str, asyncio.Task[Forkserver]] = {}
+        self.inherited: set[Inherited] = set()
+        """Connections that a forked child must let go of."""
         self.closers: list[Callable[[], None]] = []
         """Called at exit, on the main thread, newest first: the open channels."""
         selector = selectors.DefaultSelector()
@@ -104,25 +112,29 @@ class SessionLoop:
     async def forkserver(self, name: str | None) -> Forkserver:
         """The forkserver of the shim called ``name``, or this process's own helper; shared, and made when first asked for.
 
-        On the loop's thread.
+        On the loop's thread. One that has died is replaced by a new one.
 
-        :raises OSError, RuntimeError, TimeoutError: it cannot be had.
+        :raises OSError, RuntimeError: it cannot be had.
         """
         key = name or ""
         task = self._forkservers.get(key)
-        if task is None or (task.done() and (task.cancelled() or task.exception() is not None)):
-            making = Forkserver.connect(name) if name else Forkserver.spawn()
-            task = self.loop.create_task(making, name=f"forkserver {key or 'helper'}")
+        if task is not None and task.done():
+            old = None if task.cancelled() or task.exception() is not None else task.result()
+            if old is None or not old.alive:
+                task = None
+                del self._forkservers[key]
+                if old is not None:
+                    self.inherited.discard(old)
+                    self.spawn(old.aclose(), "forkserver ends")
+        if task is None:
+            task = self.loop.create_task(self._make_forkserver(name), name=f"forkserver {key or 'helper'}")
             self._forkservers[key] = task
         return await asyncio.shield(task)
 
-    async def drop_forkserver(self, name: str | None, forkserver: Forkserver) -> None:
-        """It failed: the next one who asks gets a new one."""
-        task = self._forkservers.get(name or "")
-        if task is not None and task.done() and not task.cancelled() and task.exception() is None:
-            if task.result() is forkserver:
-                del self._forkservers[name or ""]
-                await forkserver.aclose()
+    async def _make_forkserver(self, name: str | None) -> Forkserver:
+        forkserver = await (Forkserver.connect(name) if name else Forkserver.spawn())
+        self.inherited.add(forkserver)
+        return forkserver
 
     def close(self) -> None:
         """Close every channel, the forkservers and the loop. Main thread, at exit."""
@@ -156,6 +168,8 @@ class SessionLoop:
         for fd in self._fds:
             os.dup2(null, fd, inheritable=False)
         os.close(null)
+        for connection in self.inherited:
+            connection.close_in_child()
 
 
 _lock = threading.Lock()

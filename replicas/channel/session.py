@@ -24,11 +24,10 @@ import contextlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
-from tenacity import AsyncRetrying, retry_if_exception_type, stop_after_delay, stop_never, wait_random_exponential
+from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_never, wait_random_exponential
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketException
 
@@ -113,6 +112,8 @@ class Session:
         self._heard = 0.0
         self._interval_s = 1.0
         self._task: asyncio.Task[None] | None = None
+        self._fd = -1
+        self._last_error = ""
 
     # ------------------------------------------------------------ for the channel, on the session thread
 
@@ -122,14 +123,15 @@ class Session:
         :raises replicas.errors.ReplicasError: refused, or nobody answered within ``timeout_s``.
         """
         try:
-            websocket = await self._dial(stop_after_delay(timeout_s))
+            async with asyncio.timeout(timeout_s):
+                websocket = await self._dial()
         except _Over as over:
             raise over.error from over.__cause__
-        except _TRANSIENT as error:
+        except TimeoutError:
             raise errors.Disconnected(
-                f"no coordinator answered at {self.endpoint} within {timeout_s:g} s: {_text(error)}",
+                f"no coordinator answered at {self.endpoint} within {timeout_s:g} s: {self._last_error or 'silence'}",
                 channel=self._hello.channel,
-            ) from error
+            ) from None
         self._task = self._loop.spawn(self._run(websocket), f"session {self._hello.channel}")
 
     def send(self, body: FromMember) -> None:
@@ -139,6 +141,12 @@ class Session:
         self._numbered += 1
         self._outbox.append((self._numbered, body))
         self._wake.set()
+
+    def abandon(self) -> None:
+        """End at once, without a word: the join was interrupted."""
+        self._closing = True
+        if self._task is not None:
+            self._task.cancel()
 
     async def close(self, reason: str, timeout_s: float) -> None:
         """Say good-bye (as far as ``timeout_s`` allows) and end."""
@@ -169,11 +177,17 @@ class Session:
                 finally:
                     self.connected = False
                     await self._hang_up(websocket)
-                websocket = await self._dial(stop_never)
+                websocket = await self._dial()
         except _Over as over:
-            self._closing = True
-            self._flushed.set()
-            self._handler.session_over(over.error)
+            self._end(over.error)
+        except Exception as error:  # a bug must end the waits on this channel, not hang them
+            logger.error("%s: the session ends because of a bug", self._hello.channel, exc_info=error)
+            self._end(errors.InternalError(f"{type(error).__name__}: {error}", channel=self._hello.channel))
+
+    def _end(self, error: errors.ReplicasError) -> None:
+        self._closing = True
+        self._flushed.set()
+        self._handler.session_over(error)
 
     async def _hang_up(self, websocket: ClientConnection) -> None:
         try:
@@ -183,15 +197,22 @@ class Session:
             self._loop.unregister_fd(self._fd)
             transport.abort()
 
-    async def _dial(self, stop: Callable[..., bool]) -> ClientConnection:
+    async def _dial(self) -> ClientConnection:
+        """Try until somebody answers; whoever calls limits the time."""
         retrying = AsyncRetrying(
-            stop=stop,  # type: ignore[arg-type]  # tenacity's own stop objects are callable
+            stop=stop_never,
             wait=wait_random_exponential(multiplier=0.05, max=2.0),
             retry=retry_if_exception_type(_TRANSIENT),
+            before_sleep=self._note_error,
             reraise=True,
         )
         connection: ClientConnection = await retrying(self._connect_once)
         return connection
+
+    def _note_error(self, state: RetryCallState) -> None:
+        error = state.outcome.exception() if state.outcome is not None else None
+        if error is not None:
+            self._last_error = _text(error)
 
     async def _connect_once(self) -> ClientConnection:
         try:

@@ -23,7 +23,7 @@ import replicas
 from replicas.config import Config
 from replicas.config_file import load
 from replicas.control import client, render
-from replicas.errors import BadConfig, Disconnected, ReplicasError, UsageError
+from replicas.errors import BadConfig, Disconnected, ReplicasError, UsageError, WorldError
 
 __all__ = ["BAD_CONFIG", "BUG", "FAILED", "SUPERVISED", "UNAVAILABLE", "USAGE", "app", "main", "supervisor_main"]
 
@@ -124,7 +124,7 @@ def _exit_code(error: ReplicasError) -> int:
         return BAD_CONFIG
     if isinstance(error, UsageError):
         return USAGE
-    return UNAVAILABLE if isinstance(error, Disconnected) else BUG
+    return UNAVAILABLE if isinstance(error, Disconnected | WorldError) else BUG
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -71,8 +71,8 @@ def fetch_status(endpoint: str, *, timeout_s: float = 5.0) -> RunStatus:
     connection = _connection(endpoint, timeout_s)
     try:
         connection.request("GET", "/status", headers={"Accept": "application/json", "Connection": "close"})
-        response = connection.getresponse()
-        body = response.read(_MAX_ANSWER_NBYTES)
+        with connection.getresponse() as response:
+            body = response.read(_MAX_ANSWER_NBYTES)
     except (OSError, http.client.HTTPException) as error:
         raise Disconnected(
             f"nobody answers at {endpoint}: {error or type(error).__name__}", hint="is the supervisor still running?"

@@ -1,8 +1,31 @@
-"""Sessions, the store process, the decision log: the asyncio shell round :mod:`replicas.core`."""
+"""Sessions, the store process, the decision log: the asyncio shell round :mod:`replicas.core`.
 
-from replicas.coordinator.coordinator import Coordinator
-from replicas.coordinator.readiness import Readiness
-from replicas.core.effects import Event
-from replicas.core.roster import GroupShape
+The names load their modules when first used: the store process lives in this package and needs none of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from replicas.coordinator.coordinator import Coordinator
+    from replicas.coordinator.readiness import Readiness
+    from replicas.core.effects import Event
+    from replicas.core.roster import GroupShape
 
 __all__ = ["Coordinator", "Event", "GroupShape", "Readiness"]
+
+_HOMES = {
+    "Coordinator": "replicas.coordinator.coordinator",
+    "Event": "replicas.core.effects",
+    "GroupShape": "replicas.core.roster",
+    "Readiness": "replicas.coordinator.readiness",
+}
+
+
+def __getattr__(name: str) -> object:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(home), name)

@@ -16,7 +16,7 @@ import msgspec
 import tenacity
 
 from replicas import errors
-from replicas.coordinator.store_process import Reply, Request
+from replicas.coordinator.store_wire import Reply, Request
 
 __all__ = ["StoreKeeper"]
 

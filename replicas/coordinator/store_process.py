@@ -27,23 +27,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from replicas.coordinator.store_wire import Reply, Request
+
 if TYPE_CHECKING:
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
-__all__ = ["Reply", "Request", "main"]
-
-
-class Request(msgspec.Struct, frozen=True):
-    id: int
-    op: str
-    prefixes: tuple[str, ...] = ()
-
-
-class Reply(msgspec.Struct, frozen=True):
-    id: int
-    keys: int = 0
-    port: int = 0
-    error: str = ""
+__all__ = ["main"]
 
 
 STRAY_KEYS = ("exception_dump",)
@@ -76,7 +65,7 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
         control.sendall(encode(Reply(0, error=f"cannot listen on {bind}:{port}: {exc.strerror}")) + b"\n")
         return 2
     port = listener.getsockname()[1]
-    from torch.distributed.distributed_c10d import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     store = TCPStore(
         bind,

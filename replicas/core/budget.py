@@ -56,8 +56,8 @@ class RestartBudget:
         return max(0, self.config.max_restarts - len(self._spent))
 
     def remaining_ratio(self, now: float) -> float:
-        """Share of the budget that is left, from 0 to 1 (0 when ``max_restarts`` is 0)."""
-        return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 0.0
+        """Share of the budget that is left, from 0 to 1; of a budget of none, nothing was ever spent: 1."""
+        return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
 
     def _delay_s(self, attempt: int) -> float:
         state = RetryCallState(Retrying(), None, (), {})

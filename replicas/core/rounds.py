@@ -112,7 +112,9 @@ class Rounds:
         """Some rank has yet to load the round's version, and can."""
         if not round_.version or all(state.loaded == round_.version for state in view.ranks):
             return False
-        return bool(round_.taken) or all(round_.version in state.held for state in view.ranks)
+        if round_.taken:
+            return True
+        return not round_.partial and all(round_.version in state.held for state in view.ranks)
 
     @staticmethod
     def _grant(round_: Round, view: ReplicaView, out: list[Effect]) -> None:

@@ -149,7 +149,7 @@ class Transfer:
             states = [state for state in map(context.roster.get, self.concerned) if state is not None]
             backend = self._backend(states)
             self.lane = context.idle_lane(self.concerned, backend) or context.lanes.open(
-                context.roster.epoch, states, backend, now, min(FORM_TIMEOUT_S, remaining), context.out
+                context.roster.epoch, states, backend, now, min(FORM_TIMEOUT_S, remaining / 2), context.out
             )
         self._go_if_ready(now)
 
@@ -330,9 +330,10 @@ class Transfer:
         if frozen:
             self.exclude(frozen, now, reason="frozen")
         elif self.lane is not None and self.lane.state == "forming" and now > self.lane.deadline:
-            late = ", ".join(str(m) for m in self.lane.members if m not in self.lane.formed_by)
-            message = f"the process group did not form in {self.lane.deadline - self.lane.opened_at:.0f} s"
-            self._failed_all_alive(errors.DeadlineExceeded(f"{message}; missing: {late}", phase="form"), now)
+            late = sorted(m.name for m in self.lane.members if m not in self.lane.formed_by)
+            message = f"the process group did not form in {self.lane.deadline - self.lane.opened_at:.1f} s; missing: "
+            error = errors.DeadlineExceeded(message + ", ".join(late), phase="form", members=late)
+            self._failed_all_alive(error, now)
 
     def _suspects(self, now: float) -> set[Member]:
         roster = self._context.roster

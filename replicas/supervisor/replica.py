@@ -20,94 +20,22 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Protocol
 
 from replicas import environ, errors
 from replicas.config import GroupConfig
 from replicas.core.budget import RestartBudget, wants_restart
-from replicas.core.lifecycle import Event, Lifecycle, RestartReason, Transition, after_exit
+from replicas.core.lifecycle import Event, Lifecycle, RestartReason, after_exit
 from replicas.status import ReplicaStatus
+from replicas.supervisor.causes import Cause, verdict
+from replicas.supervisor.host import Host, Readiness
 from replicas.supervisor.node import Node, rank_environment
-from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
-from replicas.supervisor.processes import MARK, signal_name
-from replicas.supervisor.state import StateDir
+from replicas.supervisor.orders import ExitReport, NodeSpec
+from replicas.supervisor.processes import MARK
 
-__all__ = ["STUCK_S", "Cause", "Host", "Overseer", "Readiness", "Replica", "verdict"]
+__all__ = ["STUCK_S", "Replica"]
 
 STUCK_S = 8.0
 """Beyond its stop timeout: how long a generation may take to be gone before its shims are killed, and again after that."""
-
-
-class Readiness(Protocol):
-    """What the coordinator knows of one generation of a replica."""
-
-    @property
-    def ready(self) -> bool: ...
-    @property
-    def reason(self) -> str: ...
-    @property
-    def heartbeat_age_s(self) -> float | None: ...
-    @property
-    def versions(self) -> Mapping[str, int]: ...
-    @property
-    def partial(self) -> bool: ...
-    @property
-    def progressed_s(self) -> float: ...
-
-
-class Overseer(Protocol):
-    """The part of the coordinator that a replica needs."""
-
-    def readiness(self, group: str, replica: int, generation: int) -> Readiness: ...
-    def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None: ...
-
-
-class Host(Protocol):
-    """The part of the supervisor that a replica needs."""
-
-    @property
-    def run(self) -> str: ...
-    @property
-    def state(self) -> StateDir: ...
-    @property
-    def overseer(self) -> Overseer: ...
-    def environment(self) -> Mapping[str, str]: ...
-    def size(self, group: str) -> int: ...
-    def may_start(self, group: str) -> bool: ...
-    def on_channel(self, group: str) -> bool: ...
-    def moved(self, transition: Transition, words: str) -> None: ...
-
-
-@dataclass(frozen=True)
-class Cause:
-    """Why a generation ends. ``reason`` is the bounded label of the restart, ``text`` one line for people."""
-
-    reason: RestartReason
-    text: str
-
-
-def _words(rank: RankExit) -> str:
-    what = f"was killed by {signal_name(-rank.code)}" if rank.code < 0 else f"exited with code {rank.code}"
-    return f"rank {rank.rank} {what}{': ' if rank.text else ''}{rank.text}"
-
-
-def verdict(reports: list[ExitReport]) -> Cause | None:
-    """Why a generation ended by itself, from its nodes' reports; None when all ended well.
-
-    Of several failures the one that came first counts; ranks that torchrun stopped because of it do not.
-    """
-    if all(report.outcome == "ok" for report in reports):
-        return None
-    failed = [report for report in reports if report.outcome == "failed"]
-    ranks = [report.ranks[0] for report in failed if report.ranks]
-    if ranks:
-        first = min(ranks, key=lambda rank: (rank.code == -15, rank.at, rank.rank))
-        return Cause("signal" if first.code < 0 else "exit", _words(first))
-    other = failed or [report for report in reports if report.outcome == "lost"]
-    text = next((report.text for report in other if report.text), "it ended")
-    return Cause("exit" if failed else "lost", text)
 
 
 class Replica:
@@ -140,6 +68,7 @@ class Replica:
         self._resume_at = 0.0
         self._view: Readiness | None = None
         self._was_ready = False
+        self._left = False
         self._unready_at = 0.0
 
     @property
@@ -185,6 +114,7 @@ class Replica:
         ready = view.ready if view is not None else self._started
         if ready and self.life.state == "starting":
             self._was_ready = True
+            self._left = False
             self._apply(Event.READY)
         elif not ready and self.life.state == "ready":
             self._unready_at = now
@@ -212,14 +142,28 @@ class Replica:
         elif view.heartbeat_age_s is not None and view.heartbeat_age_s > health.heartbeat_timeout_s:
             text = f"no heartbeat for {health.heartbeat_timeout_s:g} s"
             self._end(Event.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
-        elif view.progressed_s > health.progress_timeout_s:
+        elif view.progressed_s is not None and view.progressed_s > health.progress_timeout_s:
             text = f"no progress for {health.progress_timeout_s:g} s"
             self._end(Event.PROGRESS_TIMEOUT, Cause("progress_timeout", text))
         elif view.partial:
             self._end(Event.LOAD_TIMEOUT, Cause("load_timeout", "it loaded a version only in part"))
-        elif not ready and self._was_ready and now - self._unready_at > health.load_deadline_s:
+        elif not ready and self._was_ready and not self._left and now - self._unready_at > health.load_deadline_s:
             text = f"not ready again within {health.load_deadline_s:g} s: {view.reason}"
             self._end(Event.LOAD_TIMEOUT, Cause("load_timeout", text))
+
+    def member_lost(self, rank: int, reason: str) -> None:
+        """The coordinator has lost a member of this replica: ``lease``, ``overflow``, ``left`` and others.
+
+        One that *left* needs no more of us, and is not expected back. One that is silent, or does not read, is frozen.
+        Whatever else ended it will be seen in its process.
+        """
+        if reason == "left":
+            self._left = True
+        elif self.life.state in ("starting", "ready") and reason in ("lease", "overflow"):
+            health = self.group.health
+            silent = f"sent no heartbeat for {health.heartbeat_timeout_s:g} s"
+            text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
+            self._end(Event.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
 
     def _end(self, event: Event, cause: Cause) -> None:
         self._cause = cause
@@ -273,7 +217,7 @@ class Replica:
 
     async def _generation(self) -> None:
         self._cause = self._gone_by = self._view = None
-        self._told = self._was_ready = False
+        self._told = self._was_ready = self._left = False
         self.last_exit = ""
         try:
             for node in range(self.group.nnodes):
@@ -281,19 +225,24 @@ class Replica:
         except OSError as error:
             self._cause = Cause("lost", f"a shim cannot be started: {error}")
             self._end_nodes(0.0)
+        await self._until_gone()
+        self._generation_ended()
+
+    async def _until_gone(self) -> None:
+        """Follow the nodes to their end; a shim that is late is killed, and given up when that does not help."""
         killed = False
         while not all(node.gone.is_set() for node in self._nodes):
             await self._poked(self._gone_by)
             self._follow()
-            if self._gone_by is not None and time.monotonic() >= self._gone_by:
-                if killed:
-                    break
+            late = self._gone_by is not None and time.monotonic() >= self._gone_by
+            if late and killed:
+                return
+            if late:
                 killed = True
                 self._gone_by = time.monotonic() + STUCK_S
                 for node in self._nodes:
                     node.kill()
         self._follow()
-        self._generation_ended()
 
     def _spec(self, node: int) -> NodeSpec:
         group = self.group
@@ -328,11 +277,10 @@ class Replica:
     def _follow(self) -> None:
         """Act on what the nodes have said: introduce them, end all when one failed, tell the coordinator."""
         meeting = self._nodes[0].rendezvous if self._nodes else None
-        if meeting is not None:
-            for node in self._nodes[1:]:
-                if node.rendezvous is None:
-                    node.rendezvous = meeting
-                    node.meet(*meeting)
+        for node in self._nodes[1:]:
+            if meeting is not None and node.rendezvous is None:
+                node.rendezvous = meeting
+                node.meet(*meeting)
         reports = [node.report for node in self._nodes if node.report is not None]
         failed = any(report.outcome != "ok" for report in reports)
         if failed and self._gone_by is None:

@@ -16,11 +16,13 @@ may still be writing must stay *filling*.
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
@@ -28,10 +30,16 @@ from replicas.core.manifest import Manifest, PartManifest
 from replicas.errors import NoCapacity
 from replicas.weights.capacity import check_capacity
 
-__all__ = ["Arena", "Buffer", "Slot"]
+__all__ = ["Arena", "Buffer", "BufferWatcher", "Slot"]
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module of Python 3.11 has no names for them
 _MADV_POPULATE_WRITE = 23
+
+
+class BufferWatcher(Protocol):
+    """Someone who has a mapping of a buffer in another process."""
+
+    def buffer_closed(self, key: int) -> None: ...
 
 
 class Buffer:
@@ -39,11 +47,17 @@ class Buffer:
 
     :ivar fd: its descriptor (close-on-exec), owned by this object.
     :ivar nbytes: its size, and the size of the file.
+    :ivar key: a number that no other buffer of this process ever has.
+    :ivar watchers: told (``buffer_closed(key)``, on the closing thread) when it is closed; held weakly.
     """
+
+    _keys = itertools.count(1)
 
     def __init__(self, fd: int, nbytes: int) -> None:
         self.fd = fd
         self.nbytes = nbytes
+        self.key = next(self._keys)
+        self.watchers: weakref.WeakSet[BufferWatcher] = weakref.WeakSet()
         self._shared: torch.Tensor | None = None
 
     @classmethod
@@ -93,6 +107,8 @@ class Buffer:
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
+            for watcher in list(self.watchers):
+                watcher.buffer_closed(self.key)
 
     def _map(self, flags: int, advice: int) -> torch.Tensor:
         if self.fd < 0:

@@ -63,6 +63,7 @@ class Feed:
     :param mode: ``"image"``: DTensors are gathered, Shards refused. ``"parts"``: the rank's own pieces, no communication.
     :ivar finished: the end was reached, or the user's code raised: there is nothing left to drain.
     :ivar user_error: what the user's own code raised, if it did.
+    :ivar device: type of the device on which tensors were seen so far: ``"cpu"`` as long as all were there.
     """
 
     def __init__(self, weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> None:
@@ -71,6 +72,7 @@ class Feed:
         self.mode: Mode = mode
         self.finished = False
         self.user_error: BaseException | None = None
+        self.device = "cpu"
         self._weights = weights
         self._dtype = dtype
         self._known: list[tuple[str, object]] | None = None
@@ -161,6 +163,9 @@ class Feed:
             raise ManifestMismatch(
                 f"publish was given {given}", hint="give pairs of a name and a tensor, Shard or None"
             )
+        device = (value.tensor if isinstance(value, Shard) else value).device.type
+        if device != "cpu":
+            self.device = device
         if isinstance(value, Shard):
             return self._shard_entry(name, value)
         shape, dtype = tuple(value.shape), self._published(value.dtype)

@@ -66,7 +66,7 @@ def test_a_replica_that_ran_well_for_a_window_starts_over() -> None:
 
 def test_no_budget_and_no_delay() -> None:
     assert delays(RestartConfig(max_restarts=0), count=1) == [None]
-    assert RestartBudget(RestartConfig(max_restarts=0)).remaining_ratio(0.0) == 0.0
+    assert RestartBudget(RestartConfig(max_restarts=0)).remaining_ratio(0.0) == 1.0
     assert delays(RestartConfig(initial_delay_s=0.0, max_delay_s=0.0), count=3) == [0.0, 0.0, 0.0]
 
 

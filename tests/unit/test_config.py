@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from replicas.config import ControlConfig, Party, RestartConfig
 from replicas.config_file import channel_from, load, parse
@@ -201,7 +203,7 @@ def test_a_command_that_does_not_exist(folder: Path) -> None:
     assert group_problems(folder, command=["./data"]) == (f'{where} "./data" is not executable; run chmod +x on it',)
 
 
-def test_a_working_folder_that_does_not_exist_hides_no_complaint_about_the_command(folder: Path) -> None:
+def test_a_working_folder_that_does_not_exist_is_the_only_complaint(folder: Path) -> None:
     assert group_problems(folder, cwd="nowhere") == (f'groups.trainer.cwd: folder "{folder}/nowhere" does not exist',)
 
 
@@ -372,3 +374,54 @@ def test_a_channel_alone_is_checked_too() -> None:
             '  policy.source: unknown key; did you mean "sources"?',
         ]
     )
+
+
+def problems_of(mapping: Any) -> tuple[str, ...] | None:
+    """What is wrong with ``mapping``; None when it is a config."""
+    try:
+        parse(mapping, base=Path("/"))
+    except BadConfig as error:
+        return error.problems
+    return None
+
+
+KEYS = st.sampled_from(
+    [
+        *(
+            "schema_version",
+            "run",
+            "store",
+            "control",
+            "groups",
+            "channels",
+            "name",
+            "stop_when",
+            "listen",
+            "bind",
+            "port",
+        ),
+        *("command", "replicas", "launcher", "depends_on", "restart", "health", "env", "cwd", "window", "state_dir"),
+        *("sources", "targets", "peers", "ranks", "group", "deadline", "min_targets", "a", "b/c", "", "x" * 5000),
+    ]
+)
+LEAVES = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.binary(max_size=4), st.dates(), KEYS
+)
+VALUES = st.recursive(
+    LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner, max_size=5), max_leaves=12
+)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.dictionaries(KEYS, VALUES, max_size=6))
+def test_no_input_does_anything_but_parse_or_tell_its_problems(mapping: dict[str, Any]) -> None:
+    good = {"schema_version": 1, "run": {"name": "x"}, "groups": {"a": {"command": ["-m", "x"]}}}
+    for candidate in (
+        mapping,
+        {**good, **mapping},
+        {**good, "channels": {"a": mapping}},
+        {**good, "groups": {"a": mapping}},
+    ):
+        problems_or_none = problems_of(candidate)
+        assert problems_or_none is None or problems_or_none
+        assert all("\n" not in problem for problem in problems_or_none or ())

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import msgspec
 import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from replicas.core.effects import SyncEnded
 from replicas.core.lifecycle import Event, Lifecycle
 from replicas.metrics import Metrics
 from replicas.status import (
@@ -45,13 +45,6 @@ CONTRACT = {
 }
 LABELS = {"group", "replica", "channel", "phase", "reason", "state", "outcome", "le"}
 BUILD_LABELS = {"version", "python_version", "torch_version"}
-
-
-class SyncEnded(msgspec.Struct, frozen=True):
-    """Has the shape of the coordinator's event."""
-
-    channel: str
-    record: SyncRecord
 
 
 def a_record(outcome: str = "committed") -> SyncRecord:

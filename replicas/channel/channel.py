@@ -1,0 +1,294 @@
+"""What a rank holds of a channel: the public face of this package."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import threading
+import time
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any
+
+import msgspec
+import torch
+
+from replicas import errors
+from replicas.channel.collectives import Collectives
+from replicas.channel.hub import GRACE_S, Hub
+from replicas.channel.lanes import Lanes
+from replicas.channel.operations import Operations
+from replicas.channel.pending import Pending, Receipt
+from replicas.channel.publish import Publisher, PublishJob
+from replicas.channel.receive import Receiver
+from replicas.channel.results import Operation
+from replicas.channel.session import Session
+from replicas.channel.transfers import Transfers
+from replicas.channel.update import Update
+from replicas.channel.watches import Watches
+from replicas.core.identity import Member
+from replicas.messages import Hello, Meta
+
+__all__ = ["Channel"]
+
+logger = logging.getLogger("replicas.channel")
+
+BYE_TIMEOUT_S = 2.0
+CLOSE_TIMEOUT_S = 12.0
+
+
+class Channel(Collectives):
+    """This process's membership of a channel; made by :func:`replicas.join`, ended by :meth:`close` or a ``with`` block.
+
+    All methods may be called from any thread, but publishes from one at a time. Attributes never block.
+    """
+
+    def __init__(self, hub: Hub, endpoint: str, token: str, hello: Hello) -> None:
+        self._hub = hub
+        self._hello = hello
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._lanes = Lanes(hub)
+        self._transfers = Transfers(hub, self._lanes)
+        self._publisher = Publisher(hub)
+        self._receiver = Receiver(hub)
+        self._watches = Watches(hub)
+        self._operations = Operations(hub, self._lanes)
+        session = Session(hub.loop, endpoint, token, hello, hub)
+        parts = (self._publisher, self._receiver, self._watches, self._operations, self._transfers, self._lanes)
+        hub.start(session, parts)
+
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"version={self.version} latest={self.latest} epoch={self.epoch}"
+        return f"<Channel {self.name} {self.member} {state}>"
+
+    # ------------------------------------------------------------ what is known here
+
+    @property
+    def name(self) -> str:
+        return self._hub.name
+
+    @property
+    def member(self) -> Member:
+        """Who this process is on the channel."""
+        return self._hub.member
+
+    @property
+    def version(self) -> int:
+        """The version that this rank serves: loaded here, or (on a source) published here. 0: none, or only a part."""
+        return self._hub.loaded
+
+    @property
+    def latest(self) -> int:
+        """The newest committed version that this process has heard of; 0: none."""
+        return self._hub.latest
+
+    @property
+    def epoch(self) -> int:
+        """Number of the newest membership epoch that this process has heard of."""
+        return self._hub.epoch
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """The members of that epoch, in order."""
+        return self._hub.members
+
+    @property
+    def role(self) -> str:
+        """``source``, ``target``, ``both``, ``peer`` or ``observer``."""
+        return self._hub.settings.role
+
+    @property
+    def info(self) -> Mapping[str, str]:
+        """What this process passed as ``info`` to join."""
+        return dict(self._hello.info)
+
+    # ------------------------------------------------------------ weights
+
+    def publish(
+        self,
+        weights: object,
+        *,
+        version: int | None = None,
+        dtype: torch.dtype | None = None,
+        meta: Mapping[str, Any] | None = None,
+        new_manifest: bool = False,
+        deadline: float | None = None,
+    ) -> Pending[Receipt]:
+        """Copy a complete set of weights and send it to all targets; returns when it is copied.
+
+        Call it on every rank of a source replica, in the same order (with ``ranks = "leader"`` the leader alone suffices,
+        unless gathering the weights needs the others). The weights are walked once, in order, on this thread and stream,
+        and to their end even after a failure of ours; then every rank raises the same error.
+
+        :param weights: a module (tied storage once), a mapping, an iterable of ``(name, Tensor | DTensor | Shard | None)``,
+            or an object with ``metadata()`` and iteration; tensors of any dtype, shape, strides and device.
+        :param version: its number, greater than every earlier one; None: the next one.
+        :param dtype: cast plain floating tensors to this on the way.
+        :param meta: scalars, and lists and dicts of scalars; receivers get it as ``update.meta``.
+        :param new_manifest: allow other names, shapes or dtypes than before.
+        :param deadline: seconds for the whole publish; default: the channel's.
+        :raises replicas.errors.StaleVersion: ``version`` is not newer.
+        :raises replicas.errors.ManifestMismatch: a value cannot be published, or does not fit the manifest.
+        :raises replicas.errors.NoCapacity: there is no memory for a slot.
+        :raises replicas.errors.Busy: no slot became free in time.
+        :raises replicas.errors.ReplicasError: an earlier publish or operation failed, and nobody had waited for it.
+        """
+        self._check_open()
+        if self.role not in ("source", "both"):
+            raise self._usage(f"publish: this rank is a {self.role} of the channel", "publish from a source group")
+        if version is not None and version < 1:
+            raise self._usage(f"publish: version must be 1 or more, not {version}", "leave version=None")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise self._usage(f"publish: dtype must be a torch.dtype, not {dtype!r}", "pass e.g. torch.bfloat16")
+        try:
+            checked = msgspec.convert(dict(meta or {}), Meta)
+        except (msgspec.ValidationError, TypeError, ValueError) as error:
+            raise self._usage(
+                f"publish: meta cannot travel: {error}", "pass scalars, lists and dicts of scalars"
+            ) from error
+        job = PublishJob(version, self._deadline_s(deadline), checked, new_manifest, self.name)
+        return self._publisher.publish(weights, job, dtype)
+
+    def receive(self, *, deadline: float | None = None) -> Pending[Update]:
+        """The newest committed version, newer than the one loaded here, and the same for all ranks of this replica.
+
+        A second call before the update was taken returns the same Pending.
+
+        :param deadline: seconds; None (the default): wait for the next commit as long as it takes.
+        :raises replicas.errors.UsageError: the last update is still open, or this rank is no target.
+        """
+        self._check_open()
+        if self.role not in ("target", "both"):
+            raise self._usage(f"receive: this rank is a {self.role} of the channel", "receive in a target group")
+        return self._receiver.receive(None if deadline is None else self._deadline_s(deadline))
+
+    def committed(self, *, after: int | None = None, deadline: float | None = None) -> Pending[int]:
+        """Resolves with the newest committed version as soon as it is newer than ``after`` (default: the latest now)."""
+        self._check_open()
+        return self._watches.committed(after, None if deadline is None else self._deadline_s(deadline))
+
+    def loaded(self, version: int, *, deadline: float | None = None) -> Pending[int]:
+        """Resolves when every live target replica has loaded ``version`` or a newer one (with the oldest of those)."""
+        self._check_open()
+        return self._watches.loaded(version, None if deadline is None else self._deadline_s(deadline))
+
+    def progress(self, step: int) -> None:
+        """Tell that the program goes on; restarts for lack of progress look at it. Cheap: sent with the next heartbeat."""
+        self._check_open()
+        self._hub.progress(step)
+
+    # ------------------------------------------------------------ the end
+
+    def close(self, *, wait: bool = True) -> None:
+        """Leave the channel: say good-bye, end the sidecars, free the memory. Closing again does nothing.
+
+        :param wait: first let publishes and operations that are under way end, by their own deadlines.
+        :raises replicas.errors.ReplicasError: one of them failed and nobody had waited for it.
+        """
+        if self._pid != os.getpid():
+            return  # a forked child has nothing to close
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+        try:
+            if wait:
+                self._wait_for_open_jobs()
+        finally:
+            self._leave()
+        failure = self._hub.take_failure()
+        if failure is None or isinstance(failure, errors.Fenced):
+            return
+        if wait:
+            raise failure
+        logger.warning("%s: nobody waited for this failure: %s", self.name, failure)
+
+    def __enter__(self) -> Channel:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(wait=error is None)
+
+    def _wait_for_open_jobs(self) -> None:
+        for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
+            event = threading.Event()
+            pending._add_waker(event.set)  # not wait(): that would count as having told the caller
+            event.wait()
+
+    def _leave(self) -> None:
+        try:
+            self._hub.loop.run(self._leave_on_loop(), CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            logger.warning("%s: leaving took more than %s s", self.name, CLOSE_TIMEOUT_S)
+
+    async def _leave_on_loop(self) -> None:
+        hub = self._hub
+        await hub.session.close("closed", BYE_TIMEOUT_S)
+        hub.session_over(hub.error(errors.Gone, "the channel was closed", hint=""))
+        await self._lanes.all_gone()
+        hub.arena.close()
+        self._operations.close()
+        if self._close_at_exit in hub.loop.closers:
+            hub.loop.closers.remove(self._close_at_exit)
+
+    def _close_at_exit(self) -> None:
+        self.close(wait=False)
+
+    # ------------------------------------------------------------ inside
+
+    def _open(self, timeout_s: float) -> None:
+        """Connect; called once, by join."""
+        loop = self._hub.loop
+        until = time.monotonic() + timeout_s
+        try:
+            loop.run(self._hub.session.open(timeout_s), timeout_s + GRACE_S)
+        except TimeoutError as error:
+            raise self._hub.error(
+                errors.Disconnected,
+                f"no coordinator answered at {self._hub.session.endpoint} within "
+                f"{time.monotonic() - until + timeout_s:.0f} s",
+            ) from error
+        loop.closers.append(self._close_at_exit)
+        settings = self._hub.settings
+        leader_only = {"source": settings.source_ranks, "peer": settings.peer_ranks}.get(settings.role) == "leader"
+        if settings.role != "observer" and not (leader_only and self._hub.member.rank):
+            self._hub.call(self._lanes.prepare)
+
+    def _start_operation(self, operation: Operation, deadline: float | None) -> Pending[Receipt]:
+        self._check_open()
+        if self.role != "peer":
+            raise self._usage(
+                f"{operation.kind}: this rank is a {self.role} of the channel", "use a channel with peers = [...]"
+            )
+        if self._hub.settings.peer_ranks == "leader" and self._hub.member.rank:
+            raise self._usage(
+                f"{operation.kind}: only rank 0 of each replica takes part", 'set ranks = "each" or "all" for the peers'
+            )
+        return self._operations.start(operation, self._deadline_s(deadline))
+
+    def _deadline_s(self, deadline: float | None) -> float:
+        if deadline is None:
+            return self._hub.settings.deadline_s
+        if not (isinstance(deadline, (int, float)) and math.isfinite(deadline) and deadline > 0):
+            raise self._usage(
+                f"deadline must be a positive number of seconds, not {deadline!r}", "pass e.g. deadline=30"
+            )
+        return float(deadline)
+
+    def _check_open(self) -> None:
+        if self._pid != os.getpid():
+            raise self._usage(
+                "this process was forked from the one that joined", "join in the process that uses the channel"
+            )
+        if self._closed:
+            raise self._usage("the channel is closed", "join again")
+        if self._hub.over is not None:
+            raise self._hub.over.with_traceback(None)
+
+    def _usage(self, text: str, hint: str) -> errors.ReplicasError:
+        return self._hub.error(errors.UsageError, text, hint=hint)

@@ -1,0 +1,143 @@
+"""Becoming a member of a channel."""
+
+from __future__ import annotations
+
+import os
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from replicas import environ, errors
+from replicas.channel.channel import Channel
+from replicas.channel.hub import Hub
+from replicas.channel.loop import session_loop
+from replicas.core.identity import ProcessIdentity
+from replicas.environ import Environment
+from replicas.messages import PROTOCOL, Hello
+
+__all__ = ["join"]
+
+
+def join(
+    channel: str,
+    *,
+    endpoint: str | None = None,
+    token: str | None = None,
+    run: str | None = None,
+    group: str | None = None,
+    replica: int | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    observe: bool = False,
+    info: Mapping[str, str] | None = None,
+    timeout: float = 30.0,
+) -> Channel:
+    """Join ``channel`` and return at once: it never waits for other members.
+
+    Who this process is, and where the coordinator is, comes from the environment that the supervisor set, or from the
+    arguments, which win. A second join of one (group, replica, rank) fences the first. One process may join several
+    channels, and one channel as several members.
+
+    Where a GPU is used, choose it (``torch.cuda.set_device``) before joining. From an asyncio program call this in a worker
+    thread if the coordinator runs on the same event loop.
+
+    :param endpoint: ``host:port`` of the control port (``REPLICAS_ENDPOINT``).
+    :param token: the run's token (the content of ``REPLICAS_TOKEN_FILE``).
+    :param run: name of the run (``REPLICAS_RUN``); None where there is none: not checked.
+    :param group: name of this rank's group (``REPLICAS_GROUP``).
+    :param replica: index of this rank's replica in the group (``REPLICA_ID``).
+    :param rank: this rank (``RANK``, else 0). :param world_size: ranks of the replica (``WORLD_SIZE``, else 1).
+    :param observe: only watch: commits, loads and members, but no bytes; needs no identity.
+    :param info: short texts for status pages and routers, such as ``{"url": "http://..."}``.
+    :param timeout: seconds until there must be a session; default 30.
+    :raises replicas.errors.UsageError: something is missing or wrong (also: a token that is not accepted).
+    :raises replicas.errors.UnknownChannel: no such channel, or the group has no part in it.
+    :raises replicas.errors.Disconnected: nobody answered in time.
+    """
+    found = environ.read()
+    address = _endpoint(endpoint or found.endpoint)
+    secret = token if token is not None else environ.read_token(found)
+    hello = _hello(channel, found, run, group, replica, rank, world_size, observe, dict(info or {}))
+    loop = session_loop()
+    hub = Hub(loop, hello, found.forkserver, channel)
+    member = Channel(hub, address, secret, hello)
+    try:
+        member._open(timeout)
+    except BaseException:
+        loop.call(lambda: hub.session.abandon())
+        raise
+    return member
+
+
+def _hello(
+    channel: str,
+    found: Environment,
+    run: str | None,
+    group: str | None,
+    replica: int | None,
+    rank: int | None,
+    world_size: int | None,
+    observe: bool,
+    info: dict[str, str],
+) -> Hello:
+    own_group = group or found.group or ("observer" if observe else None)
+    if own_group is None:
+        raise errors.UsageError(
+            f"join: which group? {environ.GROUP} is not set",
+            channel=channel,
+            hint="start this program with `replicas run`, or pass group=..., replica=...",
+        )
+    for name, value in info.items():
+        if not isinstance(name, str) or not isinstance(value, str):
+            raise errors.UsageError(f"join: info must map text to text, not {name!r} to {value!r}", channel=channel)
+    return Hello(
+        protocol=PROTOCOL,
+        run=run if run is not None else found.run or "",
+        channel=channel,
+        group=own_group,
+        replica=_first(replica, found.replica, 0),
+        rank=_first(rank, found.rank, 0),
+        world_size=_first(world_size, found.world_size, 1),
+        incarnation=secrets.token_hex(8),
+        generation=found.generation,
+        process=_process(),
+        observe=observe,
+        info=info,
+        torch_version=str(torch.__version__),
+        cuda_devices=() if observe else _cuda_devices(),
+    )
+
+
+def _first(*values: int | None) -> int:
+    return next(value for value in values if value is not None)
+
+
+def _endpoint(endpoint: str | None) -> str:
+    if not endpoint:
+        raise errors.UsageError(
+            f"join: where is the coordinator? {environ.ENDPOINT} is not set",
+            hint="start this program with `replicas run`, or pass endpoint=...",
+        )
+    host, _, port = endpoint.rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 65536:
+        raise errors.UsageError(f"join: the endpoint must be host:port, not {endpoint!r}", hint="e.g. 127.0.0.1:9477")
+    return endpoint
+
+
+def _process() -> ProcessIdentity:
+    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
+    return ProcessIdentity(
+        pid=os.getpid(),
+        start_time=int(stat.rpartition(")")[2].split()[19]),
+        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
+        pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
+    )
+
+
+def _cuda_devices() -> tuple[str, ...]:
+    """UUID of the current GPU, if there is one."""
+    if not torch.cuda.is_available():
+        return ()
+    return (str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),)

@@ -1,0 +1,162 @@
+"""Receiving: asks, grants, and the updates that come of them.
+
+There is at most one ask. The Pending that it made stays the answer of :meth:`Receiver.receive` until a caller has taken
+its update; a wait that was given up loses nothing. A grant may come before the slot is here (this member is still being
+caught up): it is delivered when the slot is held. The update pins its slot from delivery to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from replicas import errors
+from replicas.channel.hub import Hub
+from replicas.channel.pending import Pending
+from replicas.channel.update import Update
+from replicas.messages import Loaded, LoadFailed, ReceiveAsk, ReceiveCancel, ReceiveGrant, WireError
+from replicas.weights.arena import Slot
+
+__all__ = ["Receiver"]
+
+
+class Receiver:
+    """The receives of one channel in this process."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._lock = threading.Lock()
+        self._pending: Pending[Update] | None = None
+        self._update: Update | None = None
+        self._asks = 0
+        self._asked: Pending[Update] | None = None
+        self._granted = 0
+        self._timer: asyncio.TimerHandle | None = None
+        hub.on_hold(self._deliver)
+
+    # ------------------------------------------------------------ caller's thread
+
+    def receive(self, deadline_s: float | None) -> Pending[Update]:
+        with self._lock:
+            pending = self._pending
+            if pending is not None and not (pending.done() and pending._observed):
+                return pending
+            update = self._update
+            if update is not None and not update.ended:
+                raise self._hub.error(
+                    errors.UsageError,
+                    f"the update of version {update.version} is still open",
+                    version=update.version,
+                    hint="leave its `with` block, or call its loaded() or failed(), before the next receive",
+                )
+            pending = self._pending = Pending(f"receive on {self._hub.name}")
+        self._hub.call(self._ask, pending, deadline_s)
+        return pending
+
+    def loaded(self, version: int, load_s: float) -> None:
+        """This rank serves ``version`` now."""
+        over = self._hub.over
+        if over is not None:
+            raise over
+        self._hub.loaded = version
+        self._hub.call(self._report_loaded, version, load_s)
+
+    def failed(self, version: int, error: BaseException) -> None:
+        """This rank may have loaded half of ``version``."""
+        self._hub.loaded = 0
+        self._hub.call(self._report_failed, version, error)
+
+    def let_go(self, slot: Slot) -> None:
+        self._hub.call(self._unpin, slot)
+
+    # ------------------------------------------------------------ session thread
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {ReceiveGrant: self._grant}
+
+    def new_term(self) -> None:
+        """A grant that was not delivered is void; ask the new coordinator."""
+        self._granted = 0
+        self._hub.assigned = 0
+        if self._asked is not None:
+            self._hub.send(ReceiveAsk(self._asks, self._hub.loaded))
+
+    def fail_all(self, error: errors.ReplicasError) -> None:
+        pending = self._asked
+        self._end_ask()
+        if pending is not None:
+            pending._fail(error)
+
+    def session_down(self, error: errors.ReplicasError) -> None:
+        self._give_up(error)
+
+    def _ask(self, pending: Pending[Update], deadline_s: float | None) -> None:
+        if self._hub.over is not None:
+            pending._fail(self._hub.over)
+            return
+        self._asks += 1
+        self._asked = pending
+        if deadline_s is not None:
+            self._timer = self._hub.after(deadline_s, self._overdue, deadline_s)
+        self._hub.send(ReceiveAsk(self._asks, self._hub.loaded))
+
+    def _grant(self, message: ReceiveGrant) -> None:
+        if message.ask != self._asks or self._asked is None:
+            return
+        self._granted = self._hub.assigned = message.version
+        self._hub.protect()
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Hand out what was granted, if it is here."""
+        pending = self._asked
+        if pending is None or not self._granted:
+            return
+        hub, version = self._hub, self._granted
+        slot = hub.arena.find_pinned(version)
+        if slot is None:
+            return
+        self._end_ask()
+        update = Update(self, slot, version, hub.metas.get(version, {}))
+        self._update = update
+        if not pending._resolve(update):
+            hub.arena.unpin(slot)
+
+    def _end_ask(self) -> None:
+        self._asked, self._granted = None, 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _overdue(self, deadline_s: float) -> None:
+        self._give_up(self._hub.no_answer("the receive", deadline_s))
+
+    def _give_up(self, error: errors.ReplicasError) -> None:
+        pending = self._asked
+        if pending is not None:
+            self._end_ask()
+            self._hub.send(ReceiveCancel(self._asks))
+            pending._fail(error)
+
+    def _report_loaded(self, version: int, load_s: float) -> None:
+        self._settled(version)
+        self._hub.send(Loaded(version, load_s))
+
+    def _report_failed(self, version: int, error: BaseException) -> None:
+        self._settled(version)
+        if isinstance(error, errors.ReplicasError):
+            wire = WireError.of(error)
+        else:
+            text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {error}"
+            wire = WireError.of(self._hub.error(errors.SyncError, text, version=version, phase="load", hint=""))
+        self._hub.send(LoadFailed(version, wire))
+
+    def _settled(self, version: int) -> None:
+        if self._hub.assigned == version:
+            self._hub.assigned = 0
+        self._hub.protect()
+
+    def _unpin(self, slot: Slot) -> None:
+        self._hub.arena.unpin(slot)

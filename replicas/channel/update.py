@@ -1,0 +1,175 @@
+"""One committed version, open for reading."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from replicas import errors
+from replicas.core.manifest import Manifest
+from replicas.messages import Meta
+from replicas.weights.arena import Slot
+from replicas.weights.packing import load_into, views
+
+__all__ = ["Update", "UpdateOwner"]
+
+
+class UpdateOwner(Protocol):
+    """To whom an update reports."""
+
+    def loaded(self, version: int, load_s: float) -> None: ...
+
+    def failed(self, version: int, error: BaseException) -> None: ...
+
+    def let_go(self, slot: Slot) -> None: ...
+
+
+class Update:
+    """The newest committed version, the same for all ranks of this replica.
+
+    Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception :meth:`failed`. Without a block call one
+    of the two by hand. Tensors and :attr:`path` are valid until the end of the block (or until that call): afterwards the
+    memory is used for another version.
+
+    :ivar version: its number.
+    :ivar meta: what the publisher passed as ``meta``.
+    :ivar manifest: names, dtypes, shapes and offsets (:class:`replicas.core.manifest.Manifest`).
+    :ivar path: the slot as a safetensors file, for engines that load from disk.
+    """
+
+    def __init__(self, owner: UpdateOwner, slot: Slot, version: int, meta: Meta) -> None:
+        manifest = slot.image
+        if manifest is None:
+            raise errors.InternalError(f"version {version} is not a whole image here", version=version)
+        self.version = version
+        self.meta: Meta = meta
+        self.manifest: Manifest = manifest
+        self.path: str = slot.buffer.path
+        self._owner = owner
+        self._slot: Slot | None = slot
+        self._lock = threading.Lock()
+        self._entered = False
+        self._outcome: str | None = None
+        self._began: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Update version={self.version} {self._outcome or 'open'}>"
+
+    @property
+    def ended(self) -> bool:
+        """True when it has been reported loaded or failed, and its block (if any) was left."""
+        return self._outcome is not None and self._slot is None
+
+    def __enter__(self) -> Update:
+        with self._lock:
+            self._open_slot()
+            self._entered = True
+        self._begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if error is not None:
+                if self._outcome is None:
+                    self.failed(error)
+            elif self._outcome is None:
+                self.loaded()
+        finally:
+            self._entered = False
+            self._let_go()
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """All tensors by name, aliases included, as private copy-on-write CPU views of published shapes and dtypes."""
+        found = dict(self)
+        return found | {alias: found[target] for alias, target in self.manifest.aliases}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pairs of name and tensor in the publisher's order, tied storage once; CPU views, private to this iteration.
+
+        Writing to one changes neither the slot nor what other processes see.
+        """
+        self._begin()
+        return iter(views(self._open_slot().buffer.private(), self.manifest).items())
+
+    def load_into(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
+        """Copy every tensor into ``model``'s parameters and persistent buffers, in place.
+
+        Names and shapes must fit exactly; floating dtypes are cast. DTensor parameters get their local part, without
+        communication. Everything is checked before the first byte is written.
+
+        :raises replicas.errors.ManifestMismatch: naming what does not fit; ``model`` is unchanged.
+        """
+        self._begin()
+        load_into(model, views(self._open_slot().buffer.private(), self.manifest), self.manifest.aliases)
+
+    def loaded(self) -> None:
+        """This rank serves this version from now on. Calling it again does nothing.
+
+        :raises replicas.errors.UsageError: it was reported failed before.
+        :raises replicas.errors.ReplicasError: the session is over, such as :class:`~replicas.errors.Fenced`.
+        """
+        if not self._report("loaded"):
+            return
+        try:
+            self._owner.loaded(self.version, 0.0 if self._began is None else time.monotonic() - self._began)
+        finally:
+            self._let_go_unless_entered()
+
+    def failed(self, error: BaseException | str) -> None:
+        """This rank may hold a part of this version only: the replica is *partial* until it has loaded a version whole.
+
+        :raises replicas.errors.UsageError: it was reported loaded before.
+        """
+        if not self._report("failed"):
+            return
+        reason = (
+            errors.SyncError(error, version=self.version, phase="load", hint="") if isinstance(error, str) else error
+        )
+        try:
+            self._owner.failed(self.version, reason)
+        finally:
+            self._let_go_unless_entered()
+
+    def _report(self, outcome: str) -> bool:
+        with self._lock:
+            if self._outcome == outcome:
+                return False
+            if self._outcome is not None:
+                raise errors.UsageError(
+                    f"the update of version {self.version} was reported {self._outcome} before",
+                    version=self.version,
+                    hint="report an update once",
+                )
+            self._outcome = outcome
+            return True
+
+    def _begin(self) -> None:
+        if self._began is None:
+            self._began = time.monotonic()
+
+    def _open_slot(self) -> Slot:
+        slot = self._slot
+        if slot is None:
+            raise errors.UsageError(
+                f"the update of version {self.version} has ended",
+                version=self.version,
+                hint="read it before its `with` block ends, or before loaded() or failed()",
+            )
+        return slot
+
+    def _let_go_unless_entered(self) -> None:
+        if not self._entered:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        with self._lock:
+            slot, self._slot = self._slot, None
+        if slot is not None:
+            self._owner.let_go(slot)

@@ -1,0 +1,20 @@
+"""What the owner of the store process and that process say to each other: JSON lines over an inherited socket."""
+
+from __future__ import annotations
+
+import msgspec
+
+__all__ = ["Reply", "Request"]
+
+
+class Request(msgspec.Struct, frozen=True):
+    id: int
+    op: str
+    prefixes: tuple[str, ...] = ()
+
+
+class Reply(msgspec.Struct, frozen=True):
+    id: int
+    keys: int = 0
+    port: int = 0
+    error: str = ""

@@ -1,0 +1,229 @@
+"""The operations between peers, on two byte ranges: inputs and outputs (see :func:`run_collective`).
+
+Data moves as bytes, so that every dtype can be moved; reductions work on the dtype and refuse those that the backend
+cannot reduce, on every participant alike and before anything is sent.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+
+import torch
+
+from replicas.core.manifest import segment_layout
+from replicas.messages import Segment
+from replicas.sidecar.groups import REDUCIBLE, Group, Handle
+from replicas.sidecar.wire import CollectiveSpec
+from replicas.weights.tensors import torch_dtype
+
+__all__ = ["run_collective"]
+
+_EMPTY = torch.empty(0, dtype=torch.uint8)
+
+
+def run_collective(
+    group: Group, spec: CollectiveSpec, inputs: torch.Tensor | None, outputs: torch.Tensor | None
+) -> None:
+    """Run one operation.
+
+    ``inputs`` and ``outputs`` are uint8, laid out by :func:`replicas.core.manifest.segment_layout`:
+
+    * all_reduce, broadcast, reduce: ``inputs`` in place (the result of reduce is the root's alone);
+    * all_gather, gather (the root): ``outputs`` has the segments of every participant, one after another;
+    * scatter: the root's ``inputs`` has one segment a participant, ``outputs`` is the own one;
+    * reduce_scatter: ``inputs`` has one segment a participant, ``outputs`` is the own one, reduced;
+    * send: ``inputs``; recv: ``outputs``, both laid out by the sender's segments;
+    * barrier: neither.
+
+    :raises ValueError: the arguments do not fit the group or each other.
+    :raises RuntimeError: a peer failed, or the timeout passed.
+    """
+    _Operation(group, spec, inputs, outputs).run()
+
+
+class _Operation:
+    def __init__(
+        self, group: Group, spec: CollectiveSpec, inputs: torch.Tensor | None, outputs: torch.Tensor | None
+    ) -> None:
+        self.group = group
+        self.spec = spec
+        self.inputs = _EMPTY if inputs is None else inputs
+        self.outputs = _EMPTY if outputs is None else outputs
+        self.deadline = time.monotonic() + spec.timeout_s
+        count = len(spec.lane_ranks)
+        pair = spec.kind in ("send", "recv")
+        if count != len(spec.segments) or (count != 2 if pair else count != group.size):
+            raise ValueError(f"{spec.kind} of {count} participants in a group of {group.size}")
+        if not 0 <= spec.me < count or spec.lane_ranks[spec.me] != group.rank:
+            raise ValueError(f"participant {spec.me} of {spec.lane_ranks} is not rank {group.rank} of the group")
+        if len(set(spec.lane_ranks)) != count or not all(0 <= rank < group.size for rank in spec.lane_ranks):
+            raise ValueError(f"lane ranks {spec.lane_ranks} do not fit a group of {group.size}")
+        if spec.kind in ("broadcast", "reduce", "gather", "scatter") and not 0 <= spec.root < count:
+            raise ValueError(f"{spec.kind} needs a root among its {count} participants")
+
+    def run(self) -> None:
+        run = {
+            "all_reduce": self._all_reduce,
+            "broadcast": self._broadcast,
+            "reduce": self._reduce,
+            "all_gather": self._all_gather,
+            "gather": self._gather,
+            "scatter": self._scatter,
+            "reduce_scatter": self._reduce_scatter,
+            "send": self._send,
+            "recv": self._recv,
+            "barrier": self._barrier,
+        }[self.spec.kind]
+        for handle in list(run()):
+            handle.wait()
+        if self.spec.kind in ("all_reduce", "reduce") and self.spec.reduce_op == "mean":
+            for tensor in self._runs():
+                tensor.div_(self.group.size)
+        if self.spec.kind == "reduce_scatter":
+            self._keep_own_segment()
+
+    # -- in place
+
+    def _all_reduce(self) -> Iterator[Handle]:
+        for tensor in list(self._runs()):
+            yield self.group.all_reduce(tensor, self.spec.reduce_op, self.deadline)
+
+    def _reduce(self) -> Iterator[Handle]:
+        for tensor in list(self._runs()):
+            yield self.group.reduce(tensor, self._root_rank, self.spec.reduce_op, self.deadline)
+
+    def _broadcast(self) -> Iterator[Handle]:
+        _, nbytes = segment_layout(self.spec.segments[self.spec.root])
+        region = self._region(self.inputs, 0, nbytes)
+        if nbytes:
+            yield self.group.broadcast(region, self._root_rank, self.deadline)
+
+    # -- from and to everyone
+
+    def _all_gather(self) -> Iterator[Handle]:
+        regions = self._regions_of_all()
+        regions[self.spec.me].copy_(self.inputs[: regions[self.spec.me].numel()])
+        for rank, region in zip(self.spec.lane_ranks, regions, strict=True):
+            if region.numel():
+                yield self.group.broadcast(region, rank, self.deadline)
+
+    def _gather(self) -> Iterator[Handle]:
+        if self.spec.me != self.spec.root:
+            _, nbytes = segment_layout(self.spec.segments[self.spec.me])
+            if nbytes:
+                yield self.group.send(self._region(self.inputs, 0, nbytes), self._root_rank, self.deadline)
+            return
+        regions = self._regions_of_all()
+        regions[self.spec.me].copy_(self.inputs[: regions[self.spec.me].numel()])
+        for rank, region in zip(self.spec.lane_ranks, regions, strict=True):
+            if region.numel() and rank != self.group.rank:
+                yield self.group.receive(region, rank, self.deadline)
+
+    def _scatter(self) -> Iterator[Handle]:
+        segments = self._one_each(self.spec.root)
+        nbytes = _padded(segments[self.spec.me])
+        mine = self._region(self.outputs, 0, nbytes)
+        if self.spec.me != self.spec.root:
+            if nbytes:
+                yield self.group.receive(mine, self._root_rank, self.deadline)
+            return
+        offsets, _ = segment_layout(segments)
+        for index, (offset, segment) in enumerate(zip(offsets, segments, strict=True)):
+            region = self._region(self.inputs, offset, _padded(segment))
+            if index == self.spec.me:
+                mine.copy_(region)
+            elif region.numel():
+                yield self.group.send(region, self.spec.lane_ranks[index], self.deadline)
+
+    def _reduce_scatter(self) -> Iterator[Handle]:
+        segments = self._one_each(self.spec.me)
+        offsets, _ = segment_layout(segments)
+        tensors = [
+            self._typed(self._region(self.inputs, offset, _padded(segment)), segment.dtype)
+            for offset, segment in zip(offsets, segments, strict=True)
+        ]
+        for rank, tensor in zip(self.spec.lane_ranks, tensors, strict=True):
+            if tensor.numel():
+                yield self.group.reduce(tensor, rank, self.spec.reduce_op, self.deadline)
+
+    def _keep_own_segment(self) -> None:
+        segments = self._one_each(self.spec.me)
+        offsets, _ = segment_layout(segments)
+        mine = segments[self.spec.me]
+        region = self._region(self.inputs, offsets[self.spec.me], _padded(mine))
+        if self.spec.reduce_op == "mean" and region.numel():
+            self._typed(region, mine.dtype).div_(self.group.size)
+        self._region(self.outputs, 0, region.numel()).copy_(region)
+
+    # -- from one to one
+
+    def _send(self) -> Iterator[Handle]:
+        _, nbytes = segment_layout(self.spec.segments[self.spec.me])
+        if nbytes:
+            yield self.group.send(self._region(self.inputs, 0, nbytes), self._peer_rank, self.deadline)
+
+    def _recv(self) -> Iterator[Handle]:
+        _, nbytes = segment_layout(self.spec.segments[1 - self.spec.me])
+        if nbytes:
+            yield self.group.receive(self._region(self.outputs, 0, nbytes), self._peer_rank, self.deadline)
+
+    def _barrier(self) -> Iterator[Handle]:
+        yield self.group.all_reduce(torch.zeros(1, dtype=torch.int32), "sum", self.deadline)
+
+    # -- memory
+
+    @property
+    def _root_rank(self) -> int:
+        return self.spec.lane_ranks[self.spec.root]
+
+    @property
+    def _peer_rank(self) -> int:
+        return self.spec.lane_ranks[1 - self.spec.me]
+
+    def _one_each(self, participant: int) -> tuple[Segment, ...]:
+        segments = self.spec.segments[participant]
+        if len(segments) != len(self.spec.lane_ranks):
+            raise ValueError(
+                f"{self.spec.kind} has {len(segments)} segments for {len(self.spec.lane_ranks)} participants"
+            )
+        return segments
+
+    def _runs(self) -> Iterator[torch.Tensor]:
+        """The own segments, each run of one dtype as one flat tensor: the padding between them does no harm."""
+        segments = self.spec.segments[self.spec.me]
+        offsets, total = segment_layout(segments)
+        first = 0
+        for index, segment in enumerate(segments):
+            if index + 1 == len(segments) or segments[index + 1].dtype != segment.dtype:
+                end = total if index + 1 == len(segments) else offsets[index + 1]
+                if end > offsets[first]:
+                    yield self._typed(self._region(self.inputs, offsets[first], end - offsets[first]), segment.dtype)
+                first = index + 1
+
+    def _regions_of_all(self) -> list[torch.Tensor]:
+        offsets, total = segment_layout([segment for segments in self.spec.segments for segment in segments])
+        bounds = [*offsets, total]
+        regions: list[torch.Tensor] = []
+        position = 0
+        for segments in self.spec.segments:
+            start, position = bounds[position], position + len(segments)
+            regions.append(self._region(self.outputs, start, bounds[position] - start))
+        return regions
+
+    def _region(self, memory: torch.Tensor, offset: int, nbytes: int) -> torch.Tensor:
+        if offset + nbytes > memory.numel():
+            raise ValueError(f"{self.spec.kind} needs {offset + nbytes} bytes, its buffer has {memory.numel()}")
+        return memory[offset : offset + nbytes]
+
+    def _typed(self, region: torch.Tensor, dtype: str) -> torch.Tensor:
+        kind = torch_dtype(dtype)
+        if dtype not in REDUCIBLE[self.group.backend]:
+            raise ValueError(f"{self.group.backend} cannot reduce {dtype} tensors")
+        if self.spec.reduce_op == "mean" and not kind.is_floating_point:
+            raise ValueError(f"the mean of {dtype} tensors is not defined; use sum")
+        return region.view(kind)
+
+
+def _padded(segment: Segment) -> int:
+    return segment_layout([segment])[1]

@@ -1,0 +1,206 @@
+"""Makes sidecars in milliseconds: ``python -m replicas.sidecar.forkserver (--name NAME | --fd N) [--parent PID]``.
+
+Theory of operation
+===================
+
+This process loads torch once, without touching CUDA, stays single-threaded, and forks a sidecar for each request.
+``--name``: listens on an abstract Unix socket and serves every process of the same user; it dies with its parent by a
+death signal. ``--fd``: serves the one process at the other end of that socket, and ends with it.
+
+Nothing outlives its owner: a client's sidecars are killed when its connection ends or its process (pidfd) is dead; they
+watch the same two themselves; and the kernel kills them when this process dies. The socket listens before torch is
+loaded, so that clients connect at once and wait for their first answer.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from replicas.sidecar import lifeline, wire
+
+__all__ = ["ForkServer", "main"]
+
+_UCRED = struct.Struct("3i")
+
+
+class _Client:
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self.pidfd = -1
+        self.children: set[int] = set()
+
+
+class ForkServer:
+    """The loop. ``run_sidecar(channel, pidfd)`` runs in a forked child, and the child exits when it returns."""
+
+    def __init__(self, run_sidecar: Callable[[socket.socket, int], None]) -> None:
+        self._run_sidecar = run_sidecar
+        self._selector = selectors.DefaultSelector()
+        self._listener: socket.socket | None = None
+        self._clients: set[_Client] = set()
+        self._children: dict[int, tuple[int, _Client]] = {}
+        self._until_client_leaves = False
+
+    def listen(self, listener: socket.socket) -> None:
+        """Serve everyone of this user who connects."""
+        self._listener = listener
+        self._selector.register(listener, selectors.EVENT_READ, self._accept)
+
+    def serve_only(self, sock: socket.socket) -> None:
+        """Serve this one client, and end with it."""
+        self._until_client_leaves = True
+        self._add(sock)
+
+    def run(self) -> None:
+        """Serve until there is no one to serve."""
+        while self._listener is not None or self._clients:
+            for key, _ in self._selector.select():
+                if key.fileobj in self._selector.get_map():
+                    key.data()
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        sock, _ = self._listener.accept()
+        _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+        if uid != os.getuid():
+            sock.close()
+            return
+        self._add(sock)
+
+    def _add(self, sock: socket.socket) -> None:
+        client = _Client(sock)
+        self._clients.add(client)
+        self._selector.register(sock, selectors.EVENT_READ, lambda: self._read(client))
+
+    def _read(self, client: _Client) -> None:
+        fds: list[int] = []
+        try:
+            data, fds = wire.read_packet(client.sock)
+            request = wire.decode_forkserver_request(data) if data else None
+            match request, fds:
+                case wire.Attach(), [pidfd] if client.pidfd < 0:
+                    client.pidfd = pidfd
+                    fds = []
+                    self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._drop(client))
+                    wire.write_packet(client.sock, wire.Attached())
+                case wire.Fork(id=number), [channel] if client.pidfd >= 0:
+                    self._fork(client, number, channel)
+                case _:
+                    self._drop(client)
+        except OSError:  # the client is gone, or sends what no client of ours sends
+            self._drop(client)
+        finally:
+            wire.close_all(fds)
+
+    def _fork(self, client: _Client, number: int, channel: int) -> None:
+        server = os.getpid()
+        try:
+            child = os.fork()
+        except OSError as error:
+            wire.write_packet(client.sock, wire.ForkFailed(number, str(error)))
+            return
+        if child == 0:
+            self._become_sidecar(server, channel, client.pidfd)
+        pidfd = os.pidfd_open(child)
+        self._children[pidfd] = (child, client)
+        client.children.add(pidfd)
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._reap(pidfd))
+        wire.write_packet(client.sock, wire.Forked(number, child), [pidfd])
+
+    def _become_sidecar(self, server: int, channel: int, pidfd: int) -> None:
+        code = 1
+        try:
+            lifeline.die_with_parent(server)
+            lifeline.name_process("replica-sidecar")
+            self._forget_everything(keep={0, 1, 2, channel, pidfd})
+            self._run_sidecar(socket.socket(fileno=channel), pidfd)
+            code = 0
+        except BaseException as error:  # noqa: BLE001  # the last stop: nothing of the server's loop may run here
+            print(f"sidecar {os.getpid()} failed: {error!r}", file=sys.stderr, flush=True)
+        finally:
+            os._exit(code)
+
+    def _forget_everything(self, keep: set[int]) -> None:
+        """Close all inherited descriptors; detach the objects first, so that none closes a number that is reused."""
+        for client in self._clients:
+            client.sock.detach()
+        if self._listener is not None:
+            self._listener.detach()
+        self._selector.close()
+        for fd in [int(path.name) for path in Path("/proc/self/fd").iterdir()]:
+            if fd not in keep:
+                with contextlib.suppress(OSError):  # the listing's own descriptor
+                    os.close(fd)
+
+    def _drop(self, client: _Client) -> None:
+        """The client is gone: so are its sidecars."""
+        if client not in self._clients:
+            return
+        self._clients.remove(client)
+        for pidfd in client.children:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        self._selector.unregister(client.sock)
+        client.sock.close()
+        if client.pidfd >= 0:
+            self._selector.unregister(client.pidfd)
+            os.close(client.pidfd)
+
+    def _reap(self, pidfd: int) -> None:
+        child, client = self._children.pop(pidfd)
+        self._selector.unregister(pidfd)
+        client.children.discard(pidfd)
+        os.waitpid(child, 0)
+        os.close(pidfd)
+
+
+def _bind(name: str) -> socket.socket:
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind("\0" + name)
+    listener.listen(64)
+    return listener
+
+
+def main(argv: list[str] | None = None) -> None:
+    """The command line. Exits with a message when the name is taken."""
+    parser = argparse.ArgumentParser(prog="replicas.sidecar.forkserver", description=(__doc__ or "").splitlines()[0])
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--name", help="abstract Unix socket to listen on, without the leading NUL")
+    where.add_argument("--fd", type=int, help="inherited SOCK_SEQPACKET socket of the one client")
+    parser.add_argument("--parent", type=int, default=os.getppid(), help="pid whose death ends this process")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends us in its own order
+    lifeline.name_process("replica-forksrv")
+    listener = None
+    if options.name is not None:
+        lifeline.die_with_parent(options.parent)
+        try:
+            listener = _bind(options.name)
+        except OSError as error:
+            sys.exit(f"replicas.sidecar.forkserver: cannot listen on {options.name!r}: {error.strerror}")
+    os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    from replicas.sidecar import process  # takes torch, which the socket need not wait for
+
+    server = ForkServer(process.run)
+    if listener is not None:
+        server.listen(listener)
+    else:
+        server.serve_only(socket.socket(fileno=options.fd))
+    gc.collect()
+    gc.freeze()
+    server.run()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,111 @@
+"""What runs in a sidecar: one process group, and requests one after another.
+
+The main thread reads a request, does it, answers it. It may be stuck inside Gloo, NCCL or a store client at any time; that
+is what the process is for. When its group has failed it says so and exits: that closes its connections, so that peers
+which wait for it in another place fail at once too. A second thread only waits for the rank's death or the end of the channel, and exits.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+
+from replicas.core.manifest import Manifest
+from replicas.errors import ReplicasError
+from replicas.sidecar import wire
+from replicas.sidecar.collectives import run_collective
+from replicas.sidecar.groups import Group, build_group
+from replicas.sidecar.lifeline import watch_and_exit
+from replicas.sidecar.transfer import run_transfer
+from replicas.weights.arena import Buffer
+
+__all__ = ["SidecarProcess", "run"]
+
+
+class SidecarProcess:
+    """Handles requests; keeps the group and the mapped buffers."""
+
+    def __init__(self) -> None:
+        self._group: Group | None = None
+        self._buffers: dict[int, Buffer] = {}
+        self._manifest: tuple[bytes, Manifest] | None = None
+
+    def handle(self, request: wire.Request, fds: list[int]) -> wire.Reply | None:
+        """Do what ``request`` asks; the reply, if it has one. Takes over ``fds``."""
+        match request:
+            case wire.MapBuffer(key=key):
+                (fd,) = fds
+                self._buffers[key] = Buffer.adopt(fd)
+                return None
+            case wire.ForgetBuffer(key=key):
+                if key in self._buffers:
+                    self._buffers.pop(key).close()
+                return None
+            case wire.BuildGroup(id=number):
+                return self._answer(number, lambda: self._build(request))
+            case wire.RunTransfer(id=number):
+                return self._answer(number, lambda: self._transfer(request))
+            case wire.RunCollective(id=number):
+                return self._answer(number, lambda: self._collective(request))
+
+    def _answer(self, number: int, do: Callable[[], wire.Reply]) -> wire.Reply:
+        try:
+            return do()
+        except Exception as error:  # noqa: BLE001  # every failure is the answer, and a broken group our end
+            text = str(error).splitlines()
+            refused = isinstance(error, (ValueError, ReplicasError))
+            return wire.Failed(number, text[0] if text else type(error).__name__, over=not refused)
+
+    def _build(self, request: wire.BuildGroup) -> wire.Reply:
+        if self._group is not None:
+            raise ValueError("this sidecar has a group already")
+        started = time.monotonic()
+        self._group = build_group(request.spec)
+        return wire.Built(request.id, time.monotonic() - started)
+
+    def _transfer(self, request: wire.RunTransfer) -> wire.Reply:
+        memory = self._buffers[request.buffer].tensor()
+        result = run_transfer(self._built, request.spec, self._decoded(request.spec.manifest), memory)
+        return wire.Transferred(request.id, result)
+
+    def _collective(self, request: wire.RunCollective) -> wire.Reply:
+        started = time.monotonic()
+        run_collective(self._built, request.spec, self._memory(request.inputs), self._memory(request.outputs))
+        return wire.Collected(request.id, time.monotonic() - started)
+
+    @property
+    def _built(self) -> Group:
+        if self._group is None:
+            raise ValueError("this sidecar has no group yet")
+        return self._group
+
+    def _memory(self, key: int | None) -> torch.Tensor | None:
+        return None if key is None else self._buffers[key].tensor()
+
+    def _decoded(self, manifest: bytes) -> Manifest:
+        """The manifest of every version is the same, as a rule: decode and check it once."""
+        if self._manifest is None or self._manifest[0] != manifest:
+            self._manifest = (manifest, Manifest.decode(manifest))
+        return self._manifest[1]
+
+
+def run(channel: socket.socket, rank_pidfd: int) -> None:
+    """Serve the rank at the other end of ``channel`` until it closes it or dies."""
+    torch.set_num_threads(1)
+    watcher = threading.Thread(target=watch_and_exit, args=(rank_pidfd, channel.fileno()), daemon=True)
+    watcher.start()
+    sidecar = SidecarProcess()
+    while (frame := wire.read_frame(channel)) is not None:
+        body, fds = frame
+        request = wire.decode_request(body)
+        reply = sidecar.handle(request, fds)
+        if reply is not None:
+            wire.write_frame(channel, reply)
+        if isinstance(reply, wire.Failed) and reply.over:
+            break
+    os._exit(0)

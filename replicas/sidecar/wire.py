@@ -1,0 +1,324 @@
+"""What a rank, its forkserver and its sidecars say to each other, over Unix sockets of one machine.
+
+Theory of operation
+===================
+
+Messages are msgspec structs of closed unions in MessagePack; nothing is ever unpickled. File descriptors travel beside
+them (SCM_RIGHTS).
+
+* A rank and a forkserver: SOCK_SEQPACKET, one message a packet. The rank opens with :class:`Attach` and a pidfd of
+  itself, answered by :class:`Attached` once torch is loaded. Each :class:`Fork` carries the sidecar's end of a fresh
+  socket pair and is answered by :class:`Forked` with a pidfd of the sidecar, or by :class:`ForkFailed`.
+* A rank and a sidecar: SOCK_STREAM, frames of a 5-byte head (length, number of descriptors) and a body. Requests carry
+  an ``id`` and are handled one after another; each is answered by exactly one reply with the same ``id``. Buffers are
+  sent once (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group has failed says so
+  (:class:`Failed`, ``over``) and exits: its closed connections tell its peers at once.
+
+The end of either socket, or of the rank's process, ends the sidecar.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from replicas.messages import Backend, OperationKind, Segment
+
+__all__ = [
+    "Attach",
+    "Attached",
+    "BuildGroup",
+    "Built",
+    "Collected",
+    "CollectiveSpec",
+    "Failed",
+    "ForgetBuffer",
+    "Fork",
+    "ForkFailed",
+    "Forked",
+    "ForkserverReply",
+    "ForkserverRequest",
+    "GroupSpec",
+    "MapBuffer",
+    "Reply",
+    "Request",
+    "RunCollective",
+    "RunTransfer",
+    "TransferResult",
+    "TransferSpec",
+    "Transferred",
+    "close_all",
+    "decode_forkserver_reply",
+    "decode_forkserver_request",
+    "decode_reply",
+    "decode_request",
+    "encode",
+    "frame_head",
+    "parse_head",
+    "read_frame",
+    "read_packet",
+    "write_frame",
+    "write_packet",
+]
+
+HEAD_NBYTES = 5
+MAX_FRAME_NBYTES = 256 << 20
+MAX_PACKET_NBYTES = 4096
+_MAX_FDS = 4
+_HEAD = struct.Struct("<IB")
+
+
+class GroupSpec(msgspec.Struct, frozen=True):
+    """A process group to form.
+
+    :param prefix: fresh key prefix on the store, the same for all ranks and never used before.
+    :param rank: of this sidecar in the group of ``size``.
+    :param address: IP address to bind.
+    :param timeout_s: the group is there by then, or the sidecar is killed.
+    :param device: UUID of the GPU to use (NCCL only); empty: the first visible one.
+    """
+
+    prefix: str
+    store_host: str
+    store_port: int
+    rank: int
+    size: int
+    backend: Backend
+    address: str
+    timeout_s: float
+    device: str = ""
+
+
+class TransferSpec(msgspec.Struct, frozen=True):
+    """One version to move within the group.
+
+    :param role: of this member. A sender's buffer is read, a receiver's is an image slot to fill.
+    :param mode: ``"image"``: the one owner has the whole image. ``"parts"``: each owner has a packed part.
+    :param manifest: :meth:`replicas.core.manifest.Manifest.encode`.
+    :param owners: lane rank of each part's sender (one for mode ``"image"``).
+    :param part: index of my part, when I send in mode ``"parts"``.
+    """
+
+    transfer: int
+    role: Literal["send", "receive"]
+    mode: Literal["image", "parts"]
+    manifest: bytes
+    owners: tuple[int, ...]
+    part: int | None
+    timeout_s: float
+
+
+class TransferResult(msgspec.Struct, frozen=True):
+    """``image_digest``: of the data section (senders of an image, every receiver; else empty).
+
+    ``part_digests``: by owner's lane rank, of each part sent or received (mode ``"parts"``).
+    """
+
+    image_digest: str
+    part_digests: dict[int, str]
+    transfer_s: float
+    verify_s: float
+
+
+class CollectiveSpec(msgspec.Struct, frozen=True):
+    """One operation. ``segments``: what each participant posted; ``me`` and ``root``: indices of participants, or -1."""
+
+    operation: int
+    kind: OperationKind
+    reduce_op: Literal["sum", "mean", "min", "max"]
+    lane_ranks: tuple[int, ...]
+    segments: tuple[tuple[Segment, ...], ...]
+    me: int
+    root: int
+    timeout_s: float
+
+
+# ---------------------------------------------------------------- a rank and a forkserver
+
+
+class Attach(msgspec.Struct, frozen=True, tag=True):
+    """First packet; descriptor: a pidfd of the rank. Its sidecars die with it. Answered by :class:`Attached`."""
+
+
+class Attached(msgspec.Struct, frozen=True, tag=True):
+    """The forkserver is ready to fork."""
+
+
+class Fork(msgspec.Struct, frozen=True, tag=True):
+    """Descriptor: the sidecar's end of its channel."""
+
+    id: int
+
+
+class Forked(msgspec.Struct, frozen=True, tag=True):
+    """Descriptor: a pidfd of the sidecar."""
+
+    id: int
+    pid: int
+
+
+class ForkFailed(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    error: str
+
+
+ForkserverRequest = Attach | Fork
+ForkserverReply = Attached | Forked | ForkFailed
+
+# ---------------------------------------------------------------- a rank and a sidecar
+
+
+class MapBuffer(msgspec.Struct, frozen=True, tag=True):
+    """Descriptor: the buffer that ``key`` names from now on."""
+
+    key: int
+
+
+class ForgetBuffer(msgspec.Struct, frozen=True, tag=True):
+    key: int
+
+
+class BuildGroup(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    spec: GroupSpec
+
+
+class RunTransfer(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    buffer: int
+    spec: TransferSpec
+
+
+class RunCollective(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    inputs: int | None
+    outputs: int | None
+    spec: CollectiveSpec
+
+
+class Built(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    seconds: float
+
+
+class Transferred(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    result: TransferResult
+
+
+class Collected(msgspec.Struct, frozen=True, tag=True):
+    id: int
+    seconds: float
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """``over``: the group is of no use any more, and the sidecar exits; else the request was refused, nothing moved."""
+
+    id: int
+    error: str
+    over: bool = True
+
+
+Request = MapBuffer | ForgetBuffer | BuildGroup | RunTransfer | RunCollective
+Reply = Built | Transferred | Collected | Failed
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    return msgspec.msgpack.encode(message)
+
+
+def _decode(data: bytes, kind: Any) -> Any:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except msgspec.DecodeError as error:
+        raise ConnectionError(f"malformed message: {error}") from error
+
+
+def decode_forkserver_request(data: bytes) -> ForkserverRequest:
+    """What a rank sent to a forkserver; :class:`ConnectionError` for anything malformed, as in all of these."""
+    request: ForkserverRequest = _decode(data, ForkserverRequest)
+    return request
+
+
+def decode_forkserver_reply(data: bytes) -> ForkserverReply:
+    reply: ForkserverReply = _decode(data, ForkserverReply)
+    return reply
+
+
+def decode_request(data: bytes) -> Request:
+    """What a rank sent to a sidecar."""
+    request: Request = _decode(data, Request)
+    return request
+
+
+def decode_reply(data: bytes) -> Reply:
+    reply: Reply = _decode(data, Reply)
+    return reply
+
+
+def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
+    """Send one packet of a SOCK_SEQPACKET socket."""
+    socket.send_fds(sock, [encode(message)], list(fds))
+
+
+def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Receive one packet; empty at the end of the connection. The caller owns the descriptors (close-on-exec)."""
+    data, fds, flags, _ = socket.recv_fds(sock, MAX_PACKET_NBYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
+        close_all(fds)
+        raise ConnectionError("a packet was too large")
+    return data, fds
+
+
+def frame_head(body: bytes, fds: Sequence[int]) -> bytes:
+    return _HEAD.pack(len(body), len(fds))
+
+
+def parse_head(head: bytes) -> tuple[int, int]:
+    """Length of the body, and number of descriptors; :class:`ConnectionError` when they cannot be right."""
+    length, count = _HEAD.unpack(head)
+    if length > MAX_FRAME_NBYTES or count > _MAX_FDS:
+        raise ConnectionError(f"a frame of {length} bytes with {count} descriptors")
+    return length, count
+
+
+def write_frame(sock: socket.socket, message: msgspec.Struct) -> None:
+    """Send one frame without descriptors on a blocking socket."""
+    body = encode(message)
+    sock.sendall(frame_head(body, ()) + body)
+
+
+def read_frame(sock: socket.socket) -> tuple[bytes, list[int]] | None:
+    """Receive one frame from a blocking socket; None at the end of the connection. The caller owns the descriptors."""
+    fds: list[int] = []
+    head = b""
+    while len(head) < HEAD_NBYTES:
+        data, more, _, _ = socket.recv_fds(sock, HEAD_NBYTES - len(head), _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+        fds += more
+        if not data:
+            close_all(fds)
+            return None
+        head += data
+    length, count = parse_head(head)
+    body = bytearray(length)
+    view = memoryview(body)
+    while view:
+        received = sock.recv_into(view)
+        if not received:
+            close_all(fds)
+            return None
+        view = view[received:]
+    if len(fds) != count:
+        close_all(fds)
+        raise ConnectionError(f"a frame came with {len(fds)} descriptors in place of {count}")
+    return bytes(body), fds
+
+
+def close_all(fds: Sequence[int]) -> None:
+    for fd in fds:
+        os.close(fd)

@@ -1,0 +1,100 @@
+"""Every example does what it says, with the numbers that it promises; and a short run of the demo."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+LIMIT_S = 110.0
+
+
+def _run(*command: str, cwd: Path, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+    # The folder of the package is put first, so that the test is of this tree whatever is installed.
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, *command],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=limit_s,
+        check=False,
+    )
+
+
+def _example(tmp_path: Path, name: str) -> list[str]:
+    """Run ``name`` under a supervisor to its end; the RESULT lines of its ranks."""
+    folder = tmp_path / name
+    shutil.copytree(EXAMPLES / name, folder, ignore=shutil.ignore_patterns(".replicas", "__pycache__"))
+    done = _run("-m", "replicas.supervisor", str(folder / "run.toml"), cwd=tmp_path)
+    logs = {path: path.read_text() for path in sorted(folder.glob(".replicas/*/logs/**/*.log"))}
+    said = "\n".join([done.stderr, *(f"--- {path.relative_to(folder)}\n{text}" for path, text in logs.items())])
+    assert done.returncode == 0, said
+    results = [line.removeprefix("RESULT ") for text in logs.values() for line in text.splitlines() if "RESULT" in line]
+    return sorted(results)
+
+
+def test_two_replicas_all_reduce(tmp_path: Path) -> None:
+    names = "worker/0/1, worker/1/1"
+    assert _example(tmp_path, "two_replicas_all_reduce") == [
+        f"replica 0: the sum over {names} is 3",
+        f"replica 1: the sum over {names} is 3",
+    ]
+
+
+def test_ping_pong(tmp_path: Path) -> None:
+    (result,) = _example(tmp_path, "ping_pong")
+    assert result.startswith("the ball is at 20 after 10 rounds")
+
+
+def test_collectives(tmp_path: Path) -> None:
+    assert _example(tmp_path, "collectives") == [
+        f"replica {replica}: every collective gave the right numbers" for replica in range(3)
+    ]
+
+
+def test_averaging(tmp_path: Path) -> None:
+    results = _example(tmp_path, "averaging")
+    assert len(results) == 2
+    assert all(result.endswith("equal on 2 trainers") for result in results), results
+
+
+def test_embedding(tmp_path: Path) -> None:
+    done = _run(str(EXAMPLES / "embedding" / "main.py"), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "rollout 0 serves version 3" in done.stdout
+    assert "rollout 1 serves version 3" in done.stdout
+    assert "RESULT version 3 committed" in done.stdout
+
+
+def test_two_nodes(tmp_path: Path) -> None:
+    rank_0, rank_1, rollout = _example(tmp_path, "two_nodes")
+    nodes = {rank_0.split("on node ")[1][0], rank_1.split("on node ")[1][0]}
+    assert nodes == {"0", "1"}
+    assert rollout == "rollout: version 1, every weight is 3"
+
+
+def test_fsdp2(tmp_path: Path) -> None:
+    rollout, rank_0, rank_1 = _example(tmp_path, "fsdp2")
+    assert rollout == "rollout: version 3 is the trainer's, tensor by tensor"
+    assert rank_0.startswith("trainer rank 0: 3 versions")
+    assert rank_1.startswith("trainer rank 1: 3 versions")
+
+
+@pytest.mark.timeout(150)
+def test_demo_learns_and_reports(tmp_path: Path) -> None:
+    demo = str(EXAMPLES / "grpo" / "demo.py")
+    done = _run(demo, "--no-kill", "--steps", "25", "--out", str(tmp_path / "out"), cwd=tmp_path, limit_s=140)
+    assert done.returncode == 0, done.stdout + done.stderr
+    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    assert summary["problems"] == []
+    assert summary["versions_committed"] == 26
+    assert summary["reward_last"] > summary["reward_first"] + 0.1
+    assert (tmp_path / "out" / "reward.png").stat().st_size > 5_000

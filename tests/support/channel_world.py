@@ -1,0 +1,251 @@
+"""Simulated members round a real ChannelState: virtual time, one message at a time, in any interleaving.
+
+Each simulated member behaves as a rank does (it answers offers, forms lanes, keeps slots, loads what it is granted), but
+without bytes. Messages in both directions lie in queues, and the test decides which queue moves on.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from dataclasses import dataclass, field
+
+from replicas import messages as wire
+from replicas.config import ChannelConfig, Party
+from replicas.core.channel import ChannelState
+from replicas.core.effects import CommitDecision, Emit, Event, MemberLost, Record, Send, Sweep
+from replicas.core.identity import Member, ProcessIdentity
+from replicas.core.manifest import PartManifest, TensorSpec
+from replicas.core.roster import GroupShape
+
+MANIFEST = PartManifest(tensors=(TensorSpec("weight", "float32", (4,)),), aliases=(), pieces=None)
+
+
+def channel_config(**changes: object) -> ChannelConfig:
+    fields: dict[str, object] = {
+        "name": "policy",
+        "sources": (Party("trainer", "leader"),),
+        "targets": (Party("rollout", "all"),),
+    }
+    return ChannelConfig(**{**fields, **changes})  # type: ignore[arg-type]  # the test names valid fields
+
+
+def peer_config(ranks: str = "leader", **changes: object) -> ChannelConfig:
+    party = Party("peer", ranks)  # type: ignore[arg-type]  # the test names valid ranks
+    return channel_config(name="outer", sources=(), targets=(), peers=(party,), **changes)
+
+
+@dataclass(eq=False)
+class SimMember:
+    """A rank.
+
+    ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte.
+    ``granted``: versions, in order.
+    """
+
+    member: Member
+    world: World
+    outbox: deque[wire.FromMember] = field(default_factory=deque)
+    inbox: deque[wire.FromCoordinator] = field(default_factory=deque)
+    held: set[int] = field(default_factory=set)
+    incoming: dict[int, wire.TransferOffer] = field(default_factory=dict)
+    granted: list[int] = field(default_factory=list)
+    verdicts: dict[int, wire.PublishEnd] = field(default_factory=dict)
+    ends: dict[int, wire.OperationEnd] = field(default_factory=dict)
+    goes: list[wire.OperationGo] = field(default_factory=list)
+    commits: list[int] = field(default_factory=list)
+    publishes: int = 0
+    posts: int = 0
+    asked: bool = False
+    mute: bool = False
+    stuck: bool = False
+    refuse: wire.WireError | None = None
+    bad_digest: bool = False
+    seen: list[wire.FromCoordinator] = field(default_factory=list)
+
+    # ---------------------------------------------------------- what the user does
+
+    def publish(self, version: int | None = None, deadline_s: float = 60.0) -> int:
+        self.publishes += 1
+        self.outbox.append(wire.PublishBegin(self.publishes, version, deadline_s))
+        return self.publishes
+
+    def pack(self, publish: int, *, manifest: PartManifest | None = MANIFEST) -> None:
+        if manifest is None:
+            self.outbox.append(wire.Packed(publish, "", 0, "cpu", 0.0, 0.0))
+            return
+        self.outbox.append(wire.UploadManifest(manifest.hash, manifest.encode()))
+        self.outbox.append(wire.Packed(publish, manifest.hash, 16, "cpu", 0.0, 0.1))
+
+    def ask(self) -> None:
+        if not self.asked:
+            self.asked = True
+            self.outbox.append(wire.ReceiveAsk(len(self.granted) + 1, max(self.granted, default=0)))
+
+    def post(
+        self, kind: str, *, root: str = "", step: int | None = None, shape: tuple[int, ...] = (2,), **more: object
+    ) -> int:
+        self.posts += 1
+        segments = () if kind == "barrier" else (wire.Segment("float32", shape),)
+        fields: dict[str, object] = {"deadline_s": 60.0, "segments": segments, **more}
+        self.outbox.append(wire.OperationPost(post=self.posts, kind=kind, root=root, step=step, **fields))  # type: ignore[arg-type]  # by name
+        return self.posts
+
+    # ---------------------------------------------------------- what its library does
+
+    def handle(self, message: wire.FromCoordinator) -> None:
+        self.seen.append(message)
+        match message:
+            case wire.PublishEnd():
+                assert message.publish not in self.verdicts or self.verdicts[message.publish] == message
+                self.verdicts[message.publish] = message
+            case wire.Commit():
+                assert not self.commits or message.version > self.commits[-1], "a commit went backwards"
+                self.commits.append(message.version)
+            case wire.Discard():
+                self.held.discard(message.version)
+            case wire.ReceiveGrant():
+                assert message.version in self.held, f"granted {message.version}, holds {self.held}"
+                assert message.version > max(self.granted, default=0)
+                self.granted.append(message.version)
+                self.asked = False
+                self.outbox.append(wire.Loaded(message.version, 0.0))
+            case wire.OperationEnd():
+                assert message.post not in self.ends, "two verdicts"
+                self.ends[message.post] = message
+            case _ if not self.mute:
+                self._answer(message)
+
+    def _answer(self, message: wire.FromCoordinator) -> None:
+        match message:
+            case wire.LaneForm():
+                self.outbox.append(wire.LaneFormed(message.lane, 0.05))
+            case wire.TransferOffer():
+                if self.refuse is not None and message.role == "receive":
+                    self.outbox.append(wire.TransferFailed(message.transfer, self.refuse))
+                else:
+                    self.incoming[message.transfer] = message
+                    self.outbox.append(wire.TransferReady(message.transfer))
+            case wire.TransferGo() if not self.stuck:
+                self._transfer(self.incoming.pop(message.transfer), message)
+            case wire.TransferCancel():
+                self.incoming.pop(message.transfer, None)
+            case wire.OperationGo():
+                self.goes.append(message)
+                self.outbox.append(wire.OperationDone(message.operation, 0.01))
+
+    def _transfer(self, offer: wire.TransferOffer, go: wire.TransferGo) -> None:
+        digest = f"digest-{offer.version}"
+        if self.bad_digest and offer.role == "receive":
+            digest = "broken"
+        image = digest if offer.mode == "image" or offer.role == "receive" else ""
+        parts = {owner: f"part-{offer.version}-{owner}" for owner in go.owners} if offer.mode == "parts" else {}
+        if offer.mode == "parts" and offer.role == "send":
+            rank = self.world.lane_rank(go.lane, self.member)
+            parts = {rank: f"part-{offer.version}-{rank}"}
+        if offer.role == "receive":
+            self.held.add(offer.version)
+        self.outbox.append(wire.TransferDone(go.transfer, image, parts, 0.1, 0.01))
+
+
+class World:
+    """A channel and its members. Time is :attr:`now`."""
+
+    def __init__(self, config: ChannelConfig | None = None, groups: dict[str, GroupShape] | None = None) -> None:
+        self.config = config or channel_config()
+        self.groups = groups or {}
+        self.now = 1000.0
+        self.state = ChannelState(self.config, self.groups, run="run", term=1, store=lambda: ("127.0.0.1", 1), floor=0)
+        self.members: dict[Member, SimMember] = {}
+        self.decisions: list[CommitDecision] = []
+        self.events: list[Event] = []
+        self.swept: list[str] = []
+        self._nonces = itertools.count(1)
+        self._lanes: dict[str, dict[Member, int]] = {}
+
+    def lane_rank(self, lane: str, member: Member) -> int:
+        return self._lanes.get(lane, {}).get(member, 0)
+
+    def join(self, name: str, *, world_size: int = 1, **changes: object) -> SimMember:
+        group, replica, rank = name.split("/")
+        hello = wire.Hello(
+            protocol=wire.PROTOCOL,
+            run="run",
+            channel=self.config.name,
+            group=group,
+            replica=int(replica),
+            rank=int(rank),
+            world_size=world_size,
+            incarnation=f"n{next(self._nonces)}",
+            generation=1,
+            process=ProcessIdentity(1, 1, "boot", 1),
+            **changes,  # type: ignore[arg-type]  # the test names valid fields
+        )
+        state, older = self.state.join(hello, "127.0.0.1", self.now)
+        if older is not None:
+            self.members.pop(older.member, None)
+        sim = SimMember(state.member, self)
+        sim.publishes = self.state.commits.publishes.count(group, int(replica))
+        self.members[state.member] = sim
+        self._collect()
+        return sim
+
+    def lose(self, sim: SimMember, reason: str = "exited") -> None:
+        self.members.pop(sim.member, None)
+        self.state.lose(sim.member, reason, self.now)
+        self._collect()
+
+    def _collect(self) -> None:
+        for effect in self.state.drain():
+            match effect:
+                case Send():
+                    if isinstance(effect.message, wire.LaneForm):
+                        self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.rank
+                    if effect.member in self.members:
+                        self.members[effect.member].inbox.append(effect.message)
+                case Record():
+                    assert all(effect.decision.version > old.version for old in self.decisions)
+                    self.decisions.append(effect.decision)
+                case Emit():
+                    self.events.append(effect.event)
+                    if isinstance(effect.event, MemberLost):
+                        self.members.pop(effect.event.member, None)
+                case Sweep():
+                    self.swept.append(effect.prefix)
+
+    def up(self, sim: SimMember) -> bool:
+        """Deliver one message of the member to the coordinator."""
+        if not sim.outbox or sim.member not in self.members:
+            return False
+        self.state.receive(sim.member, sim.outbox.popleft(), self.now)
+        self._collect()
+        return True
+
+    def down(self, sim: SimMember) -> bool:
+        """Deliver one message of the coordinator to the member."""
+        if not sim.inbox:
+            return False
+        sim.handle(sim.inbox.popleft())
+        return True
+
+    def run(self, frozen: tuple[SimMember, ...] = ()) -> None:
+        """Deliver until nothing moves."""
+        moved = True
+        while moved:
+            moved = False
+            for sim in [sim for sim in self.members.values() if sim not in frozen]:
+                while self.down(sim) or self.up(sim):
+                    moved = True
+
+    def advance(self, seconds: float, *, heartbeats: bool = True, frozen: tuple[SimMember, ...] = ()) -> None:
+        """Let time pass in small steps, with heartbeats of everyone that is not frozen."""
+        end = self.now + seconds
+        while self.now < end:
+            self.now = min(end, self.now + 0.5)
+            if heartbeats:
+                for member, sim in self.members.items():
+                    if sim not in frozen:
+                        self.state.seen(member, self.now)
+            self.state.tick(self.now)
+            self._collect()
+            self.run(frozen)

@@ -1,0 +1,201 @@
+"""A real run in a folder of its own: ``python -m replicas.supervisor`` as a child, and what shows of it outside."""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from replicas.control.client import fetch_status
+from replicas.status import RunStatus
+from replicas.supervisor.processes import start_time
+
+__all__ = ["MARK", "ROOT", "Run", "alive", "eventually", "leftovers", "processes_marked", "running"]
+
+ROOT = Path(__file__).resolve().parents[2]
+MARK = "TEST_RUN_MARK"
+
+
+def eventually(condition: Callable[[], Any], what: str, *, timeout_s: float = 20.0) -> Any:
+    """The first true value of ``condition``, which is asked again and again up to a deadline."""
+    deadline = time.monotonic() + timeout_s
+    while not (value := condition()):
+        assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
+        time.sleep(0.02)
+    return value
+
+
+def alive(pid: int) -> bool:
+    """Whether a process exists and is no zombie."""
+    return start_time(pid) is not None
+
+
+def processes_marked(mark: str) -> dict[int, str]:
+    """Command lines, by pid, of the living processes that inherited ``TEST_RUN_MARK=mark``."""
+    entry = f"{MARK}={mark}".encode()
+    found: dict[int, str] = {}
+    for folder in Path("/proc").iterdir():
+        if not folder.name.isdigit():
+            continue
+        try:
+            if entry in (folder / "environ").read_bytes().split(b"\0") and alive(int(folder.name)):
+                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+        except OSError:
+            continue  # it ended meanwhile, or belongs to someone else
+    return found
+
+
+def leftovers() -> set[str]:
+    """What a run could leave on the machine outside its own folder: shared memory, sockets' names, torchrun's folders."""
+    names = {str(path) for path in Path("/dev/shm").iterdir()}
+    names |= {str(path) for path in Path("/tmp").glob("torchelastic_*")}
+    sockets = Path("/proc/net/unix").read_text().splitlines()[1:]
+    return names | {line.split()[7] for line in sockets if "replicas-" in line}
+
+
+class Run:
+    """One supervised run. ``text`` is its TOML without ``schema_version``, ``[run]`` and ``[control]``."""
+
+    def __init__(self, folder: Path, text: str, *, stop_when: str = "[]", name: str = "test", head: str = "") -> None:
+        self.folder = folder
+        self.name = name
+        self.mark = secrets.token_hex(8)
+        self.config = folder / "run.toml"
+        control = "" if "[control]" in head else '[control]\nlisten = "127.0.0.1:0"\n'
+        first = f'schema_version = 1\n[run]\nname = "{name}"\nstop_when = {stop_when}\n'
+        self.config.write_text(first + control + head + text)
+        self.state_dir = folder / ".replicas" / name
+        self.lines: list[str] = []
+        self._queue: queue.Queue[str | None] = queue.Queue()
+        self._popen: subprocess.Popen[str] | None = None
+        self._before = leftovers()
+
+    def start(self) -> Run:
+        env = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        self._popen = subprocess.Popen(
+            [sys.executable, "-m", "replicas.supervisor", str(self.config)],
+            env=env,
+            cwd=self.folder,
+            stdin=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        self._reader = threading.Thread(target=self._read, args=(self._popen,), daemon=True)
+        self._reader.start()
+        return self
+
+    def _read(self, popen: subprocess.Popen[str]) -> None:
+        assert popen.stderr is not None
+        with popen.stderr as lines:
+            for line in lines:
+                self._queue.put(line.rstrip("\n"))
+        self._queue.put(None)
+
+    @property
+    def pid(self) -> int:
+        assert self._popen is not None
+        return self._popen.pid
+
+    def wait_line(self, text: str, *, timeout_s: float = 30.0) -> str:
+        """The next line of its stderr with ``text`` in it."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            try:
+                line = self._queue.get(timeout=max(0.0, deadline - time.monotonic()))
+            except queue.Empty:
+                raise AssertionError(f"no line with {text!r} within {timeout_s} s; lines: {self.lines}") from None
+            assert line is not None, f"the supervisor ended without a line with {text!r}; lines: {self.lines}"
+            self.lines.append(line)
+            if text in line:
+                return line
+
+    def wait(self, *, timeout_s: float = 30.0) -> int:
+        """Its exit code."""
+        assert self._popen is not None
+        code = self._popen.wait(timeout_s)
+        while (line := self._queue.get(timeout=5)) is not None:
+            self.lines.append(line)
+        return code
+
+    def signal(self, signum: int) -> None:
+        assert self._popen is not None
+        self._popen.send_signal(signum)
+
+    def endpoint(self) -> str:
+        """``host:port`` of its control port, once it is there."""
+        path = self.state_dir / "endpoint.json"
+        eventually(path.exists, "the endpoint file")
+        return str(msgspec.json.decode(path.read_bytes())["endpoint"])
+
+    def status(self) -> RunStatus:
+        return fetch_status(self.endpoint())
+
+    def processes(self) -> dict[int, str]:
+        """Every living process of the run but the supervisor."""
+        return {pid: line for pid, line in processes_marked(self.mark).items() if pid != self.pid}
+
+    def find(self, text: str, *, besides: int = 0) -> int:
+        """Pid of a process of the run (but ``besides``) with ``text`` in its command line, once there is one."""
+
+        def look() -> int:
+            return next((pid for pid, line in self.processes().items() if text in line and pid != besides), 0)
+
+        return int(eventually(look, f"a process with {text!r} in its command line"))
+
+    def assert_nothing_left(self, *ports: int, timeout_s: float = 10.0) -> None:
+        """No process, port, socket or shared memory of the run is there after at most 10 s."""
+        deadline = time.monotonic() + timeout_s
+        eventually(
+            lambda: not processes_marked(self.mark), f"the end of {processes_marked(self.mark)}", timeout_s=timeout_s
+        )
+        remaining_s = max(0.5, deadline - time.monotonic())
+        eventually(lambda: leftovers() <= self._before, f"only {self._before} left", timeout_s=remaining_s)
+        for port in ports:
+            with socket.socket() as probe:
+                assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still open"
+
+    def log(self, replica: str, generation: int = 1, rank: int = 0) -> Path:
+        return self.state_dir / "logs" / replica / f"gen-{generation}" / f"rank-{rank}.log"
+
+    def clean_up(self) -> None:
+        """End what is left of it, whatever happened."""
+        if self._popen is not None and self._popen.poll() is None:
+            self._popen.kill()
+            self._popen.wait(10)
+        for pid in processes_marked(self.mark):
+            try:
+                pidfd = os.pidfd_open(pid)
+            except OSError:
+                continue
+            try:
+                if pid in processes_marked(self.mark):
+                    signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+            finally:
+                os.close(pidfd)
+        if self._popen is not None:
+            self._reader.join(10)
+
+
+@contextmanager
+def running(folder: Path, text: str, **options: Any) -> Iterator[Run]:
+    """A started run, ended at the end of the block whatever happened in it."""
+    run = Run(folder, text, **options)
+    try:
+        yield run.start()
+    finally:
+        run.clean_up()

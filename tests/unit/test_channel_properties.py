@@ -1,0 +1,159 @@
+"""Any interleaving of joins, deaths, freezes, publishes, receives and late messages keeps the invariants.
+
+I1: every publish ends. I2: a replica is granted committed versions only, each rank of it the same ones in the same order,
+never an older one after a newer. I4: when the faults stop, the next publish commits and every target holds it.
+"""
+
+from __future__ import annotations
+
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from replicas import messages as wire
+from replicas.core.roster import GroupShape
+from tests.support.channel_world import SimMember, World
+
+NAMES = ("trainer/0/0", "rollout/0/0", "rollout/0/1", "rollout/1/0", "rollout/1/1")
+WORLD_SIZES = {"trainer": 1, "rollout": 2}
+
+
+class Channel(RuleBasedStateMachine):
+    def __init__(self) -> None:
+        super().__init__()
+        self.world = World(groups={"rollout": GroupShape(replicas=2, world_size=2, heartbeat_timeout_s=20.0)})
+        self.grants: dict[tuple[str, int], list[int]] = {}
+        self.frozen: set[SimMember] = set()
+
+    def _sims(self) -> list[SimMember]:
+        return [sim for sim in self.world.members.values() if sim not in self.frozen]
+
+    def _join(self, name: str) -> None:
+        before = {sim.member for sim in self.world.members.values()}
+        sim = self.world.join(name, world_size=WORLD_SIZES[name.split("/")[0]])
+        assert sim.member not in before
+
+    @rule(name=st.sampled_from(NAMES))
+    def join(self, name: str) -> None:
+        self._join(name)
+
+    @precondition(lambda self: self.world.members)
+    @rule(data=st.data())
+    def die(self, data: st.DataObject) -> None:
+        sim = data.draw(st.sampled_from(list(self.world.members.values())))
+        self.frozen.discard(sim)
+        self.world.lose(sim)
+
+    @precondition(lambda self: self._sims())
+    @rule(data=st.data())
+    def freeze(self, data: st.DataObject) -> None:
+        self.frozen.add(data.draw(st.sampled_from(self._sims())))
+
+    @rule()
+    def wake(self) -> None:
+        self.frozen.clear()
+
+    @rule(version=st.one_of(st.none(), st.integers(1, 40)))
+    def publish(self, version: int | None) -> None:
+        for sim in self._sims():
+            if sim.member.group == "trainer":
+                sim.pack(sim.publish(version))
+
+    @rule(data=st.data())
+    def ask(self, data: st.DataObject) -> None:
+        targets = [sim for sim in self._sims() if sim.member.group == "rollout"]
+        if targets:
+            data.draw(st.sampled_from(targets)).ask()
+
+    @precondition(lambda self: self._sims())
+    @rule(data=st.data(), count=st.integers(1, 12))
+    def deliver(self, data: st.DataObject, count: int) -> None:
+        for _ in range(count):
+            sims = self._sims()
+            if not sims:
+                return
+            sim = data.draw(st.sampled_from(sims))
+            if data.draw(st.booleans()):
+                self.world.up(sim)
+            else:
+                self.world.down(sim)
+
+    @precondition(lambda self: self._sims())
+    @rule(data=st.data())
+    def late_message(self, data: st.DataObject) -> None:
+        """A reply of long ago: of another lane, another transfer, another publish."""
+        sim = data.draw(st.sampled_from(self._sims()))
+        error = wire.WireError("SyncError", "late")
+        late = data.draw(
+            st.sampled_from(
+                [
+                    wire.LaneFormed("0.999", 0.1),
+                    wire.LaneFailed("0.999", error),
+                    wire.TransferDone(9999, "digest-0", {}, 0.1, 0.1),
+                    wire.TransferFailed(9999, error),
+                    wire.Packed(77, "", 0, "cpu", 0.0, 0.0),
+                    wire.PackFailed(77, error),
+                    wire.OperationDone(9999, 0.1),
+                ]
+            )
+        )
+        sim.outbox.append(late)
+
+    @rule(seconds=st.sampled_from([0.5, 4.0, 25.0, 70.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.world.advance(seconds, frozen=tuple(self.frozen))
+
+    @invariant()
+    def grants_are_committed_and_grow(self) -> None:
+        committed = {decision.version for decision in self.world.decisions}
+        for sim in self.world.members.values():
+            assert set(sim.granted) <= committed
+            assert sim.granted == sorted(set(sim.granted))
+
+    @invariant()
+    def ranks_of_a_replica_agree(self) -> None:
+        for replica in range(2):
+            ranks = [s for s in self.world.members.values() if s.member.replica_name == f"rollout/{replica}"]
+            by_round = [s.granted for s in ranks]
+            if len(by_round) == 2:
+                common = set(by_round[0]) & set(by_round[1])
+                first = [v for v in by_round[0] if v in common]
+                assert first == [v for v in by_round[1] if v in common]
+
+    def teardown(self) -> None:
+        """The faults stop: everything must come to rest, and the next publish must reach everybody."""
+        self.frozen.clear()
+        self.world.advance(130.0)
+        for name in NAMES:
+            if self.world.state.roster.holder_of(name) is None:
+                self._join(name)
+        self.world.advance(130.0)
+        assert not self.world.state.commits.publishes.open()
+        trainer = next(s for s in self.world.members.values() if s.member.group == "trainer")
+        number = trainer.publish()
+        trainer.pack(number)
+        self.world.advance(1.0)
+        verdict = trainer.verdicts[number]
+        assert verdict.receipt is not None, verdict
+        assert len(verdict.receipt.members) == 4
+        for sim in self.world.members.values():
+            if sim.member.group == "rollout":
+                assert verdict.receipt.version in sim.held
+                sim.ask()
+        self.world.advance(1.0)
+        for sim in self.world.members.values():
+            if sim.member.group == "rollout":
+                sim.ask()
+        self.world.advance(1.0)
+        loaded = {self.world.state.rounds.of("rollout", replica).loaded for replica in range(2)}
+        assert loaded == {verdict.receipt.version}
+        assert len(self.world.state.lanes) <= 1, "lanes pile up"
+
+
+Channel.TestCase.settings = settings(
+    max_examples=40,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
+)
+TestChannel = Channel.TestCase

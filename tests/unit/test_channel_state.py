@@ -1,0 +1,435 @@
+"""Histories of a weight channel: what is committed, who is told what, and who gets which version."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas import errors
+from replicas import messages as wire
+from replicas.config import Party
+from replicas.core.effects import MemberLost, ReplicaLoaded, Retried
+from replicas.core.manifest import PartManifest, Piece, TensorSpec
+from replicas.core.roster import GroupShape
+from tests.support.channel_world import World, channel_config
+
+
+def publish(world: World, *sims: object, **more: object) -> None:
+    for sim in sims:
+        number = sim.publish(**more)  # type: ignore[attr-defined]  # SimMember
+        sim.pack(number)  # type: ignore[attr-defined]  # SimMember
+
+
+def test_a_version_commits_when_every_target_holds_it() -> None:
+    world = World()
+    trainer, first, second = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
+    publish(world, trainer)
+    world.run()
+    receipt = trainer.verdicts[1].receipt
+    assert receipt is not None
+    assert [m.name for m in receipt.members] == ["rollout/0/0", "rollout/1/0"]
+    assert receipt.version == 1
+    assert receipt.lost == ()
+    assert world.decisions[0].digest == "digest-1"
+    assert first.commits == second.commits == trainer.commits == [1]
+
+
+def test_without_targets_it_commits_on_the_source_alone() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0")
+    publish(world, trainer)
+    world.run()
+    assert trainer.verdicts[1].receipt is not None
+    assert world.decisions[0].digest == "digest-1"
+
+
+def test_the_lane_is_kept_for_the_next_version_and_reformed_after_a_join() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    for _ in range(3):
+        publish(world, trainer)
+        world.run()
+    assert sum(isinstance(m, wire.LaneForm) for m in target.seen) == 1
+    world.join("rollout/1/0")
+    world.run()
+    publish(world, trainer)
+    world.run()
+    assert sum(isinstance(m, wire.LaneForm) for m in trainer.seen) == 2
+
+
+def test_a_chosen_version_that_is_not_newer_is_refused() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0")
+    publish(world, trainer, version=5)
+    world.run()
+    trainer.publish(version=5)
+    world.run()
+    error = trainer.verdicts[2].error
+    assert error is not None
+    assert error.kind == "StaleVersion"
+    assert error.message == "version 5 is not newer than version 5 of channel 'policy'"
+
+
+def test_all_ranks_of_a_source_get_one_verdict() -> None:
+    world = World(groups={"trainer": GroupShape(world_size=2)})
+    leader, other = world.join("trainer/0/0", world_size=2), world.join("trainer/0/1", world_size=2)
+    number = leader.publish()
+    other.publish()
+    other.pack(number, manifest=None)
+    full = wire.WireError("NoCapacity", "the arena needs 5 GiB")
+    leader.outbox.append(wire.PackFailed(number, full))
+    world.run()
+    for sim in (leader, other):
+        error = sim.verdicts[number].error
+        assert error is not None
+        assert (error.kind, error.message, error.unanimous) == ("NoCapacity", "the arena needs 5 GiB", True)
+
+
+def test_a_rank_that_begins_late_gets_the_same_verdict() -> None:
+    world = World(groups={"trainer": GroupShape(world_size=2)})
+    leader, other = world.join("trainer/0/0", world_size=2), world.join("trainer/0/1", world_size=2)
+    publish(world, leader)
+    world.run()
+    other.publish()
+    world.run()
+    assert other.verdicts[1] == leader.verdicts[1]
+
+
+def test_ranks_that_choose_different_versions_disagree() -> None:
+    world = World(groups={"trainer": GroupShape(world_size=2)})
+    leader, other = world.join("trainer/0/0", world_size=2), world.join("trainer/0/1", world_size=2)
+    leader.publish(version=3)
+    other.publish(version=4)
+    world.run()
+    assert {sim.verdicts[1].error.kind for sim in (leader, other)} == {"RanksDisagree"}  # type: ignore[union-attr]  # both failed
+
+
+def test_a_target_that_dies_in_mid_transfer_is_left_out() -> None:
+    world = World()
+    trainer, first, second = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
+    second.mute = True
+    publish(world, trainer)
+    world.run()
+    assert not trainer.verdicts
+    world.lose(second)
+    world.run()
+    receipt = trainer.verdicts[1].receipt
+    assert receipt is not None
+    assert receipt.lost == ("rollout/1/0",)
+    assert [m.name for m in receipt.members] == ["rollout/0/0"]
+    assert first.commits == [1]
+
+
+def test_on_lost_raise_fails_the_publish_and_the_next_one_works() -> None:
+    world = World(channel_config(on_lost="raise"))
+    trainer, first, second = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
+    second.mute = True
+    publish(world, trainer)
+    world.run()
+    world.lose(second)
+    world.run()
+    assert trainer.verdicts[1].error is not None
+    assert trainer.verdicts[1].error.kind == "PeersLost"
+    assert first.commits == []
+    publish(world, trainer)
+    world.run()
+    assert first.commits == [2]
+
+
+def test_a_frozen_target_costs_seconds_and_no_eviction() -> None:
+    world = World()
+    trainer, first, second = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
+    publish(world, trainer)
+    world.advance(5.0, frozen=(second,))
+    receipt = trainer.verdicts[1].receipt
+    assert receipt is not None
+    assert receipt.lost == ("rollout/1/0",)
+    assert second.member in world.state.roster
+    world.advance(3.0)
+    assert 1 in second.held, "it is caught up when it wakes"
+    assert first.commits == second.commits == [1]
+
+
+def test_a_lease_that_runs_out_is_a_loss() -> None:
+    world = World(groups={"rollout": GroupShape(heartbeat_timeout_s=10.0)})
+    world.join("trainer/0/0")
+    target = world.join("rollout/0/0")
+    world.advance(11.0, frozen=(target,))
+    assert [e.reason for e in world.events if isinstance(e, MemberLost)] == ["lease"]
+
+
+def test_the_pause_of_the_coordinator_itself_evicts_nobody() -> None:
+    world = World()
+    target = world.join("rollout/0/0")
+    world.now += 90.0
+    world.state.roster.forgive(90.0)
+    world.state.tick(world.now)
+    assert target.member in world.state.roster
+
+
+def test_the_source_dies_before_anyone_has_it_and_its_number_is_not_used_again() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    target.mute = True
+    publish(world, trainer)
+    world.run()
+    world.lose(trainer)
+    world.run()
+    assert target.commits == []
+    target.mute = False
+    trainer = world.join("trainer/0/0")
+    publish(world, trainer)
+    world.run()
+    assert target.commits == [2]
+
+
+def test_a_verified_version_is_served_on_by_a_target_when_the_source_is_gone() -> None:
+    world = World()
+    trainer, first, second = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
+    second.stuck = True
+    publish(world, trainer)
+    world.run()
+    assert not world.decisions
+    world.lose(trainer)
+    second.stuck = False
+    world.run()
+    assert first.commits == second.commits == [1]
+
+
+def test_a_late_joiner_is_caught_up_from_a_target_and_leaves_the_trainer_alone() -> None:
+    world = World()
+    trainer, first = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(world, trainer)
+    world.run()
+    offers = sum(isinstance(m, wire.TransferOffer) for m in trainer.seen)
+    late = world.join("rollout/1/0")
+    world.run()
+    assert late.held == {1}
+    assert sum(isinstance(m, wire.TransferOffer) for m in trainer.seen) == offers
+    assert any(isinstance(m, wire.TransferOffer) and m.role == "send" for m in first.seen)
+
+
+def test_a_join_waits_for_the_boundary_and_does_not_disturb_the_transfer() -> None:
+    world = World()
+    trainer, first = world.join("trainer/0/0"), world.join("rollout/0/0")
+    first.mute = True
+    publish(world, trainer)
+    world.run()
+    epoch = world.state.roster.epoch
+    late = world.join("rollout/1/0")
+    world.run()
+    assert world.state.roster.epoch == epoch
+    world.lose(first)
+    world.run()
+    assert late.commits == [1]
+    assert late.held == {1}
+
+
+def test_a_target_without_memory_is_left_behind_and_the_others_go_on() -> None:
+    world = World()
+    trainer, first, second = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
+    second.refuse = wire.WireError("NoCapacity", "no memory")
+    publish(world, trainer)
+    world.run()
+    receipt = trainer.verdicts[1].receipt
+    assert receipt is not None
+    assert receipt.lost == ("rollout/1/0",)
+    assert first.held == {1}
+    second.refuse = None
+    world.advance(5.0)
+    assert second.held == {1}
+
+
+def test_all_targets_without_memory_fail_the_publish() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    target.refuse = wire.WireError("NoCapacity", "no memory")
+    publish(world, trainer)
+    world.run()
+    assert trainer.verdicts[1].error is not None
+    assert trainer.verdicts[1].error.kind == "NoCapacity"
+
+
+def test_a_wrong_digest_is_never_committed() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    target.bad_digest = True
+    publish(world, trainer)
+    world.run()
+    assert trainer.verdicts[1].error is not None
+    assert "digests differ at rollout/0/0" in trainer.verdicts[1].error.message
+    assert world.decisions == []
+
+
+def test_a_failed_lane_is_built_once_more() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    target.mute = True
+    publish(world, trainer)
+    world.run()
+    lane = next(m.lane for m in target.seen if isinstance(m, wire.LaneForm))
+    target.mute = False
+    world.state.receive(target.member, wire.LaneFailed(lane, wire.WireError("SyncError", "reset by peer")), world.now)
+    world._collect()
+    world.run()
+    assert trainer.verdicts[1].receipt is not None
+    assert [e.reason for e in world.events if isinstance(e, Retried)] == ["failed"]
+    assert len(set(world.swept)) == len(world.swept) > 0
+
+
+def test_min_targets() -> None:
+    world = World(channel_config(min_targets=2))
+    trainer, first = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(world, trainer)
+    world.run()
+    assert trainer.verdicts[1].error is not None
+    assert trainer.verdicts[1].error.kind == "PeersLost"
+    world.join("rollout/1/0")
+    world.run()
+    publish(world, trainer)
+    world.run()
+    assert first.commits == [2]
+
+
+def test_the_deadline_names_who_was_late() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    target.mute = True
+    publish(world, trainer, deadline_s=10.0)
+    world.advance(11.0)
+    error = trainer.verdicts[1].error
+    assert error is not None
+    assert error.members == ("rollout/0/0",)
+    assert (error.kind, error.phase) == ("DeadlineExceeded", "form")
+
+
+def test_a_rank_that_never_packs_ends_by_the_deadline() -> None:
+    world = World(channel_config(sources=(Party("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    first = world.join("trainer/0/0", world_size=2)
+    world.join("trainer/0/1", world_size=2)
+    publish(world, first, deadline_s=5.0)
+    world.advance(6.0)
+    error = first.verdicts[1].error
+    assert error is not None
+    assert (error.kind, error.phase, error.members) == ("DeadlineExceeded", "pack", ("trainer/0/1",))
+
+
+def test_tensors_that_do_not_fit_the_manifest_are_refused_unless_asked_for() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0")
+    publish(world, trainer)
+    world.run()
+    other = PartManifest(tensors=(TensorSpec("weight", "float32", (5,)),), aliases=(), pieces=None)
+    number = trainer.publish()
+    trainer.pack(number, manifest=other)
+    world.run()
+    error = trainer.verdicts[number].error
+    assert error is not None
+    assert error.kind == "ManifestMismatch"
+    assert "weight" in error.message
+
+
+def test_parts_of_all_ranks_make_one_version() -> None:
+    world = World(channel_config(sources=(Party("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    ranks = [world.join(f"trainer/0/{rank}", world_size=2) for rank in range(2)]
+    target = world.join("rollout/0/0")
+    spec = TensorSpec("weight", "float32", (4,))
+    for rank, sim in enumerate(ranks):
+        part = PartManifest((spec,), (), (Piece(0, (2 * rank,), (2,), 0),))
+        sim.pack(sim.publish(), manifest=part)
+    world.run()
+    assert target.held == {1}
+    assert all(sim.verdicts[1].receipt is not None for sim in ranks)
+    late = world.join("rollout/1/0")
+    world.run()
+    assert late.held == {1}
+
+
+def test_ranks_of_a_replica_load_the_same_versions_in_lockstep() -> None:
+    world = World(groups={"rollout": GroupShape(world_size=2)})
+    trainer = world.join("trainer/0/0")
+    ranks = [world.join(f"rollout/0/{rank}", world_size=2) for rank in range(2)]
+    publish(world, trainer)
+    world.run()
+    ranks[0].ask()
+    world.run()
+    publish(world, trainer)
+    world.run()
+    ranks[0].ask()
+    world.run()
+    assert ranks[0].granted == [1], "the second round waits until both ranks have loaded the first"
+    ranks[1].ask()
+    world.run()
+    assert ranks[1].granted == [1]
+    ranks[1].ask()
+    world.run()
+    assert ranks[0].granted == ranks[1].granted == [1, 2]
+    assert [e.version for e in world.events if isinstance(e, ReplicaLoaded)] == [1, 0, 2]
+
+
+def test_a_round_waits_for_all_ranks_to_join() -> None:
+    world = World(groups={"rollout": GroupShape(world_size=2)})
+    trainer, first = world.join("trainer/0/0"), world.join("rollout/0/0", world_size=2)
+    publish(world, trainer)
+    first.ask()
+    world.run()
+    assert first.granted == []
+    second = world.join("rollout/0/1", world_size=2)
+    second.ask()
+    world.run()
+    assert first.granted == second.granted == [1]
+
+
+def test_a_failed_load_makes_the_replica_partial_until_it_loads_again() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(world, trainer)
+    target.ask()
+    world.run()
+    world.state.receive(target.member, wire.LoadFailed(1, wire.WireError("InternalError", "boom")), world.now)
+    assert world.state.rounds.of("rollout", 0).partial
+    publish(world, trainer)
+    target.ask()
+    world.run()
+    assert target.granted == [1, 2]
+    assert not world.state.rounds.of("rollout", 0).partial
+
+
+def test_watching_for_loads() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(world, trainer)
+    trainer.outbox.append(wire.WatchLoaded(7, 1))
+    world.run()
+    assert not [m for m in trainer.seen if isinstance(m, wire.WatchEnd)]
+    target.ask()
+    world.run()
+    assert [(m.watch, m.version) for m in trainer.seen if isinstance(m, wire.WatchEnd)] == [(7, 1)]
+
+
+def test_a_second_join_fences_the_first() -> None:
+    world = World()
+    first = world.join("rollout/0/0")
+    second = world.join("rollout/0/0")
+    assert first.member not in world.state.roster
+    assert second.member in world.state.roster
+
+
+def test_a_group_without_a_part_in_the_channel_may_only_observe() -> None:
+    world = World()
+    with pytest.raises(errors.UnknownChannel, match=r'group "router" has no part in channel "policy"'):
+        world.join("router/0/0")
+    observer = world.join("router/0/0", observe=True)
+    trainer = world.join("trainer/0/0")
+    publish(world, trainer)
+    world.run()
+    assert observer.commits == [1]
+    assert not observer.held
+
+
+def test_only_sources_publish() -> None:
+    world = World()
+    target = world.join("rollout/0/0")
+    target.publish()
+    world.run()
+    assert target.verdicts[1].error is not None
+    assert target.verdicts[1].error.kind == "UsageError"

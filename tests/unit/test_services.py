@@ -1,0 +1,55 @@
+"""What is deployed names only metrics, commands and exit codes that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from replicas.control import cli
+from replicas.metrics import Metrics
+from replicas.status import ChannelStatus, GroupStatus, RunStatus, StoreStatus
+
+SERVICE = Path(__file__).parents[2] / "services" / "supervisor"
+
+
+def known_metrics() -> set[str]:
+    status = RunStatus(
+        run="x",
+        version="0",
+        endpoint="",
+        pid=1,
+        uptime_s=0.0,
+        ready=True,
+        store=StoreStatus(up=True, host="", port=0),
+        groups=(GroupStatus(name="a", launcher="exec", world_size=1, replicas=()),),
+        channels=(ChannelStatus(name="p", epoch=0, committed_version=0, digest="", members=()),),
+    )
+    text = Metrics(lambda: status).render().decode()
+    names = set(re.findall(r"^# TYPE (replicas_\w+) (?!histogram)", text, re.MULTILINE))
+    histograms = re.findall(r"^# TYPE (replicas_\w+) histogram", text, re.MULTILINE)
+    return names | {f"{name}_{end}" for name in histograms for end in ("bucket", "sum", "count")} | set(histograms)
+
+
+@pytest.mark.parametrize("name", ["alerts.yml", "alerts_test.yml"])
+def test_rules_use_metrics_that_exist(name: str) -> None:
+    used = set(re.findall(r"\breplicas_\w+", (SERVICE / name).read_text()))
+    assert used
+    assert used <= known_metrics()
+
+
+def test_the_tests_of_the_rules_name_rules_that_exist() -> None:
+    rules = set(re.findall(r"alert: (\w+)", (SERVICE / "alerts.yml").read_text()))
+    tested = set(re.findall(r"alertname: (\w+)", (SERVICE / "alerts_test.yml").read_text()))
+    assert tested <= rules
+
+
+def test_the_unit_runs_a_command_that_exists() -> None:
+    unit = (SERVICE / "replicas@.service").read_text()
+    command = re.search(r"^ExecStart=\S+/replicas (\w+) ", unit, re.MULTILINE)
+    assert command is not None
+    assert command[1] in {info.name or getattr(info.callback, "__name__", "") for info in cli.app.registered_commands}
+    prevented = re.search(r"^RestartPreventExitStatus=(.*)$", unit, re.MULTILINE)
+    assert prevented is not None
+    assert [int(code) for code in prevented[1].split()] == [cli.FAILED, cli.USAGE, cli.SUPERVISED, cli.BAD_CONFIG]
