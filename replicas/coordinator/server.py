@@ -49,7 +49,7 @@ def session_route(engine: Engine, token: str) -> WebSocketRoute:
             return
         finally:
             if websocket.application_state is not WebSocketState.DISCONNECTED:
-                with contextlib.suppress(RuntimeError, OSError):  # the peer may be gone already
+                with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the peer may be gone already
                     await websocket.close()
 
     return WebSocketRoute("/session", endpoint)

@@ -208,9 +208,11 @@ class PartManifest(msgspec.Struct, frozen=True, dict=True):
     def validate(self) -> None:
         """Raise :class:`ManifestMismatch` unless names are unique and pieces lie within their tensors."""
         _check_tensors(self.tensors, self.aliases)
-        total = self.nbytes
         for piece in self.pieces or ():
-            _check_piece(piece, self.tensors, total)
+            _check_piece(piece, self.tensors)
+        end = max((_end(piece, self.tensors) for piece in self.pieces or ()), default=0)
+        if self.pieces is not None and end > self.nbytes:
+            raise ManifestMismatch(f"a piece ends at byte {end} of a part of {self.nbytes} bytes", hint="")
 
 
 class Manifest(msgspec.Struct, frozen=True, dict=True):
@@ -241,7 +243,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         _check_tensors(self.tensors, self.aliases)
         if self.parts is not None:
             for piece in (piece for part in self.parts for piece in part):
-                _check_piece(piece, self.tensors, _MAX_NBYTES)
+                _check_piece(piece, self.tensors)
             _check_cover(self.tensors, self.parts)
 
     @cached_property
@@ -330,7 +332,12 @@ def _check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, s
         seen.add(alias)
 
 
-def _check_piece(piece: Piece, tensors: Sequence[TensorSpec], part_nbytes: int) -> None:
+def _end(piece: Piece, tensors: Sequence[TensorSpec]) -> int:
+    """Where the piece ends in its owner's part."""
+    return piece.source_offset + prod(piece.shape) * item_nbytes(tensors[piece.tensor].dtype)
+
+
+def _check_piece(piece: Piece, tensors: Sequence[TensorSpec]) -> None:
     if not 0 <= piece.tensor < len(tensors):
         raise ManifestMismatch(f"a piece names tensor number {piece.tensor} of {len(tensors)}", hint="")
     spec = tensors[piece.tensor]
@@ -343,10 +350,8 @@ def _check_piece(piece: Piece, tensors: Sequence[TensorSpec], part_nbytes: int) 
         raise ManifestMismatch(
             f"tensor {spec.name!r}: piece at {box} does not lie in {spec}", hint="check offsets and shape of the Shard"
         )
-    size = item_nbytes(spec.dtype)
-    end = piece.source_offset + prod(piece.shape) * size
-    if piece.source_offset < 0 or piece.source_offset % size or end > part_nbytes:
-        raise ManifestMismatch(f"tensor {spec.name!r}: a piece lies outside its part", hint="")
+    if not 0 <= piece.source_offset < _MAX_NBYTES or piece.source_offset % item_nbytes(spec.dtype):
+        raise ManifestMismatch(f"tensor {spec.name!r}: a piece cannot lie at byte {piece.source_offset}", hint="")
 
 
 def _overlap(first: Piece, second: Piece) -> bool:

@@ -107,6 +107,7 @@ class Transfer:
         self.verify_s = 0.0
         self.concerned: tuple[Member, ...] = ()
         """Members of the present attempt, in lane order: senders first."""
+        self._forms_lane = False
         self._ready: set[Member] = set()
         self._done: dict[Member, TransferDone] = {}
 
@@ -148,7 +149,9 @@ class Transfer:
         if self.needers:
             states = [state for state in map(context.roster.get, self.concerned) if state is not None]
             backend = self._backend(states)
-            self.lane = context.idle_lane(self.concerned, backend) or context.lanes.open(
+            kept = context.idle_lane(self.concerned, backend)
+            self._forms_lane = kept is None
+            self.lane = kept or context.lanes.open(
                 context.roster.epoch, states, backend, now, min(FORM_TIMEOUT_S, remaining / 2), context.out
             )
         self._go_if_ready(now)
@@ -205,7 +208,7 @@ class Transfer:
         self.state = "moving"
         owners: tuple[int, ...] = ()
         if lane is not None:
-            self.form_s += lane.formed_s
+            self.form_s += lane.formed_s if self._forms_lane else 0.0
             owners = tuple(lane.rank(member) for member in self.senders)
         name = lane.name if lane is not None else ""
         go = TransferGo(self.id, name, owners, max(0.0, self.deadline - now))

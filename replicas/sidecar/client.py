@@ -189,7 +189,7 @@ class Forkserver:
         process, self._process = self._process, None
         if process is not None:
             process.kill()
-            await asyncio.to_thread(process.wait)
+            await _reap(process)
 
     def close_in_child(self) -> None:
         """In a forked child of this process: drop the descriptor, so that the rank's end is seen at once."""
@@ -233,6 +233,22 @@ class Forkserver:
             if not future.done():
                 future.set_exception(SidecarDied(reason))
         self._pending.clear()
+
+
+async def _reap(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that was killed. Without a worker thread: at interpreter exit there are none any more."""
+    if process.poll() is not None:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    pidfd = os.pidfd_open(process.pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        await ended.wait()
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    process.wait()
 
 
 class Sidecar:
@@ -388,6 +404,8 @@ class Sidecar:
                 head = await self._read_exactly(wire.HEAD_NBYTES)
                 length, _ = wire.parse_head(head)
                 reply = wire.decode_reply(await self._read_exactly(length))
+                if isinstance(reply, wire.Failed) and reply.over:
+                    self._reason = self._reason or reply.error
                 future = self._pending.pop(reply.id, None)
                 if future is not None and not future.done():
                     future.set_result(reply)
@@ -407,7 +425,7 @@ class Sidecar:
         while len(data) < nbytes:
             chunk = await self._loop.sock_recv(self._sock, nbytes - len(data))
             if not chunk:
-                raise ConnectionError("it closed its channel")
+                raise ConnectionError("it died")
             data += chunk
         return bytes(data)
 

@@ -1,13 +1,15 @@
 """What runs in a sidecar: one process group, and requests one after another.
 
-The main thread reads a request, does it, answers it. It may be stuck inside Gloo, NCCL or a store client at any time; that
-is what the process is for. When its group has failed it says so and exits: that closes its connections, so that peers
-which wait for it in another place fail at once too. A second thread only waits for the rank's death or the end of the channel, and exits.
+The main thread reads a request, does it, answers it. It may be stuck inside Gloo, NCCL or a store client at any time;
+that is what the process is for. When its group has failed it says so and exits: that closes its connections, so that
+peers which wait for it in another place fail at once too. A second thread only waits for the rank's death or the end of
+the channel, and exits.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -57,9 +59,8 @@ class SidecarProcess:
         try:
             return do()
         except Exception as error:  # noqa: BLE001  # every failure is the answer, and a broken group our end
-            text = str(error).splitlines()
             refused = isinstance(error, (ValueError, ReplicasError))
-            return wire.Failed(number, text[0] if text else type(error).__name__, over=not refused)
+            return wire.Failed(number, _summary(error), over=not refused)
 
     def _build(self, request: wire.BuildGroup) -> wire.Reply:
         if self._group is not None:
@@ -92,6 +93,12 @@ class SidecarProcess:
         if self._manifest is None or self._manifest[0] != manifest:
             self._manifest = (manifest, Manifest.decode(manifest))
         return self._manifest[1]
+
+
+def _summary(error: Exception) -> str:
+    """The first line, without Gloo's source position and advice."""
+    lines = str(error).splitlines() or [type(error).__name__]
+    return re.sub(r"^\[\S+:\d+\] ", "", lines[0]).partition(". This is typically")[0]
 
 
 def run(channel: socket.socket, rank_pidfd: int) -> None:

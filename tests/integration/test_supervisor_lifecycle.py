@@ -8,13 +8,8 @@ import time
 from pathlib import Path
 
 from replicas.status import GroupStatus
+from tests.support.programs import DAEMONIZES, IGNORES, SLEEPS, group
 from tests.support.runs import alive, eventually, running
-
-SLEEP = 'command = ["python3", "-c", "import time; print(1, flush=True); time.sleep(600)"]\nlauncher = "exec"\n'
-
-
-def group(name: str, code: str, more: str = "") -> str:
-    return f'[groups.{name}]\nlauncher = "exec"\ncommand = ["python3", "-c", """{code}"""]\n{more}\n'
 
 
 def test_a_run_ends_with_0_when_its_groups_have_finished(tmp_path: Path) -> None:
@@ -22,7 +17,7 @@ def test_a_run_ends_with_0_when_its_groups_have_finished(tmp_path: Path) -> None
         "import os; print(*(os.environ.get(k) for k in ('REPLICAS_RUN', 'REPLICAS_GROUP', 'REPLICA_ID', 'REPLICA_NUM',"
     )
     show += " 'REPLICAS_GENERATION', 'EXTRA', 'RANK', 'MASTER_ADDR')))"
-    text = group("job", show, 'replicas = 2\nenv = { EXTRA = "x y" }') + group("server", "import time; time.sleep(600)")
+    text = group("job", show, 'replicas = 2\nenv = { EXTRA = "x y" }') + group("server", SLEEPS)
     with running(tmp_path, text, stop_when='["job"]') as run:
         assert run.wait() == 0
         assert run.log("job/1").read_text() == "test job 1 2 1 x y None None\n"
@@ -35,9 +30,7 @@ def test_a_run_ends_with_0_when_its_groups_have_finished(tmp_path: Path) -> None
 
 def test_a_replica_is_restarted_with_backoff_until_the_budget_is_spent(tmp_path: Path) -> None:
     restart = 'restart = { max_restarts = 2, initial_delay = "100ms", max_delay = "1s" }'
-    with running(
-        tmp_path, group("bad", "raise ValueError('boom')", restart) + group("good", "import time; time.sleep(600)")
-    ) as run:
+    with running(tmp_path, group("bad", "raise ValueError('boom')", restart) + group("good", SLEEPS)) as run:
         assert run.wait() == 1
         run.assert_nothing_left()
     lines = "\n".join(run.lines)
@@ -60,27 +53,12 @@ def test_a_command_that_cannot_run_says_so(tmp_path: Path) -> None:
     assert any("rank 0 exited with code 127: replicas: command not found: './prog'" in line for line in run.lines)
 
 
-DAEMONIZES = """
-import os, subprocess, sys, time
-sleep = [sys.executable, '-c', 'import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)']
-a = subprocess.Popen(sleep, start_new_session=True)
-if os.fork() == 0:
-    os.setsid()
-    b = subprocess.Popen(sleep, start_new_session=True)
-    print(a.pid, b.pid, flush=True)
-    os._exit(0)
-os.wait()
-time.sleep(600)
-"""
-
-
 def daemons(path: Path) -> list[int]:
     return [int(pid) for pid in eventually(lambda: path.exists() and path.read_text(), f"{path}").split()]
 
 
 def test_sigterm_drains_and_nothing_is_left(tmp_path: Path) -> None:
-    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    text = group("a", DAEMONIZES) + group("b", ignores, 'stop_timeout = "1s"')
+    text = group("a", DAEMONIZES) + group("b", IGNORES, 'stop_timeout = "1s"')
     with running(tmp_path, text) as run:
         pids = daemons(run.log("a/0"))
         eventually(lambda: run.log("b/0").exists() and run.log("b/0").read_text(), "b/0")
@@ -95,8 +73,7 @@ def test_sigterm_drains_and_nothing_is_left(tmp_path: Path) -> None:
 
 
 def test_a_second_sigint_hurries(tmp_path: Path) -> None:
-    ignores = "import signal, time; signal.signal(15, signal.SIG_IGN); print('up', flush=True); time.sleep(600)"
-    with running(tmp_path, group("b", ignores, 'stop_timeout = "60s"')) as run:
+    with running(tmp_path, group("b", IGNORES, 'stop_timeout = "60s"')) as run:
         eventually(lambda: run.log("b/0").exists() and run.log("b/0").read_text(), "b/0")
         run.signal(signal.SIGINT)
         run.wait_line("SIGINT: draining")
@@ -126,7 +103,7 @@ def test_a_group_waits_for_those_it_depends_on(tmp_path: Path) -> None:
 
 
 def test_a_second_supervisor_of_a_run_is_refused(tmp_path: Path) -> None:
-    text = group("a", "import time; time.sleep(600)")
+    text = group("a", SLEEPS)
     with running(tmp_path, text) as first:
         first.wait_line("a/0: ready")
         with running(tmp_path, text) as second:
@@ -149,7 +126,7 @@ def test_a_port_in_use_is_named(tmp_path: Path) -> None:
 
 
 def test_eight_replicas_take_less_than_80_mb_and_no_torch(tmp_path: Path) -> None:
-    with running(tmp_path, group("a", "import time; time.sleep(600)", "replicas = 8")) as run:
+    with running(tmp_path, group("a", SLEEPS, "replicas = 8")) as run:
         eventually(lambda: run.state_dir.joinpath("endpoint.json").exists() and run.status().ready, "8 ready replicas")
         memory = Path(f"/proc/{run.pid}/status").read_text()
         resident_kb = int(next(line.split()[1] for line in memory.splitlines() if line.startswith("VmRSS")))

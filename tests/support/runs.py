@@ -22,7 +22,7 @@ from replicas.control.client import fetch_status
 from replicas.status import RunStatus
 from replicas.supervisor.processes import start_time
 
-__all__ = ["MARK", "ROOT", "Run", "alive", "eventually", "leftovers", "processes_marked", "running"]
+__all__ = ["MARK", "ROOT", "Run", "alive", "eventually", "processes_marked", "running", "shared_memory"]
 
 ROOT = Path(__file__).resolve().parents[2]
 MARK = "TEST_RUN_MARK"
@@ -57,12 +57,9 @@ def processes_marked(mark: str) -> dict[int, str]:
     return found
 
 
-def leftovers() -> set[str]:
-    """What a run could leave on the machine outside its own folder: shared memory, sockets' names, torchrun's folders."""
-    names = {str(path) for path in Path("/dev/shm").iterdir()}
-    names |= {str(path) for path in Path("/tmp").glob("torchelastic_*")}
-    sockets = Path("/proc/net/unix").read_text().splitlines()[1:]
-    return names | {line.split()[7] for line in sockets if "replicas-" in line}
+def shared_memory() -> set[str]:
+    """Names in /dev/shm."""
+    return {path.name for path in Path("/dev/shm").iterdir()}
 
 
 class Run:
@@ -80,10 +77,13 @@ class Run:
         self.lines: list[str] = []
         self._queue: queue.Queue[str | None] = queue.Queue()
         self._popen: subprocess.Popen[str] | None = None
-        self._before = leftovers()
+        self._before = shared_memory()
+        self.scratch = folder / "scratch"
+        self.scratch.mkdir(exist_ok=True)
 
     def start(self) -> Run:
         env = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env["TMPDIR"] = str(self.scratch)
         self._popen = subprocess.Popen(
             [sys.executable, "-m", "replicas.supervisor", str(self.config)],
             env=env,
@@ -162,7 +162,9 @@ class Run:
             lambda: not processes_marked(self.mark), f"the end of {processes_marked(self.mark)}", timeout_s=timeout_s
         )
         remaining_s = max(0.5, deadline - time.monotonic())
-        eventually(lambda: leftovers() <= self._before, f"only {self._before} left", timeout_s=remaining_s)
+        eventually(lambda: shared_memory() <= self._before, "no new entry in /dev/shm", timeout_s=remaining_s)
+        assert not list(self.scratch.iterdir())
+        assert str(self.folder) not in Path("/proc/net/unix").read_text()
         for port in ports:
             with socket.socket() as probe:
                 assert probe.connect_ex(("127.0.0.1", port)) != 0, f"port {port} is still open"

@@ -1,0 +1,58 @@
+# `make demo` and `make test` do all their own set-up: a virtual environment with pinned requirements in .venv.
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
+UNIT := tests/unit
+SLOW := tests/integration tests/chaos tests/gpu
+
+.PHONY: help demo test unit integration check format bench clean
+
+help: ## show this list
+	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 22
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+	  { echo "replicas needs Python 3.11 or newer, and '$(PYTHON)' is not: name one with make PYTHON=/path/to/python3.11"; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' || \
+	  { echo "'$(PYTHON)' has no venv module: install it (Debian: apt-get install python3-venv)"; exit 1; }
+	@echo "Creating $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing replicas and the demo's requirements into $(VENV) (torch is large: a minute or more)"
+	@$(PIP) --editable '.[demo]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+	@echo "Installing replicas and its development requirements into $(VENV) (torch is large: a minute or more)"
+	@$(PIP) --editable '.[demo,dev]'
+	@touch $@ $(VENV)/.demo
+
+demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas, one of them killed on the way
+	@$(BIN)/python examples/grpo/demo.py $(ARGS)
+
+test: $(VENV)/.dev ## run all tests
+	@$(BIN)/python -m pytest -q $(UNIT)
+	@$(BIN)/python -m pytest -q $(SLOW)
+
+unit: $(VENV)/.dev ## run the fast tests only
+	@$(BIN)/python -m pytest -q $(UNIT)
+
+integration: $(VENV)/.dev
+	@$(BIN)/python -m pytest -q tests/integration
+
+check: $(VENV)/.dev ## lint and check types
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@$(BIN)/mypy
+
+format: $(VENV)/.dev ## format the code
+	@$(BIN)/ruff check --fix .
+	@$(BIN)/ruff format .
+
+bench: $(VENV)/.dev ## run the benchmarks; tables to the terminal, JSON to bench-results/
+	@for file in bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
+
+clean: ## remove the virtual environment and what runs left
+	@rm -rf $(VENV) demo-output bench-results .mypy_cache .ruff_cache

@@ -1,0 +1,70 @@
+"""torchrun replicas: several nodes, the ranks' own process group, exit reports, logs."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from tests.support.runs import eventually, running
+
+MEETS = """
+import os, torch, torch.distributed as dist
+dist.init_process_group("gloo")
+value = torch.tensor([float(os.environ["RANK"]) + 1])
+dist.all_reduce(value)
+print("sum", value.item(), "of", dist.get_world_size(), os.environ["MASTER_ADDR"], os.environ["LOCAL_RANK"], flush=True)
+dist.destroy_process_group()
+"""
+
+FAILS = """
+import os, time, sys
+if os.environ["RANK"] == "1":
+    raise RuntimeError("rank one is unwell")
+time.sleep(600)
+"""
+
+
+def test_a_replica_of_two_nodes_has_its_own_default_group(tmp_path: Path) -> None:
+    (tmp_path / "meets.py").write_text(MEETS)
+    text = '[groups.a]\nreplicas = 1\nnnodes = 2\nnproc_per_node = 1\ncommand = ["meets.py"]\n'
+    with running(tmp_path, text) as run:
+        assert run.wait(timeout_s=60) == 0, run.lines
+        run.assert_nothing_left()
+        for rank in range(2):
+            assert run.log("a/0", rank=rank).read_text() == "sum 3.0 of 2 127.0.0.1 0\n"
+
+
+def test_the_rank_that_failed_first_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
+    (tmp_path / "fails.py").write_text(FAILS)
+    text = '[groups.a]\nnnodes = 2\nnproc_per_node = 1\ncommand = ["fails.py"]\nrestart = { policy = "never" }\n'
+    with running(tmp_path, text) as run:
+        assert run.wait(timeout_s=60) == 1
+        run.assert_nothing_left()
+    assert any(
+        "a/0: failed: rank 1 exited with code 1: RuntimeError: rank one is unwell; restart policy is never" in one
+        for one in run.lines
+    ), run.lines
+    names = sorted(path.name for path in (run.state_dir / "logs/a/0/gen-1").iterdir())
+    assert names == [
+        *("exit-0.json", "exit-1.json", "rank-0.log", "rank-1.log"),
+        *("shim-0.log", "shim-1.log", "torchrun-0.log", "torchrun-1.log"),
+    ]
+
+
+def test_workers_that_ignore_sigterm_do_not_hold_up_a_drain(tmp_path: Path) -> None:
+    (tmp_path / "deaf.py").write_text(
+        "import signal, time\nsignal.signal(15, signal.SIG_IGN)\nprint('up', flush=True)\ntime.sleep(600)\n"
+    )
+    text = '[groups.a]\nnproc_per_node = 2\ncommand = ["deaf.py"]\nstop_timeout = "1s"\n'
+    with running(tmp_path, text) as run:
+        logs = [run.log("a/0", rank=rank) for rank in range(2)]
+        eventually(lambda: all(log.exists() and log.read_text() for log in logs), "both ranks")
+        # torchrun's stores listen on the local address, never on all
+        listening = Path("/proc/net/tcp6").read_text().splitlines()[1:]
+        inodes = {line.split()[9] for line in listening if line.split()[3] == "0A"}
+        launcher = run.find("supervisor.launcher")
+        held = {path.readlink().name for path in Path(f"/proc/{launcher}/fd").iterdir()}
+        assert not any(f"socket:[{inode}]" in held for inode in inodes)
+        run.signal(signal.SIGTERM)
+        assert run.wait(timeout_s=6) == 0
+        run.assert_nothing_left()

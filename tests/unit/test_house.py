@@ -1,0 +1,139 @@
+"""The rules of the house: who may import what, and what the package shows to the outside."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import replicas
+
+ROOT = Path(replicas.__file__).parent
+
+TORCH_ROOMS = ("sidecar", "weights", "channel")
+TORCH_FILES = ("coordinator/store_process.py", "supervisor/launcher.py")
+
+# Each room may import these rooms (and itself); what is not a room is shared: errors, config, messages, status, environ.
+WAYS = {
+    "core": set(),
+    "weights": {"core"},
+    "sidecar": {"core", "weights"},
+    "channel": {"core", "weights", "sidecar"},
+    "coordinator": {"core"},
+    "supervisor": {"core", "coordinator", "control"},
+    "control": {"core", "coordinator", "supervisor"},
+    "engines": {"core", "supervisor"},
+    "integrations": {"core", "channel"},
+}
+
+
+def modules() -> list[Path]:
+    return sorted(ROOT.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    """Absolute names of everything that the file imports, wherever in it."""
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names.add(node.module or "")
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room(path: Path) -> str:
+    parts = path.relative_to(ROOT).parts
+    return parts[0] if len(parts) > 1 else ""
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_go_one_way(path: Path) -> None:
+    here = room(path)
+    if not here:
+        return
+    rooms = {name.split(".")[1] for name in imports(path) if name.startswith("replicas.")}
+    foreign = {other for other in rooms if other in WAYS and other != here}
+    assert foreign <= WAYS[here], f"{here} may not import {sorted(foreign - WAYS[here])}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_only_some_import_torch_and_prometheus(path: Path) -> None:
+    name = str(path.relative_to(ROOT))
+    heads = {imported.split(".")[0] for imported in imports(path)}
+    if "torch" in heads:
+        assert room(path) in TORCH_ROOMS or name in TORCH_FILES
+    if "prometheus_client" in heads:
+        assert name == "metrics.py"
+    assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & heads
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_every_module_says_what_it_is_and_what_it_exports(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assert ast.get_docstring(tree), f"{path}: no docstring"
+    exported = [
+        ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and any(isinstance(t, ast.Name) and t.id == "__all__" for t in node.targets)
+    ]
+    if path.name in ("__main__.py",) or (path.name == "__init__.py" and len(tree.body) == 1):
+        return
+    assert exported, f"{path}: no __all__"
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        "replicas",
+        "replicas.messages",
+        "replicas.config_file",
+        "replicas.core.channel",
+        "replicas.coordinator.coordinator",
+        "replicas.supervisor.supervisor",
+        "replicas.supervisor.shim",
+        "replicas.control.cli",
+        "replicas.metrics",
+    ],
+)
+def test_no_torch_outside_the_ranks(module: str) -> None:
+    code = f"import {module}, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False, timeout=60).returncode == 0
+
+
+def test_importing_replicas_is_light() -> None:
+    code = "import replicas, sys; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'replicas'))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == ["replicas", "replicas.errors"]
+
+
+def test_the_public_names() -> None:
+    assert set(replicas.__all__) == {
+        "Channel",
+        "Coordinator",
+        "Member",
+        "Pending",
+        "Receipt",
+        "Shard",
+        "Supervisor",
+        "Update",
+        "__version__",
+        "errors",
+        "join",
+    }
+    for name in replicas.__all__:
+        assert getattr(replicas, name) is not None
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = replicas.nothing  # type: ignore[attr-defined]  # that is the point
+
+
+def test_errors_form_the_tree_of_the_docstring() -> None:
+    drawn = replicas.errors.__doc__ or ""
+    for name in replicas.errors.__all__:
+        if name[0].isupper():
+            assert f" {name} " in drawn or f"\n{name}\n" in drawn.replace("    ", ""), f"{name} is not drawn"

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable
+
+import pytest
+import trio
+
+from replicas import errors
+from replicas.channel.pending import Pending, Receipt
+from replicas.core.identity import Member
+from replicas.messages import ReceiptData
+
+
+def _resolve_when_waited(pending: Pending[int], end: Callable[[], object]) -> threading.Thread:
+    """End ``pending`` on another thread, but only when somebody waits for it."""
+
+    def run() -> None:
+        while not pending._wakers and not pending._condition._waiters:  # type: ignore[attr-defined]  # threading's own
+            threading.Event().wait(0.001)
+        end()
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    return thread
+
+
+def test_first_outcome_wins() -> None:
+    pending: Pending[int] = Pending("test")
+    assert pending._resolve(1)
+    assert not pending._resolve(2)
+    assert not pending._fail(ValueError())
+    assert pending.wait() == 1
+    assert pending.wait(0) == 1
+
+
+def test_wait_times_out_and_changes_nothing() -> None:
+    pending: Pending[int] = Pending("publish on policy")
+    with pytest.raises(TimeoutError, match=r"publish on policy has not ended within 0.01 s; it goes on"):
+        pending.wait(0.01)
+    assert not pending.done()
+    assert pending._resolve(3)
+    assert pending.wait(0) == 3
+
+
+def test_wait_on_a_thread() -> None:
+    pending: Pending[int] = Pending("test")
+    thread = _resolve_when_waited(pending, lambda: pending._resolve(5))
+    assert pending.wait(10) == 5
+    thread.join()
+
+
+def test_failure_is_raised_at_every_wait_and_is_observed() -> None:
+    pending: Pending[int] = Pending("test")
+    error = errors.Busy("no slot")
+    assert pending._unobserved_error() is None
+    pending._fail(error)
+    assert pending._unobserved_error() is error
+    for _ in range(2):
+        with pytest.raises(errors.Busy):
+            pending.wait()
+    assert pending._unobserved_error() is None
+
+
+def test_await_under_asyncio() -> None:
+    async def main() -> None:
+        pending: Pending[int] = Pending("test")
+        thread = _resolve_when_waited(pending, lambda: pending._resolve(7))
+        assert await pending == 7
+        assert await pending == 7
+        thread.join()
+
+    asyncio.run(main())
+
+
+def test_await_under_trio() -> None:
+    async def main() -> None:
+        pending: Pending[int] = Pending("test")
+        thread = _resolve_when_waited(pending, lambda: pending._fail(errors.Gone("gone")))
+        with pytest.raises(errors.Gone):
+            await pending
+        await trio.to_thread.run_sync(thread.join)
+
+    trio.run(main)
+
+
+def test_a_cancelled_await_takes_only_itself_back() -> None:
+    async def in_asyncio(pending: Pending[int]) -> None:
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.01):
+                await pending
+
+    async def in_trio(pending: Pending[int]) -> None:
+        with trio.move_on_after(0.01) as scope:
+            await pending
+        assert scope.cancelled_caught
+
+    pending: Pending[int] = Pending("test")
+    asyncio.run(in_asyncio(pending))
+    trio.run(in_trio, pending)
+    assert not pending._wakers
+    assert pending._resolve(1)
+
+
+def test_a_waiter_whose_loop_is_closed_does_no_harm() -> None:
+    pending: Pending[int] = Pending("test")
+
+    async def wait() -> None:
+        await pending
+
+    loop = asyncio.new_event_loop()
+    task = loop.create_task(wait())
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+    assert pending._resolve(1)
+    task.get_coro().close()  # type: ignore[union-attr]  # a task made from a coroutine has one
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # its loop is gone on purpose
+
+
+def test_many_waiters_of_all_kinds() -> None:
+    pending: Pending[int] = Pending("test")
+    got: list[int] = []
+
+    async def in_asyncio() -> None:
+        got.extend(await asyncio.gather(*(pending._wait_async() for _ in range(3))))
+
+    async def one() -> None:
+        got.append(await pending)
+
+    async def in_trio() -> None:
+        async with trio.open_nursery() as nursery:
+            for _ in range(3):
+                nursery.start_soon(one)
+
+    threads = [
+        threading.Thread(target=lambda: got.append(pending.wait(10))),
+        threading.Thread(target=lambda: asyncio.run(in_asyncio())),
+        threading.Thread(target=lambda: trio.run(in_trio)),
+    ]
+    for thread in threads:
+        thread.start()
+    while len(pending._wakers) < 6:
+        threading.Event().wait(0.001)
+    pending._resolve(9)
+    for thread in threads:
+        thread.join(10)
+    assert got == [9] * 7
+
+
+def test_receipt_metrics_are_flat_numbers() -> None:
+    data = ReceiptData(
+        epoch=2, members=(Member("a", 0, 0),), lost=("a/1/0",), nbytes=10, seconds=0.5, phases={"pack": 0.1}, version=4
+    )
+    assert Receipt.of(data).metrics("sync/") == {
+        "sync/version": 4.0,
+        "sync/epoch": 2.0,
+        "sync/members": 1.0,
+        "sync/lost": 1.0,
+        "sync/nbytes": 10.0,
+        "sync/seconds": 0.5,
+        "sync/pack_seconds": 0.1,
+    }
