@@ -30,7 +30,9 @@ def mine() -> Tensor:
 
 def reductions(channel: replicas.Channel) -> None:
     tensors = {"sum": mine(), "mean": mine(), "min": mine(), "max": mine()}
-    pending = channel.all_reduce(tensors["sum"], op="sum")  # several may be under way; they run in the order of the calls
+    pending = channel.all_reduce(
+        tensors["sum"], op="sum"
+    )  # several may be under way; they run in the order of the calls
     channel.all_reduce(tensors["mean"], op="mean").wait(WAIT_S)
     channel.all_reduce(tensors["min"], op="min").wait(WAIT_S)
     channel.all_reduce(tensors["max"], op="max").wait(WAIT_S)

@@ -41,7 +41,7 @@ def main() -> None:
             model(torch.randn(8, 16)).square().mean().backward()
             optimizer.step()
             sums = {name: whole(value.detach()).double().sum().item() for name, value in model.named_parameters()}
-            receipt = channel.publish(model, meta={"step": step, "last": step == STEPS, "sums": sums}).wait(90)
+            receipt = channel.publish(model, meta={"step": step, "sums": sums}).wait(90)
             channel.loaded(receipt.version).wait(90)
     elements = sum(value.to_local().numel() for value in model.parameters() if isinstance(value, DTensor))
     print(f"RESULT trainer rank {rank}: {STEPS} versions of {receipt.nbytes} bytes, {elements} elements here")

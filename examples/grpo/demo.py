@@ -78,7 +78,7 @@ class Demo:
         for replica in self._history.replicas():
             if self._states.get(replica.name) != replica.state:
                 self._states[replica.name] = replica.state
-                reason = f": {replica.reason}" if replica.reason and replica.state != "ready" else ""
+                reason = f": {replica.reason}" if replica.reason and replica.state in ("backoff", "failed") else ""
                 self._board.say(f"{replica.name} is {replica.state}{reason}")
         if self._history.kill is not None:
             self._watch_recovery(self._history.kill)

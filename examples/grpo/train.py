@@ -113,7 +113,7 @@ class Trainer:
         self.inbox = inbox
         self.records = records
         self.policy = Policy()
-        self.ddp = DistributedDataParallel(self.policy, broadcast_buffers=False)
+        self.ddp = DistributedDataParallel(self.policy)
         self.optimizer = torch.optim.AdamW(
             self.policy.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.95), weight_decay=0
         )
@@ -151,6 +151,8 @@ class Trainer:
         self.learn(batch)
         learned = time.monotonic()
         receipt = self.publish(step)
+        if dist.get_rank() != 0:
+            return
         reward = float(rewards(batch.experience.tokens).mean())
         self.records.write(
             "step",
@@ -167,7 +169,7 @@ class Trainer:
             phases=dict(receipt.phases) if receipt else {},
             lost=[str(name) for name in receipt.lost] if receipt else [],
         )
-        if dist.get_rank() == 0 and step % 10 == 0:
+        if step % 10 == 0:
             print(f"step {step}: reward {reward:.3f}, {batch.rollouts} rollouts, {text(batch.experience.tokens[0])}")
 
 

@@ -72,6 +72,7 @@ class PublishJob:
         self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
         self.packed = False
         self.slot: Slot | None = None
+        self.manifest: PartManifest | None = None
         self.wait_s = 0.0
         self.pack_s = 0.0
         self.timer: asyncio.TimerHandle | None = None
@@ -147,7 +148,6 @@ class Publisher:
         else:
             pack(feed, manifest, slot.data)
         job.pack_s = time.monotonic() - started - job.wait_s
-        self._last = manifest
         hub.call(self._filled, job, manifest, feed.device)
 
     def _slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
@@ -257,6 +257,7 @@ class Publisher:
             hub.arena.hold(job.slot, "")  # not to be evicted before the pin: its version is protected
             hub.arena.pin(job.slot)
         job.packed = True
+        job.manifest = manifest
         digest = ""
         if manifest is not None:
             digest = manifest.hash
@@ -298,6 +299,7 @@ class Publisher:
         if message.receipt is not None:
             self._over(job)
             self._let_go(job, keep=True)
+            self._last = job.manifest
             self._hub.loaded = max(self._hub.loaded, message.receipt.version)
             job.pending._resolve(Receipt.of(message.receipt))
         elif message.error is not None:

@@ -74,6 +74,9 @@ class ChannelState:
         state, older = self.roster.add(hello, address, now)
         if older is not None:
             self.lose(older.member, "fenced", now)
+        member = state.member
+        if state.is_source:
+            self.commits.publishes.joined(member, first=not self.roster.replica(member.group, member.replica))
         self.roster.insert(state)
         self.operations.joined(state.member)
         self.out.append(Emit(MemberJoined(self.config.name, state.member)))
@@ -81,7 +84,6 @@ class ChannelState:
         return state, older
 
     def welcome(self, state: MemberState, received: int) -> wire.Welcome:
-        hello = state.hello
         return wire.Welcome(
             term=self.term,
             settings=state.settings,
@@ -89,7 +91,7 @@ class ChannelState:
             epoch=self.roster.epoch,
             address=state.address,
             latest=self.commits.latest,
-            publishes=self.commits.publishes.count(hello.group, hello.replica),
+            publishes=self.commits.publishes.made(state.member),
         )
 
     def lose(self, member: Member, reason: str, now: float) -> None:
@@ -105,6 +107,7 @@ class ChannelState:
             return
         if state.is_peer:
             self.operations.lost(member, now)
+        self.commits.publishes.left(member)
         self.commits.lost(state, now)
         if state.is_target:
             self.rounds.lost(member, self.view(member.group, member.replica), self.out)

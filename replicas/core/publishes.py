@@ -83,12 +83,34 @@ class Publishes:
         self.numbered = floor
         """The newest version number ever given out."""
         self._known: OrderedDict[tuple[str, int, int], Publish] = OrderedDict()
+        self._bases: dict[tuple[str, int], tuple[int, set[int]]] = {}
+        self._counts: dict[Member, int] = {}
         self.queue: list[Publish] = []
         self.moving: Publish | None = None
 
     def count(self, group: str, replica: int) -> int:
         """Publishes that a replica has made so far."""
         return max((key[2] for key in self._known if key[:2] == (group, replica)), default=0)
+
+    def joined(self, member: Member, *, first: bool) -> None:
+        """A rank of a replica joined; ``first``: no other rank of it is there.
+
+        Ranks join one after another, and the first may publish before the last has joined: they all count from where the
+        replica stood when the first of them joined. A rank that joins once more counts on from where the others are.
+        """
+        replica = (member.group, member.replica)
+        if first:
+            self._bases[replica] = (self.count(*replica), set())
+        base, ranks = self._bases.get(replica, (0, set()))
+        self._counts[member] = self.count(*replica) if member.rank in ranks else base
+        ranks.add(member.rank)
+
+    def made(self, member: Member) -> int:
+        """Number from which this member counts its publishes."""
+        return self._counts.get(member, 0)
+
+    def left(self, member: Member) -> None:
+        self._counts.pop(member, None)
 
     def get(self, member: Member, number: int) -> Publish | None:
         return self._known.get((member.group, member.replica, number))

@@ -27,7 +27,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from replicas.messages import Backend, OperationKind, Segment
+from replicas.messages import Backend, OperationKind, ReduceOp, Segment
 
 __all__ = [
     "Attach",
@@ -130,7 +130,7 @@ class CollectiveSpec(msgspec.Struct, frozen=True):
 
     operation: int
     kind: OperationKind
-    reduce_op: Literal["sum", "mean", "min", "max"]
+    reduce_op: ReduceOp
     lane_ranks: tuple[int, ...]
     segments: tuple[tuple[Segment, ...], ...]
     me: int

@@ -20,9 +20,16 @@ class Cause:
     text: str
 
 
+_SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Signals that come from outside: the program's last line of output says nothing about them."""
+
+
 def _words(rank: RankExit) -> str:
-    what = f"was killed by {signal_name(-rank.code)}" if rank.code < 0 else f"exited with code {rank.code}"
-    return f"rank {rank.rank} {what}{': ' if rank.text else ''}{rank.text}"
+    if rank.code < 0:
+        what = f"rank {rank.rank} was killed by {signal_name(-rank.code)}"
+        return what if -rank.code in _SENT or not rank.text else f"{what}: {rank.text}"
+    what = f"rank {rank.rank} exited with code {rank.code}"
+    return f"{what}: {rank.text}" if rank.text else what
 
 
 def verdict(reports: list[ExitReport]) -> Cause | None:

@@ -1,14 +1,16 @@
-"""What a replica needs of the world around it, as protocols: the supervisor and the coordinator, or fakes of them."""
+"""What a replica needs of the world around it, as protocols: supervisor, coordinator and shims, or fakes of them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import asyncio
+from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from replicas.core.lifecycle import Transition
+from replicas.supervisor.orders import ExitReport, NodeSpec
 from replicas.supervisor.state import StateDir
 
-__all__ = ["Host", "Overseer", "Readiness"]
+__all__ = ["Host", "Overseer", "Readiness", "ShimHandle", "ShimStarter"]
 
 
 class Readiness(Protocol):
@@ -49,3 +51,22 @@ class Host(Protocol):
     def may_start(self, group: str) -> bool: ...
     def on_channel(self, group: str) -> bool: ...
     def moved(self, transition: Transition, words: str) -> None: ...
+
+
+class ShimHandle(Protocol):
+    """One shim, as :class:`replicas.supervisor.node.Node` is one."""
+
+    main_pid: int | None
+    rendezvous: tuple[str, int] | None
+    report: ExitReport | None
+    gone: asyncio.Event
+    swept: bool
+
+    def meet(self, host: str, port: int) -> None: ...
+    def stop(self, timeout_s: float) -> None: ...
+    def kill(self) -> None: ...
+    def abandon(self) -> None: ...
+
+
+ShimStarter = Callable[[NodeSpec, Callable[[], None], int], ShimHandle]
+"""Called with the spec, what to call at each change, and the descriptor of the run's lock."""

@@ -66,7 +66,7 @@ class Node:
     :param lock: descriptor of the run's lock, which the shim keeps open while it lives.
     """
 
-    def __init__(self, spec: NodeSpec, changed: Callable[[], None], *, lock: int | None = None) -> None:
+    def __init__(self, spec: NodeSpec, changed: Callable[[], None], lock: int | None = None) -> None:
         self.spec = spec
         self.main_pid: int | None = None
         self.rendezvous: tuple[str, int] | None = None

@@ -27,7 +27,7 @@ from replicas.core.budget import RestartBudget, wants_restart
 from replicas.core.lifecycle import Event, Lifecycle, RestartReason, after_exit
 from replicas.status import ReplicaStatus
 from replicas.supervisor.causes import Cause, verdict
-from replicas.supervisor.host import Host, Readiness
+from replicas.supervisor.host import Host, Readiness, ShimHandle, ShimStarter
 from replicas.supervisor.node import Node, rank_environment
 from replicas.supervisor.orders import ExitReport, NodeSpec
 from replicas.supervisor.processes import MARK
@@ -45,10 +45,18 @@ class Replica:
     :param index: which replica of the group, from 0.
     :param budget: the group's restart budget, shared by its replicas.
     :param generation: generations of this replica that an earlier object has used up.
+    :param start_shim: for tests.
     """
 
     def __init__(
-        self, group: GroupConfig, index: int, host: Host, budget: RestartBudget, *, generation: int = 0
+        self,
+        group: GroupConfig,
+        index: int,
+        host: Host,
+        budget: RestartBudget,
+        *,
+        generation: int = 0,
+        start_shim: ShimStarter = Node,
     ) -> None:
         self.group = group
         self.index = index
@@ -59,7 +67,8 @@ class Replica:
         """Set when :meth:`run` has returned: it was asked to stop and no process of it is left."""
         self._host = host
         self._budget = budget
-        self._nodes: list[Node] = []
+        self._start_shim = start_shim
+        self._nodes: list[ShimHandle] = []
         self._poke = asyncio.Event()
         self._stopping = False
         self._cause: Cause | None = None
@@ -221,7 +230,7 @@ class Replica:
         self.last_exit = ""
         try:
             for node in range(self.group.nnodes):
-                self._nodes.append(Node(self._spec(node), self.poke, lock=self._host.state.lock))
+                self._nodes.append(self._start_shim(self._spec(node), self.poke, self._host.state.lock))
         except OSError as error:
             self._cause = Cause("lost", f"a shim cannot be started: {error}")
             self._end_nodes(0.0)

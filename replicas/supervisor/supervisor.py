@@ -142,15 +142,15 @@ class Supervisor:
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> bool | None:
+    ) -> None:
         try:
             with anyio.CancelScope(shield=True):
                 await self.drain()
         finally:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
-            result = await self._stack.__aexit__(kind, error, trace)
-        return result
+            # Without the block's own error: it must come out as it is, and not in the task group's ExceptionGroup.
+            await self._stack.__aexit__(None, None, None)
 
     def _add(self, name: str, index: int) -> None:
         group = self._groups[name]

@@ -110,6 +110,9 @@ class Buffer:
             for watcher in list(self.watchers):
                 watcher.buffer_closed(self.key)
 
+    def __del__(self) -> None:
+        self.close()
+
     def _map(self, flags: int, advice: int) -> torch.Tensor:
         if self.fd < 0:
             raise ValueError("the buffer is closed")

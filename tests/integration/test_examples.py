@@ -82,8 +82,8 @@ def test_two_nodes(tmp_path: Path) -> None:
 
 
 def test_fsdp2(tmp_path: Path) -> None:
-    rollout, rank_0, rank_1 = _example(tmp_path, "fsdp2")
-    assert rollout == "rollout: version 3 is the trainer's, tensor by tensor"
+    *rollout, rank_0, rank_1 = _example(tmp_path, "fsdp2")
+    assert rollout == [f"rollout: version {number} is step {number}, tensor by tensor" for number in (1, 2, 3)]
     assert rank_0.startswith("trainer rank 0: 3 versions")
     assert rank_1.startswith("trainer rank 1: 3 versions")
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from replicas.supervisor.processes import descendants, marked, signal_descendants, signal_marked, start_time
 from tests.support.programs import DAEMONIZES, SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
 
@@ -57,7 +60,7 @@ def test_a_killed_part_of_a_replica_takes_its_generation_with_it_and_no_other(tm
         assert main_pid(run, 1) == other
         run.signal(signal.SIGTERM)
         assert run.wait() == 0
-        run.assert_nothing_left(); print("\n".join(run.lines))
+        run.assert_nothing_left()
 
 
 def test_a_killed_store_is_replaced_and_no_replica_is_touched(tmp_path: Path) -> None:
@@ -126,5 +129,21 @@ def test_the_parts_of_a_torchrun_replica_one_after_the_other(tmp_path: Path) -> 
 
         daemons = up(run, "a/0", 4)
         kill(run.pid)
-        run.assert_nothing_left(); print("\n".join(run.lines))
+        run.assert_nothing_left()
         assert not any(map(alive, daemons))
+
+
+def test_only_marked_or_descending_processes_are_signalled() -> None:
+    code = (
+        "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'input()'], start_new_session=True); input()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "REPLICAS_SHIM": "abc"}, **pipes) as tree:  # type: ignore[call-overload]  # plain keyword arguments
+        eventually(lambda: len(marked("abc")) == 2, "both processes")
+        assert tree.pid in descendants(os.getpid())
+        assert sorted(marked("abc")) == sorted([tree.pid, *descendants(tree.pid)])
+        assert signal_marked("other", signal.SIGKILL) == 0
+        assert signal_descendants(tree.pid, signal.SIGKILL) == 1
+        assert signal_marked("abc", signal.SIGKILL) == 1
+        assert tree.wait(10) == -signal.SIGKILL
+    assert start_time(tree.pid) is None

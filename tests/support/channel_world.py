@@ -185,7 +185,7 @@ class World:
         if older is not None:
             self.members.pop(older.member, None)
         sim = SimMember(state.member, self)
-        sim.publishes = self.state.commits.publishes.count(group, int(replica))
+        sim.publishes = self.state.welcome(state, 0).publishes
         self.members[state.member] = sim
         self._collect()
         return sim

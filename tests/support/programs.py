@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 __all__ = ["DAEMONIZES", "IGNORES", "SLEEPS", "group"]
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
@@ -25,4 +27,4 @@ time.sleep(600)
 
 def group(name: str, code: str, more: str = "") -> str:
     """TOML of a group that executes Python source."""
-    return f'[groups.{name}]\nlauncher = "exec"\ncommand = ["python3", "-c", """{code}"""]\n{more}\n'
+    return f'[groups.{name}]\nlauncher = "exec"\ncommand = ["{sys.executable}", "-c", """{code}"""]\n{more}\n'

@@ -31,8 +31,8 @@ def filled(arena: Arena, version: int) -> Slot:
 
 def memory_left() -> bool:
     """Whether this process still has any buffer called "test", as a descriptor or as a mapping."""
-    gc.collect()
-    names = [os.readlink(path) if path.is_symlink() else "" for path in Path("/proc/self/fd").iterdir()]
+    gc.collect(0)
+    names = [str(path.readlink()) if path.is_symlink() else "" for path in Path("/proc/self/fd").iterdir()]
     return any("memfd:test" in name for name in names) or "memfd:test" in Path("/proc/self/maps").read_text()
 
 
@@ -217,6 +217,15 @@ def test_closing_leaves_memory_that_is_being_written_until_it_is_freed() -> None
     writing.data.fill_(1)
     assert arena.acquire(3, MANIFEST) is None
     arena.free(writing)
+    assert not memory_left()
+
+
+def test_memory_goes_with_an_arena_that_nobody_closed() -> None:
+    arena = Arena(2, name="test")
+    filled(arena, 1)
+    arena.acquire(2, MANIFEST)
+    assert memory_left()
+    del arena
     assert not memory_left()
 
 

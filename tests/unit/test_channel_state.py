@@ -94,6 +94,24 @@ def test_a_rank_that_begins_late_gets_the_same_verdict() -> None:
     assert other.verdicts[1] == leader.verdicts[1]
 
 
+def test_a_rank_that_joins_late_counts_from_where_its_replica_began() -> None:
+    world = World(groups={"trainer": GroupShape(world_size=2)})
+    leader = world.join("trainer/0/0", world_size=2)
+    publish(world, leader)
+    world.run()
+    other = world.join("trainer/0/1", world_size=2)
+    assert other.publish() == 1
+    publish(world, leader)
+    assert other.publish() == 2
+    world.run()
+    assert other.verdicts == leader.verdicts
+    world.lose(other)
+    assert world.join("trainer/0/1", world_size=2).publish() == 3, "one that joins again counts on"
+    world.lose(leader)
+    world.lose(next(iter(world.members.values())))
+    assert world.join("trainer/0/0", world_size=2).publish() == 3, "and so does a replica that starts again"
+
+
 def test_ranks_that_choose_different_versions_disagree() -> None:
     world = World(groups={"trainer": GroupShape(world_size=2)})
     leader, other = world.join("trainer/0/0", world_size=2), world.join("trainer/0/1", world_size=2)

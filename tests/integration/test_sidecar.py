@@ -1,0 +1,483 @@
+"""Sidecars as they are: a forkserver process, forked children, a TCPStore, Gloo over loopback."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+
+from replicas.core.manifest import Manifest, TensorSpec, merge_parts
+from replicas.messages import OperationKind, ReduceOp, Segment
+from replicas.sidecar.client import Forkserver, Sidecar, SidecarDied, SidecarFailed, TransferResult, TransferSpec
+from replicas.weights import Arena, Buffer, Feed, Shard, Slot, digest_of, stage, views
+from tests.support.sidecars import Lane, children_of, lane, read_segments, segments_of
+
+pytestmark = pytest.mark.anyio
+
+DTYPES = ["float32", "bfloat16", "float8_e4m3fn", "int8", "bool", "int64", "complex64", "float16", "int16"]
+
+
+def some_tensors(seed: int) -> list[torch.Tensor]:
+    """Random bits in many dtypes and shapes."""
+    generator = torch.Generator().manual_seed(seed)
+    found: list[torch.Tensor] = []
+    for number, name in enumerate(DTYPES):
+        dtype: torch.dtype = getattr(torch, name)
+        shape = [(), (3,), (2, 5), (0, 4)][number % 4]
+        count = torch.Size(shape).numel() * dtype.itemsize
+        raw = torch.randint(0, 2 if name == "bool" else 120, (count,), dtype=torch.uint8, generator=generator)
+        found.append(raw.view(dtype).view(shape))
+    return found
+
+
+def same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
+    pairs = zip(first, second, strict=True)
+    return all(
+        (a.dtype, a.shape) == (b.dtype, b.shape)
+        and torch.equal(a.contiguous().flatten().view(torch.uint8), b.contiguous().flatten().view(torch.uint8))
+        for a, b in pairs
+    )
+
+
+# ---------------------------------------------------------------- collectives
+
+
+async def test_every_collective_on_three_sidecars() -> None:
+    async with lane(3) as three:
+        await check_moves(three, order=(0, 1, 2))
+        await check_moves(three, order=(2, 0, 1))
+        await check_reductions(three)
+        await check_pairs(three)
+        await three.run("barrier", [[], [], []])
+        with pytest.raises(SidecarFailed, match="gloo cannot reduce float8_e4m3fn tensors") as caught:
+            await three.run("all_reduce", [[torch.zeros(2), torch.zeros(2).to(torch.float8_e4m3fn)]] * 3)
+        assert not caught.value.over
+        with pytest.raises(SidecarFailed, match="the mean of int32 tensors is not defined"):
+            await three.run("all_reduce", [[torch.zeros(2, dtype=torch.int32)]] * 3, op="mean")
+        await check_reductions(three)  # a refusal leaves the group as it was
+
+
+async def check_moves(three: Lane, order: Sequence[int]) -> None:
+    """Operations that move bytes, on ragged segments of every dtype."""
+    given = [some_tensors(1), some_tensors(2)[:4], [*some_tensors(3), torch.arange(1000)]]
+    flat = [segment for tensors in given for segment in segments_of(tensors)]
+    everything = [tensor for tensors in given for tensor in tensors]
+    for _, outputs in await three.run("all_gather", given, order=order):
+        assert same(read_segments(outputs, flat), everything)
+    pairs = await three.run("gather", given, root=1, order=order)
+    assert same(read_segments(pairs[1][1], flat), everything)
+    alike = [some_tensors(seed) for seed in (1, 2, 3)]
+    for inputs, _ in await three.run("broadcast", alike, root=2, order=order):
+        assert same(read_segments(inputs, segments_of(alike[2])), alike[2])
+    scattered = [torch.arange(3), torch.zeros(0), torch.ones(2, 2).to(torch.float8_e5m2)]
+    pairs = await three.run("scatter", [scattered, [], []], root=0, order=order)
+    for tensor, (_, outputs) in zip(scattered, pairs, strict=True):
+        assert same(read_segments(outputs, segments_of([tensor])), [tensor])
+
+
+async def check_reductions(three: Lane) -> None:
+    base = [torch.arange(5.0), torch.ones(2, 2), torch.tensor(3), torch.ones(3, dtype=torch.bfloat16), torch.zeros(0)]
+    given = [[tensor * (rank + 1) for tensor in base] for rank in range(3)]
+    expected: dict[ReduceOp, float] = {"sum": 6.0, "min": 1.0, "max": 3.0}
+    for op, factor in expected.items():
+        for inputs, _ in await three.run("all_reduce", given, op=op):
+            assert same(read_segments(inputs, segments_of(base)), [(t * factor).to(t.dtype) for t in base])
+    floats = [tensors[:2] for tensors in given]
+    for inputs, _ in await three.run("all_reduce", floats, op="mean"):
+        assert same(read_segments(inputs, segments_of(base[:2])), [tensor * 2 for tensor in base[:2]])
+    pairs = await three.run("reduce", floats, op="mean", root=1)
+    assert same(read_segments(pairs[1][0], segments_of(base[:2])), [tensor * 2 for tensor in base[:2]])
+    shards = [[torch.full((rank + 2,), float(index * 10 + rank)) for rank in range(3)] for index in range(3)]
+    for rank, (_, outputs) in enumerate(await three.run("reduce_scatter", shards, op="sum")):
+        total = torch.full((rank + 2,), float(sum(index * 10 + rank for index in range(3))))
+        assert same(read_segments(outputs, segments_of([total])), [total])
+
+
+async def check_pairs(three: Lane) -> None:
+    sent = some_tensors(9)
+    kinds: list[OperationKind] = ["send", "recv"]
+    pairs = await three.run("send", [sent, []], order=(2, 0), kinds=kinds)
+    assert same(read_segments(pairs[1][1], segments_of(sent)), sent)
+
+
+async def test_one_sidecar_alone_is_a_group() -> None:
+    async with lane(1) as alone:
+        given = [torch.arange(4.0)]
+        for kind in ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"):
+            pairs = await alone.run(kind, [given], root=0)
+            place = 0 if kind in ("all_reduce", "reduce", "broadcast") else 1
+            assert same(read_segments(pairs[0][place], [Segment("float32", (4,))]), given), kind
+        await alone.run("barrier", [[]])
+
+
+async def test_arguments_that_do_not_fit_are_refused_and_harm_nothing() -> None:
+    async with lane(2) as two:
+        with pytest.raises(SidecarFailed, match=r"all_reduce of 1 participants in a group of 2") as caught:
+            await two.run("all_reduce", [[torch.zeros(1)]])
+        assert not caught.value.over
+        with pytest.raises(SidecarFailed, match="reduce needs a root among its 2 participants"):
+            await two.run("reduce", [[torch.zeros(1)]] * 2, root=2)
+        with pytest.raises(SidecarFailed, match="scatter has 1 segments for 2 participants"):
+            await two.run("scatter", [[torch.zeros(1)], []], root=0)
+        with pytest.raises(SidecarFailed, match="this sidecar has a group already"):
+            await two.sidecars[0].build(two.spec("again", 0))
+        await two.run("barrier", [[], []])
+
+
+# ---------------------------------------------------------------- transfers
+
+
+def slots_for(manifest: Manifest, count: int) -> list[Slot]:
+    found = [Arena(1, name="test").acquire(1, manifest) for _ in range(count)]
+    return [slot for slot in found if slot is not None]
+
+
+async def send_image(
+    two: Lane, manifest: Manifest, slots: Sequence[Slot], timeout_s: float = 30.0
+) -> list[TransferResult]:
+    return await asyncio.gather(
+        *[
+            sidecar.transfer(
+                TransferSpec(1, "send" if rank == 0 else "receive", "image", manifest.encode(), (0,), None, timeout_s),
+                slots[rank].buffer,
+            )
+            for rank, sidecar in enumerate(two.sidecars)
+        ]
+    )
+
+
+async def test_an_image_of_several_buckets_arrives_with_its_digest() -> None:
+    manifest = Manifest((TensorSpec("x", "float32", (18 << 20,)), TensorSpec("y", "int8", (5,))))
+    slots = slots_for(manifest, 3)
+    slots[0].data[: 72 << 20].view(torch.int64).copy_(torch.arange(9 << 20))
+    async with lane(3) as three:
+        for _ in range(2):
+            slots[0].data[-1] += 1
+            results = await send_image(three, manifest, slots)
+            assert {result.image_digest for result in results} == {digest_of(slots[0].data)}
+            assert all(torch.equal(slot.buffer.tensor(), slots[0].buffer.tensor()) for slot in slots)
+            assert all(result.part_digests == {} for result in results)
+
+
+async def test_an_empty_image_is_a_transfer_too() -> None:
+    manifest = Manifest((TensorSpec("x", "float32", (0, 3)),))
+    async with lane(2) as two:
+        results = await send_image(two, manifest, slots_for(manifest, 2))
+    assert {result.image_digest for result in results} == {digest_of(b"")}
+
+
+async def test_parts_of_two_owners_make_the_image_of_a_receiver() -> None:
+    matrix, tall = torch.arange(600_000.0).view(600, 1000), torch.arange(9 << 20).view(9 << 10, 1 << 10)
+    halves = [
+        {
+            "m": Shard(matrix[:, :300], (0, 0), (600, 1000)),
+            "t": Shard(tall[:5000], (0, 0), tuple(tall.shape)),
+            "b": torch.ones(3),
+        },
+        {
+            "m": Shard(matrix[:, 300:], (0, 300), (600, 1000)),
+            "t": Shard(tall[5000:], (5000, 0), tuple(tall.shape)),
+            "b": torch.ones(3),
+        },
+    ]
+    staged = [stage(Feed(half, mode="parts")) for half in halves]
+    manifest = merge_parts([part.manifest for part in staged])
+    sources = [Arena(1, name="test").acquire(1, part.manifest) for part in staged]
+    (target,) = slots_for(manifest, 1)
+    async with lane(3) as three:
+        slots: list[Slot] = []
+        for part, slot in zip(staged, sources, strict=True):
+            assert slot is not None
+            part.write(slot.data)
+            slots.append(slot)
+        slots.append(target)
+        owners = (1, 0)  # the owner of part 0 is lane rank 1
+        results = await asyncio.gather(
+            three.sidecars[1].transfer(
+                TransferSpec(1, "send", "parts", manifest.encode(), owners, 0, 30.0), slots[0].buffer
+            ),
+            three.sidecars[0].transfer(
+                TransferSpec(1, "send", "parts", manifest.encode(), owners, 1, 30.0), slots[1].buffer
+            ),
+            three.sidecars[2].transfer(
+                TransferSpec(1, "receive", "parts", manifest.encode(), owners, None, 30.0), target.buffer
+            ),
+        )
+    found = views(target.buffer.tensor(), manifest)
+    assert torch.equal(found["m"], matrix)
+    assert torch.equal(found["t"], tall)
+    assert torch.equal(found["b"], torch.ones(3))
+    assert results[2].image_digest == digest_of(target.data)
+    assert results[2].part_digests == results[0].part_digests | results[1].part_digests
+    assert results[0].part_digests.keys() == {1}
+    assert results[0].image_digest == ""
+
+
+async def test_a_slot_of_another_size_is_refused() -> None:
+    manifest, other = Manifest((TensorSpec("x", "float32", (4,)),)), Manifest((TensorSpec("x", "float32", (5,)),))
+    async with lane(1) as alone:
+        with pytest.raises(SidecarFailed, match="the slot has 4116 bytes, the image 4112"):
+            await send_image(alone, manifest, slots_for(other, 1))
+        with pytest.raises(SidecarFailed, match="malformed manifest"):
+            spec = TransferSpec(1, "send", "image", b"\xc1", (0,), None, 5.0)
+            await alone.sidecars[0].transfer(spec, slots_for(other, 1)[0].buffer)
+
+
+async def test_memory_is_mapped_once_and_unmapped_when_it_is_closed() -> None:
+    async with lane(1) as alone:
+        maps = Path(f"/proc/{alone.sidecars[0].pid}/maps")
+        pairs = await alone.run("all_gather", [[torch.ones(4)]])
+        assert maps.read_text().count("memfd:test") == 2
+        for buffer in pairs[0]:
+            buffer.close()
+        await alone.run("barrier", [[]])
+        assert maps.read_text().count("memfd:test-inputs") == 1  # those of the barrier are empty: not mapped at all
+        assert maps.read_text().count("memfd:test") <= 2
+
+
+# ---------------------------------------------------------------- failures
+
+
+async def test_a_killed_peer_fails_every_other_member_at_once() -> None:
+    manifest = Manifest((TensorSpec("x", "uint8", (64 << 20,)),))
+    slots = slots_for(manifest, 4)
+    reasons: list[str] = []
+    async with lane(4) as four:
+        for sidecar in four.sidecars:
+            sidecar.on_exit = reasons.append
+        os.kill(four.sidecars[3].pid, signal.SIGSTOP)  # so that the transfer is under way when it dies
+        specs = [
+            TransferSpec(1, "send" if rank == 0 else "receive", "image", manifest.encode(), (0,), None, 60.0)
+            for rank in range(4)
+        ]
+        tasks = [
+            asyncio.ensure_future(sidecar.transfer(spec, slot.buffer))
+            for sidecar, spec, slot in zip(four.sidecars, specs, slots, strict=True)
+        ]
+        await asyncio.wait(tasks, timeout=0.3)
+        started = time.monotonic()
+        os.kill(four.sidecars[3].pid, signal.SIGKILL)
+        outcomes = await asyncio.gather(*tasks, return_exceptions=True)
+        assert time.monotonic() - started < 5.0
+        assert [type(outcome) for outcome in outcomes] == [SidecarFailed] * 3 + [SidecarDied]
+        assert "Connection closed by peer" in str(outcomes[0]) or "reset" in str(outcomes[0])
+        # A failed group is of no use: its sidecars have gone, and the rank has been told.
+        assert all([await sidecar.wait_dead() for sidecar in four.sidecars])
+        assert len(reasons) == 4
+
+
+async def test_a_frozen_peer_costs_the_deadline_and_no_more() -> None:
+    async with lane(2) as two:
+        os.kill(two.sidecars[1].pid, signal.SIGSTOP)
+        started = time.monotonic()
+        with pytest.raises((SidecarFailed, SidecarDied)):
+            await two.run("all_reduce", [[torch.zeros(1)]] * 2, timeout_s=0.5)
+        assert time.monotonic() - started < 5.0
+        two.sidecars[1].kill()
+        assert await two.sidecars[1].wait_dead()
+
+
+async def test_a_sidecar_that_does_not_answer_is_killed_at_the_deadline() -> None:
+    async with lane(1) as alone:
+        (sidecar,) = alone.sidecars
+        exits: list[str] = []
+        sidecar.on_exit = exits.append
+        os.kill(sidecar.pid, signal.SIGSTOP)
+        with pytest.raises(SidecarDied, match=r"it did not answer within 0\.2 s and was killed"):
+            await alone.run("barrier", [[]], timeout_s=0.2)
+        assert await sidecar.wait_dead()
+        assert exits == []  # we did it ourselves
+        with pytest.raises(SidecarDied, match="was killed"):
+            await alone.run("barrier", [[]])
+
+
+async def test_a_peer_that_never_comes_fails_the_group_in_time() -> None:
+    async with lane(2, build=False) as two:
+        started = time.monotonic()
+        with pytest.raises((SidecarFailed, SidecarDied)):
+            await two.sidecars[0].build(two.spec("lonely", 0, timeout_s=0.5))
+        assert time.monotonic() - started < 5.0
+
+
+async def test_an_address_of_another_machine_is_an_error() -> None:
+    async with lane(1, build=False) as alone:
+        with pytest.raises(SidecarFailed):
+            await alone.sidecars[0].build(alone.spec("elsewhere", 0, address="203.0.113.1", timeout_s=5.0))
+
+
+async def test_a_cancelled_caller_does_not_disturb_the_next_one() -> None:
+    async with lane(2) as two:
+        pending = asyncio.ensure_future(two.run("all_reduce", [[torch.ones(1 << 20)]] * 2))
+        await asyncio.sleep(0)
+        await asyncio.wait([pending], timeout=0.002)
+        pending.cancel()
+        await asyncio.wait([pending])
+        if not any(sidecar.dead for sidecar in two.sidecars):
+            pairs = await two.run("all_reduce", [[torch.ones(3)]] * 2)
+            assert read_segments(pairs[0][0], [Segment("float32", (3,))])[0].tolist() == [2.0] * 3
+
+
+# ---------------------------------------------------------------- lives and deaths
+
+
+async def test_forking_takes_milliseconds_and_leaves_one_thread_and_few_descriptors() -> None:
+    async with lane(2, build=False) as two:
+        times: list[float] = []
+        for _ in range(5):
+            started = time.monotonic()
+            sidecar = await two.forkserver.fork()
+            times.append(time.monotonic() - started)
+            sidecar.kill()
+        assert sorted(times)[2] < 0.5  # 16 ms on a quiet machine
+        server = two.forkserver_pid
+        assert len(list(Path(f"/proc/{server}/task").iterdir())) == 1
+        inherited = {int(path.name) for path in Path(f"/proc/{two.sidecars[0].pid}/fd").iterdir()} - {0, 1, 2}
+        assert len(inherited) == 2  # its channel and the rank's pidfd
+
+
+async def test_the_end_of_the_forkserver_is_the_end_of_its_sidecars() -> None:
+    async with lane(2) as two:
+        exits: list[str] = []
+        for sidecar in two.sidecars:
+            sidecar.on_exit = exits.append
+        os.kill(two.forkserver_pid, signal.SIGKILL)
+        assert all([await sidecar.wait_dead() for sidecar in two.sidecars])
+        with pytest.raises(SidecarDied):
+            await two.forkserver.fork()
+        assert not two.forkserver.alive
+        assert len(exits) == 2
+
+
+async def test_closing_the_connection_leaves_no_process() -> None:
+    before = children_of(os.getpid())
+    async with lane(3) as three:
+        server = three.forkserver_pid
+        sidecars = three.sidecars
+        assert children_of(server) == {sidecar.pid for sidecar in sidecars}
+    assert all([await sidecar.wait_dead() for sidecar in sidecars])
+    assert children_of(os.getpid()) == before
+
+
+RANK = """
+import asyncio, os, signal, sys
+from replicas.sidecar.client import Forkserver
+
+async def main():
+    name = sys.argv[1]
+    forkserver = await (Forkserver.connect(name) if name else Forkserver.spawn())
+    sidecars = [await forkserver.fork() for _ in range(2)]
+    if os.fork() == 0:  # like a DataLoader worker: it inherits the sockets and lives on
+        signal.pause()
+    print(*[sidecar.pid for sidecar in sidecars], flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def start_rank(name: str) -> tuple[subprocess.Popen[str], list[int]]:
+    process = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(RANK), name],
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    return process, [int(pid) for pid in process.stdout.readline().split()]
+
+
+async def gone(pidfds: Sequence[int], timeout_s: float = 5.0) -> bool:
+    """Whether all these processes end in time; closes the pidfds."""
+    loop = asyncio.get_running_loop()
+    ends = [loop.create_future() for _ in pidfds]
+    for pidfd, end in zip(pidfds, ends, strict=True):
+        loop.add_reader(pidfd, lambda end=end: None if end.done() else end.set_result(None))
+    _, pending = await asyncio.wait(ends, timeout=timeout_s)
+    for pidfd in pidfds:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    return not pending
+
+
+@pytest.mark.parametrize("shared", [True, False], ids=["named", "helper"])
+async def test_sidecars_go_with_their_rank_though_its_children_keep_the_sockets(shared: bool) -> None:
+    name = f"replicas-test-{secrets.token_hex(8)}" if shared else ""
+    server = start_forkserver(name) if shared else None
+    try:
+        rank, sidecars = await asyncio.to_thread(start_rank, name)
+        workers = children_of(rank.pid)
+        pidfds = [os.pidfd_open(pid) for pid in sidecars]
+        helpers = [os.pidfd_open(pid) for pid in workers]
+        rank.send_signal(signal.SIGKILL)
+        assert await gone(pidfds)
+        for helper in helpers:
+            signal.pidfd_send_signal(helper, signal.SIGKILL)
+        assert await gone(helpers)
+        await asyncio.to_thread(rank.wait)
+        assert rank.stdout is not None
+        rank.stdout.close()
+        if server is not None:
+            assert server.poll() is None  # it serves others
+            connection = await Forkserver.connect(name)
+            assert isinstance(await connection.fork(), Sidecar)
+            await connection.aclose()
+    finally:
+        if server is not None:
+            server.kill()
+            await asyncio.to_thread(server.wait)
+
+
+def start_forkserver(name: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "replicas.sidecar.forkserver", "--name", name])
+
+
+async def test_a_named_forkserver_survives_garbage_and_refuses_a_second_one() -> None:
+    name = f"replicas-test-{secrets.token_hex(8)}"
+    server = start_forkserver(name)
+    try:
+        connection = await Forkserver.connect(name)
+        for junk in (b"\x00", b"\xff" * 3000, b"\x81\xa4type\xa4Fork"):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as sock:
+                sock.settimeout(5.0)
+                sock.connect("\0" + name)
+                sock.send(junk)
+                assert await asyncio.to_thread(sock.recv, 100) == b""
+        assert isinstance(await connection.fork(), Sidecar)
+        second = subprocess.run(
+            [sys.executable, "-m", "replicas.sidecar.forkserver", "--name", name],
+            capture_output=True,
+            text=True,
+            timeout=30,
+        )
+        assert second.returncode == 1
+        assert second.stderr == f"replicas.sidecar.forkserver: cannot listen on {name!r}: Address already in use\n"
+        await connection.aclose()
+    finally:
+        server.kill()
+        await asyncio.to_thread(server.wait)
+
+
+async def test_nobody_listening_is_an_error_in_time() -> None:
+    with pytest.raises(SidecarDied, match=r"no forkserver listens on 'replicas-test-nobody' after 0\.1 s"):
+        await Forkserver.connect("replicas-test-nobody", timeout_s=0.1)
+
+
+async def test_a_closed_buffer_is_refused() -> None:
+    async with lane(1) as alone:
+        buffer = Buffer.allocate(64, "test")
+        buffer.close()
+        manifest = Manifest((TensorSpec("x", "float32", (4,)),))
+        with pytest.raises(ValueError, match="the buffer is closed"):
+            spec = TransferSpec(1, "send", "image", manifest.encode(), (0,), None, 5.0)
+            await alone.sidecars[0].transfer(spec, buffer)

@@ -1,0 +1,47 @@
+"""Replicas that join a channel: readiness comes from their sessions, and a frozen rank is replaced."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+from tests.support.programs import group
+from tests.support.runs import eventually, running
+
+JOINS = """
+import time, replicas
+channel = replicas.join('c')
+print('joined', flush=True)
+time.sleep(600)
+"""
+
+LEAVES = """
+import time, replicas
+with replicas.join('c') as channel:
+    print('joined', flush=True)
+time.sleep(1)
+"""
+
+
+def test_a_frozen_rank_is_replaced_and_one_that_left_is_not(tmp_path: Path) -> None:
+    more = 'restart = { initial_delay = "100ms" }\nstop_timeout = "1s"\nhealth = { heartbeat_timeout = "3s" }'
+    text = group("a", JOINS, more) + group("b", LEAVES, 'health = { load_deadline = "1ms" }')
+    text += '[channels.c]\npeers = ["a", "b"]\n'
+    with running(tmp_path, text) as run:
+        run.wait_line("a/0: ready after", timeout_s=60)
+        eventually(lambda: run.status().groups[1].replicas[0].state == "finished", "the end of b/0", timeout_s=60)
+        replica = run.status().groups[0].replicas[0]
+        assert replica.heartbeat_age_s is not None
+        assert replica.pid is not None
+        pidfd = os.pidfd_open(replica.pid)
+        signal.pidfd_send_signal(pidfd, signal.SIGSTOP)
+        os.close(pidfd)
+        run.wait_line("heartbeat for 3 s; stopping it", timeout_s=15)
+        run.wait_line("a/0: ready after", timeout_s=60)
+        status = run.status()
+        assert status.groups[0].restarts == {"heartbeat_timeout": 1}
+        assert status.groups[1].restarts == {}
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 0
+        run.assert_nothing_left()

@@ -1,0 +1,161 @@
+"""``async with replicas.Supervisor(config)`` in a program of one's own."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import urllib.request
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+
+import replicas
+from replicas import errors
+from replicas.core.lifecycle import Event, Transition
+from replicas.supervisor import Supervisor
+from replicas.supervisor.state import AlreadySupervised
+from tests.support.runs import alive
+
+pytestmark = pytest.mark.anyio
+
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+def config(folder: Path, **groups: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "schema_version": 1,
+        "run": {"name": "embedded", "state_dir": str(folder / "state")},
+        "control": {"listen": "127.0.0.1:0"},
+        "groups": {name: {"launcher": "exec", "command": SLEEPS, **group} for name, group in groups.items()},
+    }
+
+
+def environment_of(pid: int | None) -> list[bytes]:
+    return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+
+
+@asynccontextmanager
+async def watched(supervisor: Supervisor) -> AsyncIterator[list[str]]:
+    """The steps that ``supervisor.events()`` tells while the block runs."""
+    steps: list[str] = []
+
+    async def watch() -> None:
+        async for event in supervisor.events():
+            if isinstance(event, Transition):
+                steps.append(f"{event.group}/{event.replica} {event.event.value} {event.generation}")
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch)
+        await asyncio.sleep(0)
+        yield steps
+        tasks.cancel_scope.cancel()
+
+
+async def test_scale_restart_and_drain(tmp_path: Path) -> None:
+    async with (
+        replicas.Supervisor(config(tmp_path, a={"replicas": 1}, b={})) as supervisor,
+        watched(supervisor) as steps,
+    ):
+        await supervisor.wait_ready("a", timeout=20)
+        await supervisor.wait_ready(timeout=20)
+        pids = {one.name: one.pid for group in supervisor.status().groups for one in group.replicas}
+
+        await supervisor.scale("a", 3)
+        await supervisor.wait_ready("a", timeout=20)
+        assert [one.name for one in supervisor.status().groups[0].replicas] == ["a/0", "a/1", "a/2"]
+        environment = environment_of(supervisor.status().groups[0].replicas[2].pid)
+        assert b"REPLICA_NUM=3" in environment
+        assert b"REPLICA_ID=2" in environment
+
+        await supervisor.restart("a/1")
+        await supervisor.wait_ready("a", timeout=20)
+        await supervisor.scale("a", 1)
+        group = supervisor.status().groups[0]
+        assert [one.name for one in group.replicas] == ["a/0"]
+        assert group.restarts == {"requested": 1}
+        assert group.restart_budget_remaining_ratio == 1.0
+
+        await supervisor.scale("a", 2)  # the index comes back, its generations do not
+        await supervisor.wait_ready("a", timeout=20)
+        assert supervisor.status().groups[0].replicas[1].generation == 3
+        assert supervisor.status().groups[0].restarts == {"requested": 1}
+        now = {one.name: one.pid for group in supervisor.status().groups for one in group.replicas}
+        assert pids.items() <= now.items()
+
+        def get(page: str) -> str:
+            with urllib.request.urlopen(f"http://{supervisor.endpoint}{page}", timeout=5) as answer:
+                return str(answer.read().decode())
+
+        assert await anyio.to_thread.run_sync(get, "/readyz") == "ok\n"
+        metrics = await anyio.to_thread.run_sync(get, "/metrics")
+        assert 'replicas_restarts_total{group="a",reason="requested"} 1.0' in metrics
+        assert 'replicas_group_replicas{group="a",state="ready"} 2.0' in metrics
+        assert 'replicas_start_duration_seconds_count{group="a"} 5.0' in metrics
+
+        for bad in ("a/7", "a", "c/0"):
+            with pytest.raises(errors.UsageError, match=f'no (replica|group) "{bad.partition("/")[0]}'):
+                await supervisor.restart(bad)
+        await supervisor.drain()
+        assert all(one.state == "finished" for group in supervisor.status().groups for one in group.replicas)
+        assert await supervisor.run_until_done() == 0
+        assert steps.count(f"a/1 {Event.RETRY.value} 1") == 1
+        assert f"b/0 {Event.STOPPED.value} 1" in steps
+
+
+async def test_wait_ready_tells_of_a_failure(tmp_path: Path) -> None:
+    bad = {"command": [sys.executable, "-c", "raise SystemExit('no')"], "restart": {"policy": "never"}}
+    async with Supervisor(config(tmp_path, a={}, bad={**bad, "depends_on": ["a"]})) as supervisor:
+        with pytest.raises(TimeoutError):
+            await supervisor.wait_ready("bad", timeout=0.01)
+        await supervisor.run_until_done()
+        with pytest.raises(
+            errors.WorldError, match="replica bad/0 failed: rank 0 exited with code 1: no; restart policy"
+        ):
+            await supervisor.wait_ready("bad", timeout=20)
+        assert await supervisor.run_until_done() == 1
+
+
+async def test_an_error_in_the_block_still_ends_everything(tmp_path: Path) -> None:
+    pids: list[int | None] = []
+    supervisor = Supervisor(config(tmp_path, a={}))
+
+    async def use() -> None:
+        async with supervisor:
+            await supervisor.wait_ready(timeout=20)
+            pids.append(supervisor.status().groups[0].replicas[0].pid)
+            with pytest.raises(AlreadySupervised):
+                async with Supervisor(config(tmp_path, a={})):
+                    pass
+            raise KeyError("the program's own")
+
+    with pytest.raises(KeyError):
+        await use()
+    assert pids[0] is not None
+    assert not alive(pids[0])
+    assert not supervisor.state.token_file.exists()
+    with pytest.raises(errors.UsageError, match="the supervisor is not running"):
+        Supervisor(config(tmp_path, a={})).status()
+
+
+async def test_a_cancelled_program_still_ends_everything(tmp_path: Path) -> None:
+    supervisor = Supervisor(config(tmp_path, a={}))
+    ready = asyncio.Event()
+
+    async def use() -> None:
+        async with supervisor:
+            await supervisor.wait_ready(timeout=20)
+            ready.set()
+            await asyncio.Event().wait()
+
+    task = asyncio.create_task(use())
+    await asyncio.wait_for(ready.wait(), 20)
+    pid = supervisor.status().groups[0].replicas[0].pid
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert pid is not None
+    assert not alive(pid)

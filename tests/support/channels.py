@@ -1,0 +1,71 @@
+"""A real coordinator and several members of its channels in the test's own process."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import Any
+
+import replicas
+from replicas.channel import Channel
+from replicas.coordinator import Coordinator, GroupShape
+
+__all__ = ["ChannelWorld", "channel_world"]
+
+POLICY: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "30s"}
+
+
+class ChannelWorld:
+    """A coordinator, and what joined it here; everything is closed at the end."""
+
+    def __init__(self, coordinator: Coordinator, channel: str) -> None:
+        self.coordinator = coordinator
+        self.channel = channel
+        self.joined: list[Channel] = []
+        self.endpoint = coordinator.endpoint
+
+    async def join(
+        self,
+        group: str,
+        replica: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        channel: str | None = None,
+        **more: Any,
+    ) -> Channel:
+        def join() -> Channel:
+            return replicas.join(
+                channel or self.channel,
+                **{"endpoint": self.endpoint, "token": self.coordinator.token}
+                | {"group": group, "replica": replica, "rank": rank, "world_size": world_size}
+                | more,
+            )
+
+        found = await asyncio.to_thread(join)
+        self.joined.append(found)
+        return found
+
+    async def trainer_and_rollouts(self, rollouts: int = 1) -> tuple[Channel, ...]:
+        trainer = await self.join("trainer")
+        return (trainer, *[await self.join("rollout", index) for index in range(rollouts)])
+
+    async def close(self) -> None:
+        await asyncio.gather(*(asyncio.to_thread(channel.close, wait=False) for channel in self.joined))
+
+
+@asynccontextmanager
+async def channel_world(
+    config: Mapping[str, Any] | None = None, *, name: str = "policy", **groups: int | GroupShape
+) -> AsyncIterator[ChannelWorld]:
+    """A coordinator with one channel. ``groups``: their shapes; ``config``: changes to a trainer and rollouts."""
+    settings = {**POLICY, **(config or {})}
+    if "peers" in settings:
+        del settings["sources"], settings["targets"]
+    async with Coordinator({name: settings}, groups=groups) as coordinator:
+        world = ChannelWorld(coordinator, name)
+        try:
+            yield world
+        finally:
+            await world.close()

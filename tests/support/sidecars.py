@@ -1,0 +1,153 @@
+"""Sidecars of a real forkserver over a real store on loopback, for integration tests."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from datetime import timedelta
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from replicas.core.manifest import item_nbytes, segment_layout
+from replicas.messages import OperationKind, ReduceOp, Segment
+from replicas.sidecar.client import CollectiveSpec, Forkserver, GroupSpec, Sidecar
+from replicas.weights import Buffer
+from replicas.weights.tensors import dtype_name, torch_dtype, typed
+
+__all__ = ["Lane", "children_of", "lane", "read_segments", "segments_of", "write_segments"]
+
+_prefixes = itertools.count()
+
+
+class LoopbackStore:
+    """A master TCPStore that listens on 127.0.0.1 only."""
+
+    def __init__(self) -> None:
+        listener = socket.socket()
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        self.port: int = listener.getsockname()[1]
+        store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's annotations leave it out
+        self.store = store(
+            "127.0.0.1",
+            self.port,
+            None,
+            True,
+            timedelta(seconds=10),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )
+
+
+class Lane:
+    """A few sidecars with one process group."""
+
+    def __init__(self, store: LoopbackStore, forkserver: Forkserver, sidecars: Sequence[Sidecar]) -> None:
+        self.store = store
+        self.forkserver = forkserver
+        self.sidecars = list(sidecars)
+
+    @property
+    def forkserver_pid(self) -> int:
+        """The parent of the sidecars."""
+        return int(Path(f"/proc/{self.sidecars[0].pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+    def spec(self, prefix: str, rank: int, **changes: Any) -> GroupSpec:
+        fields: dict[str, Any] = {
+            "prefix": prefix,
+            "store_host": "127.0.0.1",
+            "store_port": self.store.port,
+            "rank": rank,
+            "size": len(self.sidecars),
+            "backend": "gloo",
+            "address": "127.0.0.1",
+            "timeout_s": 20.0,
+        }
+        return GroupSpec(**fields | changes)
+
+    async def build(self) -> None:
+        prefix = f"lane-{next(_prefixes)}"
+        await asyncio.gather(*[sidecar.build(self.spec(prefix, rank)) for rank, sidecar in enumerate(self.sidecars)])
+
+    async def run(
+        self,
+        kind: OperationKind,
+        given: Sequence[Sequence[torch.Tensor]],
+        *,
+        op: ReduceOp = "sum",
+        root: int = -1,
+        timeout_s: float = 20.0,
+        order: Sequence[int] | None = None,
+        kinds: Sequence[OperationKind] | None = None,
+    ) -> list[tuple[Buffer, Buffer]]:
+        """One operation; participant ``i`` is lane rank ``order[i]`` and posts ``given[i]``. Inputs and outputs of each."""
+        ranks = tuple(order if order is not None else range(len(given)))
+        segments = tuple(segments_of(tensors) for tensors in given)
+        pairs: list[tuple[Buffer, Buffer]] = []
+        _, room = segment_layout([segment for one in segments for segment in one])
+        for tensors in given:
+            inputs = Buffer.allocate(segment_layout(segments_of(tensors))[1], "test-inputs")
+            write_segments(inputs, tensors)
+            pairs.append((inputs, Buffer.allocate(room, "test-outputs")))
+        await asyncio.gather(
+            *[
+                self.sidecars[rank].collective(
+                    CollectiveSpec(1, kinds[me] if kinds else kind, op, ranks, segments, me, root, timeout_s),
+                    *pairs[me],
+                )
+                for me, rank in enumerate(ranks)
+            ]
+        )
+        return pairs
+
+
+def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
+    return tuple(Segment(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
+
+
+def write_segments(buffer: Buffer, tensors: Sequence[torch.Tensor]) -> None:
+    segments = segments_of(tensors)
+    for offset, segment, tensor in zip(segment_layout(segments)[0], segments, tensors, strict=True):
+        raw = tensor.contiguous().flatten().view(torch.uint8)
+        buffer.tensor()[offset : offset + prod(segment.shape) * item_nbytes(segment.dtype)].copy_(raw)
+
+
+def read_segments(buffer: Buffer, segments: Sequence[Segment]) -> list[torch.Tensor]:
+    offsets, _ = segment_layout(segments)
+    return [
+        typed(buffer.tensor(), offset, torch_dtype(segment.dtype), segment.shape).clone()
+        for offset, segment in zip(offsets, segments, strict=True)
+    ]
+
+
+def children_of(pid: int) -> set[int]:
+    """Processes whose parent is ``pid``."""
+    found: set[int] = set()
+    for path in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = path.read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            continue
+        if fields[0] != "Z" and int(fields[1]) == pid:
+            found.add(int(path.parent.name))
+    return found
+
+
+@asynccontextmanager
+async def lane(size: int, *, build: bool = True) -> AsyncIterator[Lane]:
+    """``size`` sidecars of a helper forkserver, with their group."""
+    forkserver = await Forkserver.spawn()
+    try:
+        made = Lane(LoopbackStore(), forkserver, await asyncio.gather(*[forkserver.fork() for _ in range(size)]))
+        if build:
+            await made.build()
+        yield made
+    finally:
+        await forkserver.aclose()

@@ -1,0 +1,294 @@
+"""The member's side of a session against a scripted coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import pytest
+from websockets.asyncio.server import Server, ServerConnection, serve
+from websockets.exceptions import ConnectionClosed
+
+from replicas import errors
+from replicas.channel import session as session_module
+from replicas.channel.session import Session
+from replicas.core.identity import ProcessIdentity
+from replicas.messages import (
+    PROTOCOL,
+    Ack,
+    Bye,
+    ChannelSettings,
+    Commit,
+    FromCoordinator,
+    FromMember,
+    Heartbeat,
+    HeldVersion,
+    Hello,
+    LaneFormed,
+    MemberFrame,
+    Refused,
+    ServerFrame,
+    Welcome,
+    WireError,
+    decode_member_frame,
+    encode,
+)
+
+pytestmark = pytest.mark.anyio
+
+SETTINGS = ChannelSettings("target", 5.0, 2, "leader", "leader", "auto", heartbeat_interval_s=0.02)
+HELLO = Hello(PROTOCOL, "run", "policy", "rollout", 0, 0, 1, "abc", 1, ProcessIdentity(1, 2, "boot", 3))
+
+
+class Coordinator:
+    """Welcomes every connection and hands its frames to the test. ``term`` and ``received`` go into the Welcome."""
+
+    def __init__(self) -> None:
+        self.term = 7
+        self.received = 0
+        self.answer: FromCoordinator | None = None
+        self.silent = False
+        self.connections: asyncio.Queue[ServerConnection] = asyncio.Queue()
+        self.hellos: list[Hello] = []
+        self.frames: asyncio.Queue[MemberFrame] = asyncio.Queue()
+        self.beats = 0
+        self.sent = 0
+
+    async def serve(self, websocket: ServerConnection) -> None:
+        hello = decode_member_frame(await self._recv(websocket)).body
+        assert isinstance(hello, Hello)
+        self.hellos.append(hello)
+        welcome = Welcome(self.term, SETTINGS, self.received, epoch=1, address="127.0.0.1", latest=3)
+        await websocket.send(encode(ServerFrame(0, self.received, self.answer or welcome)))
+        await self.connections.put(websocket)
+        with contextlib.suppress(ConnectionClosed):
+            while True:
+                frame = decode_member_frame(await self._recv(websocket))
+                if isinstance(frame.body, Heartbeat):
+                    self.beats += 1
+                    if not self.silent:
+                        await websocket.send(encode(ServerFrame(0, self.received, Ack())))
+                else:
+                    await self.frames.put(frame)
+
+    @staticmethod
+    async def _recv(websocket: ServerConnection) -> bytes:
+        data = await websocket.recv()
+        assert isinstance(data, bytes)
+        return data
+
+    async def send(self, websocket: ServerConnection, body: FromCoordinator) -> None:
+        self.sent += 1
+        await websocket.send(encode(ServerFrame(self.sent, self.received, body)))
+
+    async def frame(self) -> MemberFrame:
+        async with asyncio.timeout(5):
+            return await self.frames.get()
+
+    async def connection(self) -> ServerConnection:
+        async with asyncio.timeout(5):
+            return await self.connections.get()
+
+
+class Handler:
+    def __init__(self) -> None:
+        self.messages: asyncio.Queue[FromCoordinator] = asyncio.Queue()
+        self.welcomes: list[bool] = []
+        self.welcome = asyncio.Event()
+        self.over: asyncio.Future[errors.ReplicasError] = asyncio.get_running_loop().create_future()
+        self.reasons: list[str] = []
+
+    def held_versions(self) -> tuple[HeldVersion, ...]:
+        return (HeldVersion(3, "d"),)
+
+    def loaded_version(self) -> int:
+        return 3
+
+    def before_heartbeat(self) -> None:
+        pass
+
+    def welcomed(self, welcome: Welcome, resumed: bool) -> None:
+        self.welcomes.append(resumed)
+        self.welcome.set()
+
+    def handle(self, message: FromCoordinator) -> None:
+        self.messages.put_nowait(message)
+
+    def disconnected(self, reason: str) -> None:
+        self.reasons.append(reason)
+
+    def session_over(self, error: errors.ReplicasError) -> None:
+        self.over.set_result(error)
+
+
+class Loop:
+    """The test's own loop in place of the session thread."""
+
+    def __init__(self) -> None:
+        self.fds: set[int] = set()
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        return asyncio.create_task(coroutine, name=name)
+
+    def register_fd(self, fd: int) -> None:
+        self.fds.add(fd)
+
+    def unregister_fd(self, fd: int) -> None:
+        self.fds.discard(fd)
+
+
+class World:
+    def __init__(self, server: Server, coordinator: Coordinator) -> None:
+        self.server = server
+        self.coordinator = coordinator
+        self.loop = Loop()
+        self.handler = Handler()
+        self.session = Session(self.loop, self.endpoint, "secret", HELLO, self.handler)  # type: ignore[arg-type]  # a fake
+
+    @property
+    def endpoint(self) -> str:
+        host, port = next(iter(self.server.sockets)).getsockname()[:2]
+        return f"{host}:{port}"
+
+
+@pytest.fixture
+async def world() -> AsyncIterator[World]:
+    coordinator = Coordinator()
+    async with serve(coordinator.serve, "127.0.0.1", 0, compression=None, ping_interval=None) as server:
+        found = World(server, coordinator)
+        yield found
+        await found.session.close("end", 0.2)
+        assert not found.loop.fds
+
+
+def _bodies(frames: list[MemberFrame]) -> list[tuple[int, FromMember]]:
+    return [(frame.seq, frame.body) for frame in frames]
+
+
+async def test_opens_sends_and_says_goodbye(world: World) -> None:
+    await world.session.open(5)
+    assert world.handler.welcomes == [False]
+    assert world.coordinator.hellos[0].held == (HeldVersion(3, "d"),)
+    world.session.send(LaneFormed("a", 1.0))
+    world.session.send(LaneFormed("b", 1.0))
+    frames = [await world.coordinator.frame() for _ in range(2)]
+    assert _bodies(frames) == [(1, LaneFormed("a", 1.0)), (2, LaneFormed("b", 1.0))]
+    await world.session.close("done", 2)
+    assert (await world.coordinator.frame()).body == Bye("done")
+    world.session.send(LaneFormed("c", 1.0))
+    assert world.coordinator.frames.empty()
+
+
+async def test_resumes_after_a_broken_connection(world: World) -> None:
+    await world.session.open(5)
+    first = await world.coordinator.connection()
+    await world.coordinator.send(first, Commit(4, "x", "m"))
+    assert await world.handler.messages.get() == Commit(4, "x", "m")
+    for name in "abc":
+        world.session.send(LaneFormed(name, 1.0))
+    for _ in range(3):
+        await world.coordinator.frame()
+    world.coordinator.received = 1  # the coordinator got only the first of the three
+    first.transport.abort()
+    second = await world.coordinator.connection()
+    hello = world.coordinator.hellos[1]
+    assert (hello.resume_term, hello.received) == (7, 1)
+    frames = [await world.coordinator.frame() for _ in range(2)]
+    assert _bodies(frames) == [(2, LaneFormed("b", 1.0)), (3, LaneFormed("c", 1.0))]
+    await second.send(encode(ServerFrame(1, 3, Commit(4, "x", "m"))))  # resent: must not be handled again
+    await world.coordinator.send(second, Commit(5, "y", "m"))
+    assert await world.handler.messages.get() == Commit(5, "y", "m")
+    assert world.handler.welcomes == [False, True]
+    assert len(world.handler.reasons) == 1
+
+
+async def test_a_new_term_starts_from_scratch(world: World) -> None:
+    await world.session.open(5)
+    first = await world.coordinator.connection()
+    world.session.send(LaneFormed("a", 1.0))
+    await world.coordinator.frame()
+    world.coordinator.term = 8
+    world.handler.welcome.clear()
+    first.transport.abort()
+    await asyncio.wait_for(world.handler.welcome.wait(), 5)
+    assert world.handler.welcomes == [False, False]
+    world.session.send(LaneFormed("b", 1.0))
+    assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("b", 1.0))]
+
+
+async def test_messages_sent_while_disconnected_go_out_later(world: World) -> None:
+    await world.session.open(5)
+    first = await world.coordinator.connection()
+    first.transport.abort()
+    world.session.send(LaneFormed("a", 1.0))
+    assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("a", 1.0))]
+
+
+async def test_refused(world: World) -> None:
+    world.coordinator.answer = Refused(WireError.of(errors.UnknownChannel("no such channel")))
+    with pytest.raises(errors.UnknownChannel, match="no such channel"):
+        await world.session.open(5)
+
+
+async def test_fenced_later(world: World) -> None:
+    await world.session.open(5)
+    connection = await world.coordinator.connection()
+    await connection.send(encode(ServerFrame(0, 0, Refused(WireError.of(errors.Fenced("another one"))))))
+    assert isinstance(await asyncio.wait_for(world.handler.over, 5), errors.Fenced)
+    assert not world.session.connected
+
+
+@pytest.mark.parametrize("garbage", [b"\xff\x00garbage", b"", encode(ServerFrame(1, 0, Ack()))[:-1]])
+async def test_garbage_ends_the_session_with_a_clear_error(world: World, garbage: bytes) -> None:
+    await world.session.open(5)
+    connection = await world.coordinator.connection()
+    await connection.send(garbage)
+    error = await asyncio.wait_for(world.handler.over, 5)
+    assert isinstance(error, errors.InternalError)
+    assert "sent a malformed frame" in str(error)
+
+
+async def test_a_gap_makes_a_new_connection(world: World) -> None:
+    await world.session.open(5)
+    connection = await world.coordinator.connection()
+    await connection.send(encode(ServerFrame(5, 0, Commit(9, "x", "m"))))
+    await world.coordinator.connection()
+    assert world.handler.messages.empty()
+    assert world.coordinator.hellos[1].received == 0
+
+
+async def test_a_silent_coordinator_is_dialled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "SILENCE_S", 0.1)
+    world.coordinator.silent = True
+    await world.session.open(5)
+    await world.coordinator.connection()
+    await world.coordinator.connection()
+    assert "nothing heard" in world.handler.reasons[0]
+    assert world.coordinator.beats >= 2
+
+
+async def test_nobody_there() -> None:
+    handler = Handler()
+    session = Session(Loop(), "127.0.0.1:1", "secret", HELLO, handler)  # type: ignore[arg-type]  # a fake
+    with pytest.raises(errors.Disconnected, match=r"no coordinator answered at 127.0.0.1:1 within 0.2 s: .*Connect"):
+        await session.open(0.2)
+
+
+@pytest.mark.parametrize(
+    ("status", "text"),
+    [
+        (401, "does not accept the token"),
+        (404, "answers HTTP 404 to a session: it is not a coordinator"),
+    ],
+)
+async def test_refused_by_http(status: int, text: str) -> None:
+    async def unused(websocket: ServerConnection) -> None:
+        raise AssertionError
+
+    async with serve(unused, "127.0.0.1", 0, process_request=lambda c, r: c.respond(status, "no\n")) as server:
+        port = next(iter(server.sockets)).getsockname()[1]
+        session = Session(Loop(), f"127.0.0.1:{port}", "secret", HELLO, Handler())  # type: ignore[arg-type]  # a fake
+        with pytest.raises(errors.UsageError, match=text):
+            await session.open(5)
