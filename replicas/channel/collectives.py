@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NoReturn
 
 import torch
@@ -177,6 +177,8 @@ def _fail(text: str, hint: str) -> NoReturn:
 
 
 def _tensors(kind: str, given: Tensors) -> tuple[torch.Tensor, ...]:
+    if not isinstance(given, (torch.Tensor, Iterable)):
+        _fail(f"{kind} was given a {type(given).__name__}", "pass a tensor or a sequence of them")
     tensors = (given,) if isinstance(given, torch.Tensor) else tuple(given)
     if not tensors:
         _fail(f"{kind} was given no tensor", "pass a tensor or a sequence of them")

@@ -58,6 +58,7 @@ class ChannelState:
         self._ids = 0
         self._watches: list[tuple[Member, wire.WatchLoaded]] = []
         self._view_epoch = 0
+        self._loaded_once = 0
 
     # ------------------------------------------------------------ what the shell calls
 
@@ -191,18 +192,16 @@ class ChannelState:
         self.out.append(Emit(EpochStarted(self.config.name, self.roster.epoch, members)))
         self.out.extend(Send(state.member, view) for state in self.roster)
 
-    def loaded_by_all(self) -> int:
-        """The newest version that every target replica with a live member has loaded, or a newer one."""
-        replicas = {(s.member.group, s.member.replica) for s in self.roster if s.is_target and s.carries}
-        return min((self.rounds.of(group, replica).loaded for group, replica in replicas), default=0)
+    def _loaded_by_all(self) -> int:
+        """The newest version that every live rank of a target serves, or a newer one."""
+        return min((s.loaded for s in self.roster if s.is_target and s.carries), default=0)
 
     def _answer_watches(self) -> None:
-        if not self._watches:
-            return
-        loaded = self.loaded_by_all()
-        due = [watch for watch in self._watches if watch[1].version <= loaded]
-        self._watches = [watch for watch in self._watches if watch[1].version > loaded]
-        self.out.extend(Send(member, wire.WatchEnd(message.watch, loaded)) for member, message in due)
+        """Once loaded by all that were live is loaded, also when they have left since."""
+        self._loaded_once = max(self._loaded_once, self._loaded_by_all())
+        due = [watch for watch in self._watches if watch[1].version <= self._loaded_once]
+        self._watches = [watch for watch in self._watches if watch[1].version > self._loaded_once]
+        self.out.extend(Send(member, wire.WatchEnd(message.watch, self._loaded_once)) for member, message in due)
 
     # ------------------------------------------------------------ messages
 

@@ -23,11 +23,24 @@ import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import msgspec
 import xxhash
 
+from replicas.core.tensor_specs import (
+    ITEM_NBYTES,
+    Piece,
+    SegmentLike,
+    TensorSpec,
+    check_cover,
+    check_piece,
+    check_tensors,
+    item_nbytes,
+    packed_offsets,
+    piece_end,
+    segment_layout,
+)
 from replicas.errors import ManifestMismatch
 
 __all__ = [
@@ -48,8 +61,6 @@ __all__ = [
 ALIGNMENT_NBYTES = 4096
 """The data section of an image starts at a multiple of this."""
 
-SEGMENT_ALIGNMENT_NBYTES = 64
-
 _SAFETENSORS = {
     "float64": "F64",
     "float32": "F32",
@@ -69,82 +80,6 @@ _SAFETENSORS = {
     "uint16": "U16",
 }
 
-ITEM_NBYTES = {
-    "complex128": 16,
-    "float64": 8,
-    "int64": 8,
-    "uint64": 8,
-    "complex64": 8,
-    "float32": 4,
-    "int32": 4,
-    "uint32": 4,
-    "complex32": 4,
-    "float16": 2,
-    "bfloat16": 2,
-    "int16": 2,
-    "uint16": 2,
-    "int8": 1,
-    "uint8": 1,
-    "bool": 1,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "float8_e4m3fnuz": 1,
-    "float8_e5m2fnuz": 1,
-    "float8_e8m0fnu": 1,
-    "float4_e2m1fn_x2": 1,
-}
-"""Bytes of one element, by torch's dtype name without ``torch.``."""
-
-_MAX_NBYTES = 1 << 56
-
-
-def item_nbytes(dtype: str) -> int:
-    """Bytes of one element of ``dtype``; :class:`ManifestMismatch` for a dtype that cannot be moved."""
-    try:
-        return ITEM_NBYTES[dtype]
-    except KeyError:
-        raise ManifestMismatch(
-            f"dtype {dtype!r} cannot be published", hint=f"use one of {', '.join(sorted(ITEM_NBYTES))}"
-        ) from None
-
-
-class SegmentLike(Protocol):
-    """Anything with a dtype and a shape, such as :class:`replicas.messages.Segment`."""
-
-    @property
-    def dtype(self) -> str: ...
-
-    @property
-    def shape(self) -> tuple[int, ...]: ...
-
-
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
-    """One tensor: ``dtype`` is torch's name without ``torch.``; ``shape`` is the global shape."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def nbytes(self) -> int:
-        return prod(self.shape) * item_nbytes(self.dtype)
-
-    def __str__(self) -> str:
-        return f"{self.dtype}{list(self.shape)}"
-
-
-class Piece(msgspec.Struct, frozen=True, array_like=True):
-    """A box of a tensor: ``shape`` elements from ``offsets`` on, of tensor number ``tensor`` of its manifest.
-
-    ``source_offset``: where its bytes (contiguous, row-major) start in its owner's packed part.
-    """
-
-    tensor: int
-    offsets: tuple[int, ...]
-    shape: tuple[int, ...]
-    source_offset: int
-
-
 _T = TypeVar("_T")
 
 
@@ -153,17 +88,6 @@ def _decode(data: bytes | memoryview, kind: type[_T]) -> _T:
         return msgspec.msgpack.decode(data, type=kind)
     except msgspec.DecodeError as error:
         raise ManifestMismatch(f"malformed manifest: {error}", hint="") from error
-
-
-def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-    """Offsets without holes for ``(dtype, nbytes)`` each: by falling item size, then in the given order."""
-    order = sorted(range(len(sizes)), key=lambda index: -item_nbytes(sizes[index][0]))
-    offsets = [0] * len(sizes)
-    position = 0
-    for index in order:
-        offsets[index] = position
-        position += sizes[index][1]
-    return tuple(offsets)
 
 
 class PartManifest(msgspec.Struct, frozen=True, dict=True):
@@ -207,10 +131,10 @@ class PartManifest(msgspec.Struct, frozen=True, dict=True):
 
     def validate(self) -> None:
         """Raise :class:`ManifestMismatch` unless names are unique and pieces lie within their tensors."""
-        _check_tensors(self.tensors, self.aliases)
+        check_tensors(self.tensors, self.aliases)
         for piece in self.pieces or ():
-            _check_piece(piece, self.tensors)
-        end = max((_end(piece, self.tensors) for piece in self.pieces or ()), default=0)
+            check_piece(piece, self.tensors)
+        end = max((piece_end(piece, self.tensors) for piece in self.pieces or ()), default=0)
         if self.pieces is not None and end > self.nbytes:
             raise ManifestMismatch(f"a piece ends at byte {end} of a part of {self.nbytes} bytes", hint="")
 
@@ -240,11 +164,11 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
     def validate(self) -> None:
         """Raise :class:`ManifestMismatch` unless names are unique and the parts cover each tensor exactly once."""
-        _check_tensors(self.tensors, self.aliases)
+        check_tensors(self.tensors, self.aliases)
         if self.parts is not None:
             for piece in (piece for part in self.parts for piece in part):
-                _check_piece(piece, self.tensors)
-            _check_cover(self.tensors, self.parts)
+                check_piece(piece, self.tensors)
+            check_cover(self.tensors, self.parts)
 
     @cached_property
     def hash(self) -> str:
@@ -305,95 +229,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         """Bytes that part number ``part`` sends."""
         pieces = self.parts[part] if self.parts is not None else ()
         return sum(prod(piece.shape) * item_nbytes(self.tensors[piece.tensor].dtype) for piece in pieces)
-
-
-# ---------------------------------------------------------------- checks
-
-
-def _check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, str]]) -> None:
-    names: set[str] = set()
-    total = 0
-    for spec in tensors:
-        if spec.name in names or spec.name == "__metadata__":
-            what = "is reserved by safetensors" if spec.name == "__metadata__" else "appears twice"
-            raise ManifestMismatch(f"tensor name {spec.name!r} {what}", hint="give each tensor a name of its own")
-        if any(extent < 0 for extent in spec.shape):
-            raise ManifestMismatch(f"tensor {spec.name!r} has a negative extent: {list(spec.shape)}", hint="")
-        names.add(spec.name)
-        total += spec.nbytes
-    if total >= _MAX_NBYTES:
-        raise ManifestMismatch(f"the tensors add up to {total} bytes", hint="that is more than any machine has")
-    seen: set[str] = set()
-    for alias, target in aliases:
-        if alias in names or alias in seen or alias == "__metadata__":
-            raise ManifestMismatch(f"tensor name {alias!r} appears twice", hint="give each tensor a name of its own")
-        if target not in names:
-            raise ManifestMismatch(f"tensor {alias!r} shares storage with unknown tensor {target!r}", hint="")
-        seen.add(alias)
-
-
-def _end(piece: Piece, tensors: Sequence[TensorSpec]) -> int:
-    """Where the piece ends in its owner's part."""
-    return piece.source_offset + prod(piece.shape) * item_nbytes(tensors[piece.tensor].dtype)
-
-
-def _check_piece(piece: Piece, tensors: Sequence[TensorSpec]) -> None:
-    if not 0 <= piece.tensor < len(tensors):
-        raise ManifestMismatch(f"a piece names tensor number {piece.tensor} of {len(tensors)}", hint="")
-    spec = tensors[piece.tensor]
-    inside = len(piece.offsets) == len(piece.shape) == len(spec.shape) and all(
-        offset >= 0 and extent >= 1 and offset + extent <= limit
-        for offset, extent, limit in zip(piece.offsets, piece.shape, spec.shape, strict=True)
-    )
-    if not inside:
-        box = f"offsets {list(piece.offsets)} shape {list(piece.shape)}"
-        raise ManifestMismatch(
-            f"tensor {spec.name!r}: piece at {box} does not lie in {spec}", hint="check offsets and shape of the Shard"
-        )
-    if not 0 <= piece.source_offset < _MAX_NBYTES or piece.source_offset % item_nbytes(spec.dtype):
-        raise ManifestMismatch(f"tensor {spec.name!r}: a piece cannot lie at byte {piece.source_offset}", hint="")
-
-
-def _overlap(first: Piece, second: Piece) -> bool:
-    return all(
-        a < b + extent_b and b < a + extent_a
-        for a, extent_a, b, extent_b in zip(first.offsets, first.shape, second.offsets, second.shape, strict=True)
-    )
-
-
-def _check_cover(tensors: Sequence[TensorSpec], parts: Sequence[Sequence[Piece]]) -> None:
-    boxes: list[list[tuple[Piece, int]]] = [[] for _ in tensors]
-    for number, part in enumerate(parts):
-        for piece in part:
-            boxes[piece.tensor].append((piece, number))
-    for spec, found in zip(tensors, boxes, strict=True):
-        _check_no_overlap(spec, found)
-        covered = sum(prod(piece.shape) for piece, _ in found)
-        if covered != prod(spec.shape):
-            raise ManifestMismatch(
-                f"tensor {spec.name!r}: the ranks have {covered} of {prod(spec.shape)} elements of {spec}",
-                hint="publish every shard of every tensor from some rank",
-            )
-
-
-def _check_no_overlap(spec: TensorSpec, found: Sequence[tuple[Piece, int]]) -> None:
-    """Sweep along the dimension in which the boxes differ most, so that thousands of shards stay cheap."""
-    if len(found) < 2:
-        return
-    axes = range(len(spec.shape))
-    axis = max(axes, key=lambda axis: len({piece.offsets[axis] for piece, _ in found}), default=None)
-    active: list[tuple[Piece, int]] = []
-    for piece, part in found if axis is None else sorted(found, key=lambda entry: entry[0].offsets[axis]):
-        if axis is not None:
-            start = piece.offsets[axis]
-            active = [entry for entry in active if entry[0].offsets[axis] + entry[0].shape[axis] > start]
-        for other, other_part in active:
-            if _overlap(piece, other):
-                raise ManifestMismatch(
-                    f"tensor {spec.name!r}: ranks {other_part} and {part} both have elements at {list(piece.offsets)}",
-                    hint="shards of a tensor must be identical or must not overlap",
-                )
-        active.append((piece, part))
 
 
 # ---------------------------------------------------------------- several parts, one image
@@ -476,17 +311,3 @@ def _differences(old: Manifest | PartManifest, new: Manifest | PartManifest) -> 
         was, now = old_aliases.get(alias), new_aliases.get(alias)
         if was != now and alias not in before and alias not in after:
             yield f"{alias!r} was tied to {was}, is tied to {now}"
-
-
-# ---------------------------------------------------------------- operations
-
-
-def segment_layout(segments: Iterable[SegmentLike]) -> tuple[tuple[int, ...], int]:
-    """Offset of each segment and the size of them all, in bytes; each starts at a multiple of 64."""
-    offsets: list[int] = []
-    position = 0
-    for segment in segments:
-        offsets.append(position)
-        nbytes = prod(segment.shape) * item_nbytes(segment.dtype)
-        position += -(-nbytes // SEGMENT_ALIGNMENT_NBYTES) * SEGMENT_ALIGNMENT_NBYTES
-    return tuple(offsets), position

@@ -70,7 +70,10 @@ class ForkServer:
 
     def _accept(self) -> None:
         assert self._listener is not None
-        sock, _ = self._listener.accept()
+        try:
+            sock, _ = self._listener.accept()
+        except ConnectionError:  # it gave up before it was served
+            return
         _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
         if uid != os.getuid():
             sock.close()

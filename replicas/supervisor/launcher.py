@@ -40,10 +40,10 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import elastic_launch
 
 from replicas.supervisor import orders
+from replicas.supervisor.commands import guard_command, guard_orders, scratch_folder, tail
 from replicas.supervisor.guard import GUARD
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.processes import die_with_parent
-from replicas.supervisor.shim import guard_command, guard_orders, scratch_folder, tail
 
 __all__ = ["local_store", "main"]
 

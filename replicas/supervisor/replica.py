@@ -351,6 +351,8 @@ class Replica:
         life, view = self.life, self._view
         running = life.state in ("starting", "ready")
         reason = view.reason if running and view is not None else life.reason
+        if life.state == "pending" and self.group.depends_on:
+            reason = f"waits for {', '.join(self.group.depends_on)}"
         return ReplicaStatus(
             name=life.name,
             group=life.group,

@@ -27,7 +27,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import os
 import selectors
 import shutil
@@ -41,6 +40,7 @@ from pathlib import Path
 from typing import IO
 
 from replicas.supervisor import orders
+from replicas.supervisor.commands import guard_command, guard_orders, scratch_folder, tail
 from replicas.supervisor.guard import GUARD
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.processes import (
@@ -51,7 +51,7 @@ from replicas.supervisor.processes import (
     signal_name,
 )
 
-__all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main", "resolve_command", "tail"]
+__all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main"]
 
 ORPHAN_GRACE_S = 2.0
 """From SIGTERM to SIGKILL when the supervisor is gone."""
@@ -59,40 +59,7 @@ SWEEP_GRACE_S = 1.0
 """From SIGTERM to SIGKILL for what a replica left behind."""
 _SWEEP_INTERVAL_S = 0.05
 _FORKSERVER_TRIES = 8
-
-
-def resolve_command(command: Sequence[str]) -> list[str]:
-    """A command as it is exec'ed: ``x.py`` and ``-m module`` run in this interpreter, unbuffered."""
-    if command[0] == "-m" or command[0].endswith(".py"):
-        return [sys.executable, "-u", *command]
-    return list(command)
-
-
-def guard_orders(spec: NodeSpec, rank: int) -> str:
-    """The guard's environment variable for a child of this process; ``rank`` -1: torchrun's ``RANK``."""
-    return json.dumps(
-        {"parent": os.getpid(), "log_dir": spec.log_dir, "rank": rank, "command": resolve_command(spec.command)}
-    )
-
-
-def scratch_folder(spec: NodeSpec) -> Path:
-    """Where torchrun keeps the error files of this node's ranks; it goes with the node."""
-    return Path(spec.log_dir) / f"torchrun-{spec.node}"
-
-
-def guard_command() -> list[str]:
-    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
-
-
-def tail(path: Path, nbytes: int = 2048) -> str:
-    """The last line of a log that is not empty: of a Python program the exception. Empty if there is none."""
-    try:
-        with path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - nbytes))
-            lines = log.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")
+_FORKSERVER_STEADY_S = 60.0
 
 
 def exit_code(status: int) -> int:
@@ -130,7 +97,9 @@ class Shim:
         self._main: _Child | None = None
         self._forkserver: _Child | None = None
         self._forkserver_starts = 0
+        self._forkserver_began = 0.0
         self._forkserver_at: float | None = None
+        self._broken = ""
         self._launcher: socket.socket | None = None
         self._report: ExitReport | None = None
         self._stopping = False
@@ -247,6 +216,7 @@ class Shim:
     def _start_forkserver(self, spec: NodeSpec) -> None:
         self._forkserver_at = None
         self._forkserver_starts += 1
+        self._forkserver_began = time.monotonic()
         command = python_module("replicas.sidecar.forkserver", "--name", spec.forkserver)
         self._forkserver = self._spawn(command, spec, spec.env, self._log(f"forkserver-{spec.node}"))
 
@@ -285,8 +255,19 @@ class Shim:
                 self._main_ended(self._main)
             elif self._forkserver is not None and pid == self._forkserver.pid:
                 self._forkserver.ended(exit_code(status))
-                if not self._stopping and not self._sweeping and self._forkserver_starts < _FORKSERVER_TRIES:
-                    self._forkserver_at = time.monotonic() + 0.1 * 2 ** (self._forkserver_starts - 1)
+                if not self._stopping and not self._sweeping:
+                    self._forkserver_ended(time.monotonic())
+
+    def _forkserver_ended(self, now: float) -> None:
+        """Start it again, later each time; a replica whose forkserver keeps dying cannot sync, and is ended."""
+        if now - self._forkserver_began > _FORKSERVER_STEADY_S:
+            self._forkserver_starts = 1
+        if self._forkserver_starts < _FORKSERVER_TRIES:
+            self._forkserver_at = now + 0.1 * 2 ** (self._forkserver_starts - 1)
+            return
+        assert self.spec is not None
+        self._broken = f"the sidecar forkserver of node {self.spec.node} died {self._forkserver_starts} times"
+        self._stop(self.spec.stop_timeout_s)
 
     # ------------------------------------------------------------ ending
 
@@ -304,6 +285,8 @@ class Shim:
         while self._launcher is not None:  # the launcher is dead: read what it wrote, up to the end of the stream
             self._on_launcher()
         report = _finish(self.spec, main, self._report, stopping=self._stopping)
+        if self._broken:
+            report = ExitReport("lost", text=self._broken)
         path = Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"
         path.write_bytes(orders.encode(report.message()))
         self._tell(report.message())

@@ -18,6 +18,7 @@ from replicas.channel import Channel, Pending, Receipt, Shard, Update
 from replicas.coordinator import GroupShape
 from replicas.weights.arena import Arena, Buffer
 from tests.support.channels import channel_world
+from tests.support.runs import eventually
 
 pytestmark = pytest.mark.anyio
 
@@ -97,7 +98,7 @@ async def test_a_module_with_tied_parameters_and_a_cast() -> None:
             assert [name for name, _ in update] == ["steps", "0.weight"] or len(dict(update)) == 2
             assert set(update.tensors()) == {"steps", "0.weight", "1.weight"}
             update.load_into(target)
-        assert torch.equal(target[0].weight, source[0].weight.bfloat16().float())  # type: ignore[index,union-attr]  # Sequential
+        assert torch.equal(target[0].weight, source[0].weight.bfloat16().float())  # type: ignore[index]  # Sequential
         assert target[0].weight is target[1].weight  # type: ignore[index]  # Sequential
 
 
@@ -311,7 +312,7 @@ async def test_receive_keeps_one_ask_and_waits_may_be_given_up() -> None:
         with pytest.raises(errors.UsageError, match="the update of version 1 is still open"):
             rollout.receive()
         committed.loaded()
-        with pytest.raises(errors.DeadlineExceeded, match="the receive did not end within its 0.2 s"):
+        with pytest.raises(errors.DeadlineExceeded, match=r"the receive did not end within its 0\.2 s"):
             await rollout.receive(deadline=0.2)
         after = rollout.receive()
         await publish(trainer, weights(2))
@@ -335,13 +336,11 @@ async def test_a_failed_load_makes_the_replica_partial() -> None:
     async with channel_world() as world:
         trainer, rollout = await world.trainer_and_rollouts()
         await publish(trainer, weights(1))
-        with pytest.raises(errors.ManifestMismatch, match="do not fit the model"):
-            with await rollout.receive() as update:
-                update.load_into({"other": torch.ones(3)})
+        with pytest.raises(errors.ManifestMismatch, match="do not fit the model"), await rollout.receive() as update:
+            update.load_into({"other": torch.ones(3)})
         assert rollout.version == 0
-        async with asyncio.timeout(10):
-            while not world.coordinator.readiness("rollout", 0, 1).partial:
-                await asyncio.sleep(0.01)
+        partial = lambda: world.coordinator.readiness("rollout", 0, 1).partial  # noqa: E731  # short, used once
+        await asyncio.to_thread(eventually, partial, "the replica is partial")
         with await rollout.receive(deadline=10) as update:
             assert update.version == 1
         assert await trainer.loaded(1, deadline=10) == 1
@@ -451,7 +450,7 @@ async def test_bad_arguments_of_publish() -> None:
             trainer.publish({}, deadline=-1)
         with pytest.raises(errors.UsageError, match="publish cannot take a int"):
             await publish(trainer, 3)
-        with pytest.raises(errors.UsageError, match="channel has no peers|this rank is a source"):
+        with pytest.raises(errors.UsageError, match="barrier: this rank is a source of the channel"):
             trainer.barrier()
         assert (await publish(trainer, {})).nbytes == 0
         await asyncio.to_thread(trainer.close)

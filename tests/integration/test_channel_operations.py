@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -171,7 +173,7 @@ async def test_a_killed_sidecar_is_replaced() -> None:
         assert lanes
         for lane in lanes:
             assert lane.sidecar is not None
-            lane.sidecar.kill()  # as if from outside: the lane learns of it when it is used
+            os.kill(lane.sidecar.pid, signal.SIGKILL)
         tensors = [torch.ones(2), torch.ones(2)]
         for _ in range(3):
             try:
@@ -187,7 +189,7 @@ async def test_arguments_of_no_use() -> None:
         leader, other = [await world.join("peer", 0, rank, 2) for rank in range(2)]
         cases: list[tuple[Callable[[], Any], str]] = [
             (lambda: leader.all_reduce([]), "all_reduce was given no tensor"),
-            (lambda: leader.all_reduce(3), "was given a int|is not iterable"),  # type: ignore[arg-type]  # wrong on purpose
+            (lambda: leader.all_reduce(3), "all_reduce was given a int"),  # type: ignore[arg-type]  # wrong on purpose
             (lambda: leader.all_reduce(torch.ones(1), op="avg"), "unknown op 'avg'"),  # type: ignore[arg-type]  # wrong on purpose
             (
                 lambda: leader.all_reduce(torch.ones(1, dtype=torch.int32), op="mean"),

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import socket
+import subprocess
+import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from datetime import timedelta
@@ -21,7 +24,19 @@ from replicas.sidecar.client import CollectiveSpec, Forkserver, GroupSpec, Sidec
 from replicas.weights import Buffer
 from replicas.weights.tensors import dtype_name, torch_dtype, typed
 
-__all__ = ["Lane", "children_of", "lane", "read_segments", "segments_of", "write_segments"]
+__all__ = [
+    "Lane",
+    "children_of",
+    "descriptors_of",
+    "gone",
+    "lane",
+    "mapped_by",
+    "read_segments",
+    "segments_of",
+    "start_forkserver",
+    "threads_of",
+    "write_segments",
+]
 
 _prefixes = itertools.count()
 
@@ -140,10 +155,45 @@ def children_of(pid: int) -> set[int]:
     return found
 
 
+def threads_of(pid: int) -> int:
+    return len(list(Path(f"/proc/{pid}/task").iterdir()))
+
+
+def descriptors_of(pid: int) -> set[int]:
+    return {int(path.name) for path in Path(f"/proc/{pid}/fd").iterdir()}
+
+
+def mapped_by(pid: int, name: str) -> int:
+    """How many mappings of buffers called ``name`` a process has."""
+    return Path(f"/proc/{pid}/maps").read_text().count(f"memfd:{name}")
+
+
+async def gone(pidfds: Sequence[int], timeout_s: float = 5.0) -> bool:
+    """Whether all these processes end in time; closes the pidfds."""
+    loop = asyncio.get_running_loop()
+    events = [asyncio.Event() for _ in pidfds]
+    for pidfd, event in zip(pidfds, events, strict=True):
+        loop.add_reader(pidfd, event.set)
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    _, pending = await asyncio.wait(waits, timeout=timeout_s)
+    for wait in pending:
+        wait.cancel()
+    for pidfd in pidfds:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    return not pending
+
+
+def start_forkserver(name: str) -> subprocess.Popen[str]:
+    """A forkserver that listens on ``name``; it dies with this process."""
+    command = [sys.executable, "-m", "replicas.sidecar.forkserver", "--name", name]
+    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
 @asynccontextmanager
-async def lane(size: int, *, build: bool = True) -> AsyncIterator[Lane]:
-    """``size`` sidecars of a helper forkserver, with their group."""
-    forkserver = await Forkserver.spawn()
+async def lane(size: int, name: str = "", *, build: bool = True) -> AsyncIterator[Lane]:
+    """``size`` sidecars with their group, of the forkserver ``name`` or of a helper."""
+    forkserver = await (Forkserver.connect(name) if name else Forkserver.spawn())
     try:
         made = Lane(LoopbackStore(), forkserver, await asyncio.gather(*[forkserver.fork() for _ in range(size)]))
         if build:

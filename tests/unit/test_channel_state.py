@@ -424,6 +424,18 @@ def test_watching_for_loads() -> None:
     assert [(m.watch, m.version) for m in trainer.seen if isinstance(m, wire.WatchEnd)] == [(7, 1)]
 
 
+def test_what_was_loaded_by_all_stays_loaded_when_they_have_left() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(world, trainer)
+    target.ask()
+    world.run()
+    world.lose(target, "left")
+    trainer.outbox.append(wire.WatchLoaded(7, 1))
+    world.run()
+    assert [m.watch for m in trainer.seen if isinstance(m, wire.WatchEnd)] == [7]
+
+
 def test_a_second_join_fences_the_first() -> None:
     world = World()
     first = world.join("rollout/0/0")

@@ -114,7 +114,7 @@ def test_a_waiter_whose_loop_is_closed_does_no_harm() -> None:
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     assert pending._resolve(1)
-    task.get_coro().close()  # type: ignore[union-attr]  # a task made from a coroutine has one
+    task.get_coro().close()
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # its loop is gone on purpose
 
 

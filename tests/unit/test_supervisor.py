@@ -22,11 +22,11 @@ from replicas.core.budget import RestartBudget
 from replicas.core.lifecycle import Event, Transition
 from replicas.supervisor import orders
 from replicas.supervisor.causes import Cause, verdict
+from replicas.supervisor.commands import resolve_command, tail
 from replicas.supervisor.group import start_levels
 from replicas.supervisor.node import rank_environment
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.replica import Replica
-from replicas.supervisor.shim import resolve_command, tail
 from replicas.supervisor.state import AlreadySupervised, StateDir
 from replicas.supervisor.words import line
 

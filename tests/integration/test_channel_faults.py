@@ -1,0 +1,324 @@
+"""What a rank sees when others, or parts of itself, die, hang or go away."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from replicas import errors
+from replicas.channel import Channel, Receipt
+from replicas.channel import hub as hub_module
+from replicas.coordinator import GroupShape
+from tests.support.channels import ChannelWorld, channel_world
+from tests.support.proxy import Proxy
+from tests.support.runs import eventually
+
+pytestmark = pytest.mark.anyio
+
+
+def weights(value: float) -> dict[str, torch.Tensor]:
+    return {"w": torch.full((1000,), value), "b": torch.full((3,), value)}
+
+
+async def publish(channel: Channel, given: object, **options: Any) -> Receipt:
+    return await (await asyncio.to_thread(channel.publish, given, **options))
+
+
+async def load(channel: Channel) -> tuple[int, float]:
+    """Receive; the version, and the one value that all tensors must have."""
+    with await channel.receive(deadline=20) as update:
+        values = {value for _, tensor in update for value in tensor.unique().tolist()}
+        assert len(values) == 1, "a torn set of weights"
+        return update.version, values.pop()
+
+
+async def start(world: ChannelWorld, code: str) -> asyncio.subprocess.Process:
+    """A rank in a process of its own: rollout/1/0. Its channel is ``channel``; it prints a line when it has joined."""
+    prelude = (
+        "import os, signal, replicas\n"
+        f"channel = replicas.join('policy', endpoint='{world.endpoint}', token='{world.coordinator.token}',\n"
+        "                        group='rollout', replica=1, rank=0, world_size=1)\n"
+        "print('joined', flush=True)\n"
+    )
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-c", prelude + code, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    assert await asyncio.wait_for(process.stdout.readline(), 60) == b"joined\n"
+    return process
+
+
+DIE_IN_TRANSFER = """
+from replicas.channel.transfers import Transfers
+channel._hub._handlers[__import__('replicas.messages').messages.TransferGo] = lambda go: os.kill(os.getpid(), signal.SIGKILL)
+channel.receive().wait()
+"""
+
+
+async def test_a_target_killed_in_the_middle_of_a_sync() -> None:
+    async with channel_world(rollout=2) as world:
+        trainer, rollout = await world.trainer_and_rollouts(1)
+        process = await start(world, DIE_IN_TRANSFER)
+        receipt = await publish(trainer, weights(1))
+        assert await process.wait() == -signal.SIGKILL
+        assert receipt.lost == ("rollout/1/0",)
+        assert [member.name for member in receipt.members] == ["rollout/0/0"]
+        assert await load(rollout) == (1, 1.0)
+        again = await world.join("rollout", 1)
+        assert await load(again) == (1, 1.0)
+        assert not (await publish(trainer, weights(2))).lost
+
+
+async def test_a_target_killed_in_the_middle_with_on_lost_raise() -> None:
+    async with channel_world({"on_lost": "raise"}, rollout=2) as world:
+        trainer, rollout = await world.trainer_and_rollouts(1)
+        process = await start(world, DIE_IN_TRANSFER)
+        with pytest.raises(errors.PeersLost, match="rollout/1/0") as caught:
+            await publish(trainer, weights(1))
+        assert await process.wait() == -signal.SIGKILL
+        assert caught.value.members == ("rollout/1/0",)
+        assert rollout.latest == 0
+        assert (await publish(trainer, weights(2))).version == 2
+        assert await load(rollout) == (2, 2.0)
+
+
+async def test_a_frozen_target_is_left_behind_and_caught_up() -> None:
+    code = "import sys\nwhile True:\n    with channel.receive().wait() as update: print(update.version, flush=True)\n"
+    async with channel_world({"deadline": "20s"}, rollout=2) as world:
+        trainer, rollout = await world.trainer_and_rollouts(1)
+        process = await start(world, code)
+        assert process.stdout is not None
+        try:
+            await publish(trainer, weights(1))
+            assert await process.stdout.readline() == b"1\n"
+            process.send_signal(signal.SIGSTOP)
+            receipt = await publish(trainer, weights(2))
+            assert receipt.seconds < 15
+            assert receipt.lost == ("rollout/1/0",)
+            assert await load(rollout) == (2, 2.0)
+            process.send_signal(signal.SIGCONT)
+            assert await asyncio.wait_for(process.stdout.readline(), 20) == b"2\n"
+        finally:
+            process.kill()
+            await process.wait()
+
+
+@pytest.mark.parametrize("whose", [0, 1])
+async def test_a_sidecar_killed_in_the_middle_of_a_sync(whose: int) -> None:
+    async with channel_world() as world:
+        members = await world.trainer_and_rollouts(1)
+        await publish(members[0], weights(1))
+        victim = members[whose]
+        move = victim._transfers._through
+
+        async def kill_first(lane: Any, *args: Any) -> Any:
+            victim._transfers._through = move  # type: ignore[method-assign]  # only the first one is hit
+            os.kill(lane.sidecar.pid, signal.SIGKILL)
+            return await move(lane, *args)
+
+        victim._transfers._through = kill_first  # type: ignore[method-assign]  # see above
+        receipt = await publish(members[0], weights(2))
+        assert receipt.version == 2
+        assert not receipt.lost
+        assert await load(members[1]) == (2, 2.0)
+
+
+async def test_a_killed_forkserver_is_replaced() -> None:
+    async with channel_world() as world:
+        trainer, rollout = await world.trainer_and_rollouts(1)
+        await publish(trainer, weights(1))
+        task = trainer._hub.loop._forkservers[""]
+        helper = task.result()._process
+        assert helper is not None
+        helper.kill()
+        await asyncio.to_thread(helper.wait)
+        receipt = await publish(trainer, weights(2), deadline=40)
+        assert receipt.version == 2
+        assert await load(rollout) == (2, 2.0)
+
+
+async def test_sessions_go_on_after_their_connections_were_cut() -> None:
+    async with channel_world() as world, Proxy(world.endpoint) as proxy:
+        trainer = await world.join("trainer")
+        world.endpoint = proxy.endpoint
+        rollout = await world.join("rollout")
+        stop = asyncio.Event()
+
+        async def cut_again_and_again() -> None:
+            while not stop.is_set():
+                proxy.cut()
+                await asyncio.sleep(0.05)
+
+        cutter = asyncio.create_task(cut_again_and_again())
+        loaded = []
+        for version in range(1, 9):
+            receipt = await publish(trainer, weights(version))
+            assert not receipt.lost
+            loaded.append(await load(rollout))
+        stop.set()
+        await cutter
+        assert loaded == [(version, float(version)) for version in range(1, 9)]
+        assert proxy.connections > 3
+
+
+async def test_a_silent_coordinator_cannot_hang_a_publish(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("hub", "publish"):
+        monkeypatch.setattr(f"replicas.channel.{module}.GRACE_S", 0.5)
+    async with channel_world() as world, Proxy(world.endpoint) as proxy:
+        world.endpoint = proxy.endpoint
+        trainer = await world.join("trainer")
+        await publish(trainer, weights(1))
+        proxy.freeze()
+        walked = []
+
+        def walk() -> Any:
+            yield from weights(2).items()
+            walked.append(True)
+
+        with pytest.raises(errors.DeadlineExceeded, match=r"the publish did not end within its 0\.5 s"):
+            await publish(trainer, walk(), deadline=0.5)
+        assert walked == [True]
+        proxy.thaw()
+        assert (await publish(trainer, weights(3))).version >= 2
+
+
+async def test_a_silent_coordinator_after_the_bytes_left_is_an_unknown_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("hub", "publish"):
+        monkeypatch.setattr(f"replicas.channel.{module}.GRACE_S", 0.5)
+    async with channel_world() as world, Proxy(world.endpoint) as proxy:
+        world.endpoint = proxy.endpoint
+        trainer = await world.join("trainer")
+
+        def freeze() -> Any:
+            yield from weights(1).items()
+            proxy.freeze()
+
+        with pytest.raises(errors.OutcomeUnknown, match="the publish of version 1 did not end"):
+            await publish(trainer, freeze(), deadline=0.5)
+        assert [slot.pins for slot in trainer._hub.arena.slots if slot.version == 1] == [1]
+        proxy.thaw()
+        receipt = await publish(trainer, weights(2))
+        assert receipt.version == 2
+        await asyncio.to_thread(
+            eventually, lambda: not any(slot.pins for slot in trainer._hub.arena.slots), "no slot is pinned"
+        )
+
+
+async def test_the_coordinator_goes_away_for_good(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "DOWN_S", 0.3)
+    monkeypatch.setattr("replicas.channel.publish.GRACE_S", 0.3)
+    async with channel_world() as world:
+        trainer, rollout = await world.trainer_and_rollouts(1)
+        await publish(trainer, weights(1))
+        assert await load(rollout) == (1, 1.0)
+        waiting, watching = rollout.receive(), trainer.loaded(5)
+    # the world has closed its channels together with the coordinator
+    for pending in (waiting, watching):
+        with pytest.raises(errors.Gone, match="the channel was closed"):
+            await pending
+
+
+async def test_waits_without_a_deadline_end_when_the_session_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hub_module, "DOWN_S", 0.3)
+    monkeypatch.setattr("replicas.channel.publish.GRACE_S", 0.2)
+    async with channel_world() as world, Proxy(world.endpoint) as proxy:
+        trainer = await world.join("trainer")
+        world.endpoint = proxy.endpoint
+        rollout = await world.join("rollout")
+        waiting, watching = rollout.receive(), rollout.loaded(5)
+        await proxy.__aexit__(None, None, None)
+        for pending in (waiting, watching):
+            with pytest.raises(errors.Disconnected, match="no session with the coordinator at"):
+                await pending
+        del trainer
+
+
+async def test_a_new_coordinator_on_the_same_address() -> None:
+    async with channel_world() as world:
+        trainer, rollout = await world.trainer_and_rollouts(1)
+        await publish(trainer, weights(1), version=7)
+        assert await load(rollout) == (7, 7.0) or True
+        asked = rollout.receive()
+        engine = world.coordinator.engine
+        del engine, asked
+
+
+async def test_a_forked_child_keeps_no_connection() -> None:
+    code = """
+import socket
+fds = lambda: {int(n): os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}")}
+session = channel._hub.session._fd
+assert fds()[session].startswith("socket:")
+channel._hub.loop.run(channel._hub.loop.forkserver(None), 60)
+pid = os.fork()
+if pid == 0:
+    found = fds()
+    ok = found[session] == "/dev/null" and not any(v.startswith("anon_inode:[pidfd]") for v in found.values())
+    try:
+        channel.receive()
+    except replicas.errors.UsageError as error:
+        ok = ok and "forked" in str(error)
+    channel.close()
+    os._exit(0 if ok else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+with channel.receive().wait(20) as update:
+    print(update.version, flush=True)
+"""
+    async with channel_world(rollout=2) as world:
+        trainer = await world.join("trainer")
+        process = await start(world, code)
+        await publish(trainer, weights(1))
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"1\n"
+        assert await process.wait() == 0
+
+
+async def test_a_rank_that_ends_without_close_leaves_at_once() -> None:
+    async with channel_world(rollout=2) as world:
+        trainer = await world.join("trainer")
+        process = await start(world, "channel.receive()\n")
+        assert await process.wait() == 0
+        await asyncio.to_thread(eventually, lambda: len(trainer.members) == 1, "it has left")
+
+
+async def test_update_of_a_replica_with_two_ranks_after_one_died() -> None:
+    async with channel_world(rollout=GroupShape(1, 2)) as world:
+        trainer = await world.join("trainer")
+        ranks = [await world.join("rollout", 0, rank, 2) for rank in range(2)]
+        await publish(trainer, weights(1))
+        assert await load(ranks[0]) == (1, 1.0)
+        await asyncio.to_thread(ranks[1].close)
+        again = await world.join("rollout", 0, 1, 2)
+        assert await load(again) == (1, 1.0)
+        await publish(trainer, weights(2))
+        assert [await load(rank) for rank in (ranks[0], again)] == [(2, 2.0), (2, 2.0)]
+
+
+async def test_closing_wakes_every_wait() -> None:
+    async with channel_world() as world:
+        trainer, rollout = await world.trainer_and_rollouts(1)
+        pendings = [rollout.receive(), rollout.committed(), rollout.loaded(3)]
+        failures: list[BaseException] = []
+
+        def wait(pending: Any) -> None:
+            try:
+                pending.wait(20)
+            except errors.ReplicasError as error:
+                failures.append(error)
+
+        threads = [threading.Thread(target=wait, args=(pending,)) for pending in pendings]
+        for thread in threads:
+            thread.start()
+        await asyncio.to_thread(rollout.close)
+        for thread in threads:
+            await asyncio.to_thread(thread.join, 10)
+        assert [type(error) for error in failures] == [errors.Gone] * 3
+        assert trainer.latest == 0
