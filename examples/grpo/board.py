@@ -83,7 +83,7 @@ class Board:
 
     def _replicas(self) -> Table:
         table = Table(box=None, expand=True)
-        for column, width in (("replica", 10), ("state", 9), ("start", 5), ("version", 7), ("heartbeat", 9)):
+        for column, width in (("replica", 10), ("state", 9), ("gen", 3), ("version", 7), ("heartbeat", 9)):
             table.add_column(column, no_wrap=True, min_width=width)
         table.add_column("", no_wrap=True, overflow="ellipsis", ratio=1)
         for replica in self._history.replicas():

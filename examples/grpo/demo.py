@@ -152,6 +152,9 @@ def main() -> int:
     console = Console()
     try:
         history = asyncio.run(run(options, out, console))
+    except KeyboardInterrupt:
+        console.print("interrupted; everything that was started is ended")
+        return 130
     except errors.ReplicasError as error:
         console.print(f"[bold red]FAILED[/]: {type(error).__name__}: {error}", soft_wrap=True)
         return 1

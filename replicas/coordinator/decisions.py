@@ -7,6 +7,7 @@ and is ignored. On start it gives each channel the floor of its version numbers.
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import msgspec
@@ -23,7 +24,7 @@ class DecisionLog:
         self._path = path
         self._fd = -1
         self.last: dict[str, CommitDecision] = {}
-        self.term = 1
+        self.term = time.time_ns() // 1_000_000  # never that of an earlier coordinator, with or without a log
         if path is not None:
             self._open(path)
 

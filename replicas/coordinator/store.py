@@ -154,7 +154,7 @@ class StoreKeeper:
     async def _respawn(self) -> None:
         """A new store gets a new port: clients of the old one must not mistake it for theirs."""
         retrying = tenacity.AsyncRetrying(
-            wait=tenacity.wait_exponential_jitter(initial=0.1, max=5.0),
+            wait=tenacity.wait_random_exponential(multiplier=0.1, max=5.0),
             retry=tenacity.retry_if_exception_type((errors.WorldError, OSError)),
             before_sleep=tenacity.before_sleep_log(log, logging.WARNING),
         )

@@ -17,8 +17,7 @@ from replicas import errors
 from replicas.channel import Channel, Pending, Receipt, Shard, Update
 from replicas.coordinator import GroupShape
 from replicas.weights.arena import Arena, Buffer
-from tests.support.channels import channel_world
-from tests.support.runs import eventually
+from tests.support.channels import channel_world, wait_until
 
 pytestmark = pytest.mark.anyio
 
@@ -339,8 +338,7 @@ async def test_a_failed_load_makes_the_replica_partial() -> None:
         with pytest.raises(errors.ManifestMismatch, match="do not fit the model"), await rollout.receive() as update:
             update.load_into({"other": torch.ones(3)})
         assert rollout.version == 0
-        partial = lambda: world.coordinator.readiness("rollout", 0, 1).partial  # noqa: E731  # short, used once
-        await asyncio.to_thread(eventually, partial, "the replica is partial")
+        await wait_until(lambda: world.coordinator.readiness("rollout", 0, 1).partial, "the replica is partial")
         with await rollout.receive(deadline=10) as update:
             assert update.version == 1
         assert await trainer.loaded(1, deadline=10) == 1

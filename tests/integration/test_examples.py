@@ -88,6 +88,30 @@ def test_fsdp2(tmp_path: Path) -> None:
     assert rank_1.startswith("trainer rank 1: 3 versions")
 
 
+def test_the_demo_sees_a_torn_version() -> None:
+    program = """
+import torch, model
+whole, other = model.Policy(), model.Policy()
+model.stamp(whole, 7)
+model.verify(whole, 7)
+whole.head.weight.data[3, 5] += 1e-3
+try:
+    model.verify(whole, 7)
+except model.TornWeights as error:
+    print(error)
+model.stamp(other, 8)
+try:
+    model.verify(other, 7)
+except model.TornWeights as error:
+    print(error)
+"""
+    done = _run("-c", program, cwd=EXAMPLES / "grpo")
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first.startswith("1 of ")
+    assert second.endswith("(the weights say step 8)")
+
+
 @pytest.mark.timeout(150)
 def test_demo_learns_and_reports(tmp_path: Path) -> None:
     demo = str(EXAMPLES / "grpo" / "demo.py")

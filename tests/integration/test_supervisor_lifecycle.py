@@ -67,7 +67,7 @@ def test_sigterm_drains_and_nothing_is_left(tmp_path: Path) -> None:
         start = time.monotonic()
         run.signal(signal.SIGTERM)
         assert run.wait() == 0
-        assert time.monotonic() - start < 5
+        assert time.monotonic() - start < 10
         run.assert_nothing_left(*ports)
         assert not any(map(alive, pids))
 
@@ -79,7 +79,7 @@ def test_a_second_sigint_hurries(tmp_path: Path) -> None:
         run.wait_line("SIGINT: draining")
         run.signal(signal.SIGINT)
         run.wait_line("SIGINT: killing what is left")
-        assert run.wait(timeout_s=5) == 0
+        assert run.wait(timeout_s=10) == 0
         run.assert_nothing_left()
 
 

@@ -66,5 +66,5 @@ def test_workers_that_ignore_sigterm_do_not_hold_up_a_drain(tmp_path: Path) -> N
         held = {path.readlink().name for path in Path(f"/proc/{launcher}/fd").iterdir()}
         assert not any(f"socket:[{inode}]" in held for inode in inodes)
         run.signal(signal.SIGTERM)
-        assert run.wait(timeout_s=6) == 0
+        assert run.wait(timeout_s=10) == 0
         run.assert_nothing_left()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,9 +11,18 @@ import replicas
 from replicas.channel import Channel
 from replicas.coordinator import Coordinator, GroupShape
 
-__all__ = ["ChannelWorld", "channel_world"]
+__all__ = ["POLICY", "ChannelWorld", "channel_world", "wait_until"]
 
 POLICY: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "30s"}
+
+
+async def wait_until(condition: Callable[[], object], what: str, *, timeout_s: float = 20.0) -> None:
+    """Ask ``condition`` on this loop again and again until it is true."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + timeout_s
+    while not condition():
+        assert loop.time() < deadline, f"not within {timeout_s} s: {what}"
+        await asyncio.sleep(0.01)
 
 
 class ChannelWorld:

@@ -1,0 +1,327 @@
+"""The coordinator from outside: who is let in, what garbage does, sessions that break and come back, a store that dies."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import ConnectionClosed, InvalidStatus
+
+import replicas
+from replicas import errors
+from replicas import messages as wire
+from replicas.coordinator import Coordinator, GroupShape
+from replicas.core.identity import ProcessIdentity
+from tests.support.runs import alive
+
+pytestmark = pytest.mark.anyio
+
+CHANNELS = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
+ELSEWHERE = ProcessIdentity(1, 1, "another machine", 1)
+
+
+@pytest.fixture
+async def coordinator() -> AsyncIterator[Coordinator]:
+    shapes = {"rollout": GroupShape(replicas=2, heartbeat_timeout_s=2.0)}
+    async with Coordinator(CHANNELS, groups=shapes) as running:
+        yield running
+
+
+class Client:
+    """A member by hand: one message at a time."""
+
+    def __init__(self, coordinator: Coordinator, **hello: Any) -> None:
+        fields: dict[str, Any] = {
+            "protocol": wire.PROTOCOL,
+            "run": "embedded",
+            "channel": "policy",
+            "group": "rollout",
+            "replica": 0,
+            "rank": 0,
+            "world_size": 1,
+            "incarnation": "one",
+            "generation": 1,
+            "process": ELSEWHERE,
+            **hello,
+        }
+        self.hello = wire.Hello(**fields)
+        self._coordinator = coordinator
+        self._socket: ClientConnection | None = None
+        self.sent = 0
+        self.received = 0
+
+    @property
+    def socket(self) -> ClientConnection:
+        assert self._socket is not None
+        return self._socket
+
+    async def open(self, *, token: str | None = None) -> None:
+        bearer = self._coordinator.token if token is None else token
+        self._socket = await connect(
+            f"ws://{self._coordinator.endpoint}/session",
+            additional_headers={"Authorization": f"Bearer {bearer}"},
+            compression=None,
+            ping_interval=None,
+            open_timeout=5,
+        )
+
+    async def join(self) -> wire.FromCoordinator:
+        await self.open()
+        await self.socket.send(wire.encode(wire.MemberFrame(0, 0, self.hello)))
+        return await self.next()
+
+    async def next(self) -> wire.FromCoordinator:
+        async with asyncio.timeout(5):
+            data = await self.socket.recv()
+        assert isinstance(data, bytes)
+        frame = wire.decode_server_frame(data)
+        self.received = max(self.received, frame.seq)
+        return frame.body
+
+    async def until(self, kind: type[Any]) -> Any:
+        while not isinstance(body := await self.next(), kind):
+            pass
+        return body
+
+    async def say(self, body: wire.FromMember, *, seq: int | None = None) -> None:
+        if seq is None:
+            self.sent += 1
+            seq = self.sent
+        await self.socket.send(wire.encode(wire.MemberFrame(seq, self.received, body)))
+
+
+async def refusal(client: Client) -> wire.WireError:
+    answer = await client.join()
+    assert isinstance(answer, wire.Refused)
+    return answer.error
+
+
+async def test_a_wrong_token_is_turned_away_before_anything_is_read(coordinator: Coordinator) -> None:
+    with pytest.raises(InvalidStatus) as caught:
+        await Client(coordinator).open(token="wrong")
+    assert caught.value.response.status_code == 401
+    assert caught.value.response.body == b'{"error":"wrong or missing token"}'
+    assert coordinator.engine.refusals == {"token": 1}
+
+
+async def test_join_says_what_is_wrong_with_the_token(coordinator: Coordinator) -> None:
+    def join() -> None:
+        replicas.join(
+            "policy", endpoint=coordinator.endpoint, token="wrong", group="rollout", replica=0, rank=0, world_size=1
+        )
+
+    with pytest.raises(errors.UsageError, match="token") as caught:
+        await asyncio.to_thread(join)
+    assert coordinator.endpoint in str(caught.value)
+
+
+async def test_joining_an_unknown_channel(coordinator: Coordinator) -> None:
+    def join() -> None:
+        replicas.join(
+            "polcy",
+            endpoint=coordinator.endpoint,
+            token=coordinator.token,
+            group="rollout",
+            replica=0,
+            rank=0,
+            world_size=1,
+        )
+
+    with pytest.raises(errors.UnknownChannel) as caught:
+        await asyncio.to_thread(join)
+    assert str(caught.value) == 'there is no channel "polcy" in run "embedded" (its channels: policy)'
+
+
+async def test_what_a_hello_can_be_refused_for(coordinator: Coordinator) -> None:
+    wrong_run = await refusal(Client(coordinator, run="other"))
+    assert wrong_run.message == 'the member belongs to run "other", this coordinator serves run "embedded"'
+    protocol = await refusal(Client(coordinator, protocol=99))
+    assert protocol.message == f"protocol 99 is spoken by the member, {wire.PROTOCOL} by the coordinator"
+    group = await refusal(Client(coordinator, group="router"))
+    assert (group.kind, group.message) == ("UnknownChannel", 'group "router" has no part in channel "policy"')
+    rank = await refusal(Client(coordinator, rank=3, world_size=2))
+    assert rank.message == "rollout/0/3: rank 3 is not in a world of 2"
+
+
+async def test_garbage_on_the_control_port_harms_nobody(coordinator: Coordinator) -> None:
+    member = Client(coordinator)
+    assert isinstance(await member.join(), wire.Welcome)
+    host, port = coordinator.endpoint.split(":")
+    for garbage in (b"\x00\xff" * 5000, b"GET / HTTP/1.1\r\nHost: \x00\r\n\r\n", b"POST /session HTTP/9.9\r\n\r\n"):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(garbage)
+        writer.write_eof()
+        async with asyncio.timeout(5):
+            answer = await reader.read()
+        assert answer == b"" or answer.startswith(b"HTTP/1.1 4")
+        writer.close()
+    await member.say(wire.Heartbeat(), seq=0)
+    await member.until(wire.Ack)
+
+
+@pytest.mark.parametrize(
+    ("frame", "code"),
+    [
+        (b"\xc1 not msgpack", 1007),
+        (b"\x93\x01\x00\x81\xa4type\xaaDoesNotExist", 1007),
+        (wire.encode(wire.MemberFrame(7, 0, wire.ReceiveAsk(1, 0))), 1008),
+        ("text", 1007),
+    ],
+    ids=["bytes", "unknown type", "out of order", "text"],
+)
+async def test_a_malformed_message_ends_the_connection_and_not_the_member(
+    coordinator: Coordinator, frame: bytes | str, code: int
+) -> None:
+    bystander = Client(coordinator, replica=1, incarnation="two")
+    await bystander.join()
+    member = Client(coordinator)
+    welcome = await member.join()
+    assert isinstance(welcome, wire.Welcome)
+    await member.socket.send(frame)
+    with pytest.raises(ConnectionClosed) as caught:
+        await member.until(type(None))
+    assert caught.value.rcvd is not None
+    assert caught.value.rcvd.code == code
+    assert sum(coordinator.engine.refusals.values()) == 1
+    again = Client(coordinator, resume_term=welcome.term, received=member.received)
+    resumed = await again.join()
+    assert isinstance(resumed, wire.Welcome)
+    await bystander.say(wire.Heartbeat(), seq=0)
+    await bystander.until(wire.Ack)
+
+
+async def test_a_first_message_that_is_no_hello(coordinator: Coordinator) -> None:
+    client = Client(coordinator)
+    await client.open()
+    await client.say(wire.ReceiveAsk(1, 0))
+    answer = await client.next()
+    assert isinstance(answer, wire.Refused)
+    assert answer.error.message == "the first message must be Hello, it was ReceiveAsk"
+
+
+async def test_a_broken_connection_is_resumed_without_losing_or_repeating_a_message(coordinator: Coordinator) -> None:
+    trainer = Client(coordinator, group="trainer", incarnation="t")
+    welcome = await trainer.join()
+    assert isinstance(welcome, wire.Welcome)
+    await trainer.say(wire.PublishBegin(1, None, 30.0))
+    admitted = await trainer.until(wire.PublishAdmitted)
+    assert admitted.version == 1
+    await trainer.socket.close()
+    # It comes back without having seen the last answers, and sends its own last message again.
+    back = Client(coordinator, group="trainer", incarnation="t", resume_term=welcome.term, received=0)
+    again = await back.join()
+    assert isinstance(again, wire.Welcome)
+    assert (again.term, again.received) == (welcome.term, 1)
+    assert (await back.until(wire.PublishAdmitted)).version == 1
+    await back.say(wire.PublishBegin(1, None, 30.0), seq=1)
+    back.sent = 1
+    await back.say(wire.PublishBegin(2, None, 30.0))
+    assert (await back.until(wire.PublishAdmitted)).publish == 2
+
+
+async def test_a_member_that_is_silent_for_its_lease_is_fenced(coordinator: Coordinator) -> None:
+    member = Client(coordinator)
+    welcome = await member.join()
+    assert isinstance(welcome, wire.Welcome)
+    refused = await member.until(wire.Refused)
+    assert refused.error.kind == "Fenced"
+    assert refused.error.message == "rollout/0/0 was declared lost (lease)"
+    late = await refusal(Client(coordinator, resume_term=welcome.term))
+    assert late.message == "rollout/0/0 was declared lost while it could not be heard"
+
+
+async def test_a_second_join_of_one_rank_fences_the_first(coordinator: Coordinator) -> None:
+    first = Client(coordinator)
+    await first.join()
+    second = Client(coordinator, incarnation="two")
+    assert isinstance(await second.join(), wire.Welcome)
+    refused = await first.until(wire.Refused)
+    assert refused.error.message == "another process joined as rollout/0/0"
+
+
+async def test_garbage_on_the_store_port_harms_nobody(coordinator: Coordinator) -> None:
+    from datetime import timedelta
+
+    from torch._C._distributed_c10d import TCPStore
+
+    host, port = coordinator.store_address
+    with socket.create_connection((host, port), timeout=5) as garbage:
+        garbage.sendall(os.urandom(4096))
+
+        def use() -> bytes:
+            store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
+            store.set("key", b"value")
+            return bytes(store.get("key"))
+
+        assert await asyncio.to_thread(use) == b"value"
+
+
+async def test_the_store_listens_on_its_address_only(coordinator: Coordinator) -> None:
+    host, port = coordinator.store_address
+    wanted = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
+    listening = [
+        line.split()[1]
+        for name in ("tcp", "tcp6")
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
+    ]
+    assert listening == [wanted]
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
+async def test_a_store_that_dies_or_freezes_is_replaced(coordinator: Coordinator, signum: int) -> None:
+    before, pid = coordinator.store_address, coordinator.store_pid
+    assert pid is not None
+    os.kill(pid, signum)
+    async with asyncio.timeout(30):
+        while coordinator.store_address == before or not coordinator.store_up:
+            await asyncio.sleep(0.05)
+    assert not alive(pid)
+    await coordinator._store.ask("ping")
+
+
+async def test_a_port_in_use() -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        with pytest.raises(errors.WorldError) as control:
+            async with Coordinator(CHANNELS, port=port):
+                pass
+        assert str(control.value) == (
+            f"control: cannot listen on 127.0.0.1:{port}: Address already in use "
+            "(choose another [control] listen, or port 0 to let the kernel choose)"
+        )
+        with pytest.raises(errors.WorldError) as store:
+            async with Coordinator(CHANNELS, store_port=port):
+                pass
+        assert str(store.value) == (
+            f"store: cannot listen on 127.0.0.1:{port}: Address already in use "
+            "(choose another [store] port, or 0 to let the kernel choose)"
+        )
+
+
+async def test_versions_do_not_go_back_after_a_crash(tmp_path: Path) -> None:
+    """The decision log gives the floor; a clean end removes it."""
+    log = tmp_path / "decisions.jsonl"
+    log.write_text(
+        '{"kind":"commit","channel":"policy","version":7,"digest":"d","epoch":3,"term":1}\n{"kind":"commit","chan'
+    )
+    async with Coordinator(CHANNELS, state_dir=tmp_path) as running:
+        trainer = Client(running, group="trainer")
+        welcome = await trainer.join()
+        assert isinstance(welcome, wire.Welcome)
+        assert welcome.term > 1
+        await trainer.say(wire.PublishBegin(1, None, 30.0))
+        assert (await trainer.until(wire.PublishAdmitted)).version == 8
+        await trainer.say(wire.PublishBegin(2, 5, 30.0))
+        end = await trainer.until(wire.PublishEnd)
+        assert end.error.message == "version 5 is not newer than version 8 of channel 'policy'"
+    assert not log.exists()
