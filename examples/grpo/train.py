@@ -29,8 +29,10 @@ COLLECT_DEADLINE_S = 15.0
 """How long a rollout that is alive may take to send."""
 START_DEADLINE_S = 90.0
 """How long the first step waits for rollouts to start."""
-ATTEMPTS = 8
+ATTEMPTS = 60
 """How often in a row a step may find no experience at all."""
+PAUSE_S = 1.0
+"""Before the next attempt: every rollout may be on its way back."""
 
 
 class Inbox:
@@ -133,6 +135,7 @@ class Trainer:
             batch = share(self.inbox.collect(self.weights.latest) if self.inbox else [])
             if batch is not None:
                 return batch
+            time.sleep(PAUSE_S)
             self.publish(step - 1)
         raise RuntimeError(f"step {step}: no rollout sent anything in {ATTEMPTS} attempts")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import os
@@ -185,6 +186,8 @@ class Channel(Collectives):
     def close(self, *, wait: bool = True) -> None:
         """Leave the channel: say good-bye, end the sidecars, free the memory. Closing again does nothing.
 
+        It blocks: call it in a worker thread if the coordinator runs on this thread's event loop.
+
         :param wait: first let publishes and operations that are under way end, by their own deadlines.
         :raises replicas.errors.ReplicasError: one of them failed and nobody had waited for it.
         """
@@ -194,12 +197,13 @@ class Channel(Collectives):
             if self._closed:
                 return
             self._closed = True
+        failure: BaseException | None = None
         try:
             if wait:
                 self._wait_for_open_jobs()
+            failure = self._hub.take_failure()
         finally:
             self._leave()
-        failure = self._hub.take_failure()
         if failure is None or isinstance(failure, errors.Fenced):
             return
         if wait:
@@ -215,6 +219,7 @@ class Channel(Collectives):
         self.close(wait=error is None)
 
     def _wait_for_open_jobs(self) -> None:
+        self._hub.loop.run(asyncio.sleep(0), CLOSE_TIMEOUT_S)  # what was called before has reached the loop
         for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
             event = threading.Event()
             pending._add_waker(event.set)  # not wait(): that would count as having told the caller

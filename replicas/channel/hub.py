@@ -303,7 +303,8 @@ class Hub:
     def disconnected(self, reason: str) -> None:
         self._down_since = time.monotonic()
         self._down_reason = reason
-        self._down_timer = self.after(DOWN_S, self._down_long)
+        if self.over is None:
+            self._down_timer = self.after(DOWN_S, self._down_long)
 
     def session_over(self, error: errors.ReplicasError) -> None:
         if self.over is not None:

@@ -120,8 +120,9 @@ class Receiver:
             return
         self._end_ask()
         update = Update(self, slot, version, hub.metas.get(version, {}))
-        self._update = update
+        before, self._update = self._update, update
         if not pending._resolve(update):
+            self._update = before
             hub.arena.unpin(slot)
 
     def _end_ask(self) -> None:

@@ -177,6 +177,8 @@ class Session:
                 finally:
                     self.connected = False
                     await self._hang_up(websocket)
+                if self._closing:
+                    return
                 websocket = await self._dial()
         except _Over as over:
             self._end(over.error)

@@ -148,7 +148,9 @@ class Transfers:
     def _go(self, go: TransferGo) -> None:
         transfer = self._transfers.get(go.transfer)
         if transfer is None or transfer.slot is None or transfer.running:
-            raise errors.InternalError(f"transfer {go.transfer} cannot go: it is not ready", channel=self._hub.name)
+            error = errors.InternalError(f"transfer {go.transfer} cannot go: {self._hub.member} is not ready for it")
+            self._hub.send(TransferFailed(go.transfer, as_wire_error(error, channel=self._hub.name, phase="transfer")))
+            return
         transfer.running = True
         self._hub.spawn(self._move(transfer, transfer.slot, go), f"transfer {go.transfer}")
 

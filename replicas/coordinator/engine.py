@@ -100,6 +100,8 @@ class Engine:
             return session
         if hello.resume_term == self.term:
             raise errors.Fenced(f"{member} was declared lost while it could not be heard", members=[member.name])
+        if session is not None:
+            self.lose(member, "left")  # its Welcome never arrived, and it starts anew
         watch = self._watch(hello, member)
         session = Session(member)
         session.watch = watch

@@ -6,7 +6,7 @@ committed (its lag is a metric). Before the first commit of a channel, joining i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection
 
 import msgspec
 
@@ -18,7 +18,9 @@ __all__ = ["Readiness", "ReadinessBook"]
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """``reason``: what is missing. ``partial``: a rank failed to load. ``progressed_s``: since its last sign of progress."""
+    """``reason``: what is missing. ``partial``: a rank failed to load. ``progressed_s``: since its last
+    sign of progress; None while it waits for others (in a receive or an operation), which is no lack of progress.
+    """
 
     ready: bool
     reason: str = ""
@@ -35,7 +37,7 @@ class ReadinessBook:
         self._was_ready: dict[tuple[str, str, int], int] = {}
 
     def of(
-        self, channels: Iterable[ChannelState], group: str, replica: int, generation: int, world: int, now: float
+        self, channels: Collection[ChannelState], group: str, replica: int, generation: int, world: int, now: float
     ) -> Readiness:
         reasons: list[str] = []
         versions: dict[str, int] = {}
@@ -58,13 +60,14 @@ class ReadinessBook:
                     reasons += self._behind(channel, group, replica, generation)
         ages = [now - state.last_seen for state in seen]
         progressed = [now - state.progressed_at for state in seen]
+        waits = any(channel.waits(state.member) for channel in channels for state in seen)
         return Readiness(
             ready=not reasons,
             reason="; ".join(reasons),
             heartbeat_age_s=max(ages, default=None),
             versions=versions,
             partial=partial,
-            progressed_s=min(progressed, default=None),
+            progressed_s=None if waits else min(progressed, default=None),
         )
 
     def _behind(self, channel: ChannelState, group: str, replica: int, generation: int) -> list[str]:

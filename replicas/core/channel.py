@@ -138,6 +138,10 @@ class ChannelState:
         self.operations.tick(now)
         self._settle(now)
 
+    def waits(self, member: Member) -> bool:
+        """Whether the member has asked for something that is still up to others."""
+        return self.rounds.asks(member) or self.operations.posted(member)
+
     # ------------------------------------------------------------ what the parts share
 
     def next_id(self) -> int:

@@ -121,6 +121,10 @@ class Operations:
     def running_collective(self) -> bool:
         return any(operation.kind not in PAIRWISE for operation in self._running.values())
 
+    def posted(self, member: Member) -> bool:
+        """Whether the member waits for an operation."""
+        return bool(self._streams.get(member))
+
     # ------------------------------------------------------------ posting and pairing
 
     def post(self, member: Member, message: OperationPost, now: float) -> None:

@@ -55,6 +55,10 @@ class Rounds:
     def all(self) -> list[tuple[tuple[str, int], Round]]:
         return list(self._rounds.items())
 
+    def asks(self, member: Member) -> bool:
+        """Whether the member waits for a grant."""
+        return member in self.of(member.group, member.replica).asks
+
     def ask(self, member: Member, ask: ReceiveAsk) -> None:
         self.of(member.group, member.replica).asks[member] = ask
 

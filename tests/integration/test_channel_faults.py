@@ -14,11 +14,23 @@ from typing import Any
 
 import pytest
 import torch
+from websockets.asyncio.client import connect
 
 from replicas import errors
-from replicas.channel import Channel, Receipt
+from replicas.channel import Channel, Receipt, joining
 from replicas.channel import hub as hub_module
 from replicas.coordinator import Coordinator, GroupShape
+from replicas.messages import (
+    PROTOCOL,
+    Heartbeat,
+    Hello,
+    MemberFrame,
+    Refused,
+    View,
+    Welcome,
+    decode_server_frame,
+    encode,
+)
 from tests.support.channels import POLICY, ChannelWorld, channel_world, wait_until
 from tests.support.proxy import Proxy
 
@@ -266,6 +278,45 @@ async def test_a_new_coordinator_on_the_same_address(tmp_path: Path) -> None:
             await world.close()
 
 
+async def test_a_hello_that_comes_twice_is_welcomed_twice() -> None:
+    """The Welcome was lost on its way: the member says Hello again, with the same incarnation."""
+    process = joining._process()
+    hello = Hello(PROTOCOL, "", "policy", "rollout", 0, 0, 1, "nonce", 1, process)
+    async with channel_world() as world:
+        authorization = {"Authorization": f"Bearer {world.coordinator.token}"}
+        for _ in range(2):
+            websocket = await connect(f"ws://{world.endpoint}/session", additional_headers=authorization, proxy=None)
+            await websocket.send(encode(MemberFrame(0, 0, hello)))
+            bodies = []
+            while not bodies or not isinstance(bodies[-1], View):
+                data = await asyncio.wait_for(websocket.recv(), 10)
+                assert isinstance(data, bytes)
+                bodies.append(decode_server_frame(data).body)
+            assert isinstance(bodies[0], Welcome)
+            await websocket.send(encode(MemberFrame(0, 0, Heartbeat())))
+            data = await asyncio.wait_for(websocket.recv(), 10)
+            assert isinstance(data, bytes)
+            assert not isinstance(decode_server_frame(data).body, Refused)
+            websocket.transport.abort()
+
+
+async def test_a_silent_coordinator_cannot_hang_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicas.channel.operations.GRACE_S", 0.3)
+    async with channel_world({"peers": ["peer"]}, peer=2) as world, Proxy(world.endpoint) as proxy:
+        world.endpoint = proxy.endpoint
+        peers = [await world.join("peer", index) for index in range(2)]
+        tensors = [torch.ones(2), torch.ones(2)]
+        proxy.freeze()
+        for pending in [peer.all_reduce(tensor, deadline=0.3) for peer, tensor in zip(peers, tensors, strict=True)]:
+            with pytest.raises(errors.DeadlineExceeded, match=r"the all_reduce did not end within its 0\.3 s"):
+                await pending
+        proxy.thaw()
+        again = [peer.all_reduce(tensor) for peer, tensor in zip(peers, tensors, strict=True)]
+        for pending in again:
+            await pending
+        assert [tensor.sum() for tensor in tensors] == [4, 4]
+
+
 async def test_a_forked_child_keeps_no_connection() -> None:
     code = """
 import socket
@@ -273,7 +324,7 @@ def fds():
     names = [name for name in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{name}")]
     return {int(name): os.readlink(f"/proc/self/fd/{name}") for name in names}
 session = channel._hub.session._fd
-assert fds()[session].startswith("socket:")
+assert os.readlink(f"/proc/self/fd/{session}").startswith("socket:")
 channel._hub.loop.run(channel._hub.loop.forkserver(None), 60)
 pid = os.fork()
 if pid == 0:

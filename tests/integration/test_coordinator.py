@@ -18,6 +18,7 @@ import replicas
 from replicas import errors
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
+from replicas.core.effects import StoreChanged
 from replicas.core.identity import ProcessIdentity
 from tests.support.runs import alive
 
@@ -257,7 +258,7 @@ async def test_garbage_on_the_store_port_harms_nobody(coordinator: Coordinator) 
 
         def use() -> bytes:
             store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=5))
-            store.set("key", b"value")
+            store.set("key", "value")
             return bytes(store.get("key"))
 
         assert await asyncio.to_thread(use) == b"value"
@@ -265,24 +266,32 @@ async def test_garbage_on_the_store_port_harms_nobody(coordinator: Coordinator) 
 
 async def test_the_store_listens_on_its_address_only(coordinator: Coordinator) -> None:
     host, port = coordinator.store_address
-    wanted = f"{int.from_bytes(socket.inet_aton(host), 'little'):08X}:{port:04X}"
-    listening = [
-        line.split()[1]
-        for name in ("tcp", "tcp6")
-        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-        if line.split()[3] == "0A" and line.split()[1].endswith(f":{port:04X}")
-    ]
-    assert listening == [wanted]
+    assert await asyncio.to_thread(listening_on, port) == [(host, port)]
+
+
+def listening_on(port: int) -> list[tuple[str, int]]:
+    """Addresses of every TCP socket that listens on ``port`` (IPv6 ones as they are in /proc)."""
+    found = []
+    for name in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
+            local, state = line.split()[1], line.split()[3]
+            address, number = local.split(":")
+            if state == "0A" and int(number, 16) == port:
+                short = len(address) == 8
+                found.append((socket.inet_ntoa(bytes.fromhex(address)[::-1]) if short else address, port))
+    return found
 
 
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP], ids=["killed", "frozen"])
 async def test_a_store_that_dies_or_freezes_is_replaced(coordinator: Coordinator, signum: int) -> None:
     before, pid = coordinator.store_address, coordinator.store_pid
     assert pid is not None
+    up = asyncio.Event()
+    coordinator.subscribe(lambda event: up.set() if isinstance(event, StoreChanged) and event.up else None)
     os.kill(pid, signum)
     async with asyncio.timeout(30):
-        while coordinator.store_address == before or not coordinator.store_up:
-            await asyncio.sleep(0.05)
+        await up.wait()
+    assert coordinator.store_address != before
     assert not alive(pid)
     await coordinator._store.ask("ping")
 

@@ -70,7 +70,9 @@ def lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines() if line.endswith("}")]
 
 
-def config(out: Path, *, steps: int, size: int, replicas: int, nproc: int = 1, gated: bool = False, more: str = "") -> str:
+def config(
+    out: Path, *, steps: int, size: int, replicas: int, nproc: int = 1, gated: bool = False, more: str = ""
+) -> str:
     gate = ', "gated"' if gated else ""
     return f"""
 [groups.trainer]
@@ -231,12 +233,12 @@ command = ["fsdp.py"]
 env = {{ OUT = "{out}" }}
 restart = {{ policy = "never" }}
 [groups.rollout]
-command = ["rollout.py", "1", "1"]
+launcher = "exec"
+command = ["true"]
 [channels.policy]
 sources = [{{ group = "trainer", ranks = "{ranks}" }}]
 targets = ["rollout"]
 """
-    text = text.replace('[groups.rollout]\ncommand = ["rollout.py", "1", "1"]', '[groups.rollout]\nlauncher = "exec"\ncommand = ["true"]')
     with running(tmp_path, text, stop_when='["trainer"]') as run:
         code = run.wait(timeout_s=100)
         log = run.log("trainer/0").read_text() if run.log("trainer/0").exists() else ""

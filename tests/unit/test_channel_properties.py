@@ -84,19 +84,16 @@ class Channel(RuleBasedStateMachine):
         """A reply of long ago: of another lane, another transfer, another publish."""
         sim = data.draw(st.sampled_from(self._sims()))
         error = wire.WireError("SyncError", "late")
-        late = data.draw(
-            st.sampled_from(
-                [
-                    wire.LaneFormed("0.999", 0.1),
-                    wire.LaneFailed("0.999", error),
-                    wire.TransferDone(9999, "digest-0", {}, 0.1, 0.1),
-                    wire.TransferFailed(9999, error),
-                    wire.Packed(77, "", 0, "cpu", 0.0, 0.0),
-                    wire.PackFailed(77, error),
-                    wire.OperationDone(9999, 0.1),
-                ]
-            )
-        )
+        replies: list[wire.FromMember] = [
+            wire.LaneFormed("0.999", 0.1),
+            wire.LaneFailed("0.999", error),
+            wire.TransferDone(9999, "digest-0", {}, 0.1, 0.1),
+            wire.TransferFailed(9999, error),
+            wire.Packed(77, "", 0, "cpu", 0.0, 0.0),
+            wire.PackFailed(77, error),
+            wire.OperationDone(9999, 0.1),
+        ]
+        late = data.draw(st.sampled_from(replies))
         sim.outbox.append(late)
 
     @rule(seconds=st.sampled_from([0.5, 4.0, 25.0, 70.0]))

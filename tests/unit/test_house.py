@@ -129,7 +129,7 @@ def test_the_public_names() -> None:
     for name in replicas.__all__:
         assert getattr(replicas, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = replicas.nothing  # type: ignore[attr-defined]  # that is the point
+        _ = replicas.nothing
 
 
 def test_errors_form_the_tree_of_the_docstring() -> None:

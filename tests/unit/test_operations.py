@@ -9,7 +9,9 @@ from replicas.core.roster import GroupShape
 from tests.support.channel_world import SimMember, World, peer_config
 
 
-def peers(count: int, *, ranks: str = "leader", world_size: int = 1, **changes: object) -> tuple[World, list[SimMember]]:
+def peers(
+    count: int, *, ranks: str = "leader", world_size: int = 1, **changes: object
+) -> tuple[World, list[SimMember]]:
     world = World(peer_config(ranks, **changes), {"peer": GroupShape(replicas=count, world_size=world_size)})
     return world, [world.join(f"peer/{replica}/0", world_size=world_size) for replica in range(count)]
 
