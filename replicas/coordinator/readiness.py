@@ -1,6 +1,6 @@
 """Whether a replica has done its part on every channel: joined with all its ranks, and serving the newest weights.
 
-A target that (re)starts is ready when it has loaded the newest committed version, and stays ready when newer ones are
+A rank that left in good order has done its part. A target that (re)starts is ready when it has loaded the newest committed version, and stays ready when newer ones are
 committed (its lag is a metric). Before the first commit of a channel, joining is enough.
 """
 
@@ -48,7 +48,8 @@ class ReadinessBook:
                 continue
             members = [m for m in channel.roster.replica(group, replica) if m.hello.generation == generation]
             seen += members
-            missing = _expected(channel.config, group, world) - {m.member.rank for m in members}
+            left = _left(channel, group, replica, generation)
+            missing = _expected(channel.config, group, world) - {m.member.rank for m in members} - left
             if missing:
                 ranks = ", ".join(map(str, sorted(missing)))
                 reasons.append(f"{channel.config.name}: rank {ranks} has not joined")
@@ -56,7 +57,7 @@ class ReadinessBook:
                 round_ = channel.rounds.of(group, replica)
                 versions[channel.config.name] = round_.loaded
                 partial = partial or round_.partial
-                if not missing:
+                if not missing and not left:
                     reasons += self._behind(channel, group, replica, generation)
         ages = [now - state.last_seen for state in seen]
         progressed = [now - state.progressed_at for state in seen]
@@ -85,6 +86,12 @@ class ReadinessBook:
 
 def _concerns(config: ChannelConfig, group: str) -> bool:
     return any(party.group == group for party in (*config.sources, *config.targets, *config.peers))
+
+
+def _left(channel: ChannelState, group: str, replica: int, generation: int) -> set[int]:
+    """Ranks of this generation that left in good order."""
+    names = ((name.split("/"), of) for name, of in channel.roster.left.items())
+    return {int(rank) for (g, r, rank), of in names if (g, int(r), of) == (group, replica, generation)}
 
 
 def _expected(config: ChannelConfig, group: str, world: int) -> set[int]:

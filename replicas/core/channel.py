@@ -106,6 +106,8 @@ class ChannelState:
         self._watches = [watch for watch in self._watches if watch[0] != member]
         if state.observes:
             return
+        if reason == "left":
+            self.roster.left[member.name] = state.hello.generation
         if state.is_peer:
             self.operations.lost(member, now)
         self.commits.publishes.left(member)

@@ -93,6 +93,8 @@ class Roster:
         self._members: dict[Member, MemberState] = {}
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
+        self.left: dict[str, int] = {}
+        """Generation of those that left in good order, by name, until they join again."""
 
     def __iter__(self) -> Iterator[MemberState]:
         return iter(self._members.values())
@@ -154,6 +156,7 @@ class Roster:
 
     def insert(self, state: MemberState) -> None:
         self._members[state.member] = state
+        self.left.pop(state.member.name, None)
         if not state.observes:
             self.seen.add(state.member.name)
 

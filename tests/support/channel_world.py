@@ -166,7 +166,7 @@ class World:
     def lane_rank(self, lane: str, member: Member) -> int:
         return self._lanes.get(lane, {}).get(member, 0)
 
-    def join(self, name: str, *, world_size: int = 1, **changes: object) -> SimMember:
+    def join(self, name: str, *, world_size: int = 1, generation: int = 1, **changes: object) -> SimMember:
         group, replica, rank = name.split("/")
         hello = wire.Hello(
             protocol=wire.PROTOCOL,
@@ -177,7 +177,7 @@ class World:
             rank=int(rank),
             world_size=world_size,
             incarnation=f"n{next(self._nonces)}",
-            generation=1,
+            generation=generation,
             process=ProcessIdentity(1, 1, "boot", 1),
             **changes,  # type: ignore[arg-type]  # the test names valid fields
         )

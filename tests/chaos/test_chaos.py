@@ -1,0 +1,151 @@
+"""Faults by seed, one after the other, on one run; after each, the invariants, by what the processes themselves wrote.
+
+``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or a longer one; the same seed picks the same faults, targets and
+delays. ``pytest -s`` shows each round and a table at the end. The numbers I1 to I6 are those of ARCHITECTURE.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import random
+import statistics
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+
+from replicas.status import ReplicaStatus
+from tests.chaos.rig import DEADLINE_S, Fault, Victim, World, chaos_config
+from tests.support.runs import eventually, running
+
+ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "8"))
+SEED = int(os.environ.get("CHAOS_SEED", "7"))
+
+RECOVERY_S = 25.0
+"""From a fault to a newer version that every target serves, with all replicas ready."""
+MARGIN_S = 5.0 + 2.5
+"""Beyond its deadline: a publish waits 5 s for the coordinator's word, and its process may be stopped for 2 s."""
+
+
+class Chaos:
+    """The rounds and what they found."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.restarts: dict[str, int] = defaultdict(int)
+        self.times: dict[tuple[str, str], list[float]] = defaultdict(list)
+
+    def round(self, number: int, fault: Fault) -> None:
+        world = self.world
+        before = world.replicas()
+        world.wait_for_publish()
+        time.sleep(fault.delay_s)  # the moment is the seed's choice
+        victim = world.choose(fault)
+        what = f"seed {SEED} round {number}: {fault.kind} {fault.target} {victim.replica} (pid {victim.pid})"
+        hit_at = time.monotonic()
+        with world.hit(fault, victim):
+            if victim.restarts:
+                self.restarts[victim.replica] += 1
+            seconds = self.recovered(hit_at, what)
+        self.times[fault.kind, fault.target].append(seconds)
+        print(f"{what} after {fault.delay_s * 1000:.0f} ms: recovered in {seconds:.1f} s", flush=True)
+        self.publishes_ended(what)
+        self.weights_are_whole(what)
+        self.only_the_victim_was_restarted(victim, before, what)
+
+    def recovered(self, hit_at: float, what: str) -> float:
+        """I4: a version whose publish began after the fault is committed, both targets serve it, and all are ready."""
+        world, since = self.world, int(hit_at * 1e6)
+
+        def again() -> bool:
+            fresh = [line for line in world.trainer() if line.get("ended", 0) > since and "version" in line]
+            if not fresh:
+                return False
+            served = [[line["stamp"] for line in world.target(replica)[-1:]] for replica in range(2)]
+            running = all(self.restarts[name] == one.restarts for name, one in world.replicas().items())
+            return all(stamps and stamps[0] > since for stamps in served) and running and world.page("readyz")[0] == 200
+
+        try:
+            eventually(again, f"{what}: recovery", timeout_s=RECOVERY_S)
+        except AssertionError:
+            print(self.report(), flush=True)
+            raise
+        return time.monotonic() - hit_at
+
+    def report(self) -> str:
+        """What to look at when something went wrong."""
+        world = self.world
+        tails = [world.trainer()[-4:], world.target(0)[-2:], world.target(1)[-2:]]
+        rows = [str(line) for tail in tails for line in tail]
+        return "\n".join([*rows, world.page("readyz?verbose")[1], world.page("status")[1], str(dict(self.restarts))])
+
+    def publishes_ended(self, what: str) -> None:
+        """I1: each publish ended within its deadline, with a receipt or a typed error, unless its process was killed."""
+        began: dict[int, dict[str, float]] = {}
+        lines = self.world.trainer()
+        for line in lines:
+            if "began" in line:
+                began[line["began"]] = line
+            else:
+                seconds = line["at"] - began.pop(line["ended"])["at"]
+                assert seconds < DEADLINE_S + MARGIN_S, (what, line)
+        open_ones = [line for line in began.values() if line["pid"] == lines[-1]["pid"]]
+        assert len(open_ones) <= 1, (what, open_ones)
+        assert all(time.monotonic() - line["at"] < DEADLINE_S + MARGIN_S for line in open_ones), (what, open_ones)
+
+    def weights_are_whole(self, what: str) -> None:
+        """I2: nothing torn, nothing uncommitted, nothing older after something newer, the same version for both."""
+        world = self.world
+        seen = [world.target(replica) for replica in range(2)]
+        decided = world.decided()
+        assert decided == sorted(set(decided)), (what, decided)
+        stamps = {line["version"]: line["ended"] for line in world.trainer() if "version" in line}
+        failed = {line["ended"] for line in world.trainer() if line.get("error", "OutcomeUnknown") != "OutcomeUnknown"}
+        for lines in seen:
+            for line in lines:
+                assert line["stamp"] not in failed, (what, "its publish failed", line)
+                assert line["values"] == [line["stamp"]], (what, "torn", line)
+                assert line["version"] in decided, (what, "not committed", line)
+                assert stamps.setdefault(line["version"], line["stamp"]) == line["stamp"], (what, "other weights", line)
+            for older, newer in itertools.pairwise(lines):
+                same = older["pid"] == newer["pid"]
+                assert newer["version"] >= older["version"] + same, (what, "went backwards", older, newer)
+
+    def only_the_victim_was_restarted(self, victim: Victim, before: dict[str, ReplicaStatus], what: str) -> None:
+        """I6: restarts by fault, status, metrics and generations tell one story, and nobody else was touched."""
+        after = self.world.replicas()
+        for name, one in after.items():
+            assert one.restarts == one.generation - 1 == self.restarts[name], (what, one, dict(self.restarts))
+            if not (victim.restarts and name == victim.replica):
+                assert one.pid == before[name].pid, (what, one)
+        for group in ("trainer", "rollout"):
+            total = sum(one.restarts for one in after.values() if one.group == group)
+            assert self.world.metric("replicas_restarts_total", group=group) == total, what
+
+    def table(self) -> str:
+        rows = [f"{'fault':8}{'target':14}{'tried':>6}{'median':>9}{'worst':>8}"]
+        for (kind, target), times in sorted(self.times.items()):
+            rows.append(f"{kind:8}{target:14}{len(times):6}{statistics.median(times):7.1f} s{max(times):6.1f} s")
+        return "\n".join(rows)
+
+
+@pytest.mark.timeout(60 + 40 * ROUNDS)
+def test_chaos(tmp_path: Path) -> None:
+    rng = random.Random(SEED)
+    with running(tmp_path, chaos_config(tmp_path), stop_when='["trainer"]', name="chaos") as run:
+        world = World(run, rng)
+        chaos = Chaos(world)
+        eventually(lambda: run.status().ready and len(world.decided()) > 1, "the start", timeout_s=60)
+        try:
+            for number, fault in zip(range(1, ROUNDS + 1), Fault.deck(rng), strict=False):
+                chaos.round(number, fault)
+        finally:
+            print(chaos.table(), flush=True)
+        status = run.status()
+        (world.out / "stop").touch()
+        assert run.wait(timeout_s=30) == 0, run.lines
+        run.assert_nothing_left(int(status.endpoint.rpartition(":")[2]), status.store.port)  # I5
+        told = [line for line in run.lines if "; starting again " in line]
+        assert len(told) == sum(chaos.restarts.values()), told

@@ -1,0 +1,101 @@
+"""When a replica counts as ready, as the coordinator sees it."""
+
+from __future__ import annotations
+
+from replicas import messages as wire
+from replicas.coordinator.readiness import Readiness, ReadinessBook
+from replicas.core.roster import GroupShape
+from tests.support.channel_world import SimMember, World
+
+
+class Book:
+    def __init__(self, world_size: int = 1) -> None:
+        self.world = World(groups={"rollout": GroupShape(replicas=2, world_size=world_size)})
+        self._book = ReadinessBook()
+        self._world_size = world_size
+
+    def join(self, name: str, *, generation: int = 1) -> SimMember:
+        return self.world.join(name, world_size=self._world_size, generation=generation)
+
+    def of(self, group: str = "rollout", *, generation: int = 1) -> Readiness:
+        return self._book.of([self.world.state], group, 0, generation, self._world_size, self.world.now)
+
+    def commit(self) -> None:
+        trainer = next(s for s in self.world.members.values() if s.member.group == "trainer")
+        trainer.pack(trainer.publish())
+        self.world.run()
+
+
+def test_before_the_first_version_joining_with_all_ranks_is_enough() -> None:
+    book = Book(world_size=2)
+    assert book.of().reason == "policy: rank 0, 1 has not joined"
+    book.join("rollout/0/0")
+    assert book.of().reason == "policy: rank 1 has not joined"
+    book.join("rollout/0/1")
+    assert book.of().ready
+
+
+def test_a_late_target_is_ready_when_it_has_loaded_the_newest_and_stays_so() -> None:
+    book = Book()
+    book.join("trainer/0/0")
+    book.commit()
+    target = book.join("rollout/0/0")
+    assert book.of().reason == "policy: has version 0, version 1 is committed"
+    target.ask()
+    book.world.run()
+    assert book.of().ready
+    assert book.of().versions == {"policy": 1}
+    book.commit()
+    assert book.of().ready, "lag is not unreadiness"
+
+
+def test_a_restarted_target_starts_over() -> None:
+    book = Book()
+    book.join("trainer/0/0")
+    target = book.join("rollout/0/0")
+    book.commit()
+    target.ask()
+    book.world.run()
+    book.world.lose(target)
+    assert not book.of().ready
+    again = book.join("rollout/0/0", generation=2)
+    assert not book.of(generation=2).ready
+    again.ask()
+    book.world.run()
+    assert book.of(generation=2).ready
+
+
+def test_a_failed_load_is_partial() -> None:
+    book = Book()
+    book.join("trainer/0/0")
+    target = book.join("rollout/0/0")
+    book.commit()
+    target.ask()
+    book.world.run()
+    error = wire.WireError("SyncError", "boom")
+    book.world.state.receive(target.member, wire.LoadFailed(1, error), book.world.now)
+    assert not book.of().ready
+    assert book.of().partial
+
+
+def test_a_rank_that_left_in_good_order_has_done_its_part() -> None:
+    book = Book()
+    trainer = book.join("trainer/0/0")
+    assert book.of("trainer").ready
+    book.world.lose(trainer, "left")
+    assert book.of("trainer").ready
+    assert not book.of("trainer", generation=2).ready
+
+
+def test_waiting_for_others_is_no_lack_of_progress() -> None:
+    book = Book()
+    target = book.join("rollout/0/0")
+    book.world.advance(40.0)
+    assert book.of().progressed_s == 40.0
+    target.ask()
+    book.world.run()
+    assert book.of().progressed_s is None
+
+
+def test_a_group_on_no_channel_is_ready() -> None:
+    assert Book().of("router").ready
