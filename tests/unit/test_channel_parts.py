@@ -1,0 +1,432 @@
+"""The session thread's side of a channel against a scripted coordinator: messages in, messages out, slots between."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
+
+import pytest
+import torch
+
+from replicas import errors
+from replicas import messages as wire
+from replicas.channel.hub import Hub
+from replicas.channel.lanes import Lanes
+from replicas.channel.operations import Operations
+from replicas.channel.pending import Pending, Receipt
+from replicas.channel.publish import Publisher, PublishJob
+from replicas.channel.receive import Receiver
+from replicas.channel.results import Operation
+from replicas.channel.transfers import Transfers
+from replicas.channel.update import Update
+from replicas.channel.watches import Watches
+from replicas.core.identity import Member, ProcessIdentity
+from replicas.core.manifest import Manifest, TensorSpec
+from replicas.messages import Segment
+from replicas.sidecar.client import CollectiveSpec, SidecarDied, TransferResult, TransferSpec
+from replicas.weights.arena import Buffer, Slot
+
+pytestmark = pytest.mark.anyio
+
+MANIFEST = Manifest((TensorSpec("w", "float32", (4,)),))
+ME = Member("rollout", 0, 0, "abc")
+
+
+class Loop:
+    """The test's own loop in place of the session thread."""
+
+    def __init__(self) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.tasks: set[asyncio.Task[Any]] = set()
+        self.inherited: set[Any] = set()
+        self.sidecars: list[Sidecar] = []
+
+    def call(self, function: Callable[..., object], *args: Any) -> None:
+        self.loop.call_soon_threadsafe(function, *args)
+
+    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
+        task = asyncio.create_task(coroutine, name=name)
+        self.tasks.add(task)
+        return task
+
+    async def forkserver(self, name: str | None) -> Loop:
+        return self
+
+    async def fork(self) -> Sidecar:
+        self.sidecars.append(Sidecar())
+        return self.sidecars[-1]
+
+
+class Sidecar:
+    """Does what it is asked when the test opens its gate; ``stubborn``: does not die."""
+
+    def __init__(self) -> None:
+        self.on_exit: Callable[[str], None] | None = None
+        self.gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.killed = False
+        self.dead = asyncio.Event()
+        self.slot_value = 7.0
+
+    async def build(self, spec: object) -> float:
+        return 0.1
+
+    async def transfer(self, spec: TransferSpec, buffer: Buffer) -> TransferResult:
+        await self.gate
+        if spec.role == "receive":
+            buffer.tensor()[MANIFEST.data_offset :].view(torch.float32).fill_(self.slot_value)
+        return TransferResult("digest", {}, 0.1, 0.1)
+
+    async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
+        await self.gate
+        assert inputs is not None
+        inputs.tensor()[:16].view(torch.float32).mul_(2)
+        return 0.1
+
+    def kill(self) -> None:
+        self.killed = True
+        if not self.gate.done():
+            self.gate.set_exception(SidecarDied("killed"))
+
+    async def wait_dead(self, timeout_s: float) -> bool:
+        await self.dead.wait()
+        return True
+
+
+class Session:
+    def __init__(self) -> None:
+        self.sent: list[wire.FromMember] = []
+        self.connected = True
+        self.endpoint = "coordinator"
+        self._news = asyncio.Event()
+
+    def send(self, message: wire.FromMember) -> None:
+        self.sent.append(message)
+        self._news.set()
+
+    async def next(self, kind: type[Any]) -> Any:
+        """The next message of this kind; what came before it is dropped."""
+        async with asyncio.timeout(10):
+            while True:
+                while self.sent:
+                    message = self.sent.pop(0)
+                    if isinstance(message, kind):
+                        return message
+                self._news.clear()
+                await self._news.wait()
+
+
+class World:
+    def __init__(self, role: str, slots: int) -> None:
+        self.loop = Loop()
+        hello = wire.Hello(1, "", "policy", "rollout", 0, 0, 1, "abc", 1, ProcessIdentity(1, 2, "b", 3))
+        self.hub = hub = Hub(self.loop, hello, None, "policy")  # type: ignore[arg-type]  # a fake
+        self.session = Session()
+        self.lanes = Lanes(hub)
+        self.transfers = Transfers(hub, self.lanes)
+        self.publisher, self.receiver = Publisher(hub), Receiver(hub)
+        self.watches, self.operations = Watches(hub), Operations(hub, self.lanes)
+        parts = (self.publisher, self.receiver, self.watches, self.operations, self.transfers, self.lanes)
+        hub.start(self.session, parts)  # type: ignore[arg-type]  # a fake
+        settings = wire.ChannelSettings(role, 5.0, slots, "leader", "leader", "auto", 1.0)  # type: ignore[arg-type]  # a valid role
+        self.welcome = wire.Welcome(1, settings, 0, 1, "127.0.0.1")
+        hub.welcomed(self.welcome, False)
+
+    def tell(self, *messages: wire.FromCoordinator) -> None:
+        for message in messages:
+            self.hub.handle(message)
+
+    async def lane(self, name: str = "a") -> Sidecar:
+        self.tell(wire.LaneForm(name, "prefix", "host", 1, 0, 1, "gloo", ("127.0.0.1",), 5.0))
+        assert (await self.session.next(wire.LaneFormed)).lane == name
+        return self.loop.sidecars[-1]
+
+    def offer(self, number: int, version: int, deadline_s: float = 10.0) -> None:
+        encoded = MANIFEST.encode()
+        self.tell(wire.TransferOffer(number, version, "receive", "image", "hash", encoded, {"n": version}, deadline_s))
+
+    async def hold(self, version: int, *, commit: bool = True) -> None:
+        """Receive a version, as if nobody else were in the lane."""
+        sidecar = await self.lane(f"lane {version}")
+        self.offer(version, version)
+        await self.session.next(wire.TransferReady)
+        sidecar.gate.set_result(None)
+        self.tell(wire.TransferGo(version, f"lane {version}", (1,), 5.0))
+        assert (await self.session.next(wire.TransferDone)).image_digest == "digest"
+        if commit:
+            self.tell(wire.Commit(version, "digest", "hash"))
+
+    def slots(self) -> dict[int, str]:
+        return {slot.version: slot.state for slot in self.hub.arena.slots if slot.state != "free"}
+
+
+@pytest.fixture
+async def target() -> AsyncIterator[World]:
+    world = World("target", 2)
+    yield world
+    world.hub.session_over(errors.Gone("the test is over"))
+    for sidecar in world.loop.sidecars:
+        sidecar.dead.set()
+    await asyncio.wait_for(asyncio.gather(*world.loop.tasks), 10)
+    world.hub.arena.close()
+
+
+async def test_a_grant_before_the_slot_is_delivered_when_it_is_held(target: World) -> None:
+    pending = target.receiver.receive(None)
+    ask = await target.session.next(wire.ReceiveAsk)
+    target.tell(wire.Commit(3, "digest", "hash"), wire.ReceiveGrant(ask.ask, 3))
+    assert not pending.done()
+    await target.hold(3, commit=False)
+    update = await pending
+    assert (update.version, update.meta) == (3, {"n": 3})
+    assert dict(update)["w"].tolist() == [7.0] * 4
+    assert [slot.pins for slot in target.hub.arena.slots if slot.version == 3] == [1]
+    update.loaded()
+    loaded = await target.session.next(wire.Loaded)
+    assert loaded.version == target.hub.loaded == 3
+    await asyncio.sleep(0)
+    assert not any(slot.pins for slot in target.hub.arena.slots)
+
+
+async def test_an_open_update_keeps_its_slot_and_the_latest_is_not_evicted(target: World) -> None:
+    await target.hold(1)
+    pending = target.receiver.receive(None)
+    target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 1))
+    update = await pending
+    await target.hold(2)
+    target.offer(3, 3, deadline_s=0.6)
+    failed = await target.session.next(wire.TransferFailed)
+    assert failed.error.kind == "Busy"
+    assert "the 2 slots have version 1 (open), version 2 (kept)" in failed.error.message
+    target.offer(4, 3)
+    await asyncio.sleep(0)
+    update.loaded()
+    assert (await target.session.next(wire.TransferReady)).transfer == 4
+    assert target.slots() == {3: "filling", 2: "held"}
+    target.tell(wire.TransferCancel(4))
+    assert target.slots() == {2: "held"}
+
+
+async def test_a_prepared_version_waits_for_its_verdict(target: World) -> None:
+    await target.hold(1)
+    await target.hold(2, commit=False)
+    assert target.hub.arena.protected == {1, 2}
+    target.tell(wire.Discard(2))
+    assert target.slots() == {1: "held"}
+    await target.hold(3, commit=False)
+    target.tell(wire.Commit(3, "another digest", "hash"))
+    assert target.slots() == {1: "held"}
+    assert (await target.session.next(wire.Dropped)).version == 3
+
+
+async def test_a_slot_is_free_only_when_its_sidecar_is_dead(target: World) -> None:
+    sidecar = await target.lane("x")
+    target.offer(1, 1)
+    await target.session.next(wire.TransferReady)
+    target.tell(wire.TransferGo(1, "x", (1,), 5.0))
+    await asyncio.sleep(0)
+    target.tell(wire.TransferCancel(1), wire.LaneDrop("x"))
+    assert sidecar.killed
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert target.slots() == {1: "filling"}
+    sidecar.dead.set()
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert target.slots() == {}
+    assert not [m for m in target.session.sent if isinstance(m, wire.TransferFailed | wire.LaneFailed)]
+
+
+async def test_a_transfer_cancelled_while_it_waits_for_a_slot(target: World) -> None:
+    await target.hold(1)
+    await target.hold(2, commit=False)
+    target.offer(9, 2)  # offered again: what is here may be another version with that number
+    assert (await target.session.next(wire.TransferReady)).transfer == 9
+    target.offer(10, 5)
+    await asyncio.sleep(0.01)
+    target.tell(wire.TransferCancel(10))
+    target.tell(wire.TransferCancel(9))
+    await asyncio.sleep(0.01)
+    assert target.slots() == {1: "held"}
+
+
+async def test_a_sidecar_that_dies_by_itself_is_reported_once(target: World) -> None:
+    sidecar = await target.lane("x")
+    assert sidecar.on_exit is not None
+    sidecar.on_exit("killed by signal 9")
+    failed = await target.session.next(wire.LaneFailed)
+    assert (failed.lane, failed.error.kind) == ("x", "SyncError")
+    assert "killed by signal 9" in failed.error.message
+    target.tell(wire.LaneDrop("x"))
+    assert not [m for m in target.session.sent if isinstance(m, wire.LaneFailed)]
+
+
+async def test_a_new_term_asks_again_and_drops_what_was_under_way(target: World) -> None:
+    pending = target.receiver.receive(None)
+    watching = target.watches.loaded(9, None)
+    first = await target.session.next(wire.WatchLoaded)
+    sidecar = await target.lane("x")
+    target.offer(1, 1)
+    await target.session.next(wire.TransferReady)
+    target.hub.welcomed(target.welcome, False)
+    assert (await target.session.next(wire.ReceiveAsk)).after == 0
+    assert (await target.session.next(wire.WatchLoaded)) == first
+    assert sidecar.killed
+    assert target.slots() == {}
+    assert not pending.done()
+    assert not watching.done()
+
+
+async def test_the_end_of_the_session_ends_every_wait(target: World) -> None:
+    pendings: list[Pending[Any]] = [
+        target.receiver.receive(None),
+        target.watches.loaded(9, None),
+        target.watches.committed(None, None),
+    ]
+    await asyncio.sleep(0)
+    target.hub.session_over(errors.Fenced("another one"))
+    for pending in pendings:
+        with pytest.raises(errors.Fenced):
+            await pending
+    with pytest.raises(errors.Fenced):
+        await target.receiver.receive(None)
+
+
+async def test_a_bug_in_a_handler_ends_the_waits(target: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    pending = target.receiver.receive(None)
+    await target.session.next(wire.ReceiveAsk)
+    monkeypatch.setitem(target.hub._handlers, wire.View, lambda message: 1 / 0)
+    target.tell(wire.View(1, ()))
+    with pytest.raises(errors.InternalError, match="ZeroDivisionError"):
+        await pending
+
+
+# ---------------------------------------------------------------- operations
+
+
+async def posted(
+    world: World, tensor: torch.Tensor, deadline_s: float = 5.0
+) -> tuple[Pending[Receipt], wire.OperationGo]:
+    pending = world.operations.start(Operation("all_reduce", (tensor,)), deadline_s)
+    post = await world.session.next(wire.OperationPost)
+    return pending, wire.OperationGo(post.post, 1, "x", (ME,), (0,), (post.segments,), -1, 5.0)
+
+
+async def test_results_are_written_only_after_the_verdict(target: World) -> None:
+    sidecar = await target.lane("x")
+    sidecar.gate.set_result(None)
+    tensor = torch.arange(4.0)
+    pending, go = await posted(target, tensor)
+    target.tell(go)
+    await target.session.next(wire.OperationDone)
+    assert tensor.tolist() == [0, 1, 2, 3]
+    target.tell(wire.OperationEnd(go.post, wire.ReceiptData(1, (ME,), (), 0, 0.1, {})))
+    await pending
+    assert tensor.tolist() == [0, 2, 4, 6]
+    target.tell(wire.OperationEnd(go.post, None, wire.WireError("SyncError", "late")))
+    assert pending.done()
+
+
+async def test_an_operation_that_hears_nothing_ends_by_itself(target: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicas.channel.operations.GRACE_S", 0.05)
+    sidecar = await target.lane("x")
+    tensor = torch.arange(4.0)
+    pending, go = await posted(target, tensor, 0.05)
+    with pytest.raises(errors.DeadlineExceeded):
+        await pending
+    target.tell(go)
+    assert "post 1 of rollout/0/0 has ended" in (await target.session.next(wire.OperationFailed)).error.message
+    sidecar.gate.set_result(None)
+    pending, go = await posted(target, tensor, 0.2)
+    target.tell(go)
+    await target.session.next(wire.OperationDone)
+    with pytest.raises(errors.OutcomeUnknown):
+        await pending
+    target.tell(wire.OperationEnd(go.post, wire.ReceiptData(1, (ME,), (), 0, 0.1, {})))
+    await asyncio.sleep(0.01)
+    assert tensor.tolist() == [0, 1, 2, 3]
+    target.session.connected = False
+    pending, _ = await posted(target, tensor, 0.05)
+    with pytest.raises(errors.Disconnected):
+        await pending
+
+
+def test_where_results_lie() -> None:
+    members = tuple(Member("p", index, 0) for index in range(2))
+    one, two = Segment("float32", (2,)), Segment("int64", (3,))
+
+    def go(*segments: tuple[Segment, ...], root: int = -1) -> wire.OperationGo:
+        return wire.OperationGo(1, 1, "x", members, (0, 1), segments, root, 1.0)
+
+    assert Operation("all_gather").output_segments(go((one,), (two, one)), 0) == (one, two, one)
+    assert Operation("gather").output_segments(go((one,), (two,), root=1), 0) == ()
+    assert Operation("gather").output_segments(go((one,), (two,), root=1), 1) == (one, two)
+    assert Operation("scatter").output_segments(go((), (one, two), root=1), 0) == (one,)
+    assert Operation("reduce_scatter").output_segments(go((one, one), (one, one)), 1) == (one,)
+    assert Operation("recv").output_segments(go((two,), (two,), root=0), 1) == (two,)
+    assert Operation("barrier").output_segments(go((), ()), 0) == ()
+    with pytest.raises(
+        errors.RanksDisagree, match=r"recv: the tensors given here are float32\[1\], the others send int64"
+    ):
+        Operation("recv", targets=(torch.ones(1),)).output_segments(go((two,), (two,), root=0), 1)
+
+
+# ---------------------------------------------------------------- publishing
+
+
+async def test_publish_packs_pins_and_lets_go() -> None:
+    world = World("source", 2)
+    job = PublishJob(None, 5.0, {"a": 1}, False, "policy")
+    publishing = asyncio.create_task(asyncio.to_thread(world.publisher.publish, {"w": torch.ones(4)}, job, None))
+    begin = await world.session.next(wire.PublishBegin)
+    assert (begin.publish, begin.meta) == (1, {"a": 1})
+    world.tell(wire.PublishAdmitted(1, 5))
+    upload = await world.session.next(wire.UploadManifest)
+    packed = await world.session.next(wire.Packed)
+    assert packed.manifest_hash == upload.manifest_hash
+    pending = await publishing
+    assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 1)]
+    world.tell(wire.Commit(5, "d", "h"), wire.PublishEnd(1, wire.ReceiptData(1, (), (), 16, 0.1, {}, version=5)))
+    assert (await pending).version == 5
+    assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 0)]
+    assert world.hub.held_versions() == (wire.HeldVersion(5, "d"),)
+    world.hub.arena.close()
+
+
+async def test_update_reports_what_its_block_did() -> None:
+    class Owner:
+        def __init__(self) -> None:
+            self.log: list[tuple[str, object]] = []
+
+        def loaded(self, version: int, load_s: float) -> None:
+            self.log.append(("loaded", version))
+
+        def failed(self, version: int, error: BaseException) -> None:
+            self.log.append(("failed", type(error)))
+
+        def let_go(self, slot: Slot) -> None:
+            self.log.append(("let go", slot.version))
+
+    world = World("target", 1)
+    slot = world.hub.arena.acquire(3, MANIFEST)
+    assert slot is not None
+
+    def run(*, by_hand: bool, error: Exception | None) -> list[tuple[str, object]]:
+        owner = Owner()
+        try:
+            with Update(owner, slot, 3, {}) as update:
+                if by_hand:
+                    update.loaded()
+                    assert dict(update)  # still readable in the block
+                if error is not None:
+                    raise error
+        except ValueError:
+            pass
+        return owner.log
+
+    assert run(by_hand=False, error=None) == [("loaded", 3), ("let go", 3)]
+    assert run(by_hand=True, error=None) == [("loaded", 3), ("let go", 3)]
+    assert run(by_hand=False, error=ValueError()) == [("failed", ValueError), ("let go", 3)]
+    assert run(by_hand=True, error=ValueError()) == [("loaded", 3), ("let go", 3)]
+    world.hub.arena.free(slot)
+    world.hub.arena.close()
