@@ -32,6 +32,8 @@ __all__ = ["Engine"]
 log = logging.getLogger("replicas.coordinator")
 
 TICK_S = 0.1
+LAST_WORDS_S = 0.25
+"""How long the socket of an ended process is read for: forked children of it may keep it open for ever."""
 PAUSE_S = 1.0
 """A tick this much late is a pause of this process, and nobody's fault."""
 
@@ -117,7 +119,7 @@ class Engine:
             self._fence(older.member)
         self._apply(channel)
         if watch is not None:
-            watch.start(lambda: self.lose(member, "exited"))
+            watch.start(lambda: self._exited(session))
         return session
 
     def _accept(self, hello: Hello) -> ChannelState:
@@ -162,6 +164,17 @@ class Engine:
         self._channel_of.pop(member, None)
         if session is not None:
             session.close()
+
+    def _exited(self, session: Session) -> None:
+        """The member's process has ended. What it said last may still lie in its socket: read that to the end first."""
+        if session.watch is not None:
+            session.watch.close()
+            session.watch = None
+        if session.connection is None:
+            self.lose(session.member, "exited")
+            return
+        session.on_detach = lambda: self.lose(session.member, "exited")
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self.lose, session.member, "exited")
 
     def lose(self, member: Member, reason: str) -> None:
         """The member is gone for good."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
+from collections.abc import Callable
 from pathlib import Path
 
 from replicas.core.identity import Member, ProcessIdentity
@@ -35,6 +36,8 @@ class Session:
         self._queue: deque[bytes] = deque()
         self._wake = asyncio.Event()
         self.closed = False
+        self.on_detach: Callable[[], None] | None = None
+        """Called when the connection has ended and everything that came through it was handled."""
 
     def attach(self, connection: object, acknowledged: int, first: FromCoordinator) -> None:
         """A new connection: answer ``first``, then resend what the member has not yet received."""
@@ -87,6 +90,8 @@ class Session:
     def detach(self, connection: object) -> None:
         if self.connection is connection:
             self.connection = None
+            if self.on_detach is not None:
+                self.on_detach()
         self._wake.set()
 
     def close(self) -> None:
@@ -111,8 +116,8 @@ class ProcessWatch:
             os.close(self._pidfd)
             self._pidfd = -1
 
-    def start(self, on_exit: object) -> None:
-        self._loop.add_reader(self._pidfd, on_exit)  # type: ignore[arg-type]  # a callable without arguments
+    def start(self, on_exit: Callable[[], None]) -> None:
+        self._loop.add_reader(self._pidfd, on_exit)
 
     @classmethod
     def open(cls, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> ProcessWatch | None:

@@ -16,7 +16,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,15 +24,21 @@ from typing import Any, Literal
 from replicas.status import ReplicaStatus
 from tests.support.runs import Run, alive, eventually
 
-__all__ = ["DEADLINE_S", "FAULTS", "LEASE_S", "TARGETS", "Fault", "Victim", "World", "chaos_config", "lines"]
+__all__ = ["DEADLINE_S", "LEASE_S", "Fault", "Victim", "World", "chaos_config"]
 
 DEADLINE_S = 10.0
 LEASE_S = 5.0
 
 FaultKind = Literal["kill", "pause", "freeze"]
 FAULTS: tuple[FaultKind, ...] = ("kill", "pause", "freeze")
-"""SIGKILL; SIGSTOP, and SIGCONT 1-2 s later; SIGSTOP until it is replaced, or until the round is over."""
+"""SIGKILL; SIGSTOP, and SIGCONT 1-2 s later; SIGSTOP until it is replaced, or until the round is over.
+
+What nobody needs at the moment can be frozen without harm, therefore a freeze of a forkserver or of the store comes with
+the kill of a sidecar, and that of a shim with the kill of its rank.
+"""
 TARGETS = ("target rank", "source rank", "sidecar", "forkserver", "shim", "store")
+ALL: tuple[tuple[FaultKind, str], ...] = (*((k, t) for k in FAULTS for t in TARGETS), ("pause", "supervisor"))
+DECK = [pair for pair in ALL if os.environ.get("CHAOS_ONLY", "") in " ".join(pair)]
 
 TRAINER = f"""
 import json, os, random, time
@@ -116,19 +122,19 @@ class Fault:
     def deck(cls, rng: random.Random) -> Iterator[Fault]:
         """Faults without end; every kind comes on every target before any comes twice."""
         while True:
-            deck = [(kind, target) for kind in FAULTS for target in TARGETS]
-            rng.shuffle(deck)
-            for kind, target in deck:
-                yield cls(kind, target, rng.uniform(0.0, 0.3), rng.uniform(1.0, 2.0))
+            for kind, target in rng.sample(DECK, len(DECK)):
+                longer_s = LEASE_S if target == "supervisor" else 0.0
+                yield cls(kind, target, rng.uniform(0.0, 0.3), rng.uniform(1.0, 2.0) + longer_s)
 
 
 @dataclass(frozen=True)
 class Victim:
-    """``replica``: which one it belongs to (empty for the store); ``restarts``: whether that one must start again."""
+    """``replica``: which one it belongs to, if any; ``restarts``: that one must start again; ``also``: killed with it."""
 
     pid: int
-    replica: str
-    restarts: bool
+    replica: str = ""
+    restarts: bool = False
+    also: int = 0
 
 
 class World:
@@ -176,29 +182,35 @@ class World:
         before = len(self.trainer())
         eventually(lambda: any("began" in line for line in self.trainer()[before:]), "a publish", timeout_s=30)
 
-    def choose(self, fault: Fault) -> Victim:
-        """A process of this run that the fault may hit, once there is one."""
-        return eventually(lambda: self._choose(fault), f"a {fault.target} to {fault.kind}", timeout_s=15)  # type: ignore[no-any-return]  # a true value of _choose
+    def choose(self, fault: Fault, spared: str = "") -> Victim:
+        """A process of this run that the fault may hit, once there is one, not of the replica ``spared``."""
+        return eventually(lambda: self._choose(fault, spared), f"a {fault.target} to {fault.kind}", timeout_s=20)  # type: ignore[no-any-return]  # a true value of _choose
 
-    def _choose(self, fault: Fault) -> Victim | None:
-        if fault.target == "store":
-            return Victim(self.run.find("store_process"), "", restarts=False)
+    def _choose(self, fault: Fault, spared: str) -> Victim | None:
+        if fault.target == "supervisor":
+            return Victim(self.run.pid)
         groups = {"source rank": ["trainer"], "target rank": ["rollout"], "shim": ["rollout"]}
         allowed = groups.get(fault.target, ["trainer", "rollout"])
-        name, pid = self._rng.choice(
-            sorted((name, one.pid or 0) for name, one in self.replicas().items() if one.group in allowed)
-        )
-        if not pid or not alive(pid):
+        found = {name: one.pid or 0 for name, one in self.replicas().items() if one.group in allowed and name != spared}
+        if not found:
             return None
-        if fault.target in ("source rank", "target rank"):
-            return Victim(pid, name, restarts=fault.kind != "pause")
-        shim = _parent(pid)
-        if fault.target == "shim":
-            return Victim(shim, name, restarts=fault.kind == "kill")
-        below = [child for child in self._children(shim) if "sidecar.forkserver" in self._processes.get(child, "")]
-        if fault.target == "sidecar":
-            below = [child for server in below for child in self._children(server)]
-        return Victim(self._rng.choice(sorted(below)), name, restarts=False) if below else None
+        name = self._rng.choice(sorted(found))
+        rank, shim, freezes = found[name], _parent(found[name]), fault.kind == "freeze"
+        if not rank or not alive(rank):
+            return None
+        servers = [pid for pid in self._children(shim) if "sidecar.forkserver" in self._processes.get(pid, "")]
+        sidecars = sorted(child for server in servers for child in self._children(server))
+        if not sidecars:
+            return None
+        sidecar = self._rng.choice(sidecars)
+        return {
+            "source rank": Victim(rank, name, fault.kind != "pause"),
+            "target rank": Victim(rank, name, fault.kind != "pause"),
+            "sidecar": Victim(sidecar, name),
+            "forkserver": Victim(servers[0], name, also=sidecar if freezes else 0),
+            "shim": Victim(shim, name, fault.kind != "pause", rank if freezes else 0),
+            "store": Victim(self.run.find("store_process"), also=sidecar if freezes else 0),
+        }[fault.target]
 
     def _children(self, pid: int) -> list[int]:
         self._processes = self.run.processes()
@@ -207,18 +219,29 @@ class World:
     @contextmanager
     def hit(self, fault: Fault, victim: Victim) -> Iterator[None]:
         """Do it; whatever is still stopped at the end of the block goes on then."""
-        pidfd = os.pidfd_open(victim.pid)
-        try:
-            if victim.pid not in self.run.processes():
-                raise ProcessLookupError(f"process {victim.pid} is not one of this run any more")
+        with self._opened(victim.pid) as pidfd:
             signal.pidfd_send_signal(pidfd, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-            if fault.kind == "pause":
-                time.sleep(fault.pause_s)  # the fault itself, not a wait for anything
-                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
-            yield
+            try:
+                if victim.also:
+                    with self._opened(victim.also) as also:
+                        signal.pidfd_send_signal(also, signal.SIGKILL)
+                if fault.kind == "pause":
+                    time.sleep(fault.pause_s)  # the fault itself, not a wait for anything
+                    signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+                yield
+            finally:
+                with suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(pidfd, signal.SIGCONT)
+
+    @contextmanager
+    def _opened(self, pid: int) -> Iterator[int]:
+        """A pidfd of a process that is certainly of this run."""
+        pidfd = os.pidfd_open(pid)
+        try:
+            if pid != self.run.pid and pid not in self.run.processes():
+                raise ProcessLookupError(f"process {pid} is not one of this run any more")
+            yield pidfd
         finally:
-            if alive(victim.pid):
-                signal.pidfd_send_signal(pidfd, signal.SIGCONT)
             os.close(pidfd)
 
 

@@ -6,7 +6,8 @@ import asyncio
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator
+import subprocess
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ import replicas
 from replicas import errors
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
-from replicas.core.effects import StoreChanged
+from replicas.core.effects import MemberLost, StoreChanged
 from replicas.core.identity import ProcessIdentity
 from tests.support.runs import alive
 
@@ -334,3 +335,40 @@ async def test_versions_do_not_go_back_after_a_crash(tmp_path: Path) -> None:
         end = await trainer.until(wire.PublishEnd)
         assert end.error.message == "version 5 is not newer than version 8 of channel 'policy'"
     assert not log.exists()
+
+
+@pytest.fixture
+def process() -> Iterator[tuple[subprocess.Popen[bytes], ProcessIdentity]]:
+    """A process of this machine, for a member to be."""
+    child = subprocess.Popen(["sleep", "60"])
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    started = int(Path(f"/proc/{child.pid}/stat").read_text().rpartition(")")[2].split()[19])
+    yield child, ProcessIdentity(child.pid, started, boot_id, Path("/proc/self/ns/pid").stat().st_ino)
+    child.kill()
+    child.wait(10)
+
+
+async def test_a_process_that_ends_is_lost_even_if_its_socket_stays_open(
+    coordinator: Coordinator, process: tuple[subprocess.Popen[bytes], ProcessIdentity]
+) -> None:
+    child, identity = process
+    member = Client(coordinator, process=identity)
+    await member.join()
+    child.kill()
+    refused = await member.until(wire.Refused)
+    assert refused.error.message == "rollout/0/0 was declared lost (exited)"
+
+
+async def test_the_last_words_of_a_process_are_heard(
+    coordinator: Coordinator, process: tuple[subprocess.Popen[bytes], ProcessIdentity]
+) -> None:
+    child, identity = process
+    lost: asyncio.Queue[str] = asyncio.Queue()
+    coordinator.subscribe(lambda event: lost.put_nowait(event.reason) if isinstance(event, MemberLost) else None)
+    member = Client(coordinator, process=identity)
+    await member.join()
+    child.kill()
+    child.wait(10)
+    await member.say(wire.Bye())
+    async with asyncio.timeout(5):
+        assert await lost.get() == "left"
