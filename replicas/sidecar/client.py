@@ -20,6 +20,7 @@ import itertools
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 from collections.abc import Callable
@@ -47,7 +48,11 @@ __all__ = [
 KILL_GRACE_S = 1.0
 """A sidecar has its own timeouts; it is killed when it has not answered this much later."""
 
+FORK_TIMEOUT_S = 4.0
+"""A fork takes milliseconds: a forkserver that has not answered for so long is frozen, and is killed to be replaced."""
+
 _CONNECT_INTERVAL_S = 0.02
+_UCRED = struct.Struct("3i")
 
 _R = TypeVar("_R")
 
@@ -79,6 +84,12 @@ class Forkserver:
         self._ready: asyncio.Future[None] = self._loop.create_future()
         self._closed = ""
         self._children: list[Sidecar] = []
+        self._unanswered_since: float | None = None
+        self._pidfd = -1
+        if process is None:
+            pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
+            with contextlib.suppress(OSError):  # it is gone already, or in a pid namespace that we do not see
+                self._pidfd = os.pidfd_open(pid)  # certainly the server's, once that has answered
         sock.setblocking(False)
         own = os.pidfd_open(os.getpid())
         try:
@@ -148,14 +159,18 @@ class Forkserver:
         """Whether it can still fork."""
         return not self._closed
 
-    async def fork(self, *, timeout_s: float = 10.0) -> Sidecar:
+    async def fork(self, *, timeout_s: float = FORK_TIMEOUT_S) -> Sidecar:
         """A new sidecar.
 
-        :raises SidecarDied: the forkserver is gone, or did not answer within ``timeout_s``.
+        :raises SidecarDied: the forkserver is gone, or has not answered for ``timeout_s`` (it is killed then, also when
+            an earlier call began that wait and was cancelled).
         :raises SidecarFailed: the system has no process left to give.
         """
         if self._closed:
             raise SidecarDied(self._closed)
+        now = self._loop.time()
+        self._unanswered_since = self._unanswered_since or now
+        deadline = self._unanswered_since + timeout_s
         number = next(self._numbers)
         ours, theirs = socket.socketpair()
         future: asyncio.Future[tuple[int, int]] = self._loop.create_future()
@@ -163,11 +178,10 @@ class Forkserver:
         try:
             with theirs:
                 wire.write_packet(self._sock, wire.Fork(number), [theirs.fileno()])
-            async with asyncio.timeout(timeout_s):
-                pid, pidfd = await future
-        except TimeoutError:
-            ours.close()
-            raise SidecarDied(f"the forkserver did not answer within {timeout_s:g} s") from None
+            await asyncio.wait((future,), timeout=max(0.1, deadline - now))
+            if not future.done():
+                self._kill(f"the forkserver did not answer within {timeout_s:g} s and was killed")
+            pid, pidfd = await future
         except OSError as error:
             ours.close()
             raise SidecarDied(f"the forkserver is gone: {error}") from error
@@ -191,10 +205,20 @@ class Forkserver:
             process.kill()
             await _reap(process)
 
+    def _kill(self, reason: str) -> None:
+        """End the server itself, with all its sidecars; whoever started it starts another one."""
+        if self._process is not None:
+            self._process.kill()
+        elif self._pidfd >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        self._close(reason)
+
     def close_in_child(self) -> None:
-        """In a forked child of this process: drop the descriptor, so that the rank's end is seen at once."""
-        with contextlib.suppress(OSError):
-            os.close(self._sock.detach())
+        """In a forked child of this process: drop the descriptors, so that the rank's end is seen at once."""
+        for fd in (self._sock.detach(), self._pidfd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
 
     def _read(self) -> None:
         try:
@@ -208,6 +232,7 @@ class Forkserver:
             self._close("the forkserver is gone")
             return
         reply = wire.decode_forkserver_reply(data)
+        self._unanswered_since = None
         if isinstance(reply, wire.Attached):
             if not self._ready.done():
                 self._ready.set_result(None)
@@ -226,6 +251,9 @@ class Forkserver:
         self._closed = reason
         self._loop.remove_reader(self._sock)
         self._sock.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
         if not self._ready.done():
             self._ready.set_exception(SidecarDied(reason))
             self._ready.exception()  # whoever waits gets it; without a waiter it is no news

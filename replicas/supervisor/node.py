@@ -23,6 +23,8 @@ from replicas.supervisor.processes import MARK, python_module, send_signal, sign
 __all__ = ["Node", "rank_environment", "sweep"]
 
 _QUIET_SCANS = 2
+_PING_INTERVAL_S = 1.0
+_PAUSE_S = 1.0
 
 
 def rank_environment(
@@ -76,6 +78,8 @@ class Node:
         self._changed = changed
         self._finishing = False
         self._sweeper: asyncio.Task[None] | None = None
+        self._asked_at: float | None = None
+        self._answered_at = self._looked_at = time.monotonic()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         ours.setblocking(False)
         with theirs:
@@ -126,6 +130,23 @@ class Node:
         if not self._finishing:
             send_signal(self._pidfd, signal.SIGKILL)
 
+    def silent_s(self, now: float) -> float:
+        """How long a ping has been unanswered; call it at least every second: it sends the pings.
+
+        A frozen shim would neither report the end of its ranks nor end them. The time in which this process did not run
+        itself does not count.
+        """
+        pause_s = now - self._looked_at
+        self._looked_at = now
+        if self._asked_at is not None:
+            if pause_s > _PAUSE_S:
+                self._asked_at += pause_s
+            return max(0.0, now - self._asked_at)
+        if now - self._answered_at >= _PING_INTERVAL_S and self.report is None:
+            self._asked_at = now
+            self._order({"type": "ping"})
+        return 0.0
+
     def abandon(self) -> None:
         """Leave the shim to itself: it ends its node within some seconds. For a supervisor that is being torn down."""
         self._close_control()
@@ -151,6 +172,9 @@ class Node:
             self._close_control()
             return
         kind = message["type"]
+        self._asked_at, self._answered_at = None, time.monotonic()
+        if kind == "pong":
+            return
         if kind == "started":
             self.main_pid = int(message["pid"])
         elif kind == "rendezvous":

@@ -119,6 +119,9 @@ class Replica:
             self.poke()
         if self.life.state not in ("starting", "ready") or any(node.report for node in self._nodes):
             return
+        if any(node.silent_s(now) > self.group.health.heartbeat_timeout_s for node in self._nodes):
+            self._end_frozen(now)
+            return
         view = self._look()
         ready = view.ready if view is not None else self._started
         if ready and self.life.state == "starting":
@@ -129,6 +132,15 @@ class Replica:
             self._unready_at = now
             self._apply(Event.UNREADY, reason=view.reason if view is not None else "")
         self._judge(view, ready, now)
+
+    def _end_frozen(self, now: float) -> None:
+        """A shim does not answer: nobody looks after its processes. They are swept by their mark once it is killed."""
+        timeout_s = self.group.health.heartbeat_timeout_s
+        frozen = [index for index, node in enumerate(self._nodes) if node.silent_s(now) > timeout_s]
+        names = ", ".join(map(str, frozen))
+        self._end(Event.HEARTBEAT_TIMEOUT, Cause("lost", f"the shim of node {names} did not answer for {timeout_s:g} s"))
+        for index in frozen:
+            self._nodes[index].kill()
 
     @property
     def _started(self) -> bool:

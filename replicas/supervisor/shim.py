@@ -146,6 +146,8 @@ class Shim:
         elif message["type"] == "rendezvous":
             if self._launcher is not None:
                 orders.send(self._launcher, message)
+        elif message["type"] == "ping":
+            self._tell({"type": "pong"})
         else:
             raise ValueError(f"unknown order {message['type']!r}")
 

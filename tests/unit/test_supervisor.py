@@ -154,6 +154,7 @@ class FakeShim:
         self.gone = asyncio.Event()
         self.swept = True
         self.told: list[object] = []
+        self.silence_s = 0.0
         self._changed = changed
 
     def started(self) -> None:
@@ -174,6 +175,9 @@ class FakeShim:
 
     def kill(self) -> None:
         self.told.append("kill")
+
+    def silent_s(self, now: float) -> float:
+        return self.silence_s
 
     def abandon(self) -> None:
         self.told.append("abandon")
