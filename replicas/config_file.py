@@ -172,7 +172,7 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
         place.at("nnodes").problem('launcher = "exec" starts one program for each replica; leave nnodes at 1')
     if not _is(group.cwd.is_dir):
         place.at("cwd").problem(f'folder "{group.cwd}" does not exist')
-    else:
+    elif group.command:
         _check_command(place.at("command"), group)
     return group
 
@@ -268,7 +268,10 @@ def _check_roles(place: Place, channel: ChannelConfig) -> None:
 _party = table(
     {"group": Key(name, required=True), "ranks": Key(one_of("leader", "each", "all"))}, lambda _, f: _RawParty(**f)
 )
-_run = table({"name": Key(name, required=True), "stop_when": Key(_names), "state_dir": Key(folder)}, _build_run)
+_run = table(
+    {"name": Key(name, required=True, stand_in="unnamed"), "stop_when": Key(_names), "state_dir": Key(folder)},
+    _build_run,
+)
 _store = table({"bind": Key(address), "port": Key(_port)}, lambda _, fields: StoreConfig(**fields))
 _control = table({"listen": Key(listen)}, _build_control)
 _restart = table(
@@ -296,7 +299,7 @@ _groups = each(
             "replicas": Key(_count),
             "nproc_per_node": Key(_count),
             "nnodes": Key(_count),
-            "command": Key(_command, required=True),
+            "command": Key(_command, required=True, stand_in=()),
             "launcher": Key(one_of("torchrun", "exec")),
             "depends_on": Key(_names),
             "restart": Key(_restart),

@@ -85,6 +85,8 @@ class Key(NamedTuple):
     read: Reader
     field: str = ""
     required: bool = False
+    stand_in: Any = UNSET
+    """Used in place of a required key that is missing or bad, so that the checks beyond it still run."""
 
 
 def show(value: object) -> str:
@@ -214,6 +216,9 @@ def table(schema: Mapping[str, Key], build: Callable[[Place, dict[str, Any]], An
         for key, known in schema.items():
             if known.required and key not in value:
                 place.at(key).problem("missing; this key is required")
+        for key, known in schema.items():
+            if known.stand_in is not UNSET:
+                fields.setdefault(known.field or key, known.stand_in)
         usable = all((known.field or key) in fields for key, known in schema.items() if known.required)
         return build(place, fields) if usable else UNSET
 

@@ -1,7 +1,8 @@
 """Whether a replica has done its part on every channel: joined with all its ranks, and serving the newest weights.
 
-A rank that left in good order has done its part. A target that (re)starts is ready when it has loaded the newest committed version, and stays ready when newer ones are
-committed (its lag is a metric). Before the first commit of a channel, joining is enough.
+A target that (re)starts is ready when it has loaded the newest committed version, and stays ready when newer ones are
+committed (its lag is a metric). Before the first commit of a channel, joining is enough. A rank that left in good order
+has done its part.
 """
 
 from __future__ import annotations

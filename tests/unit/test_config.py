@@ -425,3 +425,22 @@ def test_no_input_does_anything_but_parse_or_tell_its_problems(mapping: dict[str
         problems_or_none = problems_of(candidate)
         assert problems_or_none is None or problems_or_none
         assert all("\n" not in problem for problem in problems_or_none or ())
+
+
+def test_a_missing_required_key_hides_no_other_problem(tmp_path: Path) -> None:
+    mapping = {
+        "schema_version": 1,
+        "run": {"nme": "x", "stop_when": ["trainr"]},
+        "groups": {"trainer": {"replica": 2}},
+        "channels": {"policy": {"sources": ["trainer"], "targets": ["rollout"]}},
+    }
+    with pytest.raises(BadConfig) as caught:
+        parse(mapping, base=tmp_path)
+    assert set(caught.value.problems) == {
+        "run.name: missing; this key is required",
+        'run.nme: unknown key; did you mean "name"?',
+        'run.stop_when: there is no group "trainr"; did you mean "trainer"?',
+        'groups.trainer.replica: unknown key; did you mean "replicas"?',
+        "groups.trainer.command: missing; this key is required",
+        'channels.policy.targets: there is no group "rollout"; known: "trainer"',
+    }
