@@ -178,3 +178,5 @@ class Coordinator:
     def _store_changed(self, up: bool) -> None:
         for name in self.engine.channels:
             self.engine.emit(StoreChanged(name, up))
+        if up:
+            self.engine.store_moved()

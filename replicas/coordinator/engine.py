@@ -184,6 +184,12 @@ class Engine:
         channel.lose(member, reason, self._now())
         self._apply(channel)
 
+    def store_moved(self) -> None:
+        """There is a new store at another address."""
+        for channel in self.channels.values():
+            channel.store_moved(self._now())
+            self._apply(channel)
+
     def receive(self, session: Session, frame: MemberFrame) -> bool:
         """A frame of the member; False when the connection must be closed (the frame is out of order)."""
         member, channel = session.member, self._channel_of.get(session.member)

@@ -140,6 +140,13 @@ class ChannelState:
         self.operations.tick(now)
         self._settle(now)
 
+    def store_moved(self, now: float) -> None:
+        """The store was replaced: what forms over the old one starts again."""
+        for transfer in self.commits.transfers:
+            transfer.store_moved(now)
+        self.operations.store_moved(now)
+        self._settle(now)
+
     def waits(self, member: Member) -> bool:
         """Whether the member has asked for something that is still up to others."""
         return self.rounds.asks(member) or self.operations.posted(member)

@@ -54,7 +54,7 @@ class SyncEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retried(msgspec.Struct, frozen=True, tag=True):
-    """A lane of a transfer is built again. ``reason``: ``lost``, ``frozen``, ``failed``, ``refused`` or ``digest``."""
+    """A lane of a transfer is built again. ``reason``: ``lost``, ``frozen``, ``failed``, ``refused`` or ``store``."""
 
     channel: str
     reason: str

@@ -435,6 +435,14 @@ class Operations:
                 if waits or (self._roster.config.on_lost == "raise" and post.message.kind not in PAIRWISE):
                     self._refuse(post, error)
 
+    def store_moved(self, now: float) -> None:
+        """Lanes that are forming over the old store never will: operations that wait for one get another."""
+        for lane in [lane for lane in self._domain_lanes.values() if lane.state == "forming"]:
+            for operation in self._running.values():
+                if operation.lane is lane:
+                    operation.lane = None
+            self.lane_failed(lane, errors.SyncError("the store was replaced", phase="form"), now)
+
     def tick(self, now: float) -> None:
         for operation in list(self._running.values()):
             if operation.number in self._running and now > operation.deadline:

@@ -338,6 +338,11 @@ class Transfer:
             error = errors.DeadlineExceeded(message + ", ".join(late), phase="form", members=late)
             self._failed_all_alive(error, now)
 
+    def store_moved(self, now: float) -> None:
+        """A lane that is forming over the old store never will: form another one over the new one."""
+        if not self.over and self.lane is not None and self.lane.state == "forming":
+            self._again("store", now)
+
     def _suspects(self, now: float) -> set[Member]:
         roster = self._context.roster
         states = [state for state in map(roster.get, self.concerned) if state is not None]

@@ -1,6 +1,7 @@
 """What travels between supervisor, shim and launcher: one JSON object in each packet of a SOCK_SEQPACKET socketpair.
 
-Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for nodes other than 0), ``stop``, ``ping``.
+Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for nodes other than 0), ``stop``,
+``ping``.
 Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of node 0), ``ended`` (an :class:`ExitReport`:
 the main process is gone), ``gone`` (no process is left), ``pong``.
 Between shim and launcher: ``start``, ``rendezvous`` and ``report``.

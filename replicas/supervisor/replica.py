@@ -138,7 +138,9 @@ class Replica:
         timeout_s = self.group.health.heartbeat_timeout_s
         frozen = [index for index, node in enumerate(self._nodes) if node.silent_s(now) > timeout_s]
         names = ", ".join(map(str, frozen))
-        self._end(Event.HEARTBEAT_TIMEOUT, Cause("lost", f"the shim of node {names} did not answer for {timeout_s:g} s"))
+        self._end(
+            Event.HEARTBEAT_TIMEOUT, Cause("lost", f"the shim of node {names} did not answer for {timeout_s:g} s")
+        )
         for index in frozen:
             self._nodes[index].kill()
 

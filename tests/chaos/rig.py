@@ -1,27 +1,26 @@
 """The run under chaos: its programs, its processes, and the faults done to them.
 
-Every element of every tensor of a version is its *stamp*, the clock in microseconds when it was made: weights that mix two
-versions, or that nobody committed, show by themselves. Each rank writes what happened to it into a file of JSON lines of
-its own, with times of ``CLOCK_MONOTONIC``, which all processes of the machine share.
+Each rank writes what happened to it into a file of JSON lines of its own, with times of ``CLOCK_MONOTONIC``, which all
+processes of the machine share (:data:`tests.support.programs.PUBLISHES` and ``RECEIVES``).
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import os
 import random
 import signal
 import sys
 import time
-import urllib.error
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Iterator, Set
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from replicas.status import ReplicaStatus
+from tests.support.programs import PUBLISHES, RECEIVES
 from tests.support.runs import Run, alive, eventually
 
 __all__ = ["DEADLINE_S", "LEASE_S", "Fault", "Victim", "World", "chaos_config"]
@@ -29,59 +28,18 @@ __all__ = ["DEADLINE_S", "LEASE_S", "Fault", "Victim", "World", "chaos_config"]
 DEADLINE_S = 10.0
 LEASE_S = 5.0
 
-FaultKind = Literal["kill", "pause", "freeze"]
-FAULTS: tuple[FaultKind, ...] = ("kill", "pause", "freeze")
-"""SIGKILL; SIGSTOP, and SIGCONT 1-2 s later; SIGSTOP until it is replaced, or until the round is over.
-
-What nobody needs at the moment can be frozen without harm, therefore a freeze of a forkserver or of the store comes with
-the kill of a sidecar, and that of a shim with the kill of its rank.
-"""
+# SIGKILL; SIGSTOP, and SIGCONT 1-2 s later; SIGSTOP until it is replaced, or until the round is over. What nobody needs at
+# the moment can be frozen without harm: with a forkserver or the store a sidecar is killed, with a shim its rank.
+KINDS = ("kill", "pause", "freeze")
 TARGETS = ("target rank", "source rank", "sidecar", "forkserver", "shim", "store")
-ALL: tuple[tuple[FaultKind, str], ...] = (*((k, t) for k in FAULTS for t in TARGETS), ("pause", "supervisor"))
+ALL = [*((kind, target) for kind in KINDS for target in TARGETS), ("pause", "supervisor")]
 DECK = [pair for pair in ALL if os.environ.get("CHAOS_ONLY", "") in " ".join(pair)]
-
-TRAINER = f"""
-import json, os, random, time
-import torch, replicas
-
-out = os.environ["OUT"]
-log = open(out + "/trainer-0.jsonl", "a", buffering=1)
-def tell(**what):
-    log.write(json.dumps({{"pid": os.getpid(), "at": time.monotonic(), **what}}) + "\\n")
-pause = random.Random(os.getpid())
-with replicas.join("policy") as channel:
-    while not os.path.exists(out + "/stop"):
-        stamp = time.monotonic_ns() // 1000
-        weights = {{"a": torch.full((300_000,), stamp), "b": torch.full((7, 11), stamp)}}
-        tell(began=stamp)
-        try:
-            receipt = channel.publish(weights, meta={{"stamp": stamp}}, deadline={DEADLINE_S}).wait()
-            tell(ended=stamp, version=receipt.version, lost=list(receipt.lost))
-        except replicas.errors.Fenced:
-            raise
-        except replicas.errors.ReplicasError as error:
-            tell(ended=stamp, error=type(error).__name__, text=str(error))
-        time.sleep(pause.uniform(0.0, 0.1))
-"""
-
-TARGET = """
-import json, os, time
-import replicas
-
-log = open(os.environ["OUT"] + f"/rollout-{os.environ['REPLICA_ID']}.jsonl", "a", buffering=1)
-with replicas.join("policy") as channel:
-    while True:
-        with channel.receive().wait() as update:
-            values = {int(v) for _, t in update for v in (t.min(), t.max())}
-        log.write(json.dumps({"pid": os.getpid(), "at": time.monotonic(), "version": update.version,
-                              "stamp": update.meta["stamp"], "values": sorted(values)}) + "\\n")
-"""
 
 
 def chaos_config(folder: Path) -> str:
     """TOML of the run, whose ranks write under ``folder``."""
-    (folder / "trainer.py").write_text(TRAINER)
-    (folder / "target.py").write_text(TARGET)
+    (folder / "trainer.py").write_text(PUBLISHES)
+    (folder / "target.py").write_text(RECEIVES)
     out = folder / "out"
     out.mkdir()
     common = f"""launcher = "exec"
@@ -105,18 +63,15 @@ deadline = "{DEADLINE_S:g}s"
 """
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    """The whole lines of a JSONL file."""
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
-
-
 @dataclass(frozen=True)
 class Fault:
-    kind: FaultKind
+    kind: str
     target: str
     delay_s: float
     pause_s: float
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.target}"
 
     @classmethod
     def deck(cls, rng: random.Random) -> Iterator[Fault]:
@@ -145,104 +100,78 @@ class World:
         self.out = run.folder / "out"
         self._rng = rng
 
-    # ------------------------------------------------------------ facts
-
     def replicas(self) -> dict[str, ReplicaStatus]:
         return {one.name: one for group in self.run.status().groups for one in group.replicas}
 
-    def trainer(self) -> list[dict[str, Any]]:
-        return lines(self.out / "trainer-0.jsonl")
-
-    def target(self, replica: int) -> list[dict[str, Any]]:
-        return lines(self.out / f"rollout-{replica}.jsonl")
+    def log(self, name: str) -> list[dict[str, Any]]:
+        """The whole lines that ``trainer-0``, ``rollout-0`` or ``rollout-1`` has written so far."""
+        return _lines(self.out / f"{name}.jsonl")
 
     def decided(self) -> list[int]:
         """Every version that was ever committed, in order."""
-        return [line["version"] for line in lines(self.run.state_dir / "decisions.jsonl")]
+        return [line["version"] for line in _lines(self.run.state_dir / "decisions.jsonl")]
 
     def page(self, name: str) -> tuple[int, str]:
         """Status and text of a control page."""
-        try:
-            with urllib.request.urlopen(f"http://{self.run.endpoint()}/{name}", timeout=10) as answer:
-                return answer.status, answer.read().decode()
-        except urllib.error.HTTPError as error:
-            with error:
-                return error.code, error.read().decode()
-
-    def metric(self, name: str, **labels: str) -> float:
-        """Sum of a metric over the series with these labels."""
-        wanted = [f'{key}="{value}"' for key, value in labels.items()]
-        rows = [row for row in self.page("metrics")[1].splitlines() if row.startswith(name + "{")]
-        return sum(float(row.rpartition(" ")[2]) for row in rows if all(label in row for label in wanted))
-
-    # ------------------------------------------------------------ faults
+        host, _, port = self.run.endpoint().rpartition(":")
+        with closing(http.client.HTTPConnection(host, int(port), timeout=10)) as connection:
+            connection.request("GET", f"/{name}")
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode()
 
     def wait_for_publish(self) -> None:
         """Until a publish begins that had not begun before."""
-        before = len(self.trainer())
-        eventually(lambda: any("began" in line for line in self.trainer()[before:]), "a publish", timeout_s=30)
+        before = len(self.log("trainer-0"))
+        eventually(lambda: any("began" in line for line in self.log("trainer-0")[before:]), "a publish", timeout_s=30)
 
-    def choose(self, fault: Fault, spared: str = "") -> Victim:
-        """A process of this run that the fault may hit, once there is one, not of the replica ``spared``."""
-        return eventually(lambda: self._choose(fault, spared), f"a {fault.target} to {fault.kind}", timeout_s=20)  # type: ignore[no-any-return]  # a true value of _choose
+    def choose(self, fault: Fault, spared: Set[str]) -> Victim | None:
+        """A process of this run, not of the replicas ``spared``, once there is one; None when those are all."""
+        group = {"source rank": "trainer", "target rank": "rollout", "shim": "rollout"}.get(fault.target, "")
+        names = sorted(n for n, one in self.replicas().items() if one.group.startswith(group) and n not in spared)
+        if fault.target == "supervisor" or not names:
+            return Victim(self.run.pid) if names else None
+        name = self._rng.choice(names)
+        found: Victim = eventually(lambda: self._choose(fault, name), f"a {fault.target} to {fault.kind}")
+        return found
 
-    def _choose(self, fault: Fault, spared: str) -> Victim | None:
-        if fault.target == "supervisor":
-            return Victim(self.run.pid)
-        groups = {"source rank": ["trainer"], "target rank": ["rollout"], "shim": ["rollout"]}
-        allowed = groups.get(fault.target, ["trainer", "rollout"])
-        found = {name: one.pid or 0 for name, one in self.replicas().items() if one.group in allowed and name != spared}
-        if not found:
+    def _choose(self, fault: Fault, name: str) -> Victim | None:
+        rank, lives, freezes = self.replicas()[name].pid, fault.kind == "pause", fault.kind == "freeze"
+        if rank is None or not alive(rank):
             return None
-        name = self._rng.choice(sorted(found))
-        rank, shim, freezes = found[name], _parent(found[name]), fault.kind == "freeze"
-        if not rank or not alive(rank):
-            return None
-        servers = [pid for pid in self._children(shim) if "sidecar.forkserver" in self._processes.get(pid, "")]
+        shim = _parent(rank)
+        servers = [pid for pid, line in self._children(shim).items() if "sidecar.forkserver" in line]
         sidecars = sorted(child for server in servers for child in self._children(server))
         if not sidecars:
             return None
-        sidecar = self._rng.choice(sidecars)
         return {
-            "source rank": Victim(rank, name, fault.kind != "pause"),
-            "target rank": Victim(rank, name, fault.kind != "pause"),
-            "sidecar": Victim(sidecar, name),
-            "forkserver": Victim(servers[0], name, also=sidecar if freezes else 0),
-            "shim": Victim(shim, name, fault.kind != "pause", rank if freezes else 0),
-            "store": Victim(self.run.find("store_process"), also=sidecar if freezes else 0),
+            "source rank": Victim(rank, name, not lives),
+            "target rank": Victim(rank, name, not lives),
+            "sidecar": Victim(sidecars[0], name),
+            "forkserver": Victim(servers[0], name, also=sidecars[0] if freezes else 0),
+            "shim": Victim(shim, name, not lives, rank if freezes else 0),
+            "store": Victim(self.run.find("store_process"), also=sidecars[0] if freezes else 0),
         }[fault.target]
 
-    def _children(self, pid: int) -> list[int]:
-        self._processes = self.run.processes()
-        return [child for child in self._processes if _parent(child) == pid]
+    def _children(self, pid: int) -> dict[int, str]:
+        return {child: line for child, line in self.run.processes().items() if _parent(child) == pid}
 
-    @contextmanager
-    def hit(self, fault: Fault, victim: Victim) -> Iterator[None]:
-        """Do it; whatever is still stopped at the end of the block goes on then."""
-        with self._opened(victim.pid) as pidfd:
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+    def hit(self, fault: Fault, victim: Victim) -> None:
+        self.signal(victim.pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
+        if victim.also:
+            self.signal(victim.also, signal.SIGKILL)
+        if fault.kind == "pause":
+            time.sleep(fault.pause_s)  # the fault itself, not a wait for anything
+            self.signal(victim.pid, signal.SIGCONT)
+
+    def signal(self, pid: int, signum: int) -> None:
+        """By a pidfd, and only a process that is certainly of this run; nothing when it is gone."""
+        with suppress(ProcessLookupError):
+            pidfd = os.pidfd_open(pid)
             try:
-                if victim.also:
-                    with self._opened(victim.also) as also:
-                        signal.pidfd_send_signal(also, signal.SIGKILL)
-                if fault.kind == "pause":
-                    time.sleep(fault.pause_s)  # the fault itself, not a wait for anything
-                    signal.pidfd_send_signal(pidfd, signal.SIGCONT)
-                yield
+                if pid == self.run.pid or pid in self.run.processes():
+                    signal.pidfd_send_signal(pidfd, signum)
             finally:
-                with suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(pidfd, signal.SIGCONT)
-
-    @contextmanager
-    def _opened(self, pid: int) -> Iterator[int]:
-        """A pidfd of a process that is certainly of this run."""
-        pidfd = os.pidfd_open(pid)
-        try:
-            if pid != self.run.pid and pid not in self.run.processes():
-                raise ProcessLookupError(f"process {pid} is not one of this run any more")
-            yield pidfd
-        finally:
-            os.close(pidfd)
+                os.close(pidfd)
 
 
 def _parent(pid: int) -> int:
@@ -250,3 +179,8 @@ def _parent(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return 0
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]

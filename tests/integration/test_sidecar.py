@@ -467,6 +467,27 @@ async def test_a_named_forkserver_survives_garbage_and_refuses_a_second_one() ->
         await asyncio.to_thread(server.communicate)
 
 
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_a_frozen_forkserver_is_killed_so_that_it_can_be_replaced(cancelled: bool) -> None:
+    name = f"replicas-test-{secrets.token_hex(8)}"
+    server = start_forkserver(name)
+    try:
+        connection = await Forkserver.connect(name)
+        server.send_signal(signal.SIGSTOP)
+        if cancelled:  # a caller with a shorter deadline has begun the wait
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(connection.fork(), 0.3)
+            assert connection.alive
+        with pytest.raises(SidecarDied, match=r"the forkserver did not answer within 0\.5 s and was killed"):
+            await connection.fork(timeout_s=0.5)
+        assert not connection.alive
+        assert await asyncio.to_thread(server.wait, 5) == -signal.SIGKILL
+        await connection.aclose()
+    finally:
+        server.kill()
+        await asyncio.to_thread(server.communicate)
+
+
 async def test_nobody_listening_is_an_error_in_time() -> None:
     with pytest.raises(SidecarDied, match=r"no forkserver listens on 'replicas-test-nobody' after 0\.1 s"):
         await Forkserver.connect("replicas-test-nobody", timeout_s=0.1)

@@ -294,6 +294,25 @@ def test_a_failed_lane_is_built_once_more() -> None:
     assert len(set(world.swept)) == len(world.swept) > 0
 
 
+def test_a_lane_that_forms_over_a_dead_store_is_formed_over_the_next_one() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    target.mute = True
+    publish(world, trainer)
+    world.run()
+    target.mute = False
+    for _ in range(3):  # no failure of anyone here, however often it happens
+        world.state.store_moved(world.now)
+        world._collect()
+    world.run()
+    assert trainer.verdicts[1].receipt is not None
+    assert [e.reason for e in world.events if isinstance(e, Retried)] == ["store"] * 3
+    world.state.store_moved(world.now)
+    publish(world, trainer)
+    world.run()
+    assert sum(isinstance(m, wire.LaneForm) for m in target.seen) == 4, "a formed lane needs no store"
+
+
 def test_min_targets() -> None:
     world = World(channel_config(min_targets=2))
     trainer, first = world.join("trainer/0/0"), world.join("rollout/0/0")

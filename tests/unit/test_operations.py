@@ -239,3 +239,18 @@ def test_scatter_needs_a_tensor_for_each_member() -> None:
     world.run()
     assert first.ends[1].error is not None
     assert first.ends[1].error.message == "scatter over 2 members needs 2 tensors, peer/0/0 gave 1"
+
+
+def test_a_lane_that_forms_over_a_dead_store_is_formed_over_the_next_one() -> None:
+    world, (first, second) = peers(2)
+    second.mute = True
+    first.post("all_reduce")
+    second.post("all_reduce")
+    world.run()
+    assert not first.ends
+    second.mute = False
+    world.state.store_moved(world.now)
+    world._collect()
+    world.run()
+    assert kind_of(first, 1) == kind_of(second, 1) == "ok"
+    assert len(world.state.lanes) == 1

@@ -353,6 +353,25 @@ async def test_a_frozen_member_ends_its_replica(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_a_shim_that_does_not_answer_is_killed_and_its_replica_replaced(tmp_path: Path) -> None:
+    async with living(tmp_path, nnodes=2) as (replica, world):
+        zero, one = world.shims
+        one.silence_s = 29.0
+        replica.check(time.monotonic())
+        assert state(replica) == "starting"
+        one.silence_s = 31.0
+        replica.check(time.monotonic())
+        assert state(replica) == "draining"
+        assert (zero.told, one.told) == ([10.0], [10.0, "kill"])
+        for shim in (zero, one):
+            shim.ended(ExitReport("lost", text="the shim was killed"))
+        await settle()
+        assert replica.life.restarts == {"lost": 1}
+        assert replica.last_exit == ""
+        assert replica.life.reason == "the shim of node 1 did not answer for 30 s"
+
+
+@pytest.mark.anyio
 async def test_a_shim_that_does_not_end_is_killed_and_then_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
