@@ -6,7 +6,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 UNIT := tests/unit
 SLOW := tests/integration tests/chaos tests/gpu
 
-.PHONY: help demo test unit integration check format bench clean
+# Without compiled files each of the many processes that the tests start would compile the package anew.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo test unit integration chaos check format bench clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 22
@@ -41,6 +44,9 @@ unit: $(VENV)/.dev ## run the fast tests only
 
 integration: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q tests/integration
+
+chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=40 SEED=3
+	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s --timeout 0 tests/chaos
 
 check: $(VENV)/.dev ## lint and check types
 	@$(BIN)/ruff check .

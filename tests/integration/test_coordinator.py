@@ -372,3 +372,33 @@ async def test_the_last_words_of_a_process_are_heard(
     await member.say(wire.Bye())
     async with asyncio.timeout(5):
         assert await lost.get() == "left"
+
+
+async def test_sessions_do_not_wait_for_acknowledgements(coordinator: Coordinator) -> None:
+    """A commit and a grant leave at once: the server's side of a session has TCP_NODELAY."""
+    member = Client(coordinator)
+    await member.join()
+    port = int(coordinator.endpoint.split(":")[1])
+    ours = member.socket.transport.get_extra_info("sockname")
+    sockets = [socket.socket(fileno=os.dup(int(fd.name))) for fd in fds() if "socket:" in str(fd.readlink())]
+    try:
+        server = next(s for s in sockets if inet(s) and s.getsockname()[1] == port and peer(s) == ours)
+        assert server.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+    finally:
+        for duplicate in sockets:
+            duplicate.close()
+
+
+def fds() -> list[Path]:
+    return [fd for fd in Path("/proc/self/fd").iterdir() if fd.exists() or fd.is_symlink()]
+
+
+def inet(of: socket.socket) -> bool:
+    return of.family == socket.AF_INET
+
+
+def peer(of: socket.socket) -> Any:
+    try:
+        return of.getpeername()
+    except OSError:
+        return None

@@ -45,12 +45,9 @@ class ChannelWorld:
         **more: Any,
     ) -> Channel:
         def join() -> Channel:
-            return replicas.join(
-                channel or self.channel,
-                **{"endpoint": self.endpoint, "token": self.coordinator.token}
-                | {"group": group, "replica": replica, "rank": rank, "world_size": world_size}
-                | more,
-            )
+            identity: dict[str, Any] = {"group": group, "replica": replica, "rank": rank, "world_size": world_size}
+            where: dict[str, Any] = {"endpoint": self.endpoint, "token": self.coordinator.token}
+            return replicas.join(channel or self.channel, **where | identity | more)
 
         found = await asyncio.to_thread(join)
         self.joined.append(found)
