@@ -4,7 +4,8 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
 UNIT := tests/unit
-SLOW := tests/integration tests/chaos tests/gpu
+# Real processes are mostly waited for: two tests at a time. The faults of the chaos suite are timed, and run alone.
+SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
 
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -37,13 +38,14 @@ demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas,
 
 test: $(VENV)/.dev ## run all tests
 	@$(BIN)/python -m pytest -q $(UNIT)
-	@$(BIN)/python -m pytest -q $(SLOW)
+	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration tests/gpu
+	@$(BIN)/python -m pytest -q tests/chaos
 
 unit: $(VENV)/.dev ## run the fast tests only
 	@$(BIN)/python -m pytest -q $(UNIT)
 
 integration: $(VENV)/.dev
-	@$(BIN)/python -m pytest -q tests/integration
+	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration
 
 chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=40 SEED=3
 	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s --timeout 0 tests/chaos

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import signal
 import subprocess
@@ -69,6 +70,14 @@ async def start(world: ChannelWorld, code: str) -> asyncio.subprocess.Process:
     return process
 
 
+async def ended(process: asyncio.subprocess.Process) -> int:
+    """Its exit code, once its output was read to the end too: the helper that it leaves for a moment holds the pipe."""
+    async with asyncio.timeout(20):
+        await process.communicate()
+    assert process.returncode is not None
+    return process.returncode
+
+
 DIE_IN_TRANSFER = """
 from replicas.channel.transfers import Transfers
 channel._hub._handlers[__import__('replicas.messages').messages.TransferGo] = lambda go: os.kill(os.getpid(), signal.SIGKILL)
@@ -81,7 +90,7 @@ async def test_a_target_killed_in_the_middle_of_a_sync() -> None:
         trainer, rollout = await world.trainer_and_rollouts(1)
         process = await start(world, DIE_IN_TRANSFER)
         receipt = await publish(trainer, weights(1))
-        assert await process.wait() == -signal.SIGKILL
+        assert await ended(process) == -signal.SIGKILL
         assert receipt.lost == ("rollout/1/0",)
         assert [member.name for member in receipt.members] == ["rollout/0/0"]
         assert await load(rollout) == (1, 1.0)
@@ -96,7 +105,7 @@ async def test_a_target_killed_in_the_middle_with_on_lost_raise() -> None:
         process = await start(world, DIE_IN_TRANSFER)
         with pytest.raises(errors.PeersLost, match="rollout/1/0") as caught:
             await publish(trainer, weights(1))
-        assert await process.wait() == -signal.SIGKILL
+        assert await ended(process) == -signal.SIGKILL
         assert caught.value.members == ("rollout/1/0",)
         assert rollout.latest == 0
         assert (await publish(trainer, weights(2))).version == 2
@@ -121,7 +130,7 @@ async def test_a_frozen_target_is_left_behind_and_caught_up() -> None:
             assert await asyncio.wait_for(process.stdout.readline(), 20) == b"2\n"
         finally:
             process.kill()
-            await process.wait()
+            await ended(process)
 
 
 @pytest.mark.parametrize("whose", [0, 1])
@@ -171,15 +180,15 @@ async def test_sessions_go_on_after_their_connections_were_cut() -> None:
                 await asyncio.sleep(0.05)
 
         cutter = asyncio.create_task(cut_again_and_again())
-        loaded = []
-        for version in range(1, 9):
-            receipt = await publish(trainer, weights(version))
-            assert not receipt.lost
-            loaded.append(await load(rollout))
+        async with asyncio.timeout(60):
+            for version in itertools.count(1):
+                receipt = await publish(trainer, weights(version))
+                assert not receipt.lost
+                assert await load(rollout) == (version, float(version))
+                if version >= 8 and proxy.connections > 3:
+                    break
         stop.set()
         await cutter
-        assert loaded == [(version, float(version)) for version in range(1, 9)]
-        assert proxy.connections > 3
 
 
 async def test_a_silent_coordinator_cannot_hang_a_publish(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -349,14 +358,14 @@ with channel.receive().wait(20) as update:
         await publish(trainer, weights(1))
         assert process.stdout is not None
         assert await process.stdout.readline() == b"1\n"
-        assert await process.wait() == 0
+        assert await ended(process) == 0
 
 
 async def test_a_rank_that_ends_without_close_leaves_at_once() -> None:
     async with channel_world(rollout=2) as world:
         trainer = await world.join("trainer")
         process = await start(world, "channel.receive()\n")
-        assert await process.wait() == 0
+        assert await ended(process) == 0
         await wait_until(lambda: len(trainer.members) == 1, "it has left")
 
 
