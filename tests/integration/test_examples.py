@@ -4,20 +4,25 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import secrets
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.support.runs import MARK, eventually, processes_marked, shared_memory
+
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 LIMIT_S = 110.0
 
 
-def _run(*command: str, cwd: Path, limit_s: float = LIMIT_S) -> subprocess.CompletedProcess[str]:
+def _run(*command: str, cwd: Path, limit_s: float = LIMIT_S, mark: str = "") -> subprocess.CompletedProcess[str]:
     # The folder of the package is put first, so that the test is of this tree whatever is installed.
-    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", MARK: mark}
     return subprocess.run(
         [sys.executable, *command],
         cwd=cwd,
@@ -113,12 +118,21 @@ except model.TornWeights as error:
 
 
 @pytest.mark.timeout(150)
-def test_demo_learns_and_reports(tmp_path: Path) -> None:
+@pytest.mark.timeout(180)
+def test_demo_learns_survives_its_kill_and_leaves_nothing(tmp_path: Path) -> None:
     demo = str(EXAMPLES / "grpo" / "demo.py")
-    done = _run(demo, "--no-kill", "--steps", "25", "--out", str(tmp_path / "out"), cwd=tmp_path, limit_s=140)
+    mark, before = secrets.token_hex(8), shared_memory()
+    done = _run(demo, "--steps", "70", "--out", str(tmp_path / "out"), cwd=tmp_path, limit_s=170, mark=mark)
     assert done.returncode == 0, done.stdout + done.stderr
-    summary = json.loads((tmp_path / "out" / "summary.json").read_text())
+    eventually(lambda: not processes_marked(mark), "the end of its processes", timeout_s=10)
+    assert shared_memory() <= before
+    said = (tmp_path / "out" / "summary.json").read_text()
+    summary = json.loads(said)
     assert summary["problems"] == []
-    assert summary["versions_committed"] == 26
-    assert summary["reward_last"] > summary["reward_first"] + 0.1
+    assert summary["versions_committed"] == 71
+    assert summary["reward_last"] > summary["reward_first"] + 0.4
+    assert summary["restarts"] == 1, said
+    port = int(re.findall(r"http://127\.0\.0\.1:(\d+)", done.stdout)[0])
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", port)) != 0
     assert (tmp_path / "out" / "reward.png").stat().st_size > 5_000
