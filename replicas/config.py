@@ -88,7 +88,12 @@ class Party(msgspec.Struct, frozen=True):
 
 
 class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """Sources default to ``ranks = "leader"``, targets to ``"all"``, peers to ``"leader"``."""
+    """Sources default to ``ranks = "leader"``, targets to ``"all"``, peers to ``"leader"``.
+
+    ``min_targets``: a version waits, up to its deadline, until so many target replicas are there, and commits only when so
+    many hold it. ``on_lost``: whether a version commits over those that are left (``"drop"``) or fails (``"raise"``) when a
+    target is lost while it is sent.
+    """
 
     name: str
     sources: tuple[Party, ...] = ()

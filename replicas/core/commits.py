@@ -171,10 +171,14 @@ class Commits:
 
     def advance(self, now: float) -> None:
         """Start what can start: the next publish in the queue, and catch-up."""
-        if self.main is None and self.publishes.queue:
+        if self.main is None and self.publishes.queue and self._target_replicas() >= self._channel.config.min_targets:
             self._start_next(now)
         if self.catch_up is None:
             self._start_catch_up(now)
+
+    def _target_replicas(self) -> int:
+        """Target replicas with a live member: a version waits in the queue until there are ``min_targets``."""
+        return len({(s.member.group, s.member.replica) for s in self._channel.roster.targets})
 
     def _start_next(self, now: float) -> None:
         publish = self.publishes.queue.pop(0)
@@ -386,6 +390,11 @@ class Commits:
             missing = [f"{g}/{r}/{k}" for g, r, k in sorted(self._missing(publish))]
             text = f"version {publish.version}: {', '.join(missing)} did not pack it within {waited}"
             self._fail(publish, errors.DeadlineExceeded(text, phase="pack", members=missing), now)
+        elif publish.state == "queued" and self.main is None:
+            text = (
+                f"{self._target_replicas()} target replicas are there, min_targets = {self._channel.config.min_targets}"
+            )
+            self._fail(publish, self._too_few(publish, text), now)
         elif transfer is None or publish.state == "queued":
             text = f"version {publish.version} waited {waited} for an earlier version to be done"
             self._fail(publish, errors.Busy(text, phase="queue"), now)

@@ -313,18 +313,44 @@ def test_a_lane_that_forms_over_a_dead_store_is_formed_over_the_next_one() -> No
     assert sum(isinstance(m, wire.LaneForm) for m in target.seen) == 4, "a formed lane needs no store"
 
 
-def test_min_targets() -> None:
+def test_a_version_waits_for_min_targets() -> None:
     world = World(channel_config(min_targets=2))
     trainer, first = world.join("trainer/0/0"), world.join("rollout/0/0")
     publish(world, trainer)
-    world.run()
-    assert trainer.verdicts[1].error is not None
-    assert trainer.verdicts[1].error.kind == "PeersLost"
+    world.advance(5.0)
+    assert not trainer.verdicts
     world.join("rollout/1/0")
     world.run()
+    assert first.commits == [1]
+
+
+def test_too_few_targets_until_the_deadline() -> None:
+    world = World(channel_config(min_targets=2))
+    trainer, first = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(world, trainer, deadline_s=5.0)
+    world.advance(6.0)
+    error = trainer.verdicts[1].error
+    assert error is not None
+    assert (error.kind, error.message) == (
+        "PeersLost",
+        "version 1 is not committed: 1 target replicas are there, min_targets = 2",
+    )
+    assert first.commits == []
+
+
+def test_min_targets_lost_on_the_way() -> None:
+    world = World(channel_config(min_targets=2))
+    trainer, first, second = world.join("trainer/0/0"), world.join("rollout/0/0"), world.join("rollout/1/0")
+    second.stuck = True
     publish(world, trainer)
     world.run()
-    assert first.commits == [2]
+    world.lose(second)
+    world.run()
+    error = trainer.verdicts[1].error
+    assert error is not None
+    assert error.message == "version 1 is not committed: 1 members hold it, min_targets = 2 replicas"
+    assert first.commits == []
+    assert first.held == set()
 
 
 def test_the_deadline_names_who_was_late() -> None:
