@@ -107,7 +107,7 @@ def start(run: Run, steps: int) -> None:
 
 @pytest.mark.timeout(120)
 def test_weights_flow_while_the_trainer_uses_its_own_group(tmp_path: Path, out: Path) -> None:
-    text = config(out, steps=6, size=100_000, replicas=2)
+    text = config(out, steps=6, size=100_000, replicas=2, more="min_targets = 2")
     with running(tmp_path, text, stop_when='["trainer"]') as run:
         assert run.wait(timeout_s=100) == 0, run.lines
         run.assert_nothing_left()
