@@ -6,6 +6,7 @@ and is ignored. On start it gives each channel the floor of its version numbers.
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from pathlib import Path
@@ -23,6 +24,7 @@ class DecisionLog:
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._fd = -1
+        self._size = 0
         self.last: dict[str, CommitDecision] = {}
         self.term = time.time_ns() // 1_000_000  # never that of an earlier coordinator, with or without a log
         if path is not None:
@@ -39,7 +41,7 @@ class DecisionLog:
                 self.term = max(self.term, decision.term + 1)
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.truncate(self._fd, complete)
-        os.lseek(self._fd, complete, os.SEEK_SET)
+        self._size = complete
 
     def floor(self, channel: str) -> int:
         """The newest version number that was ever committed on the channel."""
@@ -47,11 +49,18 @@ class DecisionLog:
         return decision.version if decision is not None else 0
 
     def append(self, decision: CommitDecision) -> None:
-        """:raises OSError: the disk does not take it."""
-        self.last[decision.channel] = decision
+        """:raises OSError: the disk does not take it; the log is as it was, and the same decision may be tried again."""
         if self._fd >= 0:
-            os.write(self._fd, msgspec.json.encode(decision) + b"\n")
-            os.fdatasync(self._fd)
+            line = msgspec.json.encode(decision) + b"\n"
+            try:
+                if os.pwrite(self._fd, line, self._size) != len(line):
+                    raise OSError(errno.ENOSPC, "only a part of the decision was written")
+                os.fdatasync(self._fd)
+            except OSError:
+                os.ftruncate(self._fd, self._size)
+                raise
+            self._size += len(line)
+        self.last[decision.channel] = decision
 
     def close(self, *, remove: bool = False) -> None:
         """``remove``: the run is over, and so are its decisions."""

@@ -70,6 +70,7 @@ class Engine:
         self._callbacks: list[Callable[[Event], None]] = []
         self._due: list[tuple[ChannelState, Effect]] = []
         self._applying = False
+        self._disk_problem = ""
         self.lag_s = 0.0
         self.refusals: dict[str, int] = {}
 
@@ -82,7 +83,10 @@ class Engine:
 
     def emit(self, event: Event) -> None:
         for callback in self._callbacks:
-            callback(event)
+            try:
+                callback(event)
+            except Exception:
+                log.exception("a subscriber failed on %r", event)
 
     # ------------------------------------------------------------ sessions
 
@@ -225,10 +229,26 @@ class Engine:
         self._applying = True
         try:
             while self._due:
-                source, effect = self._due.pop(0)
+                source, effect = self._due[0]
+                if isinstance(effect, Record) and not self._recorded(effect):
+                    return
+                self._due.pop(0)
                 self._do(source, effect)
         finally:
             self._applying = False
+
+    def _recorded(self, effect: Record) -> bool:
+        """Whether the decision is on disk. If not, nothing behind it happens: the next tick tries again."""
+        try:
+            self.decisions.append(effect.decision)
+        except OSError as exc:
+            if self._disk_problem != str(exc):
+                self._disk_problem = str(exc)
+                decision = effect.decision
+                log.error("%s: version %d waits to be recorded: %s", decision.channel, decision.version, exc)
+            return False
+        self._disk_problem = ""
+        return True
 
     def _do(self, channel: ChannelState, effect: Effect) -> None:
         match effect:
@@ -237,8 +257,6 @@ class Engine:
                 if session is not None and not session.send(effect.message):
                     channel.lose(effect.member, "overflow", self._now())
                     self._due += [(channel, later) for later in channel.drain()]
-            case Record():
-                self.decisions.append(effect.decision)
             case Sweep():
                 self._sweep(effect.prefix)
             case Emit():
@@ -279,6 +297,9 @@ class Engine:
                 log.warning("this process did not run for %.1f s: leases are extended by as much", late)
                 for channel in self.channels.values():
                     channel.roster.forgive(late)
-            for channel in self.channels.values():
-                channel.tick(now)
-                self._apply(channel)
+            for name, channel in self.channels.items():
+                try:
+                    channel.tick(now)
+                    self._apply(channel)
+                except Exception:  # deadlines and leases of all channels hang on this loop
+                    log.exception("a bug: the tick of channel %s failed", name)

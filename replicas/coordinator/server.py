@@ -74,7 +74,9 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
         session.detach(websocket)
         for task in (writer, reader):
             task.cancel()
-        await asyncio.gather(writer, reader, return_exceptions=True)
+        for ended in await asyncio.gather(writer, reader, return_exceptions=True):
+            if isinstance(ended, Exception) and not isinstance(ended, WebSocketDisconnect):
+                log.error("a bug: the session of %s failed", session.member, exc_info=ended)
 
 
 async def _hello(engine: Engine, websocket: WebSocket) -> Hello | None:

@@ -11,10 +11,12 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine
+from pathlib import Path
 
 import msgspec
 import tenacity
 
+import replicas
 from replicas import errors
 from replicas.coordinator.store_wire import Reply, Request
 
@@ -24,6 +26,7 @@ log = logging.getLogger("replicas.store")
 
 START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 5.0
+KILL_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 2.0
 STRAGGLER_S = 30.0
 """Keys are swept once more after this time: a sidecar that was being killed may have written after the first sweep."""
@@ -67,7 +70,7 @@ class StoreKeeper:
 
     async def _spawn(self, port: int) -> None:
         ours, theirs = socket.socketpair()
-        command = [sys.executable, "-m", "replicas.coordinator.store_process"]
+        command = [sys.executable, "-P", "-m", "replicas.coordinator.store_process"]
         options = [
             "--bind",
             self._bind,
@@ -78,7 +81,11 @@ class StoreKeeper:
             "--parent",
             str(os.getpid()),
         ]
-        environment = {**os.environ, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
+        home = str(
+            Path(replicas.__file__).parent.parent
+        )  # -P leaves the working folder out, ours may be found there only
+        path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, "PYTHONPATH": path, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command,
@@ -110,7 +117,7 @@ class StoreKeeper:
         self._on_change(True)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await reader.readline():
+        while line := await _line(reader):
             reply = msgspec.json.decode(line, type=Reply)
             future = self._replies.pop(reply.id, None)
             if future is not None and not future.done():
@@ -200,7 +207,11 @@ class StoreKeeper:
             if process.returncode is None:
                 with contextlib.suppress(ProcessLookupError):
                     process.send_signal(signal.SIGKILL)
-            await process.wait()
+            try:
+                async with asyncio.timeout(KILL_TIMEOUT_S):
+                    await process.wait()
+            except TimeoutError:
+                log.error("the store process %d survives SIGKILL", process.pid)
 
     async def aclose(self) -> None:
         """End the process; its keys end with it."""
@@ -209,3 +220,11 @@ class StoreKeeper:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._kill()
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    """The next line; empty at the end of the stream, however it ended."""
+    try:
+        return await reader.readline()
+    except ConnectionError:
+        return b""

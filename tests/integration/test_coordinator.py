@@ -19,8 +19,9 @@ import replicas
 from replicas import errors
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
-from replicas.core.effects import MemberLost, StoreChanged
+from replicas.core.effects import CommitDecision, MemberLost, StoreChanged
 from replicas.core.identity import ProcessIdentity
+from replicas.core.manifest import PartManifest, TensorSpec
 from tests.support.runs import alive
 
 pytestmark = pytest.mark.anyio
@@ -402,3 +403,34 @@ def peer(of: socket.socket) -> Any:
         return of.getpeername()
     except OSError:
         return None
+
+
+async def test_nobody_hears_of_a_commit_that_is_not_on_disk(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full disk holds the commit back, and nothing else; when it takes the decision, the commit goes out."""
+    refused = asyncio.Event()
+
+    def full(decision: CommitDecision) -> None:
+        refused.set()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(coordinator.engine.decisions, "append", full)
+    manifest = PartManifest(tensors=(TensorSpec("weight", "float32", (4,)),), aliases=(), pieces=None)
+    trainer = Client(coordinator, group="trainer", incarnation="t")
+    await trainer.join()
+    await trainer.say(wire.PublishBegin(1, None, 30.0))
+    await trainer.say(wire.UploadManifest(manifest.hash, manifest.encode()))
+    await trainer.say(wire.Packed(1, manifest.hash, 16, "cpu", 0.0, 0.0))
+    offer = await trainer.until(wire.TransferOffer)
+    await trainer.say(wire.TransferReady(offer.transfer))
+    await trainer.until(wire.TransferGo)
+    await trainer.say(wire.TransferDone(offer.transfer, "digest", {}, 0.0, 0.0))
+    async with asyncio.timeout(5):
+        await refused.wait()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.5):
+            await trainer.until(wire.Commit)
+    monkeypatch.undo()
+    assert (await trainer.until(wire.Commit)).version == 1
+    assert (await trainer.until(wire.PublishEnd)).receipt is not None
