@@ -17,17 +17,18 @@ ROOT = Path(replicas.__file__).parent
 TORCH_ROOMS = ("sidecar", "weights", "channel")
 TORCH_FILES = ("coordinator/store_process.py", "supervisor/launcher.py")
 
-# Each room may import these rooms (and itself); what is not a room is shared: errors, config, messages, status, environ.
+# Each room may import these rooms (and itself); what is not a room is shared: errors, config, status, environ.
 WAYS = {
-    "core": set(),
-    "weights": {"core"},
-    "sidecar": {"core", "weights"},
-    "channel": {"core", "weights", "sidecar"},
-    "coordinator": {"core"},
-    "supervisor": {"core", "coordinator", "control"},
-    "control": {"core", "coordinator", "supervisor"},
-    "engines": {"core", "supervisor"},
-    "integrations": {"core", "channel"},
+    "messages": {"core"},
+    "core": {"messages"},
+    "weights": {"messages", "core"},
+    "sidecar": {"messages", "core", "weights"},
+    "channel": {"messages", "core", "weights", "sidecar"},
+    "coordinator": {"messages", "core"},
+    "supervisor": {"messages", "core", "coordinator", "control"},
+    "control": {"messages", "core", "coordinator", "supervisor"},
+    "engines": {"messages", "core", "supervisor"},
+    "integrations": {"messages", "core", "channel"},
 }
 
 

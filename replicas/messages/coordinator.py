@@ -1,0 +1,236 @@
+"""What the coordinator sends to a member."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from replicas.core.identity import Member
+from replicas.messages.values import Backend, ChannelSettings, Meta, ReceiptData, Segment, WireError
+
+__all__ = [
+    "Ack",
+    "Assigned",
+    "Commit",
+    "Describe",
+    "Discard",
+    "FromCoordinator",
+    "LaneDrop",
+    "LaneForm",
+    "OperationEnd",
+    "OperationGo",
+    "OperationSettled",
+    "PublishAdmitted",
+    "PublishEnd",
+    "ReceiveGrant",
+    "Refused",
+    "TransferCancel",
+    "TransferGo",
+    "TransferOffer",
+    "View",
+    "WatchEnd",
+    "Welcome",
+]
+
+
+class _FromCoordinator(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Welcome(_FromCoordinator, frozen=True):
+    """Answer to Hello. ``address``: the IP address by which the coordinator sees this member.
+
+    ``publishes``: how many publishes the replica has made, so that a rank that joins again counts on from there.
+    """
+
+    term: int
+    settings: ChannelSettings
+    received: int
+    epoch: int
+    address: str
+    latest: int = 0
+    publishes: int = 0
+
+
+class Refused(_FromCoordinator, frozen=True):
+    """The session is over: Hello was not acceptable, or the member was fenced later. Do not reconnect."""
+
+    error: WireError
+
+
+class Ack(_FromCoordinator, frozen=True):
+    """Carries only the frame's ack."""
+
+
+class View(_FromCoordinator, frozen=True):
+    """A new epoch."""
+
+    epoch: int
+    members: tuple[Member, ...]
+
+
+class PublishAdmitted(_FromCoordinator, frozen=True):
+    publish: int
+    version: int
+
+
+class PublishEnd(_FromCoordinator, frozen=True):
+    """The verdict: exactly one of ``receipt`` and ``error``."""
+
+    publish: int
+    receipt: ReceiptData | None = None
+    error: WireError | None = None
+
+
+class LaneForm(_FromCoordinator, frozen=True):
+    """Form a process group: ``prefix`` is a fresh key prefix on the store; ``rank`` of ``size`` is yours.
+
+    ``addresses``: IP address of each rank, in order (yours is the one to bind); ``names``: of the members, for messages.
+    ``probe``: nothing will be sent in it; move a few bytes each way before you say that it has formed.
+    """
+
+    lane: str
+    prefix: str
+    store_host: str
+    store_port: int
+    rank: int
+    size: int
+    backend: Backend
+    addresses: tuple[str, ...]
+    deadline_s: float
+    names: tuple[str, ...] = ()
+    probe: bool = False
+
+
+class LaneDrop(_FromCoordinator, frozen=True):
+    """Kill the lane's sidecar."""
+
+    lane: str
+
+
+class TransferOffer(_FromCoordinator, frozen=True):
+    """Get ready to send or to receive ``version``. ``manifest``: the bytes, or None when you have had this hash.
+
+    A sender of mode ``"parts"`` sends its own publish slot, one of mode ``"image"`` a whole version that it holds.
+    """
+
+    transfer: int
+    version: int
+    role: Literal["send", "receive"]
+    mode: Literal["image", "parts"]
+    manifest_hash: str
+    manifest: bytes | None
+    meta: Meta
+    deadline_s: float
+
+
+class TransferGo(_FromCoordinator, frozen=True):
+    """Move the bytes. ``owners``: lane rank of each part's sender, in order (one for mode ``"image"``).
+
+    An empty ``lane`` means that nobody needs the bytes: a sender then only computes its digests (in its own process).
+    """
+
+    transfer: int
+    lane: str
+    owners: tuple[int, ...]
+    deadline_s: float
+
+
+class TransferCancel(_FromCoordinator, frozen=True):
+    """Forget this transfer; a half-filled slot becomes free (once its sidecar is gone)."""
+
+    transfer: int
+
+
+class Commit(_FromCoordinator, frozen=True):
+    """``version`` is decided."""
+
+    version: int
+    digest: str
+    manifest_hash: str
+
+
+class Discard(_FromCoordinator, frozen=True):
+    """``version`` will never be committed: free its slot."""
+
+    version: int
+
+
+class Assigned(_FromCoordinator, frozen=True):
+    """Another rank of your replica was granted ``version``: keep it until you have loaded it."""
+
+    version: int
+
+
+class ReceiveGrant(_FromCoordinator, frozen=True):
+    ask: int
+    version: int
+
+
+class WatchEnd(_FromCoordinator, frozen=True):
+    watch: int
+    version: int
+
+
+class OperationGo(_FromCoordinator, frozen=True):
+    """Run it, or run it again over those that are left (``attempt`` > 1), on the inputs as they were posted.
+
+    ``participants`` and ``segments`` (what each one posted) are in the order of lane ranks. ``places``: index of each
+    participant among those of the first attempt, by which ``scatter`` and ``reduce_scatter`` find a participant's segment.
+    """
+
+    post: int
+    operation: int
+    lane: str
+    participants: tuple[Member, ...]
+    lane_ranks: tuple[int, ...]
+    segments: tuple[tuple[Segment, ...], ...]
+    root: int
+    deadline_s: float
+    ref: str = ""
+    attempt: int = 1
+    places: tuple[int, ...] = ()
+
+
+class OperationSettled(_FromCoordinator, frozen=True):
+    """What became of the operation ``ref``, which ended here with its outcome unknown."""
+
+    ref: str
+    applied: bool
+
+
+class Describe(_FromCoordinator, frozen=True):
+    """Say what you know of ``version``; answered by ``Described``."""
+
+    version: int
+
+
+class OperationEnd(_FromCoordinator, frozen=True):
+    post: int
+    receipt: ReceiptData | None = None
+    error: WireError | None = None
+
+
+FromCoordinator = (
+    Welcome
+    | Refused
+    | Ack
+    | View
+    | PublishAdmitted
+    | PublishEnd
+    | LaneForm
+    | LaneDrop
+    | TransferOffer
+    | TransferGo
+    | TransferCancel
+    | Commit
+    | Discard
+    | Assigned
+    | ReceiveGrant
+    | WatchEnd
+    | OperationGo
+    | OperationEnd
+    | OperationSettled
+    | Describe
+)

@@ -1,0 +1,269 @@
+"""What a member sends to the coordinator."""
+
+from __future__ import annotations
+
+import msgspec
+
+from replicas.core.identity import ProcessIdentity
+from replicas.messages.values import HeldVersion, Meta, OperationKind, ReduceOp, Segment, WireError
+
+__all__ = [
+    "Bye",
+    "Described",
+    "Dropped",
+    "FromMember",
+    "Heartbeat",
+    "Hello",
+    "LaneFailed",
+    "LaneFormed",
+    "LoadFailed",
+    "Loaded",
+    "OperationDone",
+    "OperationFailed",
+    "OperationPost",
+    "PackFailed",
+    "Packed",
+    "Progress",
+    "PublishBegin",
+    "ReceiveAsk",
+    "ReceiveCancel",
+    "Resumed",
+    "TransferDone",
+    "TransferFailed",
+    "TransferReady",
+    "UploadManifest",
+    "WatchLoaded",
+]
+
+
+class _FromMember(msgspec.Struct, frozen=True, tag=True):
+    pass
+
+
+class Hello(_FromMember, frozen=True):
+    """First message of a session. ``resume_term`` 0: a new join; else the term whose session goes on.
+
+    ``epoch``, ``latest`` (with its digest), ``assigned`` and ``publishes``: what the member knows, for a coordinator of
+    another term. ``nccl_env``: the NCCL_* variables of the process. ``nccl_version`` is empty where there is none.
+    """
+
+    protocol: int
+    run: str
+    channel: str
+    group: str
+    replica: int
+    rank: int
+    world_size: int
+    incarnation: str
+    generation: int
+    process: ProcessIdentity
+    observe: bool = False
+    info: dict[str, str] = {}
+    torch_version: str = ""
+    nccl_version: str = ""
+    nccl_env: dict[str, str] = {}
+    cuda_devices: tuple[str, ...] = ()
+    resume_term: int = 0
+    received: int = 0
+    held: tuple[HeldVersion, ...] = ()
+    loaded: int = 0
+    epoch: int = 0
+    latest: int = 0
+    latest_digest: str = ""
+    assigned: int = 0
+    publishes: int = 0
+
+
+class Resumed(_FromMember, frozen=True):
+    """Everything that is under way here has been announced to the new coordinator."""
+
+
+class Described(_FromMember, frozen=True):
+    """Answer to :class:`Describe`: a whole version that is held here. ``manifest`` is ``Manifest.encode()``.
+
+    An empty ``manifest``: it is not held any more.
+    """
+
+    version: int
+    digest: str
+    manifest_hash: str
+    manifest: bytes
+    meta: Meta
+    device: str
+
+
+class Heartbeat(_FromMember, frozen=True):
+    """Sign of life, every ``heartbeat_interval_s``; also carries the ack."""
+
+
+class Progress(_FromMember, frozen=True):
+    """The user's own step counter moved."""
+
+    step: int
+
+
+class Bye(_FromMember, frozen=True):
+    """The member leaves in good order."""
+
+    reason: str = ""
+
+
+class UploadManifest(_FromMember, frozen=True):
+    """``manifest`` is :meth:`replicas.core.manifest.PartManifest.encode`; once for each hash and session."""
+
+    manifest_hash: str
+    manifest: bytes
+
+
+class PublishBegin(_FromMember, frozen=True):
+    """``resumed``: begun under another coordinator, which had given it the number ``version``."""
+
+    publish: int
+    version: int | None
+    deadline_s: float
+    meta: Meta = {}
+    new_manifest: bool = False
+    resumed: bool = False
+
+
+class Packed(_FromMember, frozen=True):
+    """The slot is filled. ``manifest_hash`` is empty on a rank that carries no bytes (leader mode, not the leader)."""
+
+    publish: int
+    manifest_hash: str
+    nbytes: int
+    device: str
+    wait_s: float
+    pack_s: float
+
+
+class PackFailed(_FromMember, frozen=True):
+    publish: int
+    error: WireError
+
+
+class LaneFormed(_FromMember, frozen=True):
+    lane: str
+    seconds: float
+
+
+class LaneFailed(_FromMember, frozen=True):
+    """The lane's sidecar or its group failed, while forming or later."""
+
+    lane: str
+    error: WireError
+
+
+class TransferReady(_FromMember, frozen=True):
+    transfer: int
+
+
+class TransferDone(_FromMember, frozen=True):
+    """A sender's or a receiver's part is done.
+
+    ``image_digest``: of the whole image's data (senders of an image and every receiver; else empty).
+    ``part_digests``: by owner's lane rank, of each part sent or received (mode ``"parts"``).
+    """
+
+    transfer: int
+    image_digest: str
+    part_digests: dict[int, str]
+    transfer_s: float
+    verify_s: float
+
+
+class TransferFailed(_FromMember, frozen=True):
+    transfer: int
+    error: WireError
+
+
+class Dropped(_FromMember, frozen=True):
+    """The slot of this version was given to another one."""
+
+    version: int
+
+
+class ReceiveAsk(_FromMember, frozen=True):
+    """Grant me a committed version newer than ``after`` (and than the replica's loaded one)."""
+
+    ask: int
+    after: int
+
+
+class ReceiveCancel(_FromMember, frozen=True):
+    ask: int
+
+
+class Loaded(_FromMember, frozen=True):
+    version: int
+    load_s: float
+
+
+class LoadFailed(_FromMember, frozen=True):
+    version: int
+    error: WireError
+
+
+class WatchLoaded(_FromMember, frozen=True):
+    """Tell me when every live target replica has loaded ``version`` or a newer one."""
+
+    watch: int
+    version: int
+
+
+class OperationPost(_FromMember, frozen=True):
+    """``root``: name of the root, source or destination (``group/replica`` or ``group/replica/rank``), or empty.
+
+    ``segments`` of ``recv`` may be empty (take what the sender sends); of ``scatter`` they are the root's input, one
+    segment a participant, and on the others the one output or empty. ``applied``: refs of the newest operations whose
+    results were written here; ``unsettled``: refs of those that ended here with their outcome unknown.
+    """
+
+    post: int
+    kind: OperationKind
+    segments: tuple[Segment, ...]
+    deadline_s: float
+    reduce_op: ReduceOp = "sum"
+    root: str = ""
+    step: int | None = None
+    device: str = "cpu"
+    applied: tuple[str, ...] = ()
+    unsettled: tuple[str, ...] = ()
+
+
+class OperationDone(_FromMember, frozen=True):
+    operation: int
+    seconds: float
+
+
+class OperationFailed(_FromMember, frozen=True):
+    operation: int
+    error: WireError
+
+
+FromMember = (
+    Hello
+    | Resumed
+    | Described
+    | Heartbeat
+    | Progress
+    | Bye
+    | UploadManifest
+    | PublishBegin
+    | Packed
+    | PackFailed
+    | LaneFormed
+    | LaneFailed
+    | TransferReady
+    | TransferDone
+    | TransferFailed
+    | Dropped
+    | ReceiveAsk
+    | ReceiveCancel
+    | Loaded
+    | LoadFailed
+    | WatchLoaded
+    | OperationPost
+    | OperationDone
+    | OperationFailed
+)

@@ -1,0 +1,123 @@
+"""Values that several messages carry."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from replicas import errors
+from replicas.core.identity import Member
+
+__all__ = [
+    "Backend",
+    "ChannelSettings",
+    "HeldVersion",
+    "Meta",
+    "OperationKind",
+    "Ranks",
+    "ReceiptData",
+    "ReduceOp",
+    "Scalar",
+    "Segment",
+    "WireError",
+]
+
+Backend = Literal["gloo", "nccl"]
+Ranks = Literal["leader", "each", "all"]
+OperationKind = Literal[
+    "all_reduce",
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "send",
+    "recv",
+    "barrier",
+]
+ReduceOp = Literal["sum", "mean", "min", "max"]
+Scalar = None | bool | int | float | str
+Meta = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]
+"""User data that travels with a version: scalars, and lists and dicts of scalars."""
+
+
+class WireError(msgspec.Struct, frozen=True):
+    """An error of :mod:`replicas.errors` as data."""
+
+    kind: str
+    message: str
+    channel: str | None = None
+    version: int | None = None
+    phase: str | None = None
+    members: tuple[str, ...] = ()
+    hint: str = ""
+    unanimous: bool = False
+
+    @classmethod
+    def of(cls, error: errors.ReplicasError) -> WireError:
+        return cls(
+            kind=type(error).__name__,
+            message=error.message,
+            channel=error.channel,
+            version=error.version,
+            phase=error.phase,
+            members=error.members,
+            hint=error.hint,
+            unanimous=error.unanimous,
+        )
+
+    def exception(self) -> errors.ReplicasError:
+        return errors.error_class(self.kind)(
+            self.message,
+            channel=self.channel,
+            version=self.version,
+            phase=self.phase,
+            members=self.members,
+            hint=self.hint,
+            unanimous=self.unanimous,
+        )
+
+
+class HeldVersion(msgspec.Struct, frozen=True):
+    """A complete version in a slot of a member; ``digest`` is empty where it was never computed (a source's own slot)."""
+
+    version: int
+    digest: str
+    manifest_hash: str = ""
+
+
+class ChannelSettings(msgspec.Struct, frozen=True):
+    """What a member must know of its channel's config."""
+
+    role: Literal["source", "target", "both", "peer", "observer"]
+    deadline_s: float
+    slots: int
+    source_ranks: Literal["leader", "all"]
+    peer_ranks: Ranks
+    backend: Literal["auto", "gloo", "nccl"]
+    heartbeat_interval_s: float
+
+
+class ReceiptData(msgspec.Struct, frozen=True):
+    """The outcome of a successful publish or operation.
+
+    ``phases``: seconds by phase. ``reasons``: why each of ``lost`` was lost or left behind, in one line.
+    """
+
+    epoch: int
+    members: tuple[Member, ...]
+    lost: tuple[str, ...]
+    nbytes: int
+    seconds: float
+    phases: dict[str, float]
+    version: int = 0
+    reasons: dict[str, str] = {}
+
+
+class Segment(msgspec.Struct, frozen=True):
+    """One tensor of an operation. ``dtype`` is torch's name without ``torch.``."""
+
+    dtype: str
+    shape: tuple[int, ...]
