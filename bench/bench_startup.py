@@ -14,20 +14,15 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import secrets
-import signal
-import sys
 import time
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager
-from pathlib import Path
+from contextlib import AsyncExitStack
 from typing import Any
 
+from bench.processes import Forkserver, forkservers
 from bench.support import Rank, Spread, busy_ratio, machine, rank, show, until, write
 from replicas import Coordinator
 
 SIZES = (2, 4)
-FORKSERVER_TIMEOUT_S = 60.0
 LABELS = {
     "torch": "start Python, import torch",
     "join": "join returns",
@@ -36,49 +31,6 @@ LABELS = {
     "replaced": "kill -9 to next barrier",
 }
 Samples = dict[str, list[float]]
-
-
-class Forkserver:
-    """One that a shim would start: its children are the sidecars of one rank."""
-
-    def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
-        self.name = name
-        self._process = process
-
-    def kill_sidecar(self) -> float:
-        """SIGKILL to its newest child; the time just before."""
-        children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children").read_text().split()
-        if not children:
-            raise RuntimeError(f"the forkserver {self.name} has no sidecar")
-        pidfd = os.pidfd_open(int(children[-1]))
-        try:
-            killed_at = time.monotonic()
-            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        finally:
-            os.close(pidfd)
-        return killed_at
-
-
-@asynccontextmanager
-async def forkserver() -> AsyncIterator[Forkserver]:
-    name = f"replicas-bench-{secrets.token_hex(8)}"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "replicas.sidecar.forkserver", "--name", name)
-    try:
-        yield Forkserver(name, process)
-    finally:
-        if process.returncode is None:
-            process.kill()
-        await asyncio.shield(process.wait())
-
-
-async def wait_loaded(servers: list[Forkserver]) -> None:
-    """Until every forkserver has loaded torch: each answers its first client only then."""
-    from replicas.sidecar import client  # takes torch, of which this process needs nothing later
-
-    connections = await asyncio.gather(
-        *(client.Forkserver.connect(one.name, timeout_s=FORKSERVER_TIMEOUT_S) for one in servers)
-    )
-    await asyncio.gather(*(one.aclose() for one in connections))
 
 
 async def once(coordinator: Coordinator, servers: list[Forkserver], samples: Samples) -> None:
@@ -123,8 +75,7 @@ async def run(quick: bool, repetitions: int) -> None:
     busy, load = await busy_ratio(), os.getloadavg()
     results: dict[int, Samples] = {size: {kind: [] for kind in LABELS} for size in SIZES}
     async with AsyncExitStack() as stack:
-        servers = [await stack.enter_async_context(forkserver()) for _ in range(max(SIZES))]
-        await wait_loaded(servers)
+        servers = await stack.enter_async_context(forkservers(max(SIZES)))
         coordinators = {
             size: await stack.enter_async_context(Coordinator({"outer": {"peers": ["peer"]}}, groups={"peer": size}))
             for size in SIZES

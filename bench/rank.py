@@ -49,6 +49,10 @@ class Driver:
         command: dict[str, Any] = json.loads(line)
         return command
 
+    def waiting(self) -> bool:
+        """Whether there is a next command already (or the end)."""
+        return not self._lines.empty()
+
     def _read(self) -> None:
         for line in sys.stdin:
             self._lines.put(line)

@@ -32,6 +32,7 @@ __all__ = [
     "Rank",
     "Spread",
     "busy_ratio",
+    "in_words",
     "machine",
     "rank",
     "rotated",
@@ -45,6 +46,7 @@ __all__ = [
 ROOT = Path(__file__).resolve().parent.parent
 REPLY_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 20.0
+REPLY_NBYTES = 1 << 20
 
 
 class Rank:
@@ -108,6 +110,7 @@ async def rank(module: str, name: str, **environment: str) -> AsyncIterator[Rank
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": paths, **environment},
+        limit=REPLY_NBYTES,
     )
     found = Rank(name, process)
     try:
@@ -159,7 +162,7 @@ class Spread:
 
     def cells(self, *references: Spread | None) -> list[str]:
         """Median, range, and the median as a multiple of each reference."""
-        times = [_seconds(self.median), f"{_seconds(min(self.samples))} - {_seconds(max(self.samples))}"]
+        times = [in_words(self.median), f"{in_words(min(self.samples))} - {in_words(max(self.samples))}"]
         return [*times, *("" if other is None else f"{self.median / other.median:.2f}" for other in references)]
 
     def report(self) -> dict[str, Any]:
@@ -171,8 +174,9 @@ class Spread:
         }
 
 
-def _seconds(value: float) -> str:
-    return f"{value * 1e3:.{1 if value < 0.1 else 0}f} ms" if value < 1.0 else f"{value:.2f} s"
+def in_words(value: float) -> str:
+    """Seconds as text."""
+    return f"{value * 1e3:.{1 if abs(value) < 0.1 else 0}f} ms" if abs(value) < 1.0 else f"{value:.2f} s"
 
 
 def machine() -> dict[str, Any]:

@@ -55,7 +55,9 @@ class SyncRank:
         pending = self._joined.publish(self._tensors)
         held = time.monotonic()
         receipt = pending.wait(WAIT_S)
-        return {"began": began, "held": held, "committed": time.monotonic(), "phases": receipt.phases}
+        committed = time.monotonic()
+        facts = {"version": receipt.version, "phases": receipt.phases, "lost": receipt.lost}
+        return {"began": began, "held": held, "committed": committed, **facts}
 
     def receive(self) -> dict[str, Any]:
         """Ask for the next version, say so, and load it when it comes."""

@@ -147,6 +147,12 @@ def _run_metrics(status: RunStatus) -> Iterator[Metric]:
         ("reason",),
         _by_key((), status.sidecar_replacements),
     )
+    yield _counter(
+        "refused_total",
+        "Connections and messages that were turned away at the control port.",
+        ("reason",),
+        _by_key((), status.refused),
+    )
 
 
 def _by_key(labels: tuple[str, ...], counts: Mapping[str, int], *, always: str = "") -> Series:

@@ -96,6 +96,8 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """``refused``: connections and messages that were turned away at the control port, by reason."""
+
     run: str
     version: str
     endpoint: str
@@ -107,4 +109,5 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     channels: tuple[ChannelStatus, ...] = ()
     event_loop_lag_s: float = 0.0
     sidecar_replacements: dict[str, int] = {}
+    refused: dict[str, int] = {}
     state_dir: str = ""

@@ -8,15 +8,13 @@ that knows it (publishes, receives, transfers, lanes, operations, watches); each
 this runs on the session thread, without locks. The few values that other threads read (``latest``, ``loaded``, ``epoch``,
 ``members``, ``over``) are replaced as a whole, never changed in place.
 
-**Slots.** The arena is used from several threads, but what must be kept is decided here. Protected are: the newest
-committed version, the one assigned to this replica and not yet loaded, those being published, and those received and not
-yet committed or discarded. Open updates and running transfers pin theirs. After each change those who wait for a slot
-(a publish on its own thread, a transfer here) look again.
-
 **Two ways to lose the coordinator.** A broken connection alone changes nothing: the session goes on after the reconnect.
-A new coordinator (another term) knows nothing of what was under way: publishes and operations end (``OutcomeUnknown``
-where the decision may have been taken, else ``Disconnected``), transfers and lanes are dropped, asks and watches are sent
-again. Whatever happens, each operation also has a timer of its own here, a little behind its deadline.
+A new coordinator (another term) knows nothing of what is under way here but what our Hello says. Each part then announces
+again what it has open (publishes, asks, watches), or ends it (transfers, lanes), and ``Resumed`` says that this is all.
+What changed here between the Hello and the Welcome is told in between: it had been queued for the old coordinator, and
+was thrown away. Whatever happens, each operation also has a timer of its own here, a little behind its deadline.
+
+What is held, and what of it must be kept, is in :mod:`replicas.channel.holdings`.
 """
 
 from __future__ import annotations
@@ -28,9 +26,11 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, Protocol
 
+import msgspec
 import torch
 
 from replicas import errors
+from replicas.channel.holdings import Holdings
 from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
 from replicas.channel.session import Session
@@ -40,14 +40,15 @@ from replicas.messages import (
     Assigned,
     ChannelSettings,
     Commit,
+    Describe,
     Discard,
     Dropped,
     FromCoordinator,
     FromMember,
-    HeldVersion,
     Hello,
-    Meta,
+    Loaded,
     Progress,
+    Resumed,
     View,
     Welcome,
     WireError,
@@ -55,12 +56,13 @@ from replicas.messages import (
 from replicas.sidecar.client import SidecarDied, SidecarFailed
 from replicas.weights.arena import Arena
 
-__all__ = ["GRACE_S", "Hub", "Part", "as_wire_error"]
+__all__ = ["BYE_TIMEOUT_S", "GRACE_S", "Hub", "Part", "as_wire_error"]
 
 logger = logging.getLogger("replicas.channel")
 
 GRACE_S = 5.0
 """How long after its deadline an operation waits for the coordinator's verdict before it ends by itself."""
+BYE_TIMEOUT_S = 2.0
 DOWN_S = 60.0
 """How long without a session before that which has no deadline of its own fails."""
 
@@ -71,7 +73,7 @@ class Part(Protocol):
     def handlers(self) -> dict[type, Callable[[Any], None]]: ...
 
     def new_term(self) -> None:
-        """The coordinator is a new one."""
+        """The coordinator is a new one: announce again what is open, and end what cannot go on."""
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         """The session is over: end everything with ``error``."""
@@ -81,27 +83,19 @@ class Hub:
     """See the module's header."""
 
     settings: ChannelSettings
-    arena: Arena
 
     def __init__(self, loop: SessionLoop, hello: Hello, forkserver: str | None, name: str) -> None:
         self.loop = loop
         self.name = name
         self.member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
         self.forkserver_name = forkserver
-        self.latest = 0
+        self.holdings = Holdings(name, self.call, self._dropped)
         self.loaded = 0
         self.epoch = 0
         self.members: tuple[Member, ...] = ()
         self.publishes_made = 0
         self.over: errors.ReplicasError | None = None
-        self.assigned = 0
-        self.publishing: set[int] = set()
-        self.prepared: set[int] = set()
-        self.metas: dict[int, Meta] = {}
-        self.digests: dict[int, str] = {}
-        self.slots_changed = threading.Condition()
-        self.slots_generation = 0
-        self._slots_event = asyncio.Event()
+        self._introduced = hello
         self._session: Session | None = None
         self._parts: tuple[Part, ...] = ()
         self._handlers: dict[type, Callable[[Any], None]] = {}
@@ -126,6 +120,7 @@ class Hub:
             Commit: self._commit,
             Discard: self._discard,
             Assigned: self._assigned,
+            Describe: self._describe,
         }
         for part in parts:
             self._handlers.update(part.handlers())
@@ -135,6 +130,15 @@ class Hub:
         if self._session is None:
             raise errors.InternalError("the channel has no session yet")
         return self._session
+
+    @property
+    def arena(self) -> Arena:
+        return self.holdings.arena
+
+    @property
+    def latest(self) -> int:
+        """The newest committed version that was heard of."""
+        return self.holdings.latest
 
     @property
     def leader(self) -> bool:
@@ -191,8 +195,6 @@ class Hub:
             found = found or error
         return found
 
-    # ------------------------------------------------------------ slots
-
     def on_hold(self, listener: Callable[[], None]) -> None:
         """Session thread: call ``listener`` whenever a received version became held."""
         self._hold_listeners.append(listener)
@@ -205,65 +207,32 @@ class Hub:
         """Session thread: call ``listener(version, committed)`` at each commit and each discard."""
         self._settle_listeners.append(listener)
 
-    def version_held(self, version: int, digest: str) -> None:
-        self.digests[version] = digest
-        if version > self.latest:
-            self.prepared.add(version)
-        self.protect()
+    def version_held(self) -> None:
+        """Session thread: another version has been received."""
         for listener in self._hold_listeners:
             listener()
 
-    def protect(self) -> None:
-        """Session thread: recompute what must not be evicted, and let those who wait for a slot look again."""
-        self.arena.protected = {self.latest, self.assigned, *self.publishing, *self.prepared} - {0}
-        self._wake_slot_waiters()
-
-    def release(self, version: int) -> None:
-        """Session thread: free the slot of ``version``, at once or when its last reader lets go."""
-        self.prepared.discard(version)
-        self.publishing.discard(version)
-        slot = self.arena.find(version)
-        if slot is not None and slot.pins == 0:
-            self.arena.free(slot)
-            self.metas.pop(version, None)
-            self.digests.pop(version, None)
-        self.protect()
-
-    def slots_event(self) -> asyncio.Event:
-        """Session thread: set at the next change of a slot. Take it before you try."""
-        return self._slots_event
-
-    def _wake_slot_waiters(self) -> None:
-        with self.slots_changed:
-            self.slots_generation += 1
-            self.slots_changed.notify_all()
-        self._slots_event.set()
-        self._slots_event = asyncio.Event()
-
-    def _make_arena(self) -> None:
-        def on_change() -> None:
-            self.call(self._wake_slot_waiters)
-
-        def on_drop(version: int) -> None:
-            self.call(self._dropped, version)
-
-        self.arena = Arena(self.settings.slots, name=f"replicas-{self.name}", on_change=on_change, on_drop=on_drop)
-
     def _dropped(self, version: int) -> None:
-        if self.arena.find(version) is None:
-            self.metas.pop(version, None)
-            self.digests.pop(version, None)
-            self.send(Dropped(version))
+        self.send(Dropped(version))
 
     # ------------------------------------------------------------ the session's handler
 
-    def held_versions(self) -> tuple[HeldVersion, ...]:
-        if not hasattr(self, "arena"):
-            return ()
-        held = [slot.version for slot in self.arena.slots if slot.state == "held" and slot.image is not None]
-        return tuple(HeldVersion(v, self.digests[v]) for v in sorted(held) if self.digests.get(v))
+    def introduce(self, hello: Hello) -> Hello:
+        """``hello`` with what this member knows now."""
+        known = self.holdings
+        self._introduced = msgspec.structs.replace(
+            hello,
+            held=known.held(),
+            loaded=self._loaded_version(),
+            epoch=self.epoch,
+            latest=known.latest,
+            latest_digest=known.latest_digest,
+            assigned=known.assigned,
+            publishes=self.publishes_made,
+        )
+        return self._introduced
 
-    def loaded_version(self) -> int:
+    def _loaded_version(self) -> int:
         return self.loaded if hasattr(self, "settings") and self.settings.role in ("target", "both") else 0
 
     def before_heartbeat(self) -> None:
@@ -276,22 +245,38 @@ class Hub:
         self._step = step
 
     def welcomed(self, welcome: Welcome, resumed: bool) -> None:
-        first = not hasattr(self, "settings")
+        first = not self.holdings.opened
         self.settings = welcome.settings
         self.epoch = max(self.epoch, welcome.epoch)
-        self.latest = max(self.latest, welcome.latest)
         if self._down_timer is not None:
             self._down_timer.cancel()
             self._down_timer = None
         if first:
             self.publishes_made = welcome.publishes
-            self._make_arena()
+            self.holdings.open(self.settings.slots)
         elif not resumed:
-            logger.warning("%s: there is a new coordinator; what was under way has ended", self.name)
-            self._step_sent = 0
-            for part in self._parts:
-                part.new_term()
-            self.protect()
+            self._guarded(self._new_coordinator)
+        self._newest(welcome.latest, "")
+
+    def _new_coordinator(self) -> None:
+        logger.warning("%s: there is a new coordinator; what is under way here is announced to it", self.name)
+        self._step_sent = 0
+        self.holdings.doubt()
+        self._correct()
+        for part in self._parts:
+            part.new_term()
+        self.holdings.protect()
+        self.send(Resumed())
+
+    def _correct(self) -> None:
+        """Tell what has changed since the Hello: what was queued meanwhile went to nobody."""
+        held = {found.version for found in self.holdings.held()}
+        for told in self._introduced.held:
+            if told.version not in held:
+                self.send(Dropped(told.version))
+        loaded = self._loaded_version()
+        if loaded and loaded != self._introduced.loaded:
+            self.send(Loaded(loaded, 0.0))
 
     def handle(self, message: FromCoordinator) -> None:
         handler = self._handlers.get(type(message))
@@ -314,10 +299,10 @@ class Hub:
             self._down_timer.cancel()
         for part in self._parts:
             part.fail_all(error)
-        if hasattr(self, "arena"):
-            self._wake_slot_waiters()
+        self.holdings.close()
 
     def _down_long(self) -> None:
+        self._down_timer = self.after(DOWN_S, self._down_long)
         for part in self._parts:
             down = getattr(part, "session_down", None)
             if down is not None:
@@ -329,33 +314,49 @@ class Hub:
         self.members = message.members
         self.epoch = message.epoch
 
-    def _commit(self, message: Commit) -> None:
-        version, slot = message.version, self.arena.find(message.version)
-        self.prepared.discard(version)
-        if slot is not None and slot.image is not None:
-            ours = self.digests.get(version)
-            if ours and message.digest and ours != message.digest:
-                logger.warning("%s: version %d here has another digest than the committed one", self.name, version)
-                self.release(version)
-                self.send(Dropped(version))
-            elif message.digest:
-                self.digests[version] = message.digest
-        if version > self.latest:
-            self.latest = version
+    def _newest(self, version: int, digest: str) -> None:
+        if self.holdings.committed(version, digest):
             for listener in self._commit_listeners:
                 listener()
+
+    def _commit(self, message: Commit) -> None:
+        version, digest = message.version, message.digest
+        if digest and version in self.arena.images():
+            ours = self.holdings.digest(version)
+            if not ours and version in self.holdings.doubtful:
+                self.spawn(self._compare(version, digest), f"digest of version {version}")
+            elif ours and ours != digest:
+                self._wrong(version)
+            else:
+                self.holdings.note(version, digest=digest)
+        self._newest(version, digest)
         for settle in self._settle_listeners:
             settle(version, True)
-        self.protect()
+
+    async def _compare(self, version: int, digest: str) -> None:
+        if not await self.holdings.compare(version, digest):
+            self._wrong(version)
+
+    def _wrong(self, version: int) -> None:
+        logger.warning("%s: version %d here has another digest than the committed one", self.name, version)
+        self.holdings.release(version)
+        self.send(Dropped(version))
 
     def _discard(self, message: Discard) -> None:
         for settle in self._settle_listeners:
             settle(message.version, False)
-        self.release(message.version)
+        self.holdings.release(message.version)
 
     def _assigned(self, message: Assigned) -> None:
-        self.assigned = message.version
-        self.protect()
+        self.assign(message.version)
+
+    def assign(self, version: int) -> None:
+        """Session thread: this replica was granted ``version``; 0: nothing is to be loaded."""
+        self.holdings.assigned = version
+        self.holdings.protect()
+
+    def _describe(self, message: Describe) -> None:
+        self.send(self.holdings.describe(message.version))
 
     # ------------------------------------------------------------ bugs
 
@@ -378,6 +379,7 @@ class Hub:
             if isinstance(error, errors.InternalError)
             else errors.InternalError(f"{type(error).__name__}: {error}", channel=self.name)
         )
+        self.loop.spawn(self.session.close("failed", BYE_TIMEOUT_S), f"{self.name}: ends")
 
 
 def as_wire_error(error: BaseException, *, channel: str, phase: str, version: int | None = None) -> WireError:

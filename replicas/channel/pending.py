@@ -3,11 +3,15 @@
 Theory of operation
 ===================
 
-A :class:`Pending` is made on any thread and resolved exactly once, by the session thread: the first of ``_resolve`` and
+A :class:`Pending` is made on any thread and ended once, by the session thread: the first of ``_resolve`` and
 ``_fail`` wins and says so by returning True. Waiters of three kinds may watch it at once: threads (a condition variable),
 asyncio tasks (woken by ``call_soon_threadsafe`` of their own loop) and trio tasks (woken by ``run_sync_soon`` of their own
 token). A waiter that times out or is cancelled only takes its own wake-up back: waiting never changes the operation, and
 the value stays there for the next one who asks.
+
+**Settling.** An end with :class:`~replicas.errors.OutcomeUnknown` may be replaced, once, when it is known what became of
+it: by a value or another error (:meth:`Pending._settle`), or by work that makes the value (:meth:`Pending._settle_by`).
+Such work writes into the caller's tensors, so it runs on the thread of the first one that waits again, and never by itself.
 
 ``_observed`` becomes True when an outcome has been handed to a caller. A publish or a collective that failed and was
 never observed is raised at the next publish or at close, so that no failure is lost by fire-and-forget.
@@ -23,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
+from replicas import errors
 from replicas.core.identity import Member
 from replicas.messages import ReceiptData
 
@@ -41,6 +46,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     :param epoch: the membership epoch in which it ended.
     :param members: the members that took part to the end.
     :param lost: names of the members that were lost on the way.
+    :param reasons: why each of ``lost`` was lost, in one line, by name.
     :param nbytes: bytes of the weights, or of this member's own tensors.
     :param seconds: from the first call of a member to the verdict.
     :param phases: seconds by phase.
@@ -55,6 +61,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     nbytes: int
     seconds: float
     phases: dict[str, float]
+    reasons: dict[str, str] = {}
     outputs: dict[Member, tuple[torch.Tensor, ...]] = {}
     tensors: tuple[torch.Tensor, ...] = ()
 
@@ -74,6 +81,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             nbytes=data.nbytes,
             seconds=data.seconds,
             phases=data.phases,
+            reasons=data.reasons,
             outputs=outputs or {},
             tensors=tensors,
         )
@@ -96,6 +104,9 @@ class Pending(Generic[T]):
     """The outcome of an operation of a channel: wait for it on any thread, or ``await`` it under asyncio or trio.
 
     Waiting never changes the operation: it goes on after a wait timed out or was cancelled, and can be waited for again.
+    One that ended with :class:`~replicas.errors.OutcomeUnknown` may be waited for again, too: as soon as it is known what
+    became of it, that is its outcome. If a collective turns out to have succeeded, this second wait writes its results into
+    the caller's tensors, on the thread that waits.
     """
 
     def __init__(self, what: str) -> None:
@@ -106,6 +117,9 @@ class Pending(Generic[T]):
         self._error: BaseException | None = None
         self._wakers: list[Callable[[], None]] = []
         self._observed = False
+        self._settled = False
+        self._work: Callable[[], T] | None = None
+        self._working = threading.Lock()
 
     def __repr__(self) -> str:
         state = "pending" if not self._done else "failed" if self._error is not None else "done"
@@ -120,6 +134,7 @@ class Pending(Generic[T]):
 
         :param timeout: seconds; None (the default) waits until the operation ends by its own deadline.
         :raises TimeoutError: the timeout passed; the operation goes on.
+        :raises replicas.errors.OutcomeUnknown: it is not known what became of it; wait again later.
         :raises replicas.errors.ReplicasError: the operation failed.
         """
         with self._condition:
@@ -149,6 +164,41 @@ class Pending(Generic[T]):
     def _fail(self, error: BaseException) -> bool:
         """Fail; False when it had already ended."""
         return self._end(None, error)
+
+    def _settle(self, outcome: T | BaseException) -> bool:
+        """Replace an :class:`~replicas.errors.OutcomeUnknown`, once; False when the end was another, or none yet."""
+        with self._condition:
+            if not self._unknown:
+                return False
+            self._settled = True
+            if isinstance(outcome, BaseException):
+                self._error = outcome
+            else:
+                self._value, self._error = outcome, None
+        return True
+
+    def _settle_by(self, work: Callable[[], T]) -> bool:
+        """Like :meth:`_settle`; ``work`` makes the value, on the thread of the first one that waits again."""
+        with self._condition:
+            if not self._unknown:
+                return False
+            self._settled, self._work = True, work
+        return True
+
+    def _abandon(self, error: BaseException) -> None:
+        """Withdraw the work of :meth:`_settle_by` if nobody has waited for it: the outcome is ``error`` then."""
+        with self._working:
+            if self._work is not None:
+                self._work, self._error = None, error
+
+    @property
+    def _unknown(self) -> bool:
+        return self._done and not self._settled and isinstance(self._error, errors.OutcomeUnknown)
+
+    @property
+    def _uncollected(self) -> bool:
+        """Whether it is known to have succeeded, and nobody has waited again for its results."""
+        return self._work is not None
 
     def _end(self, value: T | None, error: BaseException | None) -> bool:
         with self._condition:
@@ -180,9 +230,23 @@ class Pending(Generic[T]):
 
     def _outcome(self) -> T:
         self._observed = True
-        if self._error is not None:
-            raise self._error.with_traceback(None)
+        if self._work is not None:
+            self._do_work()
+        error = self._error
+        if error is not None:
+            raise error.with_traceback(None)
         return cast("T", self._value)
+
+    def _do_work(self) -> None:
+        with self._working:
+            work = self._work
+            if work is None:
+                return  # another thread was faster
+            try:
+                self._value, self._error = work(), None
+            except Exception as error:  # noqa: BLE001  # whatever it is, it is the outcome
+                self._error = error
+            self._work = None
 
 
 def _event_of_this_library() -> tuple[Any, Callable[[], None]]:

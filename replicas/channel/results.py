@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import prod
 
+import msgspec
 import torch
 
 from replicas import errors
 from replicas.channel.pending import Receipt
 from replicas.channel.scratch import read_segments, segments_of
+from replicas.core.tensor_specs import item_nbytes
 from replicas.messages import OperationGo, OperationKind, ReceiptData, ReduceOp, Segment
 from replicas.weights.arena import Buffer
 from replicas.weights.layout import copy_elements
@@ -50,54 +53,75 @@ class Operation:
         return next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """What the sidecar writes into the output buffer of participant number ``me``.
+        """How the output buffer of participant number ``me`` is laid out, as the sidecar fills it.
 
         :raises replicas.errors.RanksDisagree: the caller's tensors do not fit what the others posted.
         """
-        found: tuple[Segment, ...] = ()
-        if self.kind == "all_gather" or (self.kind == "gather" and me == go.root):
-            found = tuple(segment for segments in go.segments for segment in segments)
-        elif self.kind == "scatter":
-            found = (go.segments[go.root][me],)
-        elif self.kind == "reduce_scatter":
-            found = (go.segments[me][me],)
-        elif self.kind == "recv":
-            found = go.segments[go.root]
-        if found:
-            self._check(found)
-        return found
+        self._targets(go, self._result_segments(go, me))
+        if self.kind in ("all_reduce", "reduce", "reduce_scatter"):
+            return go.segments[me]
+        return self._result_segments(go, me)
 
-    def _check(self, found: Sequence[Segment]) -> None:
-        """The caller's own tensors must be just as large as what will come."""
-        if self.targets is None:
-            return
-        given = [(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in self.targets]
+    def _result_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
+        """What the caller of participant number ``me`` is given."""
+        match self.kind:
+            case "all_reduce":
+                return go.segments[me]
+            case "reduce":
+                return go.segments[me] if me == go.root else ()
+            case "broadcast":
+                return go.segments[go.root] if me != go.root else ()
+            case "all_gather":
+                return tuple(segment for segments in go.segments for segment in segments)
+            case "gather":
+                return tuple(segment for segments in go.segments for segment in segments) if me == go.root else ()
+            case "scatter":
+                return (go.segments[go.root][_place(go, me)],)
+            case "reduce_scatter":
+                return (go.segments[me][_place(go, me)],)
+            case "recv":
+                return go.segments[go.root]
+            case _:
+                return ()
+
+    def _targets(self, go: OperationGo, found: Sequence[Segment]) -> tuple[torch.Tensor, ...] | None:
+        """The caller's tensors to be written, which must be just as large as what will come; None: make new ones."""
+        if self.kind in _IN_PLACE:
+            return self.inputs
+        if self.targets is None or not found:
+            return None
+        targets = self.targets
+        counts = {len(segments) for segments in go.segments}
+        if self.kind in _GATHERING and len(targets) > len(found) and len(counts) == 1:
+            each = counts.pop()  # tensors for those that took part at first were given: use those of who is left
+            places = (_place(go, participant) for participant in range(len(go.participants)))
+            targets = tuple(tensor for place in places for tensor in targets[place * each : (place + 1) * each])
+        given = [(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in targets]
         coming = [(segment.dtype, segment.shape) for segment in found]
         if given != coming:
             raise errors.RanksDisagree(
                 f"{self.kind}: the tensors given here are {_text(given)}, the others send {_text(coming)}",
                 hint="give tensors of the shapes and dtypes that are sent, or none to have them made",
             )
+        return targets
 
-    def finish(
-        self, data: ReceiptData, go: OperationGo, me: int, inputs: Buffer | None, outputs: Buffer | None
-    ) -> Receipt:
-        """Write the results into the caller's tensors (or make new ones). On a worker thread."""
-        if self.kind in _IN_PLACE:
-            receives = self.kind == "all_reduce" or (self.kind == "reduce") == (me == go.root)
-            if receives and inputs is not None:
-                results = read_segments(inputs, self.segments)
-                _write(self.inputs, results)
-            return Receipt.of(data)
-        found = self.output_segments(go, me)
+    def finish(self, data: ReceiptData, go: OperationGo, me: int, outputs: Buffer | None) -> Receipt:
+        """Write the results into the caller's tensors (or make new ones). On a worker thread, or the caller's."""
+        found = self._result_segments(go, me)
+        data = msgspec.structs.replace(data, nbytes=_nbytes(self.segments or found))
         if not found or outputs is None:
             return Receipt.of(data)
-        results = read_segments(outputs, found)
-        if self.targets is not None:
-            _write(self.targets, results)
-            tensors = self.targets
-        else:
+        results = read_segments(outputs, self.output_segments(go, me))
+        if self.kind == "reduce_scatter":
+            results = (results[_place(go, me)],)
+        targets = self._targets(go, found)
+        if targets is None:
             tensors = self._made(results)
+        else:
+            _write(targets, results)
+            tensors = targets
+        if self.kind in _IN_PLACE:
+            return Receipt.of(data)
         if self.kind not in _GATHERING:
             return Receipt.of(data, tensors=tensors)
         pieces = _split(tensors, [len(segments) for segments in go.segments])
@@ -116,6 +140,15 @@ def _write(targets: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> 
         copy_elements(target.detach(), result)
     if any(target.device.type == "cuda" for target in targets):
         torch.cuda.synchronize()
+
+
+def _place(go: OperationGo, participant: int) -> int:
+    """Index of a participant among those of the first attempt."""
+    return go.places[participant] if go.places else participant
+
+
+def _nbytes(segments: Sequence[Segment]) -> int:
+    return sum(prod(segment.shape) * item_nbytes(segment.dtype) for segment in segments)
 
 
 def _split(tensors: tuple[torch.Tensor, ...], counts: Sequence[int]) -> Iterator[tuple[torch.Tensor, ...]]:

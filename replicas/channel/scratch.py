@@ -15,7 +15,7 @@ from replicas.weights.tensors import dtype_name, torch_dtype, typed
 
 __all__ = ["Scratch", "read_segments", "segments_of", "write_segments"]
 
-KEPT = 4
+KEPT = 6
 PAGE_NBYTES = 4096
 
 
@@ -33,14 +33,18 @@ class Scratch:
 
         :raises replicas.errors.NoCapacity: the memory is not there.
         """
-        wanted = max(PAGE_NBYTES, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
+        return self.take_idle(nbytes) or Buffer.allocate(_rounded(nbytes), f"{self._name}-scratch")
+
+    def take_idle(self, nbytes: int) -> Buffer | None:
+        """A buffer that was used before; None when there is none of about this size. Never slow."""
+        wanted = _rounded(nbytes)
         with self._lock:
             fitting = [buffer for buffer in self._idle if wanted <= buffer.nbytes <= 2 * wanted]
-            if fitting:
-                best = min(fitting, key=lambda buffer: buffer.nbytes)
-                self._idle.remove(best)
-                return best
-        return Buffer.allocate(wanted, f"{self._name}-scratch")
+            if not fitting:
+                return None
+            best = min(fitting, key=lambda buffer: buffer.nbytes)
+            self._idle.remove(best)
+            return best
 
     def give(self, buffer: Buffer | None) -> None:
         """Take ``buffer`` back. Nobody may be using it any more."""
@@ -59,6 +63,10 @@ class Scratch:
             idle, self._idle = self._idle, []
         for buffer in idle:
             buffer.close()
+
+
+def _rounded(nbytes: int) -> int:
+    return max(PAGE_NBYTES, -(-nbytes // PAGE_NBYTES) * PAGE_NBYTES)
 
 
 def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:

@@ -7,7 +7,7 @@ All of this runs on the session thread. :meth:`Session.send` appends to an outbo
 cursor, and the coordinator's acks take it out again. A reconnect says ``resume_term`` and how far we got; when the
 Welcome is of the same term, the cursor goes back to the first unacknowledged message, so that each is handled exactly
 once. A Welcome of another term means that the coordinator is a new one which knows nothing of what was under way: the
-outbox is void, numbers start at 1 again, and the handler is told (``resumed=False``).
+outbox is void, numbers start at 1 again, and the handler is told (``resumed=False``): it announces what is still open.
 
 A heartbeat goes out every ``heartbeat_interval_s``, and the coordinator acks each. A connection on which nothing came for
 :data:`SILENCE_S` is given up and made anew, but never judged right after this process itself was paused: what had arrived
@@ -38,7 +38,6 @@ from replicas.messages import (
     FromCoordinator,
     FromMember,
     Heartbeat,
-    HeldVersion,
     Hello,
     MemberFrame,
     Refused,
@@ -55,6 +54,8 @@ _quiet = logging.getLogger("replicas.channel.websocket")
 _quiet.setLevel(logging.ERROR)
 
 DIAL_TIMEOUT_S = 10.0
+DIAL_PAUSE_S = 1.0
+"""Longest pause between two attempts: a new coordinator waits only a few seconds for the members of the one before."""
 SILENCE_S = 10.0
 CLOSE_TIMEOUT_S = 1.0
 MAX_FRAME_NBYTES = 256 << 20
@@ -67,9 +68,8 @@ _TRANSIENT = (OSError, TimeoutError, WebSocketException)
 class SessionHandler(Protocol):
     """What a session needs of its channel. Called on the session thread; must not block."""
 
-    def held_versions(self) -> tuple[HeldVersion, ...]: ...
-
-    def loaded_version(self) -> int: ...
+    def introduce(self, hello: Hello) -> Hello:
+        """``hello`` with what this member knows now."""
 
     def before_heartbeat(self) -> None: ...
 
@@ -203,7 +203,7 @@ class Session:
         """Try until somebody answers; whoever calls limits the time."""
         retrying = AsyncRetrying(
             stop=stop_never,
-            wait=wait_random_exponential(multiplier=0.05, max=2.0),
+            wait=wait_random_exponential(multiplier=0.05, max=DIAL_PAUSE_S),
             retry=retry_if_exception_type(_TRANSIENT),
             before_sleep=self._note_error,
             reraise=True,
@@ -262,13 +262,8 @@ class Session:
             ) from error
 
     async def _shake_hands(self, websocket: ClientConnection) -> None:
-        hello = msgspec.structs.replace(
-            self._hello,
-            resume_term=self.term,
-            received=self._received,
-            held=self._handler.held_versions(),
-            loaded=self._handler.loaded_version(),
-        )
+        known = self._handler.introduce(self._hello)
+        hello = msgspec.structs.replace(known, resume_term=self.term, received=self._received)
         await websocket.send(encode(MemberFrame(0, self._received, hello)))
         async with asyncio.timeout(DIAL_TIMEOUT_S):
             body = self._decode(await websocket.recv()).body

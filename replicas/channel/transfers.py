@@ -6,7 +6,8 @@ Theory of operation
 An offer is answered when the slot is there: pinned (to send), or reserved (to receive), for which it waits as long as the
 offer allows. On Go the lane's sidecar moves the bytes; without a lane there is nobody to send to and only the digest is
 computed. A transfer may be withdrawn at any moment. Nothing is cancelled in mid-air then: the flag ``cancelled`` makes
-whoever is at work on it clean up, so that no slot is lost between two threads.
+whoever is at work on it clean up, so that no slot is lost between two threads. A new coordinator withdraws all of the old
+one's; what was completely received by then is held like any other version, until it is told what became of it.
 
 After a failure the sidecar may still be at work on the slot (a Gloo wait that timed out goes on inside), therefore its
 lane ends, and the slot is let go only when the sidecar is known to be dead. If that cannot be known, the slot is retired.
@@ -122,10 +123,9 @@ class Transfers:
         hub, offer = self._hub, transfer.offer
         until = time.monotonic() + max(0.0, offer.deadline_s - MARGIN_S)
         manifest = await asyncio.to_thread(Manifest.decode, transfer.manifest)
-        hub.prepared = {version for version in hub.prepared if version > offer.version}
-        hub.protect()
+        hub.holdings.overtake(offer.version)
         while not transfer.cancelled:
-            changed = hub.slots_event()
+            changed = hub.holdings.event()
             older = hub.arena.find(offer.version)
             if older is None or older.pins == 0:
                 if older is not None:
@@ -170,19 +170,19 @@ class Transfers:
             self._let_go(transfer)
             return
         transfer.running = False
-        self._transfers.pop(go.transfer, None)
+        self._forget(transfer)
         if transfer.cancelled:
             self._let_go(transfer)
             return
-        version = transfer.offer.version
+        known = self._hub.holdings
         if transfer.sends:
             if done.image_digest:
-                self._hub.digests[version] = done.image_digest
+                known.note(transfer.offer.version, digest=done.image_digest)
             self._hub.arena.unpin(slot)
         else:
-            self._hub.arena.hold(slot, done.image_digest)
-            self._hub.metas[version] = transfer.offer.meta
-            self._hub.version_held(version, done.image_digest)
+            device = "cuda" if lane is not None and lane.backend == "nccl" else "cpu"
+            known.received(slot, done.image_digest, transfer.offer.meta, device)
+            self._hub.version_held()
         self._hub.send(done)
 
     async def _through(self, lane: Lane, transfer: _Transfer, slot: Slot, go: TransferGo) -> TransferDone:
@@ -232,14 +232,22 @@ class Transfers:
         transfer.cancelled = True
         if transfer.slot is not None and not transfer.running:
             self._let_go(transfer)
-        self._hub.protect()
+        self._hub.holdings.protect()
+
+    def _forget(self, transfer: _Transfer) -> bool:
+        """False when it is not known any more: withdrawn, and its number perhaps given to another by a new coordinator."""
+        number = transfer.offer.transfer
+        if self._transfers.get(number) is not transfer:
+            return False
+        del self._transfers[number]
+        return True
 
     def _failed(self, transfer: _Transfer, error: BaseException, *, phase: str) -> None:
         self._say_failed(transfer, error, phase=phase)
         self._let_go(transfer)
 
     def _say_failed(self, transfer: _Transfer, error: BaseException, *, phase: str) -> None:
-        if self._transfers.pop(transfer.offer.transfer, None) is None:
+        if not self._forget(transfer):
             return
         offer = transfer.offer
         logger.info("%s: transfer %d of version %d: %s", self._hub.name, offer.transfer, offer.version, error)

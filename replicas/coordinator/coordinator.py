@@ -15,6 +15,8 @@ from replicas.config import ChannelConfig
 from replicas.config_file import channel_from
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
+from replicas.coordinator.guard import Guard
+from replicas.coordinator.limits import REASONS
 from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
 from replicas.coordinator.statuses import channel_status
@@ -93,7 +95,8 @@ class Coordinator:
         listener = bind_listener(self._host, self._port)
         try:
             await self._store.start()
-            self._server = Server(listener, [session_route(self.engine, self.token), *self._routes])
+            routes = [session_route(self.engine, self.token), *self._routes]
+            self._server = Server(listener, routes, Guard(self.engine.refused))
             await self._server.start()
         except BaseException:
             listener.close()
@@ -166,6 +169,10 @@ class Coordinator:
     def store_status(self) -> StoreStatus:
         host, port = self._store.address
         return StoreStatus(up=self._store.up, host=host, port=port, keys=self._store.keys)
+
+    def refused(self) -> dict[str, int]:
+        """Connections and messages that were turned away, by reason (all of them, also those that never occurred)."""
+        return dict.fromkeys(REASONS, 0) | self.engine.refusals
 
     def sidecar_replacements(self) -> dict[str, int]:
         """Sidecars that were killed to replace a lane, by reason."""

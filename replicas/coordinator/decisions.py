@@ -1,52 +1,93 @@
-"""The decision log: one JSON line for each commit, on disk before anyone is told.
+"""The decision log: one JSON line for each decision, on disk before anyone is told.
 
 The file is only ever appended to and synced; a torn last line (the machine died while it was written) was never acted on
-and is ignored. On start it gives each channel the floor of its version numbers.
+and is ignored. When it has grown to :data:`COMPACT_NBYTES` it is written anew with what still matters, beside the old one,
+and renamed over it. On start it gives each channel its newest commit, the floor of its version numbers, and the versions
+after that commit that will never be committed.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import time
 from pathlib import Path
 
 import msgspec
 
+from replicas import errors
 from replicas.core.effects import CommitDecision
 
 __all__ = ["DecisionLog"]
 
+COMPACT_NBYTES = 1 << 20
+
 
 class DecisionLog:
-    """``path`` None: nothing is kept."""
+    """``path`` None: nothing is kept.
+
+    :raises errors.WorldError: another coordinator has the file.
+    """
 
     def __init__(self, path: Path | None) -> None:
         self._path = path
         self._fd = -1
         self._size = 0
-        self.last: dict[str, CommitDecision] = {}
+        self._commits: dict[str, CommitDecision] = {}
+        self._aborts: dict[str, dict[int, CommitDecision]] = {}
         self.term = time.time_ns() // 1_000_000  # never that of an earlier coordinator, with or without a log
         if path is not None:
             self._open(path)
 
     def _open(self, path: Path) -> None:
-        complete = 0
-        if path.exists():
+        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            self._lock(self._fd, path)
             data = path.read_bytes()
             complete = data.rfind(b"\n") + 1
             for line in data[:complete].splitlines():
                 decision = msgspec.json.decode(line, type=CommitDecision)
-                self.last[decision.channel] = decision
+                self._note(decision)
                 self.term = max(self.term, decision.term + 1)
-        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        os.truncate(self._fd, complete)
-        self._size = complete
+            os.ftruncate(self._fd, complete)
+            self._size = complete
+        except BaseException:
+            os.close(self._fd)
+            self._fd = -1
+            raise
+
+    @staticmethod
+    def _lock(fd: int, path: Path) -> None:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            raise errors.WorldError(
+                f"the decision log {path} is in use by another coordinator",
+                hint="give each coordinator a state_dir of its own, or end the other one first",
+            ) from exc
+
+    def _note(self, decision: CommitDecision) -> None:
+        aborts = self._aborts.setdefault(decision.channel, {})
+        if decision.kind == "abort":
+            aborts[decision.version] = decision
+            return
+        self._commits[decision.channel] = decision
+        for version in [version for version in aborts if version < decision.version]:
+            del aborts[version]
+
+    def committed(self, channel: str) -> tuple[int, str]:
+        """Number and digest of the newest commit; (0, "") when there was none."""
+        decision = self._commits.get(channel)
+        return (decision.version, decision.digest) if decision is not None else (0, "")
+
+    def aborted(self, channel: str) -> frozenset[int]:
+        """Versions newer than that one which will never be committed."""
+        return frozenset(self._aborts.get(channel, ()))
 
     def floor(self, channel: str) -> int:
-        """The newest version number that was ever committed on the channel."""
-        decision = self.last.get(channel)
-        return decision.version if decision is not None else 0
+        """The newest version number that was ever decided on the channel."""
+        return max((self.committed(channel)[0], *self.aborted(channel)))
 
     def append(self, decision: CommitDecision) -> None:
         """:raises OSError: the disk does not take it; the log is as it was, and the same decision may be tried again."""
@@ -60,7 +101,32 @@ class DecisionLog:
                 os.ftruncate(self._fd, self._size)
                 raise
             self._size += len(line)
-        self.last[decision.channel] = decision
+        self._note(decision)
+        if self._size > COMPACT_NBYTES:
+            self._compact()
+
+    def _compact(self) -> None:
+        """Write what matters into a new file and put it in the place of the old one; on failure the old one stays."""
+        assert self._path is not None
+        aborts = [decision for known in self._aborts.values() for decision in known.values()]
+        lines = b"".join(msgspec.json.encode(one) + b"\n" for one in [*self._commits.values(), *aborts])
+        beside = self._path.with_name(f"{self._path.name}.new")
+        try:
+            fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        except OSError:
+            return  # the long file is as good; the next decision tries again
+        try:
+            self._lock(fd, beside)
+            if os.pwrite(fd, lines, 0) != len(lines):
+                raise OSError(errno.ENOSPC, "only a part was written")
+            os.fdatasync(fd)
+            beside.rename(self._path)
+        except OSError:
+            os.close(fd)
+            beside.unlink(missing_ok=True)
+            return
+        os.close(self._fd)
+        self._fd, self._size = fd, len(lines)
 
     def close(self, *, remove: bool = False) -> None:
         """``remove``: the run is over, and so are its decisions."""

@@ -8,7 +8,8 @@ into a :class:`~replicas.core.channel.ChannelState`, and the effects that come o
 written and synced to disk before the commit is queued to anyone. Sending only queues: nothing here waits for a member.
 
 Time is the loop's monotonic clock. A tick that comes late means that this process did not run (a stopped machine, a long
-pause): the members could not be heard in that time, so the pause is added to everyone's lease before anybody is judged.
+pause): the members could not be heard in that time, so the pause is added to everyone's lease, and the sockets are read
+before anybody or any deadline is judged.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from replicas.core.channel import ChannelState
 from replicas.core.effects import Effect, Emit, Event, MemberLost, Record, Send, Sweep
 from replicas.core.identity import Member
 from replicas.core.roster import GroupShape
-from replicas.messages import PROTOCOL, Ack, Bye, Heartbeat, Hello, MemberFrame, Refused, WireError
+from replicas.messages import PROTOCOL, Ack, Bye, FromMember, Heartbeat, Hello, MemberFrame, Refused, WireError
 
 __all__ = ["Engine"]
 
@@ -36,6 +37,8 @@ LAST_WORDS_S = 0.25
 """How long the socket of an ended process is read for: forked children of it may keep it open for ever."""
 PAUSE_S = 1.0
 """A tick this much late is a pause of this process, and nobody's fault."""
+SETTLE_S = 0.5
+"""After a pause: from the first turn of the loop to the first judgement."""
 
 
 class Engine:
@@ -62,6 +65,8 @@ class Engine:
                 term=decisions.term,
                 store=store_address,
                 floor=decisions.floor(name),
+                decided=decisions.committed(name),
+                aborted=decisions.aborted(name),
             )
             for name, config in channels.items()
         }
@@ -73,6 +78,9 @@ class Engine:
         self._disk_problem = ""
         self.lag_s = 0.0
         self.refusals: dict[str, int] = {}
+        self.tap: Callable[[ChannelState, Effect | FromMember], None] | None = None
+        """For tests that must act at one very moment: called with each effect just before it is applied (a decision: once it
+        is on disk) and each message just before it is handled. It must neither raise nor wait."""
 
     @property
     def term(self) -> int:
@@ -188,6 +196,11 @@ class Engine:
         channel.lose(member, reason, self._now())
         self._apply(channel)
 
+    def expel(self, session: Session, error: errors.ReplicasError, reason: str) -> None:
+        """Lose a member that says what no member can mean: it is told why, and would only say it again."""
+        session.send(Refused(WireError.of(error)))
+        self.lose(session.member, reason)
+
     def store_moved(self) -> None:
         """There is a new store at another address."""
         for channel in self.channels.values():
@@ -209,6 +222,8 @@ class Engine:
         if accepted is None:
             return False
         if accepted:
+            if self.tap is not None:
+                self.tap(channel, frame.body)
             if isinstance(frame.body, Bye):
                 channel.lose(member, "left", now)
             else:
@@ -251,10 +266,13 @@ class Engine:
         return True
 
     def _do(self, channel: ChannelState, effect: Effect) -> None:
+        if self.tap is not None:
+            self.tap(channel, effect)
         match effect:
             case Send():
                 session = self._sessions.get(effect.member)
                 if session is not None and not session.send(effect.message):
+                    self.refused("overflow")
                     channel.lose(effect.member, "overflow", self._now())
                     self._due += [(channel, later) for later in channel.drain()]
             case Sweep():
@@ -285,7 +303,11 @@ class Engine:
         return asyncio.get_running_loop().time()
 
     async def tick_forever(self) -> None:
-        """Leases and deadlines, ten times a second."""
+        """Leases and deadlines, ten times a second.
+
+        After a pause of this process what has arrived meanwhile is read first, and those who were paused with us have a
+        moment to say something: only then is anybody, or any deadline, judged.
+        """
         due = self._now() + TICK_S
         while True:
             await asyncio.sleep(max(0.0, due - self._now()))
@@ -295,11 +317,16 @@ class Engine:
             due = now + TICK_S
             if late > PAUSE_S:
                 log.warning("this process did not run for %.1f s: leases are extended by as much", late)
-                for channel in self.channels.values():
-                    channel.roster.forgive(late)
+                self._forgive(late + SETTLE_S)
+                due = now + SETTLE_S
+                continue
             for name, channel in self.channels.items():
                 try:
                     channel.tick(now)
                     self._apply(channel)
                 except Exception:  # deadlines and leases of all channels hang on this loop
                     log.exception("a bug: the tick of channel %s failed", name)
+
+    def _forgive(self, pause_s: float) -> None:
+        for channel in self.channels.values():
+            channel.roster.forgive(pause_s)

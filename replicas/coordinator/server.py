@@ -1,4 +1,11 @@
-"""The network side of sessions: one WebSocket route, and the HTTP server that carries it."""
+"""The network side of sessions: one WebSocket route, and the HTTP server that carries it.
+
+What a connection may do is bounded in three places: :mod:`replicas.coordinator.guard` before there is a session,
+:mod:`replicas.coordinator.limits` for each message, and here: a session that cannot go on is closed within
+:data:`~replicas.coordinator.limits.CLOSE_TIMEOUT_S`, whether its peer reads or not. A connection that breaks a rule of the
+transport (bytes that are no message, numbers out of order) is closed, and its member may come back with another one; a
+member that says what no member can mean is refused for good, as it would only say it again.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +14,7 @@ import contextlib
 import hmac
 import logging
 import socket
+import time
 from collections.abc import Iterator, Sequence
 
 import msgspec
@@ -18,19 +26,40 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from replicas import errors
 from replicas.coordinator.engine import Engine
+from replicas.coordinator.guard import Config, Guard, connection_of
+from replicas.coordinator.limits import (
+    CLOSE_TIMEOUT_S,
+    FRAME_NBYTES,
+    HELLO_TIMEOUT_S,
+    Pace,
+    hello_problem,
+    message_problem,
+    size_problem,
+)
 from replicas.coordinator.sessions import Session
-from replicas.messages import Hello, Refused, ServerFrame, WireError, decode_member_frame, encode
+from replicas.messages import Hello, MemberFrame, Refused, ServerFrame, WireError, decode_member_frame, encode
 
 __all__ = ["Server", "bind_listener", "session_route"]
 
 log = logging.getLogger("replicas.coordinator")
 
-HELLO_TIMEOUT_S = 10.0
-MESSAGE_NBYTES = 64 * 2**20
-"""The largest message of a member: a manifest of some 500,000 tensors."""
+BACKLOG = 256
+"""Connections that wait to be accepted; the loop accepts so many in one turn."""
 
 POLICY_VIOLATION = 1008
 BAD_DATA = 1007
+TOO_BIG = 1009
+
+
+class _Refusal(Exception):
+    """What came is refused. ``code``: with which the connection is closed. ``final``: the member is lost, and told why."""
+
+    def __init__(self, reason: str, text: str, code: int, *, final: bool = False) -> None:
+        super().__init__(text)
+        self.reason = reason
+        self.text = text
+        self.code = code
+        self.final = final
 
 
 def session_route(engine: Engine, token: str) -> WebSocketRoute:
@@ -48,53 +77,78 @@ def session_route(engine: Engine, token: str) -> WebSocketRoute:
         except WebSocketDisconnect:
             return
         finally:
-            if websocket.application_state is not WebSocketState.DISCONNECTED:
-                with contextlib.suppress(WebSocketDisconnect, RuntimeError):  # the peer may be gone already
-                    await websocket.close()
+            await _close(websocket)
 
     return WebSocketRoute("/session", endpoint)
 
 
-async def _serve(engine: Engine, websocket: WebSocket) -> None:
-    hello = await _hello(engine, websocket)
-    if hello is None:
+async def _close(websocket: WebSocket, code: int = 1000, text: str = "") -> None:
+    """Close it, unless the peer is gone, or does not read (its connection is cut soon, then)."""
+    if websocket.application_state is WebSocketState.DISCONNECTED:
         return
-    address = _own_view(websocket)
+    with contextlib.suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
+        async with asyncio.timeout(CLOSE_TIMEOUT_S):
+            await websocket.close(code, text[:100])
+
+
+async def _serve(engine: Engine, websocket: WebSocket) -> None:
     try:
-        session = engine.open(hello, websocket, address)
+        hello = await _hello(websocket)
+    except _Refusal as refusal:
+        engine.refused(refusal.reason)
+        if refusal.final:
+            error = WireError.of(errors.UsageError(refusal.text))
+            await websocket.send_bytes(encode(ServerFrame(0, 0, Refused(error))))
+        await _close(websocket, refusal.code, refusal.text)
+        return
+    try:
+        session = engine.open(hello, websocket, _own_view(websocket))
     except errors.ReplicasError as exc:
-        engine.refused(type(exc).__name__)
+        engine.refused("fenced" if isinstance(exc, errors.Fenced) else "hello")
         await websocket.send_bytes(encode(ServerFrame(0, 0, Refused(WireError.of(exc)))))
         return
+    connection_of(websocket.scope).accepted()
+    await _converse(engine, session, websocket)
+
+
+async def _converse(engine: Engine, session: Session, websocket: WebSocket) -> None:
+    """Read and write until one side ends it, or the session has no more use for this connection."""
+    over = session.over
     writer = asyncio.create_task(_write(session, websocket))
-    reader = asyncio.create_task(_read(engine, session, websocket))
+    reader = asyncio.create_task(_read(engine, session, websocket, over))
+    tasks = {writer, reader, asyncio.create_task(over.wait())}
     try:
-        await asyncio.wait({writer, reader}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        if over.is_set():
+            await asyncio.wait({writer}, timeout=CLOSE_TIMEOUT_S)
     finally:
         session.detach(websocket)
-        for task in (writer, reader):
+        for task in tasks:
             task.cancel()
-        for ended in await asyncio.gather(writer, reader, return_exceptions=True):
+        for ended in await asyncio.gather(*tasks, return_exceptions=True):
             if isinstance(ended, Exception) and not isinstance(ended, WebSocketDisconnect):
                 log.error("a bug: the session of %s failed", session.member, exc_info=ended)
 
 
-async def _hello(engine: Engine, websocket: WebSocket) -> Hello | None:
-    problem = f"no Hello within {HELLO_TIMEOUT_S:.0f} s"
+async def _hello(websocket: WebSocket) -> Hello:
     try:
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             data = await _receive(websocket)
-        body = decode_member_frame(data).body
-        if isinstance(body, Hello):
-            return body
-        problem = f"the first message must be Hello, it was {type(body).__name__}"
     except TimeoutError:
-        pass
+        text = f"no Hello within {HELLO_TIMEOUT_S:.0f} s"
+        raise _Refusal("timeout", text, POLICY_VIOLATION) from None  # not final: we may have slept ourselves
+    if (problem := size_problem(data, first=True)) is not None:
+        raise _Refusal("oversized", problem, TOO_BIG, final=True)
+    try:
+        body = decode_member_frame(data).body
     except msgspec.DecodeError as exc:
-        problem = f"not a message of this protocol: {exc}"
-    engine.refused("malformed")
-    await websocket.send_bytes(encode(ServerFrame(0, 0, Refused(WireError.of(errors.UsageError(problem))))))
-    return None
+        raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA, final=True) from None
+    if not isinstance(body, Hello):
+        text = f"the first message must be Hello, it was {type(body).__name__}"
+        raise _Refusal("out_of_order", text, POLICY_VIOLATION, final=True)
+    if (problem := hello_problem(body)) is not None:
+        raise _Refusal("malformed", f"not an acceptable Hello: {problem}", POLICY_VIOLATION, final=True)
+    return body
 
 
 async def _receive(websocket: WebSocket) -> bytes:
@@ -105,21 +159,53 @@ async def _receive(websocket: WebSocket) -> bytes:
     return data if data is not None else b""
 
 
-async def _read(engine: Engine, session: Session, websocket: WebSocket) -> None:
+async def _read(engine: Engine, session: Session, websocket: WebSocket, over: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+    pace = Pace(loop.time())
     while True:
         try:
-            frame = decode_member_frame(await _receive(websocket))
-        except WebSocketDisconnect:
+            data = await _receive(websocket)
+            if over.is_set():
+                return
+            began = time.thread_time()
+            _handle(engine, session, data)
+        except WebSocketDisconnect as exc:
+            if exc.code == TOO_BIG:
+                engine.refused("oversized")
             return
-        except msgspec.DecodeError as exc:
-            engine.refused("malformed")
-            log.warning("%s sent something that is no message: %s", session.member, exc)
-            await websocket.close(BAD_DATA, "not a message of this protocol")
+        except _Refusal as refusal:
+            engine.refused(refusal.reason)
+            log.warning("%s is refused: %s", session.member, refusal.text)
+            if refusal.final:
+                engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
+            await _close(websocket, refusal.code, refusal.text)
             return
-        if isinstance(frame.body, Hello) or not engine.receive(session, frame):
-            engine.refused("out of order")
-            await websocket.close(POLICY_VIOLATION, "message out of order")
-            return
+        flooded = pace.flooded
+        wait_s = pace.after(time.thread_time() - began, loop.time())
+        if pace.flooded and not flooded:
+            engine.refused("flood")
+            log.warning("%s sends more than one session may: it is read more slowly", session.member)
+        if wait_s is not None:
+            await asyncio.sleep(wait_s)
+
+
+def _handle(engine: Engine, session: Session, data: bytes) -> None:
+    """:raises _Refusal: it is nothing that this session may say now."""
+    if (problem := size_problem(data)) is not None:
+        raise _Refusal("oversized", problem, TOO_BIG, final=True)
+    try:
+        frame: MemberFrame = decode_member_frame(data)
+    except msgspec.DecodeError as exc:
+        raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA) from None
+    if isinstance(frame.body, Hello):
+        raise _Refusal("out_of_order", "a second Hello", POLICY_VIOLATION)
+    if not session.plausible(frame.ack):
+        raise _Refusal("out_of_order", f"ack {frame.ack} of {session.sent} messages", POLICY_VIOLATION)
+    if (problem := message_problem(frame.body)) is not None:
+        raise _Refusal("malformed", problem, POLICY_VIOLATION, final=True)
+    if not engine.receive(session, frame):
+        text = f"message {frame.seq} came after {session.received}"
+        raise _Refusal("out_of_order", text, POLICY_VIOLATION)
 
 
 async def _write(session: Session, websocket: WebSocket) -> None:
@@ -166,12 +252,14 @@ class _QuietServer(uvicorn.Server):
 class Server:
     """Serves HTTP and sessions on one socket until it is closed."""
 
-    def __init__(self, listener: socket.socket, routes: Sequence[BaseRoute]) -> None:
+    def __init__(self, listener: socket.socket, routes: Sequence[BaseRoute], guard: Guard) -> None:
         self._listener = listener
-        config = uvicorn.Config(
+        self._guard = guard
+        config = Config(
             Starlette(routes=list(routes)),
-            ws="websockets-sansio",
-            ws_max_size=MESSAGE_NBYTES,
+            guard,
+            backlog=BACKLOG,
+            ws_max_size=FRAME_NBYTES,
             ws_per_message_deflate=False,
             ws_ping_interval=None,
             log_config=None,
@@ -195,4 +283,5 @@ class Server:
         self._server.force_exit = True
         if self._task is not None:
             await asyncio.gather(self._task, return_exceptions=True)
+        self._guard.cut_all()
         self._listener.close()

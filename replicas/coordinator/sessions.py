@@ -2,7 +2,12 @@
 
 A session outlives its WebSocket: when the connection breaks and the member comes back with the same incarnation and term,
 both sides resend what the other has not yet acknowledged. What is sent is queued here and written by the connection's own
-task, so that nothing ever waits for a slow member; a member that lets more than :data:`OUTBOX_NBYTES` pile up is cut off.
+task, so that nothing ever waits for a slow member; a member that lets too much pile up is cut off, before more is added to
+it (one message, however large, always fits). Acks carry no content but the newest number, so that there is never more
+than one of them waiting, however many heartbeats a member sends.
+
+Each connection has an event, :attr:`Session.over`, set when the session has no more use for it: it was closed, or another
+connection has taken its place. What is queued is still written then, for as long as the server waits for it.
 """
 
 from __future__ import annotations
@@ -13,12 +18,12 @@ from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 
+from replicas.coordinator.limits import OUTBOX_MESSAGES, OUTBOX_NBYTES
 from replicas.core.identity import Member, ProcessIdentity
 from replicas.messages import Ack, FromCoordinator, Refused, ServerFrame, Welcome, encode
 
-__all__ = ["OUTBOX_NBYTES", "ProcessWatch", "Session"]
+__all__ = ["ProcessWatch", "Session"]
 
-OUTBOX_NBYTES = 256 * 2**20
 UNNUMBERED = (Ack, Refused, Welcome)
 
 
@@ -35,22 +40,33 @@ class Session:
         self._unacknowledged_nbytes = 0
         self._queue: deque[bytes] = deque()
         self._wake = asyncio.Event()
+        self._ack_due = False
+        self.over = asyncio.Event()
+        """Of the present connection: nothing more will be queued for it."""
         self.closed = False
         self.on_detach: Callable[[], None] | None = None
         """Called when the connection has ended and everything that came through it was handled."""
 
     def attach(self, connection: object, acknowledged: int, first: FromCoordinator) -> None:
         """A new connection: answer ``first``, then resend what the member has not yet received."""
+        self.over.set()
+        self.over = asyncio.Event()
         self.connection = connection
         self.acknowledge(acknowledged)
+        self._ack_due = False
         self._queue.clear()
         self._queue.append(encode(ServerFrame(0, self.received, first)))
         self._queue.extend(data for _, data in self._unacknowledged)
         self._wake.set()
 
     def send(self, message: FromCoordinator) -> bool:
-        """Queue a message; False when the member let too much pile up."""
+        """Queue a message; False when the member has let too much pile up before this one."""
+        if isinstance(message, Ack):
+            self._ack_due = self.connection is not None
+            self._wake.set()
+            return True
         seq = 0
+        too_much = self._unacknowledged_nbytes > OUTBOX_NBYTES or len(self._unacknowledged) > OUTBOX_MESSAGES
         if not isinstance(message, UNNUMBERED):
             self.sent += 1
             seq = self.sent
@@ -61,7 +77,11 @@ class Session:
         if self.connection is not None:
             self._queue.append(data)
             self._wake.set()
-        return self._unacknowledged_nbytes <= OUTBOX_NBYTES
+        return not too_much
+
+    def plausible(self, acknowledged: int) -> bool:
+        """Whether a member can have received so many messages."""
+        return 0 <= acknowledged <= self.sent
 
     def acknowledge(self, seq: int) -> None:
         while self._unacknowledged and self._unacknowledged[0][0] <= seq:
@@ -81,6 +101,9 @@ class Session:
         while self.connection is connection:
             if self._queue:
                 return self._queue.popleft()
+            if self._ack_due:
+                self._ack_due = False
+                return encode(ServerFrame(0, self.received, Ack()))
             if self.closed:
                 return None
             self._wake.clear()
@@ -97,6 +120,7 @@ class Session:
     def close(self) -> None:
         """Write what is queued, then end the connection."""
         self.closed = True
+        self.over.set()
         self._wake.set()
         if self.watch is not None:
             self.watch.close()

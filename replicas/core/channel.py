@@ -23,15 +23,35 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.config import ChannelConfig
 from replicas.core.commits import Commits
-from replicas.core.effects import Effect, Emit, EpochStarted, MemberJoined, MemberLost, Retried, Send
+from replicas.core.effects import (
+    Effect,
+    Emit,
+    EpochStarted,
+    MemberJoined,
+    MemberLost,
+    MemberQuarantined,
+    Retried,
+    Send,
+)
 from replicas.core.identity import Member
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.operations import Operations
+from replicas.core.recovery import Recovery
 from replicas.core.roster import GroupShape, MemberState, Roster
 from replicas.core.rounds import ReplicaView, Rounds
 from replicas.messages import Backend, FromMember
 
 __all__ = ["ChannelState"]
+
+QUARANTINE_S = 1.0
+QUARANTINE_MAX_S = 30.0
+LOSS_WORDS = {
+    "exited": "its process ended",
+    "lease": "no sign of life within its lease",
+    "left": "it left",
+    "fenced": "another process joined with its identity",
+    "overflow": "it did not read what was sent to it",
+}
 
 
 class ChannelState:
@@ -46,14 +66,18 @@ class ChannelState:
         term: int,
         store: Callable[[], tuple[str, int]],
         floor: int = 0,
+        decided: tuple[int, str] = (0, ""),
+        aborted: frozenset[int] = frozenset(),
     ) -> None:
+        """``floor``, ``decided`` and ``aborted``: newest number, newest commit and late failures in the decision log."""
         self.config = config
         self.term = term
         self.out: list[Effect] = []
         self.roster = Roster(config, groups)
         self.lanes = Lanes(run, config.name, term, store)
         self.rounds = Rounds(config.name)
-        self.commits = Commits(self, floor)
+        self.commits = Commits(self, floor, decided)
+        self.recovery = Recovery(self, decided=decided, aborted=aborted)
         self.operations = Operations(self.roster, self.lanes, self.out.append, self.next_id)
         self._ids = 0
         self._watches: list[tuple[Member, wire.WatchLoaded]] = []
@@ -79,6 +103,10 @@ class ChannelState:
         if state.is_source:
             self.commits.publishes.joined(member, first=not self.roster.replica(member.group, member.replica))
         self.roster.insert(state)
+        if state.from_before:
+            self.recovery.heard(state, now)
+        if state.is_target:
+            self.rounds.joined(state, self.view(member.group, member.replica), self.out)
         self.operations.joined(state.member)
         self.out.append(Emit(MemberJoined(self.config.name, state.member)))
         self._settle(now)
@@ -100,14 +128,15 @@ class ChannelState:
         state = self.roster.remove(member)
         if state is None:
             return
-        if state.live:
-            self.roster.epoch += 1
+        state.note = LOSS_WORDS.get(reason, reason)
         self.out.append(Emit(MemberLost(self.config.name, member, reason)))
         self._watches = [watch for watch in self._watches if watch[0] != member]
         if state.observes:
             return
         if reason == "left":
             self.roster.left[member.name] = state.hello.generation
+        elif reason != "fenced":
+            self.roster.note_loss(member.name, now)
         if state.is_peer:
             self.operations.lost(member, now)
         self.commits.publishes.left(member)
@@ -136,6 +165,8 @@ class ChannelState:
         """Time passes: leases and deadlines."""
         for state in self.roster.expired(now):
             self.lose(state.member, "lease", now)
+        self.roster.forget_losses(now)
+        self.recovery.tick(now)
         self.commits.tick(now)
         self.operations.tick(now)
         self._settle(now)
@@ -170,6 +201,17 @@ class ChannelState:
         self.commits.retries[reason] = self.commits.retries.get(reason, 0) + 1
         self.out.append(Emit(Retried(self.config.name, reason)))
 
+    def quarantine(self, member: Member, why: str, now: float) -> None:
+        """Take it out of everything that it does together with others, until it has been served alone."""
+        state = self.roster.get(member)
+        if state is None or state.standing == "quarantined":
+            return
+        state.failures += 1
+        wait_s = min(QUARANTINE_MAX_S, QUARANTINE_S * 2 ** min(state.failures, 5))
+        self.roster.isolate(state, why, now + wait_s)
+        state.retry_at = now + wait_s
+        self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
+
     def view(self, group: str, replica: int) -> ReplicaView:
         ranks = [s for s in self.roster.replica(group, replica) if s.is_target and s.carries]
         ranks.sort(key=lambda state: state.member)
@@ -181,7 +223,10 @@ class ChannelState:
 
     def _settle(self, now: float) -> None:
         """Do everything that has become possible."""
-        self._admit()
+        if self.recovery.active:
+            return
+        self.recovery.advance()
+        self._admit(now)
         self.commits.advance(now)
         for group, replica in sorted({(s.member.group, s.member.replica) for s in self.roster if s.is_target}):
             self.rounds.advance(self.view(group, replica), self.commits.latest, self.out)
@@ -190,11 +235,11 @@ class ChannelState:
         self._answer_watches()
         self._publish_view()
 
-    def _admit(self) -> None:
+    def _admit(self, now: float) -> None:
         """Joins wait for a boundary: no version and no collective is on its way."""
         if self.commits.moving or self.operations.running_collective:
             return
-        self.roster.admit()
+        self.roster.admit(now)
 
     def _publish_view(self) -> None:
         if self._view_epoch == self.roster.epoch:
@@ -239,6 +284,10 @@ class ChannelState:
             case wire.TransferFailed():
                 for transfer in commits.transfers:
                     transfer.member_failed(member, message.transfer, message.error.exception(), now)
+            case wire.Described():
+                self.recovery.described(state, message)
+            case wire.Resumed():
+                state.resumed = True
             case wire.Dropped():
                 state.held.pop(message.version, None)
                 state.parts.discard(message.version)

@@ -9,7 +9,8 @@ ever followed by newer ones. Targets that were left behind are demoted: they sta
 again at a boundary.
 
 Catch-up runs beside the main transfer, over a lane of its own: one transfer at a time of the newest committed version to
-all members that lack it, from any holder, targets first, so that trainers are left alone.
+all members that lack it, from any holder, targets first, so that trainers are left alone. Those that are quarantined or on
+probation are served one by one, when nobody else waits.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from typing import TYPE_CHECKING, cast
 from replicas import errors
 from replicas import messages as wire
 from replicas.core.effects import CommitDecision, Emit, Record, Send, SyncEnded
+from replicas.core.identity import Member
 from replicas.core.lanes import Lane
 from replicas.core.manifest import Manifest, PartManifest, difference, merge_parts
 from replicas.core.publishes import Publish, Publishes
@@ -41,13 +43,15 @@ KEPT_MANIFESTS = 8
 class Commits:
     """Publishes, transfers and decisions of one channel."""
 
-    def __init__(self, channel: ChannelState, floor: int) -> None:
+    def __init__(self, channel: ChannelState, floor: int, decided: tuple[int, str]) -> None:
         self._channel = channel
         config = channel.config
         source_ranks = "all" if any(party.ranks == "all" for party in config.sources) else "leader"
         self.publishes = Publishes(config.name, source_ranks, floor)  # type: ignore[arg-type]  # one of the two literals
-        self.latest = 0
+        self.latest, self.decided = decided
+        """Number and digest of the newest committed version."""
         self.committed: Payload | None = None
+        """Its bytes, once they are known here."""
         self.main: Transfer | None = None
         self.catch_up: Transfer | None = None
         self.kept_lane: Lane | None = None
@@ -57,8 +61,7 @@ class Commits:
         self.bytes_total = 0
         self.last: SyncRecord | None = None
         self.retries: dict[str, int] = {}
-        self.decided = ""
-        """Digest of the newest committed version."""
+        self._bad_holder: Member | None = None
 
     # ------------------------------------------------------------ what members say
 
@@ -166,11 +169,13 @@ class Commits:
         if image:
             state = self._channel.roster.get(carriers[0])
             if state is not None:
-                state.held[publish.version] = ""
+                state.held.setdefault(publish.version, "")
                 state.parts.discard(publish.version)
 
     def advance(self, now: float) -> None:
         """Start what can start: the next publish in the queue, and catch-up."""
+        for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
+            self._overtaken(publish, now)
         if self.main is None and self.publishes.queue and self._target_replicas() >= self._channel.config.min_targets:
             self._start_next(now)
         if self.catch_up is None:
@@ -180,15 +185,34 @@ class Commits:
         """Target replicas with a live member: a version waits in the queue until there are ``min_targets``."""
         return len({(s.member.group, s.member.replica) for s in self._channel.roster.targets})
 
-    def _start_next(self, now: float) -> None:
-        publish = self.publishes.queue.pop(0)
-        if publish.version <= self.latest or publish.payload is None:
-            text = f"version {publish.version} was overtaken by version {self.latest}"
-            self._fail(publish, errors.StaleVersion(text, version=publish.version), now)
+    def _overtaken(self, publish: Publish, now: float) -> None:
+        """Its number is that of the newest commit (it was decided before the coordinator started again), or an older one."""
+        if publish.resumed and publish.version == self.latest:
+            channel = self._channel
+            holders = [s for s in channel.roster if s.is_target and s.carries and publish.version in s.held]
+            publish.receipt = ReceiptData(
+                epoch=channel.roster.epoch,
+                members=tuple(sorted(state.member for state in holders)),
+                lost=(),
+                nbytes=publish.payload.nbytes if publish.payload is not None else 0,
+                seconds=now - publish.began_at,
+                phases=publish.phases(now, 0.0),
+                version=publish.version,
+            )
+            if self.committed is None and publish.payload is not None:
+                publish.payload.digest = publish.payload.digest or self.decided
+                self.restore(publish.payload)
+            self._verdict(publish, "committed", now)
             return
-        publish.state = "moving"
-        publish.moving_at = now
-        self.publishes.moving = publish
+        text = f"version {publish.version} was overtaken by version {self.latest}"
+        self._fail(publish, errors.StaleVersion(text, version=publish.version), now)
+
+    def _start_next(self, now: float) -> None:
+        publish = self.publishes.queue[0]
+        if publish.payload is None:
+            self._fail(publish, errors.InternalError(f"version {publish.version} has no bytes"), now)
+            return
+        self.publishes.take(publish, now)
         needers = [s.member for s in self._channel.roster.targets if publish.version not in s.held]
         publish.transfer = self.main = Transfer(
             self._channel, publish.payload, needers, kind="main", deadline=publish.deadline, on_end=self._main_ended
@@ -199,23 +223,29 @@ class Commits:
         payload = self.committed
         if payload is None:
             return
-        roster = self._channel.roster
         busy = self.main.concerned if self.main is not None and self.main.payload is payload else ()
-        needers = [
-            s.member
-            for s in roster
-            if s.is_target
-            and s.carries
-            and payload.version not in s.held
-            and s.member not in busy
-            and now >= s.retry_at
-            and not roster.suspect(s, now)
+        waiting = [
+            state
+            for state in self._channel.roster
+            if state.is_target
+            and state.carries
+            and payload.version not in state.held
+            and state.member not in busy
+            and now >= state.retry_at
+            and not self._channel.roster.suspect(state, now)
         ]
-        if not needers:
+        alone = [state for state in waiting if state.standing == "quarantined" or now < state.not_before]
+        needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
+        if not needers or not any(payload.version in state.held for state in self._channel.roster):
             return
-        deadline = now + self._channel.config.deadline_s
         transfer = Transfer(
-            self._channel, payload, needers, kind="catch_up", deadline=deadline, on_end=self._catch_up_ended
+            self._channel,
+            payload,
+            needers,
+            kind="catch_up",
+            deadline=now + self._channel.config.deadline_s,
+            on_end=self._catch_up_ended,
+            avoid=self._bad_holder,
         )
         self.catch_up = transfer
         transfer.start(now)
@@ -223,10 +253,14 @@ class Commits:
     def _catch_up_ended(self, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
         self.catch_up = None
         self._close_lane(transfer)
+        self._bad_holder = transfer.senders[0] if error is not None and transfer.senders else None
         for state in self._channel.roster:
             if state.member in transfer.verified:
                 state.failures = 0
-            elif state.member in transfer.concerned and state.is_target:
+                if state.standing == "quarantined":
+                    state.step("released")
+                    state.not_before = 0.0
+            elif state.member in transfer.asked and state.is_target:
                 state.failures += 1
                 state.retry_at = now + min(CATCH_UP_RETRY_MAX_S, CATCH_UP_RETRY_S * 2 ** min(state.failures, 5))
 
@@ -240,8 +274,11 @@ class Commits:
             self._fail(publish, error, now)
             return
         config = self._channel.config
-        if config.on_lost == "raise" and publish.lost:
-            self._fail(publish, self._too_few(publish, f"{', '.join(publish.lost)} lost while it was sent"), now)
+        if publish.version <= self.latest:
+            self._overtaken(publish, now)
+        elif config.on_lost == "raise" and publish.lost:
+            why = "; ".join(f"{name}: {reason}" for name, reason in publish.lost.items())
+            self._fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
         elif len({(m.group, m.replica) for m in transfer.verified}) < config.min_targets:
             text = f"{len(transfer.verified)} members hold it, min_targets = {config.min_targets} replicas"
             self._fail(publish, self._too_few(publish, text), now)
@@ -254,33 +291,24 @@ class Commits:
             channel=self._channel.config.name,
             version=publish.version,
             phase="transfer",
-            members=publish.lost,
+            members=tuple(publish.lost),
         )
 
     def _commit(self, publish: Publish, transfer: Transfer, now: float) -> None:
         channel, payload = self._channel, transfer.payload
         self._leave_behind(publish, transfer)
         digest = payload.digest or _parts_digest(payload)
-        self._vouch(transfer, digest)
-        self.latest = publish.version
-        self.decided = digest
-        self.committed = payload
+        self._vouch(payload.version, digest)
+        payload.digest = digest
         self._manifest = Manifest.decode(payload.manifest)
-        channel.out.append(
-            Record(
-                CommitDecision(
-                    "commit", channel.config.name, publish.version, digest, channel.roster.epoch, channel.term
-                )
-            )
-        )
-        commit = wire.Commit(publish.version, digest, payload.manifest_hash)
-        channel.out.extend(Send(state.member, commit) for state in channel.roster)
+        self._decide(publish.version, digest, payload)
         seconds = now - publish.began_at
         phases = publish.phases(now, max(0.0, seconds - _accounted(publish, now)))
         publish.receipt = ReceiptData(
             epoch=channel.roster.epoch,
-            members=tuple(sorted(transfer.verified)),
+            members=tuple(sorted(transfer.verified | self._holders(publish.version))),
             lost=tuple(publish.lost),
+            reasons=dict(publish.lost),
             nbytes=payload.nbytes,
             seconds=seconds,
             phases=phases,
@@ -291,18 +319,69 @@ class Commits:
         self._keep_lane(transfer)
         self.main = None
 
-    def _vouch(self, transfer: Transfer, digest: str) -> None:
-        """Write the digest down for holders that had none yet (the image's own source)."""
+    def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
+        """The decision: on disk before anyone is told."""
+        channel = self._channel
+        self.latest, self.decided, self.committed = version, digest, payload
+        decision = CommitDecision("commit", channel.config.name, version, digest, channel.roster.epoch, channel.term)
+        channel.out.append(Record(decision))
+        commit = self.commit_message()
+        channel.out.extend(Send(state.member, commit) for state in channel.roster)
+
+    def commit_message(self) -> wire.Commit:
+        """What everybody is told of the newest committed version."""
+        manifest_hash = self.committed.manifest_hash if self.committed is not None else ""
+        return wire.Commit(self.latest, self.decided, manifest_hash)
+
+    def _holders(self, version: int) -> set[Member]:
+        return {s.member for s in self._channel.roster if s.is_target and s.carries and version in s.held}
+
+    def _vouch(self, version: int, digest: str) -> None:
+        """Write the digest down for holders that had none yet (the image's own source); others' must be equal."""
         for state in self._channel.roster:
-            if state.held.get(transfer.payload.version) == "":
-                state.held[transfer.payload.version] = digest
+            held = state.held.get(version)
+            if held == "":
+                state.held[version] = digest
+            elif held is not None and held != digest:
+                del state.held[version]
+                self._channel.out.append(Send(state.member, wire.Discard(version)))
 
     def _leave_behind(self, publish: Publish, transfer: Transfer) -> None:
         """Targets of the epoch that do not hold it: out of the epoch until they have caught up."""
         for state in self._channel.roster.targets:
             if publish.version not in state.held:
-                publish.lost.append(state.member.name)
-                self._channel.roster.demote(state)
+                why = transfer.why.get(state.member, "it did not have all of it by the deadline")
+                publish.lost[state.member.name] = why
+                self._channel.roster.leave_behind(state, why)
+
+    # ------------------------------------------------------------ what another coordinator had begun
+
+    def learn(self, version: int, digest: str) -> None:
+        """Somebody has seen ``version`` committed."""
+        if version <= self.latest:
+            if version == self.latest and not self.decided:
+                self.decided = digest
+            return
+        self._decide(version, digest, None)
+
+    def decide_forward(self, version: int, digest: str) -> None:
+        """Every target holds it, and its source is gone."""
+        self.publishes.numbered = max(self.publishes.numbered, version)
+        self._decide(version, digest, None)
+
+    def restore(self, payload: Payload) -> None:
+        """The bytes of the newest committed version are known again."""
+        manifest = Manifest.decode(payload.manifest)
+        payload.nbytes = manifest.data_nbytes
+        self._manifest = manifest
+        self.committed = payload
+
+    def fail_resumed(self, publish: Publish, why: str, now: float) -> None:
+        """It had ended before the coordinator started again."""
+        text = f"version {publish.version} was not committed by the coordinator that was here before: {why}"
+        self._fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
+
+    # ------------------------------------------------------------ failures
 
     def _fail(self, publish: Publish, error: errors.ReplicasError, now: float) -> None:
         """One verdict for all ranks; the number is never used again."""
@@ -315,8 +394,16 @@ class Commits:
         transfer = publish.transfer
         if transfer is not None and transfer is self.main:
             self.main = None
-            transfer.state = "failed"
-            transfer.cancel()
+            transfer.stop(complete=False)
+        if publish.state == "moving":
+            channel = self._channel
+            channel.out.append(
+                Record(
+                    CommitDecision(
+                        "abort", channel.config.name, publish.version, "", channel.roster.epoch, channel.term
+                    )
+                )
+            )
         for state in self._channel.roster:
             had = state.held.pop(publish.version, None) is not None or publish.version in state.parts
             state.parts.discard(publish.version)
@@ -326,7 +413,7 @@ class Commits:
 
     def _verdict(self, publish: Publish, outcome: str, now: float) -> None:
         channel = self._channel
-        self.publishes.end(publish)
+        self.publishes.end(publish, committed=publish.receipt is not None)
         end = wire.PublishEnd(publish.number, publish.receipt, publish.error)
         channel.out.extend(Send(member, end) for member in sorted(publish.begun) if member in channel.roster)
         receipt = publish.receipt
@@ -353,10 +440,10 @@ class Commits:
         for publish in self.publishes.open():
             mine = (publish.group, publish.replica) == (member.group, member.replica)
             if publish.state == "packing" and mine and member in publish.begun:
-                text = f"{member} was lost while version {publish.version} was packed"
+                text = f"{member} was lost ({state.note}) while version {publish.version} was packed"
                 self._fail(publish, errors.PeersLost(text, members=[member.name], phase="pack"), now)
             elif publish.state == "moving" and state.is_target:
-                publish.lost.append(member.name)
+                publish.lost[member.name] = state.note or "lost"
         for transfer in self.transfers:
             transfer.lost(member, now)
 
@@ -370,8 +457,7 @@ class Commits:
                 self._deadline(publish, now)
         catch_up = self.catch_up
         if catch_up is not None and now > catch_up.deadline:
-            catch_up.cancel()
-            catch_up.state = "failed"
+            catch_up.stop(complete=False)
             self._catch_up_ended(catch_up, errors.DeadlineExceeded("catch-up", phase="transfer"), now)
 
     def _leave_laggards(self, publish: Publish, now: float) -> None:
@@ -381,7 +467,8 @@ class Commits:
             return
         laggards = transfer.laggards
         if laggards and laggards < transfer.needers:
-            transfer.exclude(laggards, now, reason="refused")
+            waited = f"{now - publish.moving_at:.1f} s"
+            transfer.exclude(laggards, now, reason="refused", why=f"it was not ready to receive within {waited}")
 
     def _deadline(self, publish: Publish, now: float) -> None:
         transfer = publish.transfer
@@ -399,8 +486,7 @@ class Commits:
             text = f"version {publish.version} waited {waited} for an earlier version to be done"
             self._fail(publish, errors.Busy(text, phase="queue"), now)
         elif transfer.verified and self._channel.config.on_lost == "drop":
-            transfer.cancel()
-            transfer.state = "complete"
+            transfer.stop(complete=True)
             self._main_ended(transfer, None, now)
         else:
             late = sorted(member.name for member in transfer.laggards)
@@ -409,7 +495,8 @@ class Commits:
                 if transfer.state == "offering" and transfer.lane_formed_or_none()
                 else errors.DeadlineExceeded
             )
-            phase = "offer" if kind is errors.Busy else "transfer"
+            phases = {"offering": "offer" if kind is errors.Busy else "form", "probing": "probe"}
+            phase = phases.get(transfer.state, "transfer")
             text = f"version {publish.version}: {', '.join(late)} did not take it within {waited}"
             self._fail(publish, kind(text, phase=phase, members=late), now)
 

@@ -18,6 +18,7 @@ __all__ = [
     "Event",
     "MemberJoined",
     "MemberLost",
+    "MemberQuarantined",
     "OperationEnded",
     "Record",
     "ReplicaLoaded",
@@ -32,6 +33,14 @@ __all__ = [
 class MemberJoined(msgspec.Struct, frozen=True, tag=True):
     channel: str
     member: Member
+
+
+class MemberQuarantined(msgspec.Struct, frozen=True, tag=True):
+    """No process group with it works: it is served alone until that has worked."""
+
+    channel: str
+    member: Member
+    reason: str
 
 
 class MemberLost(msgspec.Struct, frozen=True, tag=True):
@@ -54,7 +63,10 @@ class SyncEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retried(msgspec.Struct, frozen=True, tag=True):
-    """A lane of a transfer is built again. ``reason``: ``lost``, ``frozen``, ``failed``, ``refused`` or ``store``."""
+    """A transfer begins another attempt.
+
+    ``reason``: ``lost``, ``frozen``, ``failed``, ``refused``, ``quarantined`` or ``store``.
+    """
 
     channel: str
     reason: str
@@ -81,13 +93,23 @@ class StoreChanged(msgspec.Struct, frozen=True, tag=True):
     up: bool
 
 
-Event = MemberJoined | MemberLost | EpochStarted | SyncEnded | Retried | ReplicaLoaded | OperationEnded | StoreChanged
+Event = (
+    MemberJoined
+    | MemberLost
+    | MemberQuarantined
+    | EpochStarted
+    | SyncEnded
+    | Retried
+    | ReplicaLoaded
+    | OperationEnded
+    | StoreChanged
+)
 
 
 class CommitDecision(msgspec.Struct, frozen=True):
-    """One line of the decision log."""
+    """One line of the decision log. ``abort``: the version was on its way, and will never be committed."""
 
-    kind: Literal["commit", "floor"]
+    kind: Literal["commit", "abort"]
     channel: str
     version: int
     digest: str

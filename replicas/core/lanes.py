@@ -1,17 +1,18 @@
 """Lanes: the process groups that an epoch needs, as state.
 
 A lane is formed once, over a fresh key prefix, by one sidecar of each of its members, in rank order. It is *forming* until
-each member has said so, then *formed*, and *dead* for good after the first failure or loss: a new attempt is a new lane.
+each member has said so, then *formed*, and *dead* for good after the first failure or loss: a new attempt is a new lane
+(:data:`replicas.core.membership.LANE`). A *probe* is a lane that only shows whether its members can form one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
 
 from replicas.core.effects import Effect, Send, Sweep
 from replicas.core.identity import Member
+from replicas.core.membership import LANE, LaneState
 from replicas.core.roster import MemberState
 from replicas.messages import Backend, LaneDrop, LaneForm
 
@@ -26,7 +27,7 @@ class Lane:
     backend: Backend
     opened_at: float
     deadline: float
-    state: Literal["forming", "formed", "dead"] = "forming"
+    state: LaneState = "forming"
     formed_by: set[Member] = field(default_factory=set)
     formed_s: float = 0.0
 
@@ -60,6 +61,8 @@ class Lanes:
         now: float,
         timeout_s: float,
         out: list[Effect],
+        *,
+        probe: bool = False,
     ) -> Lane:
         """Ask every member to form a group of them all, in this order."""
         self._count += 1
@@ -80,6 +83,8 @@ class Lanes:
                 backend=backend,
                 addresses=tuple(state.address for state in states),
                 deadline_s=timeout_s,
+                names=tuple(member.name for member in members),
+                probe=probe,
             )
             out.append(Send(member, form))
         return lane
@@ -92,7 +97,7 @@ class Lanes:
         lane.formed_by.add(member)
         if len(lane.formed_by) < len(lane.members):
             return None
-        lane.state = "formed"
+        lane.state = LANE.next(lane.state, "formed_by_all")
         lane.formed_s = now - lane.opened_at
         return lane
 
@@ -103,7 +108,7 @@ class Lanes:
         """
         if lane.state == "dead":
             return
-        lane.state = "dead"
+        lane.state = LANE.next(lane.state, "close")
         del self._lanes[lane.name]
         if reason:
             self.replaced[reason] = self.replaced.get(reason, 0) + len(lane.members) - len(gone)

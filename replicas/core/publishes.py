@@ -6,7 +6,10 @@ Theory of operation
 A publish is known by (group, replica, number); the number counts the replica's publishes. The first rank that begins it
 fixes the version. It is *packing* until every contributing rank (the leader, or all of them) has filled its slot, then it
 waits its turn: one version moves at a time, in the order in which they were packed. It ends in exactly one verdict, which
-every rank of the replica gets, also one that begins late (the last few verdicts are kept).
+every rank of the replica gets, also one that begins late (the last few verdicts are kept). The states are those of
+:data:`replicas.core.membership.PUBLISH`.
+
+One that was begun under another coordinator comes *resumed*, with the number that it had there.
 
 Half of the deadline is given to those who do not get ready; then, with ``on_lost = "drop"``, the transfer goes on without
 them and they are caught up later. At the deadline the version commits over those who hold it, or the publish fails.
@@ -20,6 +23,7 @@ from typing import Literal
 
 from replicas import errors
 from replicas.core.identity import Member
+from replicas.core.membership import PUBLISH, PublishState
 from replicas.core.transfers import Payload, Transfer
 from replicas.messages import Packed, PackFailed, PublishBegin, ReceiptData, WireError
 
@@ -41,12 +45,14 @@ class Publish:
     began_at: float
     deadline: float
     new_manifest: bool
-    state: Literal["packing", "queued", "moving", "over"] = "packing"
+    resumed: bool = False
+    state: PublishState = "packing"
     begun: set[Member] = field(default_factory=set)
     packed: dict[Member, Packed] = field(default_factory=dict)
     packed_at: float = 0.0
     moving_at: float = 0.0
-    lost: list[str] = field(default_factory=list)
+    lost: dict[str, str] = field(default_factory=dict)
+    """Why, by name of a member."""
     transfer: Transfer | None = None
     payload: Payload | None = None
     receipt: ReceiptData | None = None
@@ -54,7 +60,11 @@ class Publish:
 
     @property
     def over(self) -> bool:
-        return self.state == "over"
+        return PUBLISH.final(self.state)
+
+    @property
+    def replica_name(self) -> str:
+        return f"{self.group}/{self.replica}"
 
     def laggard_time(self) -> float:
         """When to go on without those who do not get ready."""
@@ -105,6 +115,13 @@ class Publishes:
         self._counts[member] = self.count(*replica) if member.rank in ranks else base
         ranks.add(member.rank)
 
+    def came_back(self, member: Member, made: int) -> None:
+        """A rank that was a member under another coordinator goes on counting from ``made``."""
+        replica = (member.group, member.replica)
+        base, ranks = self._bases.get(replica, (0, set()))
+        self._bases[replica] = (max(base, made), ranks)
+        self._counts[member] = made
+
     def made(self, member: Member) -> int:
         """Number from which this member counts its publishes."""
         return self._counts.get(member, 0)
@@ -126,13 +143,13 @@ class Publishes:
         publish = self.get(member, message.publish)
         if publish is None:
             version = self.numbered + 1 if message.version is None else message.version
-            if version <= self.numbered:
+            if version <= self.numbered and not message.resumed:
                 raise errors.StaleVersion(
                     f"version {version} is not newer than version {self.numbered} of channel {self._channel!r}",
                     channel=self._channel,
                     version=version,
                 )
-            self.numbered = version
+            self.numbered = max(self.numbered, version)
             publish = Publish(
                 group=member.group,
                 replica=member.replica,
@@ -143,10 +160,11 @@ class Publishes:
                 began_at=now,
                 deadline=now + message.deadline_s,
                 new_manifest=message.new_manifest,
+                resumed=message.resumed,
             )
             self._known[(member.group, member.replica, message.publish)] = publish
             self._forget_old()
-        elif publish.asked_version != message.version:
+        elif publish.asked_version != message.version and not (message.resumed and message.version == publish.version):
             raise errors.RanksDisagree(
                 f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "
                 f"another rank for {publish.asked_version}",
@@ -175,7 +193,7 @@ class Publishes:
         have = {(m.group, m.replica, m.rank) for m in publish.packed}
         if not self.contributors(publish, world) <= have:
             return None
-        publish.state = "queued"
+        publish.state = PUBLISH.next(publish.state, "packed_by_all")
         publish.packed_at = now
         self.queue.append(publish)
         return publish
@@ -185,9 +203,16 @@ class Publishes:
         publish = self.get(member, message.publish)
         return publish if publish is not None and not publish.over else None
 
-    def end(self, publish: Publish) -> None:
-        """Take it out of the queue."""
-        publish.state = "over"
+    def take(self, publish: Publish, now: float) -> None:
+        """Its turn has come."""
+        self.queue.remove(publish)
+        publish.state = PUBLISH.next(publish.state, "turn")
+        publish.moving_at = now
+        self.moving = publish
+
+    def end(self, publish: Publish, *, committed: bool) -> None:
+        """It has its verdict."""
+        publish.state = PUBLISH.next(publish.state, "decided" if committed else "fail")
         if publish in self.queue:
             self.queue.remove(publish)
         if self.moving is publish:

@@ -3,9 +3,13 @@
 Theory of operation
 ===================
 
-A member is *joining* until a transfer boundary, then *live*: part of the current epoch, an immutable view whose number
-strictly grows. A loss makes a new epoch at once, joins wait for :meth:`Roster.admit`. An *observer* sees commits and
-takes part in nothing. One identity (group, replica, rank) has at most one incarnation: a later join fences the earlier.
+A member's standing moves by the table :data:`replicas.core.membership.MEMBER`. The *live* ones are the current epoch, an
+immutable view whose number strictly grows: a loss makes a new epoch at once, joins wait for :meth:`Roster.admit`. One
+identity (group, replica, rank) has at most one incarnation: a later join fences the earlier.
+
+An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on *probation* when it comes back: it is
+admitted only after a while, twice as long each time, and until then it is served alone, so that a program that dies right
+after each start does not interrupt the others each time.
 
 A member whose last sign of life is older than the suspicion time is *suspect*: transfers go on without it. One older than
 its lease is lost. The shell extends both by the pauses of its own loop (:meth:`Roster.forgive`), so that a stopped
@@ -14,12 +18,14 @@ coordinator evicts nobody.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
 from replicas import errors
 from replicas.config import ChannelConfig, Party
 from replicas.core.identity import Member
+from replicas.core.membership import MEMBER, MemberEvent, Standing
 from replicas.messages import ChannelSettings, Hello
 
 __all__ = ["GroupShape", "MemberState", "Roster"]
@@ -27,6 +33,10 @@ __all__ = ["GroupShape", "MemberState", "Roster"]
 HEARTBEAT_INTERVAL_S = 1.0
 SUSPICION_S = 3.5
 """Age of the last sign of life beyond which transfers no longer wait for a member: three missed heartbeats."""
+FLAPS = 3
+FLAP_WINDOW_S = 60.0
+PROBATION_S = 1.0
+PROBATION_MAX_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,14 +55,22 @@ class GroupShape:
 
 @dataclass(slots=True, eq=False)
 class MemberState:
-    """What the coordinator knows of one member."""
+    """What the coordinator knows of one member.
+
+    :ivar note: why it is behind or quarantined.
+    :ivar not_before: it is not admitted before this time.
+    :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
+    """
 
     member: Member
     hello: Hello
     settings: ChannelSettings
     address: str
     last_seen: float
-    live: bool = False
+    standing: Standing = "joining"
+    note: str = ""
+    not_before: float = 0.0
+    resumed: bool = True
     carries: bool = True
     held: dict[int, str] = field(default_factory=dict)
     parts: set[int] = field(default_factory=set)
@@ -61,6 +79,23 @@ class MemberState:
     progressed_at: float = 0.0
     retry_at: float = 0.0
     failures: int = 0
+
+    def step(self, event: MemberEvent) -> None:
+        """Move on by the table.
+
+        :raises replicas.core.tables.InvalidStep: this cannot happen to it now.
+        """
+        self.standing = MEMBER.next(self.standing, event)
+
+    @property
+    def live(self) -> bool:
+        """Whether it is part of the current epoch."""
+        return self.standing == "live"
+
+    @property
+    def from_before(self) -> bool:
+        """Whether it was a member under another coordinator."""
+        return self.hello.resume_term != 0
 
     @property
     def is_source(self) -> bool:
@@ -95,6 +130,7 @@ class Roster:
         """Names of every identity that ever joined."""
         self.left: dict[str, int] = {}
         """Generation of those that left in good order, by name, until they join again."""
+        self._losses: dict[str, deque[float]] = {}
 
     def __iter__(self) -> Iterator[MemberState]:
         return iter(self._members.values())
@@ -149,9 +185,13 @@ class Roster:
         settings = self.settings_for(hello)
         older = None if hello.observe else self.holder_of(member.name)
         state = MemberState(member, hello, settings, address, last_seen=now, progressed_at=now)
+        if hello.observe:
+            state.standing = "observing"
         state.carries = self._carries(settings, hello)
         state.held = {held.version: held.digest for held in hello.held}
         state.loaded = hello.loaded
+        state.resumed = not state.from_before
+        state.not_before = self._probation_end(member.name, now)
         return state, older
 
     def insert(self, state: MemberState) -> None:
@@ -161,25 +201,67 @@ class Roster:
             self.seen.add(state.member.name)
 
     def remove(self, member: Member) -> MemberState | None:
-        return self._members.pop(member, None)
+        """Take it out; ``gone`` from now on. Returns it as it was, or None."""
+        state = self._members.pop(member, None)
+        if state is None:
+            return None
+        if state.live:
+            self.epoch += 1
+        state.step("lost")
+        return state
+
+    def note_loss(self, name: str, now: float) -> None:
+        """An identity was lost, and not in good order."""
+        self._losses.setdefault(name, deque(maxlen=16)).append(now)
+
+    def forget_losses(self, now: float) -> None:
+        """Those of long ago."""
+        for name, times in list(self._losses.items()):
+            while times and now - times[0] > FLAP_WINDOW_S:
+                times.popleft()
+            if not times:
+                del self._losses[name]
+
+    def _probation_end(self, name: str, now: float) -> float:
+        recent = [at for at in self._losses.get(name, ()) if now - at <= FLAP_WINDOW_S]
+        if len(recent) < FLAPS:
+            return 0.0
+        return float(now + min(PROBATION_MAX_S, PROBATION_S * 2 ** (len(recent) - FLAPS)))
 
     def holder_of(self, name: str) -> MemberState | None:
         """The current incarnation of the identity ``name``."""
         return next((s for s in self._members.values() if s.member.name == name and not s.observes), None)
 
-    def admit(self) -> bool:
-        """Make every joining member live, in one new epoch; False when there was none."""
-        joining = [state for state in self if not state.live and not state.observes]
-        for state in joining:
-            state.live = True
-        if joining:
+    def admit(self, now: float) -> bool:
+        """Make every member that waits for it live, in one new epoch; False when there was none."""
+        for state in self:
+            if state.standing == "quarantined" and state.is_peer and now >= state.not_before:
+                state.step("released")  # nothing can be proven beside the others: it is tried again with them
+        waiting = [state for state in self if MEMBER.allows(state.standing, "admitted") and self.admissible(state, now)]
+        for state in waiting:
+            state.step("admitted")
+            state.note = ""
+        if waiting:
             self.epoch += 1
-        return bool(joining)
+        return bool(waiting)
 
-    def demote(self, state: MemberState) -> None:
+    def admissible(self, state: MemberState, now: float) -> bool:
+        """Whether it may be with the others now: it can be heard, and is not on probation."""
+        return now >= state.not_before and not self.suspect(state, now)
+
+    def leave_behind(self, state: MemberState, why: str) -> None:
         """Out of the epoch, but still a member: it is caught up and admitted again at a boundary."""
-        state.live = False
+        state.step("left_behind")
+        state.note = why
         self.epoch += 1
+
+    def isolate(self, state: MemberState, why: str, not_before: float) -> None:
+        """Quarantine it: no process group with it works."""
+        if state.live:
+            self.epoch += 1
+        state.step("isolated")
+        state.note = why
+        state.not_before = not_before
 
     @property
     def live(self) -> list[MemberState]:

@@ -67,6 +67,17 @@ class Rounds:
         if (found := asks.get(member)) is not None and found.ask == ask:
             del asks[member]
 
+    def joined(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
+        """A rank joined; under an earlier coordinator it may have loaded a version, or been assigned one."""
+        round_ = self.of(state.member.group, state.member.replica)
+        if state.from_before:
+            round_.version = max(round_.version, state.hello.assigned, state.loaded)
+            if state.hello.assigned > state.loaded:
+                round_.taken.add(state.member)
+        taken = set(round_.taken)
+        self._settle(state.member, view, out)
+        round_.taken = taken
+
     def loaded(self, state: MemberState, version: int, view: ReplicaView, out: list[Effect]) -> None:
         """This rank serves ``version`` now."""
         state.loaded = version

@@ -12,8 +12,9 @@ earlier attempt fall on the floor::
         └────── loss, refusal, failure, suspicion, digest mismatch ──▶ next attempt over those that are left
 
 Receivers that verified the version keep it: they leave the set of those in need, and may send in the next attempt.
-Nothing is retried inside a lane in which bytes may have moved: each attempt has a new lane, unless no byte was asked for
-in the old one. A lane that fails with everybody alive is built once more, then the transfer fails.
+Nothing is retried inside a lane in which bytes may have moved: each attempt has a new lane. A lane that fails with everybody
+alive is built once more; when that fails, too, the members are probed in pairs (:mod:`replicas.core.probes`), and those
+that it is up to are quarantined. The states are those of :data:`replicas.core.membership.TRANSFER`.
 
 The transfer decides nothing about versions: its owner (a publish, or catch-up) learns ``complete`` or ``failed`` and asks
 for ``verified``. Deadlines are the owner's.
@@ -21,7 +22,7 @@ for ``verified``. Deadlines are the owner's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
@@ -29,6 +30,8 @@ from replicas import errors
 from replicas.core.effects import Effect, Send
 from replicas.core.identity import Member
 from replicas.core.lanes import Lane, Lanes
+from replicas.core.membership import TRANSFER, TransferState
+from replicas.core.probes import Probe
 from replicas.core.roster import MemberState, Roster
 from replicas.messages import (
     Backend,
@@ -42,7 +45,7 @@ from replicas.messages import (
 __all__ = ["Payload", "Transfer", "TransferContext"]
 
 FORM_TIMEOUT_S = 20.0
-MAX_FAILURES_ALL_ALIVE = 2
+MAX_PROBES = 3
 
 
 @dataclass(slots=True)
@@ -73,6 +76,8 @@ class TransferContext(Protocol):
 
     def retried(self, reason: str) -> None: ...
 
+    def quarantine(self, member: Member, why: str, now: float) -> None: ...
+
 
 class Transfer:
     """See the module's header. ``on_end(transfer, error)`` is called once, with None when complete."""
@@ -86,6 +91,7 @@ class Transfer:
         kind: Literal["main", "catch_up"],
         deadline: float,
         on_end: Callable[[Transfer, errors.ReplicasError | None, float], None],
+        avoid: Member | None = None,
     ) -> None:
         self._context = context
         self.payload = payload
@@ -93,21 +99,30 @@ class Transfer:
         self.kind = kind
         self.deadline = deadline
         self._on_end = on_end
+        self._avoid = avoid
         self.id = 0
         self.mode: Literal["image", "parts"] = "image"
         self.senders: tuple[Member, ...] = ()
-        self.state: Literal["offering", "moving", "complete", "failed"] = "offering"
+        self.state: TransferState = "offering"
         self.lane: Lane | None = None
         self.verified: set[Member] = set()
         self.refused: dict[Member, errors.ReplicasError] = {}
+        self.why: dict[Member, str] = {}
+        """Why members were left out."""
         self.failures = 0
         self.attempts = 0
+        self.probes = 0
         self.form_s = 0.0
         self.transfer_s = 0.0
         self.verify_s = 0.0
         self.concerned: tuple[Member, ...] = ()
         """Members of the present attempt, in lane order: senders first."""
+        self.asked = frozenset(needers)
+        """Everyone who needed it when it began."""
         self._forms_lane = False
+        self._probe: Probe | None = None
+        self._stuck: errors.ReplicasError | None = None
+        self._started = False
         self._ready: set[Member] = set()
         self._done: dict[Member, TransferDone] = {}
 
@@ -131,13 +146,16 @@ class Transfer:
     def start(self, now: float) -> None:
         """Begin an attempt over those that still need the version."""
         context = self._context
-        senders = self._choose_senders()
+        self.needers -= {member for member in self.needers if member not in context.roster}
+        senders = self._choose_senders(now)
         if senders is None:
             self._end(self._no_holder(), now)
             return
         self.id = context.next_id()
         self.attempts += 1
-        self.state = "offering"
+        if self._started:
+            self.state = TRANSFER.next(self.state, "again")
+        self._started = True
         self.senders = senders
         self.needers -= set(senders)
         self.concerned = (*senders, *sorted(self.needers))
@@ -152,17 +170,24 @@ class Transfer:
             kept = context.idle_lane(self.concerned, backend)
             self._forms_lane = kept is None
             self.lane = kept or context.lanes.open(
-                context.roster.epoch, states, backend, now, min(FORM_TIMEOUT_S, remaining / 2), context.out
+                context.roster.epoch, states, backend, now, _form_timeout(remaining), context.out
             )
         self._go_if_ready(now)
 
-    def _choose_senders(self) -> tuple[Member, ...] | None:
+    def _choose_senders(self, now: float) -> tuple[Member, ...] | None:
         """A holder of the image (a target before a source, so that trainers are left alone), or all parts' owners."""
         version, roster = self.payload.version, self._context.roster
         holders = [s for s in roster if version in s.held and s.member not in self.refused]
         if holders:
             in_order = self.kind == "catch_up"
-            holders.sort(key=lambda s: (s.is_source if in_order else not s.is_source, s.member))
+            holders.sort(
+                key=lambda s: (
+                    s.member == self._avoid,
+                    roster.suspect(s, now),
+                    s.is_source if in_order else not s.is_source,
+                    s.member,
+                )
+            )
             self.mode = "image"
             return (holders[0].member,)
         owners = self.payload.part_owners
@@ -205,7 +230,7 @@ class Transfer:
         lane = self.lane
         if self.needers and (lane is None or lane.state != "formed"):
             return
-        self.state = "moving"
+        self.state = TRANSFER.next(self.state, "all_ready")
         owners: tuple[int, ...] = ()
         if lane is not None:
             self.form_s += lane.formed_s if self._forms_lane else 0.0
@@ -224,6 +249,8 @@ class Transfer:
     def lane_formed(self, lane: Lane, now: float) -> None:
         if lane is self.lane:
             self._go_if_ready(now)
+        elif self._probe is not None:
+            self._probe.formed(lane, now)
 
     def done(self, member: Member, reply: TransferDone, now: float) -> None:
         if reply.transfer != self.id or self.state != "moving" or member not in self.concerned:
@@ -252,8 +279,9 @@ class Transfer:
             good = set(self.needers) if digest == payload.digest else set()
         self._keep({member for member in good if self._done[member].image_digest == payload.digest})
         if self.needers:
-            names = ", ".join(sorted(str(member) for member in self.needers))
-            self._failed_all_alive(errors.SyncError(f"digests differ at {names}", phase="verify"), now)
+            names = sorted(str(member) for member in self.needers)
+            error = errors.SyncError(f"digests differ at {', '.join(names)}", phase="verify", members=names)
+            self._failed_all_alive(error, now)
         else:
             self._end(None, now)
 
@@ -277,6 +305,7 @@ class Transfer:
             return
         if self.state == "offering":
             self.refused[member] = error
+            self.why[member] = error.message
             if member in self.needers:
                 self.needers.discard(member)
             else:
@@ -294,17 +323,68 @@ class Transfer:
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
         if lane is self.lane and not self.over:
             self._failed_all_alive(error, now)
+        elif self._probe is not None:
+            self._probe.failed(lane, error, now)
 
     def _failed_all_alive(self, error: errors.ReplicasError, now: float) -> None:
+        """Nobody was lost, and yet it failed: once more, then find out whom it is up to."""
         self.failures += 1
         frozen = self._suspects(now)
+        unreachable = self._named(error)
         if frozen:
-            self.exclude(frozen, now, reason="frozen")
-        elif self.failures >= MAX_FAILURES_ALL_ALIVE:
+            self.exclude(frozen, now, reason="frozen", why="no sign of life")
+        elif unreachable:
+            self._blame(unreachable, now)
+        elif self.failures == 1:
+            self._again("failed", now)
+        elif error.phase == "verify" and self.verified:
+            self._blame(dict.fromkeys(self.needers, error.message), now)  # the sender's bytes were right for others
+        elif self.failures == 2 and self.probes < MAX_PROBES and len(self.concerned) > 1:
+            self._find_culprit(error, now)
+        else:
             self.cancel()
             self._end(error, now)
-        else:
-            self._again("failed", now)
+
+    def _named(self, error: errors.ReplicasError) -> dict[Member, str]:
+        """Members that a preflight names: no need to look for them."""
+        if not isinstance(error, errors.Preflight):
+            return {}
+        return {member: error.message for member in self.concerned if member.name in error.members}
+
+    def _find_culprit(self, error: errors.ReplicasError, now: float) -> None:
+        states = [state for state in map(self._context.roster.get, self.concerned) if state is not None]
+        if self.state == "moving" and self.mode == "image":
+            self._keep_vouched()
+        self.cancel("failed")
+        self.state = TRANSFER.next(self.state, "stuck")
+        self.probes += 1
+        self._stuck = error
+        members = [state.member for state in states]
+        probe = Probe(self._context, members, self._backend(states), now, self._probed)
+        if not probe.over:
+            self._probe = probe
+
+    def _probed(self, culprits: Mapping[Member, str], now: float) -> None:
+        """The pairs have been tried. Without a culprit there is one more attempt, which then decides."""
+        self._probe = None
+        if self.over:
+            return
+        if culprits:
+            self.failures = 0
+        self._quarantine(culprits, now)
+        self._next_attempt(now, "quarantined" if culprits else "failed")
+
+    def _blame(self, culprits: Mapping[Member, str], now: float) -> None:
+        self._quarantine(culprits, now)
+        self.failures = 0
+        self._again("quarantined", now)
+
+    def _quarantine(self, culprits: Mapping[Member, str], now: float) -> None:
+        for member, why in culprits.items():
+            self.why[member] = why
+            self.refused[member] = errors.Preflight(why, phase="probe", members=[member.name])
+            self.needers.discard(member)
+            self._context.quarantine(member, why, now)
 
     # ------------------------------------------------------------ losses and time
 
@@ -315,12 +395,16 @@ class Transfer:
         self.failures = 0
         self.needers.discard(member)
         self.verified.discard(member)
-        self._again("lost", now)
+        if self._probe is not None:
+            self._probe.lost(member, now)
+        else:
+            self._again("lost", now)
 
-    def exclude(self, members: set[Member], now: float, *, reason: str) -> None:
+    def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
         """Go on without these; they stay members and are caught up later."""
         for member in members:
             self.needers.discard(member)
+            self.why[member] = why
             if member in self.senders:
                 self.refused[member] = errors.PeersLost(f"{member} does not answer", members=[member.name])
         self._again(reason, now)
@@ -329,9 +413,12 @@ class Transfer:
         """Replace the attempt when someone in it no longer gives a sign of life, or its lane does not form in time."""
         if self.over:
             return
+        if self._probe is not None:
+            self._probe.tick(now)
+            return
         frozen = self._suspects(now)
         if frozen:
-            self.exclude(frozen, now, reason="frozen")
+            self.exclude(frozen, now, reason="frozen", why="no sign of life")
         elif self.lane is not None and self.lane.state == "forming" and now > self.lane.deadline:
             late = sorted(m.name for m in self.lane.members if m not in self.lane.formed_by)
             message = f"the process group did not form in {self.lane.deadline - self.lane.opened_at:.1f} s; missing: "
@@ -340,7 +427,7 @@ class Transfer:
 
     def store_moved(self, now: float) -> None:
         """A lane that is forming over the old store never will: form another one over the new one."""
-        if not self.over and self.lane is not None and self.lane.state == "forming":
+        if self._probe is not None or (not self.over and self.lane is not None and self.lane.state == "forming"):
             self._again("store", now)
 
     def _suspects(self, now: float) -> set[Member]:
@@ -351,6 +438,9 @@ class Transfer:
     def cancel(self, reason: str = "failed") -> None:
         """Withdraw the present attempt from everyone in it, and kill its lane: bytes may have moved."""
         context = self._context
+        if self._probe is not None:
+            self._probe.abandon()
+            self._probe = None
         cancel = TransferCancel(self.id)
         context.out.extend(Send(m, cancel) for m in self.concerned if m not in self._done and m in context.roster)
         if self.lane is not None:
@@ -363,6 +453,9 @@ class Transfer:
         if self.state == "moving" and self.mode == "image":
             self._keep_vouched()
         self.cancel(reason)
+        self._next_attempt(now, reason)
+
+    def _next_attempt(self, now: float, reason: str) -> None:
         if not self.needers and (self.verified or self.kind == "catch_up" or self.refused):
             self._end(None if self.verified else self._refusal(), now)
             return
@@ -383,6 +476,9 @@ class Transfer:
         return errors.PeersLost("nobody is left who needs it", version=self.payload.version, phase="transfer")
 
     def _no_holder(self) -> errors.ReplicasError:
+        refused = next((error for member, error in self.refused.items() if member in self.senders), None)
+        if refused is not None:
+            return refused
         return errors.PeersLost(
             f"version {self.payload.version} was lost: nobody who held all of it is left",
             version=self.payload.version,
@@ -393,5 +489,16 @@ class Transfer:
     def _end(self, error: errors.ReplicasError | None, now: float) -> None:
         if self.over:
             return
-        self.state = "complete" if error is None else "failed"
+        self.state = TRANSFER.next(self.state, "done" if error is None else "fail")
         self._on_end(self, error, now)
+
+    def stop(self, *, complete: bool) -> None:
+        """End it from outside, without a word to its owner: it is withdrawn from everyone who is at work on it."""
+        if not self.over:
+            self.cancel()
+            self.state = TRANSFER.next(self.state, "done" if complete else "fail")
+
+
+def _form_timeout(remaining_s: float) -> float:
+    """Long enough for a forkserver that is still starting, and short enough to try again, and to probe."""
+    return min(FORM_TIMEOUT_S, max(remaining_s / 4, min(5.0, remaining_s / 2)))

@@ -1,7 +1,8 @@
 """The operations between peers, on two byte ranges: inputs and outputs (see :func:`run_collective`).
 
 Data moves as bytes, so that every dtype can be moved; reductions work on the dtype and refuse those that the backend
-cannot reduce, on every participant alike and before anything is sent.
+cannot reduce, on every participant alike and before anything is sent. ``inputs`` are only ever read: after a failure the
+operation is run again from them, in another group.
 """
 
 from __future__ import annotations
@@ -29,10 +30,12 @@ def run_collective(
 
     ``inputs`` and ``outputs`` are uint8, laid out by :func:`replicas.core.manifest.segment_layout`:
 
-    * all_reduce, broadcast, reduce: ``inputs`` in place (the result of reduce is the root's alone);
+    * all_reduce, reduce: ``outputs`` is laid out as ``inputs`` and gets the result (of reduce, the root's alone counts);
+    * broadcast: the root's ``inputs``, the others' ``outputs``;
     * all_gather, gather (the root): ``outputs`` has the segments of every participant, one after another;
-    * scatter: the root's ``inputs`` has one segment a participant, ``outputs`` is the own one;
-    * reduce_scatter: ``inputs`` has one segment a participant, ``outputs`` is the own one, reduced;
+    * scatter: the root's ``inputs`` has one segment a participant of the first attempt, ``outputs`` is the own one;
+    * reduce_scatter: ``inputs`` has one segment a participant of the first attempt; ``outputs`` is laid out in the same way
+      and gets the own one, reduced, in its place (the rest is scratch);
     * send: ``inputs``; recv: ``outputs``, both laid out by the sender's segments;
     * barrier: neither.
 
@@ -61,6 +64,9 @@ class _Operation:
             raise ValueError(f"lane ranks {spec.lane_ranks} do not fit a group of {group.size}")
         if spec.kind in ("broadcast", "reduce", "gather", "scatter") and not 0 <= spec.root < count:
             raise ValueError(f"{spec.kind} needs a root among its {count} participants")
+        self.places = spec.places or tuple(range(count))
+        if len(self.places) != count or len(set(self.places)) != count or min(self.places) < 0:
+            raise ValueError(f"places {spec.places} do not fit {count} participants")
 
     def run(self) -> None:
         run = {
@@ -80,24 +86,52 @@ class _Operation:
         if self.spec.kind in ("all_reduce", "reduce") and self.spec.reduce_op == "mean":
             for tensor in self._runs():
                 tensor.div_(self.group.size)
-        if self.spec.kind == "reduce_scatter":
-            self._keep_own_segment()
+        if self.spec.kind == "reduce_scatter" and self.spec.reduce_op == "mean":
+            mine = self._reduced()[self.spec.me]
+            mine.div_(self.group.size)
 
-    # -- in place
+    # -- elementwise, on a copy
+
+    def _copy_inputs(self) -> None:
+        _, nbytes = segment_layout(self.spec.segments[self.spec.me])
+        self._region(self.outputs, 0, nbytes).copy_(self._region(self.inputs, 0, nbytes))
 
     def _all_reduce(self) -> Iterator[Handle]:
-        for tensor in list(self._runs()):
+        runs = list(self._runs())
+        self._copy_inputs()
+        for tensor in runs:
             yield self.group.all_reduce(tensor, self.spec.reduce_op, self.deadline)
 
     def _reduce(self) -> Iterator[Handle]:
-        for tensor in list(self._runs()):
+        runs = list(self._runs())
+        self._copy_inputs()
+        for tensor in runs:
             yield self.group.reduce(tensor, self._root_rank, self.spec.reduce_op, self.deadline)
+
+    def _reduce_scatter(self) -> Iterator[Handle]:
+        tensors = self._reduced()
+        self._copy_inputs()
+        for rank, tensor in zip(self.spec.lane_ranks, tensors, strict=True):
+            if tensor.numel():
+                yield self.group.reduce(tensor, rank, self.spec.reduce_op, self.deadline)
+
+    def _reduced(self) -> list[torch.Tensor]:
+        """Each participant's segment of the own outputs."""
+        segments = self._one_each(self.spec.me)
+        offsets, _ = segment_layout(segments)
+        return [
+            self._typed(
+                self._region(self.outputs, offsets[place], _padded(segments[place])),
+                segments[place].dtype,
+            )
+            for place in self.places
+        ]
 
     def _broadcast(self) -> Iterator[Handle]:
         _, nbytes = segment_layout(self.spec.segments[self.spec.root])
-        region = self._region(self.inputs, 0, nbytes)
+        memory = self.inputs if self.spec.me == self.spec.root else self.outputs
         if nbytes:
-            yield self.group.broadcast(region, self._root_rank, self.deadline)
+            yield self.group.broadcast(self._region(memory, 0, nbytes), self._root_rank, self.deadline)
 
     # -- from and to everyone
 
@@ -122,39 +156,19 @@ class _Operation:
 
     def _scatter(self) -> Iterator[Handle]:
         segments = self._one_each(self.spec.root)
-        nbytes = _padded(segments[self.spec.me])
+        nbytes = _padded(segments[self.places[self.spec.me]])
         mine = self._region(self.outputs, 0, nbytes)
         if self.spec.me != self.spec.root:
             if nbytes:
                 yield self.group.receive(mine, self._root_rank, self.deadline)
             return
         offsets, _ = segment_layout(segments)
-        for index, (offset, segment) in enumerate(zip(offsets, segments, strict=True)):
-            region = self._region(self.inputs, offset, _padded(segment))
+        for index, place in enumerate(self.places):
+            region = self._region(self.inputs, offsets[place], _padded(segments[place]))
             if index == self.spec.me:
                 mine.copy_(region)
             elif region.numel():
                 yield self.group.send(region, self.spec.lane_ranks[index], self.deadline)
-
-    def _reduce_scatter(self) -> Iterator[Handle]:
-        segments = self._one_each(self.spec.me)
-        offsets, _ = segment_layout(segments)
-        tensors = [
-            self._typed(self._region(self.inputs, offset, _padded(segment)), segment.dtype)
-            for offset, segment in zip(offsets, segments, strict=True)
-        ]
-        for rank, tensor in zip(self.spec.lane_ranks, tensors, strict=True):
-            if tensor.numel():
-                yield self.group.reduce(tensor, rank, self.spec.reduce_op, self.deadline)
-
-    def _keep_own_segment(self) -> None:
-        segments = self._one_each(self.spec.me)
-        offsets, _ = segment_layout(segments)
-        mine = segments[self.spec.me]
-        region = self._region(self.inputs, offsets[self.spec.me], _padded(mine))
-        if self.spec.reduce_op == "mean" and region.numel():
-            self._typed(region, mine.dtype).div_(self.group.size)
-        self._region(self.outputs, 0, region.numel()).copy_(region)
 
     # -- from one to one
 
@@ -182,15 +196,14 @@ class _Operation:
         return self.spec.lane_ranks[1 - self.spec.me]
 
     def _one_each(self, participant: int) -> tuple[Segment, ...]:
+        """One segment for each participant of the first attempt."""
         segments = self.spec.segments[participant]
-        if len(segments) != len(self.spec.lane_ranks):
-            raise ValueError(
-                f"{self.spec.kind} has {len(segments)} segments for {len(self.spec.lane_ranks)} participants"
-            )
+        if len(segments) <= max(self.places) or (not self.spec.places and len(segments) != len(self.places)):
+            raise ValueError(f"{self.spec.kind} has {len(segments)} segments for {len(self.places)} participants")
         return segments
 
     def _runs(self) -> Iterator[torch.Tensor]:
-        """The own segments, each run of one dtype as one flat tensor: the padding between them does no harm."""
+        """The own segments in ``outputs``, each run of one dtype as one flat tensor: the padding between does no harm."""
         segments = self.spec.segments[self.spec.me]
         offsets, total = segment_layout(segments)
         first = 0
@@ -198,7 +211,7 @@ class _Operation:
             if index + 1 == len(segments) or segments[index + 1].dtype != segment.dtype:
                 end = total if index + 1 == len(segments) else offsets[index + 1]
                 if end > offsets[first]:
-                    yield self._typed(self._region(self.inputs, offsets[first], end - offsets[first]), segment.dtype)
+                    yield self._typed(self._region(self.outputs, offsets[first], end - offsets[first]), segment.dtype)
                 first = index + 1
 
     def _regions_of_all(self) -> list[torch.Tensor]:

@@ -126,7 +126,10 @@ class TransferResult(msgspec.Struct, frozen=True):
 
 
 class CollectiveSpec(msgspec.Struct, frozen=True):
-    """One operation. ``segments``: what each participant posted; ``me`` and ``root``: indices of participants, or -1."""
+    """One operation. ``segments``: what each participant posted; ``me`` and ``root``: indices of participants, or -1.
+
+    ``places``: index of each participant among those of the first attempt; empty: they are the same.
+    """
 
     operation: int
     kind: OperationKind
@@ -136,6 +139,7 @@ class CollectiveSpec(msgspec.Struct, frozen=True):
     me: int
     root: int
     timeout_s: float
+    places: tuple[int, ...] = ()
 
 
 # ---------------------------------------------------------------- a rank and a forkserver

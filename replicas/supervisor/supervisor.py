@@ -334,6 +334,7 @@ class Supervisor:
             channels=self.coordinator.channel_statuses(),
             event_loop_lag_s=self.coordinator.loop_lag_s,
             sidecar_replacements=self.coordinator.sidecar_replacements(),
+            refused=self.coordinator.refused(),
             state_dir=str(self.state.path),
         )
 

@@ -219,7 +219,7 @@ class Arena:
             slot.state, slot.version, slot.manifest, slot.digest, slot.pins = "filling", version, manifest, "", 0
         try:
             self._fit(slot, nbytes)
-        except NoCapacity:
+        except BaseException:  # an interrupt must not lose the slot either
             self.free(slot)
             raise
         finally:
@@ -237,7 +237,7 @@ class Arena:
     def free(self, slot: Slot) -> None:
         """Forget what is in the slot; its memory is kept for the next one. A free slot stays free."""
         with self._lock:
-            slot.state, slot.version, slot.manifest, slot.digest, slot.pins = "free", 0, None, "", 0
+            self._clear(slot)
             if self._closed:
                 self._drop_buffer(slot)
         self._changed()
@@ -255,6 +255,9 @@ class Arena:
                 raise ValueError(f"{slot!r} is not pinned")
             slot.pins -= 1
             last = slot.pins == 0
+            if last and self._closed:
+                self._clear(slot)
+                self._drop_buffer(slot)
         if last:
             self._changed()
 
@@ -271,18 +274,29 @@ class Arena:
                 slot.pins += 1
             return slot
 
+    def find_filling(self, version: int) -> Slot | None:
+        """The slot that is being filled with ``version``."""
+        with self._lock:
+            return next((slot for slot in self._slots if slot.state == "filling" and slot.version == version), None)
+
     def held(self) -> dict[int, str]:
         """Digest of each version that is held."""
         with self._lock:
             return {slot.version: slot.digest for slot in self._slots if slot.state == "held"}
 
+    def images(self) -> dict[int, Manifest]:
+        """Manifest of each whole version that is held."""
+        with self._lock:
+            images = {slot.version: slot.image for slot in self._slots if slot.state == "held"}
+            return {version: image for version, image in images.items() if image is not None}
+
     def close(self) -> None:
-        """Release the memory of all slots; one that is still being filled is released when it is freed."""
+        """Release the memory of all slots; that of one which is being filled or read goes when it is freed or unpinned."""
         with self._lock:
             self._closed = True
             for slot in self._slots:
-                if slot.state != "filling":
-                    slot.state, slot.version, slot.manifest, slot.pins = "free", 0, None, 0
+                if slot.state != "filling" and not slot.pins:
+                    self._clear(slot)
                     self._drop_buffer(slot)
 
     def _choose(self, nbytes: int) -> Slot | None:
@@ -308,6 +322,10 @@ class Arena:
         if image is not None:
             header = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
             slot.buffer.tensor()[: image.data_offset].copy_(header)
+
+    @staticmethod
+    def _clear(slot: Slot) -> None:
+        slot.state, slot.version, slot.manifest, slot.digest, slot.pins = "free", 0, None, "", 0
 
     def _drop_buffer(self, slot: Slot) -> None:
         if slot._buffer is not None:

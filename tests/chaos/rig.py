@@ -1,8 +1,4 @@
-"""The run under chaos: its programs, its processes, and the faults done to them.
-
-Each rank writes what happened to it into a file of JSON lines of its own, with times of ``CLOCK_MONOTONIC``, which all
-processes of the machine share (:data:`tests.support.programs.PUBLISHES` and ``RECEIVES``).
-"""
+"""The run under chaos: its config, its processes, what shows of it outside, and the hands that reach into it."""
 
 from __future__ import annotations
 
@@ -10,106 +6,148 @@ import http.client
 import json
 import os
 import random
+import resource
 import signal
+import socket
 import sys
 import time
-from collections.abc import Iterator, Set
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from replicas.status import ReplicaStatus
-from tests.support.programs import PUBLISHES, RECEIVES
-from tests.support.runs import Run, alive, eventually
+from tests.chaos.anatomy import Anatomy, Unfinished
+from tests.chaos.gateway import Gateway
+from tests.support.runs import Run, eventually, running
 
-__all__ = ["DEADLINE_S", "LEASE_S", "Fault", "Victim", "World", "chaos_config"]
+__all__ = ["DEADLINE_S", "LEASE_S", "Shape", "World", "open_world"]
 
-DEADLINE_S = 10.0
-LEASE_S = 5.0
-
-# SIGKILL; SIGSTOP, and SIGCONT 1-2 s later; SIGSTOP until it is replaced, or until the round is over. What nobody needs at
-# the moment can be frozen without harm: with a forkserver or the store a sidecar is killed, with a shim its rank.
-KINDS = ("kill", "pause", "freeze")
-TARGETS = ("target rank", "source rank", "sidecar", "forkserver", "shim", "store")
-ALL = [*((kind, target) for kind in KINDS for target in TARGETS), ("pause", "supervisor")]
-DECK = [pair for pair in ALL if os.environ.get("CHAOS_ONLY", "") in " ".join(pair)]
+DEADLINE_S = 8.0
+LEASE_S = 4.0
+HERE = Path(__file__).parent
 
 
-def chaos_config(folder: Path) -> str:
-    """TOML of the run, whose ranks write under ``folder``."""
-    (folder / "trainer.py").write_text(PUBLISHES)
-    (folder / "target.py").write_text(RECEIVES)
-    out = folder / "out"
-    out.mkdir()
-    common = f"""launcher = "exec"
-env = {{ OUT = "{out}", OMP_NUM_THREADS = "1" }}
+@dataclass(frozen=True)
+class Shape:
+    """What a run is made of. ``torchrun``: the trainer and one group of targets have two ranks under torchrun each."""
+
+    torchrun: bool
+    source_ranks: str = "leader"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """Ranks of each replica, by ``group-replica``."""
+        if self.torchrun:
+            return {"trainer-0": 2, "rollout-0": 2, "serve-0": 1, "serve-1": 1}
+        return {"trainer-0": 1, "serve-0": 1, "serve-1": 1}
+
+    @property
+    def targets(self) -> list[str]:
+        return [name for name in self.sizes if not name.startswith("trainer")]
+
+    @property
+    def peers(self) -> list[str]:
+        return [name for name in self.sizes if not (self.torchrun and name.startswith("trainer"))]
+
+    def config(self, folder: Path) -> str:
+        """TOML of the run, whose programs write into ``folder``."""
+        env = {
+            "CHAOS_OUT": str(folder),
+            "CHAOS_PEERS": " ".join(self.peers),
+            "CHAOS_SOURCE_RANKS": self.source_ranks,
+            "OMP_NUM_THREADS": "1",
+        }
+        common = f"""env = {{ {", ".join(f'{key} = "{value}"' for key, value in env.items())} }}
 stop_timeout = "1s"
-restart = {{ max_restarts = 10000, initial_delay = "100ms", max_delay = "200ms" }}
+restart = {{ policy = "always", max_restarts = 100000, initial_delay = "50ms", max_delay = "100ms" }}
 health = {{ heartbeat_timeout = "{LEASE_S:g}s" }}
 """
-    return f"""
-[groups.trainer]
-command = ["{sys.executable}", "{folder}/trainer.py"]
-{common}
-[groups.rollout]
-replicas = 2
-command = ["{sys.executable}", "{folder}/target.py"]
-{common}
+        double = 'launcher = "torchrun"\nnproc_per_node = 2\n' if self.torchrun else 'launcher = "exec"\n'
+        groups = f'[groups.trainer]\ncommand = ["{HERE}/trainer.py"]\n{double}{common}'
+        if self.torchrun:
+            groups += f'[groups.rollout]\ncommand = ["{HERE}/server.py"]\n{double}{common}'
+        groups += f'[groups.serve]\ncommand = ["{HERE}/server.py"]\nlauncher = "exec"\nreplicas = 2\n{common}'
+        targets = '["rollout", "serve"]' if self.torchrun else '["serve"]'
+        peers = '["rollout", "serve"]' if self.torchrun else '["trainer", "serve"]'
+        return f"""{groups}
 [channels.policy]
-sources = ["trainer"]
-targets = ["rollout"]
+sources = [{{ group = "trainer", ranks = "{self.source_ranks}" }}]
+targets = {targets}
+deadline = "{DEADLINE_S:g}s"
+[channels.outer]
+peers = {peers}
 deadline = "{DEADLINE_S:g}s"
 """
 
 
-@dataclass(frozen=True)
-class Fault:
-    kind: str
-    target: str
-    delay_s: float
-    pause_s: float
+@contextmanager
+def open_world(folder: Path, shape: Shape) -> Iterator[World]:
+    """A run, and everything of it gone at the end of the block."""
+    out = folder / "out"
+    out.mkdir()
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    command = [sys.executable, "-m", "tests.chaos.supervisor_under_test", str(theirs.fileno())]
+    endpoint = folder / ".replicas" / "chaos" / "endpoint.json"
 
-    def __str__(self) -> str:
-        return f"{self.kind} {self.target}"
+    def target() -> str:
+        return str(json.loads(endpoint.read_text())["endpoint"]) if endpoint.exists() else ""
 
-    @classmethod
-    def deck(cls, rng: random.Random) -> Iterator[Fault]:
-        """Faults without end; every kind comes on every target before any comes twice."""
-        while True:
-            for kind, target in rng.sample(DECK, len(DECK)):
-                longer_s = LEASE_S if target == "supervisor" else 0.0
-                yield cls(kind, target, rng.uniform(0.0, 0.3), rng.uniform(1.0, 2.0) + longer_s)
-
-
-@dataclass(frozen=True)
-class Victim:
-    """``replica``: which one it belongs to, if any; ``restarts``: that one must start again; ``also``: killed with it."""
-
-    pid: int
-    replica: str = ""
-    restarts: bool = False
-    also: int = 0
+    with closing(ours), closing(theirs), Gateway(list(shape.sizes), target) as gateway:
+        ways = {name: proxy.endpoint for name, proxy in gateway.proxies.items()}
+        (out / "proxies.json").write_text(json.dumps(ways))
+        with running(folder, shape.config(out), name="chaos", command=command, pass_fds=[theirs.fileno()]) as run:
+            theirs.close()
+            yield World(run, shape, out, gateway, ours)
 
 
 class World:
     """A run and what shows of it."""
 
-    def __init__(self, run: Run, rng: random.Random) -> None:
+    def __init__(self, run: Run, shape: Shape, out: Path, gateway: Gateway, control: socket.socket) -> None:
         self.run = run
-        self.out = run.folder / "out"
-        self._rng = rng
+        self.shape = shape
+        self.out = out
+        self.gateway = gateway
+        self._control = control
+        self._orders = 0
+        self._tails: dict[Path, _Tail] = {}
+
+    # ------------------------------------------------------------ what shows
 
     def replicas(self) -> dict[str, ReplicaStatus]:
-        return {one.name: one for group in self.run.status().groups for one in group.replicas}
+        """By ``group-replica``."""
+        return {one.name.replace("/", "-"): one for group in self.run.status().groups for one in group.replicas}
+
+    def anatomy(self, timeout_s: float = 20.0) -> Anatomy:
+        """All processes of the run, once they are all there."""
+
+        def look() -> Anatomy | None:
+            try:
+                return Anatomy(self.run, self.replicas())
+            except Unfinished:
+                return None
+
+        found: Anatomy = eventually(look, "every process of the run", timeout_s=timeout_s)
+        return found
 
     def log(self, name: str) -> list[dict[str, Any]]:
-        """The whole lines that ``trainer-0``, ``rollout-0`` or ``rollout-1`` has written so far."""
-        return _lines(self.out / f"{name}.jsonl")
+        """The whole lines of ``out/name.jsonl`` so far, such as ``trainer-0.1`` (rank 1) or ``serve-0.0.outer``."""
+        return self._tail(self.out / f"{name}.jsonl")
+
+    def _tail(self, path: Path) -> list[dict[str, Any]]:
+        return self._tails.setdefault(path, _Tail(path)).lines()
+
+    def logs(self, names: list[str]) -> dict[str, list[dict[str, Any]]]:
+        """Of each rank of these replicas."""
+        ranks = [f"{name}.{rank}" for name in names for rank in range(self.shape.sizes[name])]
+        return {name: self.log(name) for name in ranks}
 
     def decided(self) -> list[int]:
-        """Every version that was ever committed, in order."""
-        return [line["version"] for line in _lines(self.run.state_dir / "decisions.jsonl")]
+        """Every version of the weights that was ever committed, in order."""
+        lines = self._tail(self.run.state_dir / "decisions.jsonl")
+        return [line["version"] for line in lines if line["channel"] == "policy" and line["kind"] == "commit"]
 
     def page(self, name: str) -> tuple[int, str]:
         """Status and text of a control page."""
@@ -119,49 +157,45 @@ class World:
             answer = connection.getresponse()
             return answer.status, answer.read().decode()
 
-    def wait_for_publish(self) -> None:
-        """Until a publish begins that had not begun before."""
-        before = len(self.log("trainer-0"))
-        eventually(lambda: any("began" in line for line in self.log("trainer-0")[before:]), "a publish", timeout_s=30)
+    def token(self) -> str:
+        return (self.run.state_dir / "token").read_text().strip()
 
-    def choose(self, fault: Fault, spared: Set[str]) -> Victim | None:
-        """A process of this run, not of the replicas ``spared``, once there is one; None when those are all."""
-        group = {"source rank": "trainer", "target rank": "rollout", "shim": "rollout"}.get(fault.target, "")
-        names = sorted(n for n, one in self.replicas().items() if one.group.startswith(group) and n not in spared)
-        if fault.target == "supervisor" or not names:
-            return Victim(self.run.pid) if names else None
-        name = self._rng.choice(names)
-        found: Victim = eventually(lambda: self._choose(fault, name), f"a {fault.target} to {fault.kind}")
-        return found
+    # ------------------------------------------------------------ hands
 
-    def _choose(self, fault: Fault, name: str) -> Victim | None:
-        rank, lives, freezes = self.replicas()[name].pid, fault.kind == "pause", fault.kind == "freeze"
-        if rank is None or not alive(rank):
+    def arm(self, channel: str, moment: str, delay_s: float, deeds: list[dict[str, Any]]) -> int:
+        """Have the deeds done at the moment; the order's number."""
+        self._orders += 1
+        order = {"arm": self._orders, "channel": channel, "moment": moment, "delay_s": delay_s, "deeds": deeds}
+        self._control.send(json.dumps(order).encode())
+        assert self._answer("armed", 10.0) == {"armed": self._orders}
+        return self._orders
+
+    def done(self, number: int, patience_s: float) -> dict[str, Any]:
+        """What was done, at the moment or, when it did not come for so long, now (``landed`` is empty then)."""
+        answer = self._answer("done", patience_s)
+        late = answer is None
+        if answer is None:
+            self._control.send(json.dumps({"fire": number}).encode())
+            answer = self._answer("done", 10.0)
+        assert answer is not None, "the supervisor does not answer"
+        assert answer["done"] == number, (answer, number)
+        return {**answer, "late": late}
+
+    def refusals(self) -> dict[str, int]:
+        """How many connections and messages were turned away, by reason."""
+        self._control.send(b'{"ask": "refusals"}')
+        answer = self._answer("refusals", 10.0)
+        assert answer is not None, "the supervisor does not answer"
+        return dict(answer["refusals"])
+
+    def _answer(self, kind: str, timeout_s: float) -> dict[str, Any] | None:
+        self._control.settimeout(max(0.01, timeout_s))
+        try:
+            answer: dict[str, Any] = json.loads(self._control.recv(65536))
+        except TimeoutError:
             return None
-        shim = _parent(rank)
-        servers = [pid for pid, line in self._children(shim).items() if "sidecar.forkserver" in line]
-        sidecars = sorted(child for server in servers for child in self._children(server))
-        if not sidecars:
-            return None
-        return {
-            "source rank": Victim(rank, name, not lives),
-            "target rank": Victim(rank, name, not lives),
-            "sidecar": Victim(sidecars[0], name),
-            "forkserver": Victim(servers[0], name, also=sidecars[0] if freezes else 0),
-            "shim": Victim(shim, name, not lives, rank if freezes else 0),
-            "store": Victim(self.run.find("store_process"), also=sidecars[0] if freezes else 0),
-        }[fault.target]
-
-    def _children(self, pid: int) -> dict[int, str]:
-        return {child: line for child, line in self.run.processes().items() if _parent(child) == pid}
-
-    def hit(self, fault: Fault, victim: Victim) -> None:
-        self.signal(victim.pid, signal.SIGKILL if fault.kind == "kill" else signal.SIGSTOP)
-        if victim.also:
-            self.signal(victim.also, signal.SIGKILL)
-        if fault.kind == "pause":
-            time.sleep(fault.pause_s)  # the fault itself, not a wait for anything
-            self.signal(victim.pid, signal.SIGCONT)
+        assert kind in answer, answer
+        return answer
 
     def signal(self, pid: int, signum: int) -> None:
         """By a pidfd, and only a process that is certainly of this run; nothing when it is gone."""
@@ -173,14 +207,26 @@ class World:
             finally:
                 os.close(pidfd)
 
+    def unlimit(self) -> None:
+        """No process of the run has a memory limit any more."""
+        for pid in self.run.processes():
+            with suppress(OSError):
+                resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
-def _parent(pid: int) -> int:
-    try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return 0
 
+class _Tail:
+    """The lines of a growing file of JSON lines, each parsed once."""
 
-def _lines(path: Path) -> list[dict[str, Any]]:
-    text = path.read_text() if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines() if line.endswith("}")]
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._at = 0
+        self._lines: list[dict[str, Any]] = []
+
+    def lines(self) -> list[dict[str, Any]]:
+        if self._path.exists():
+            with self._path.open("rb") as file:
+                file.seek(self._at)
+                whole, newline, _ = file.read().rpartition(b"\n")
+            self._at += len(whole) + len(newline)
+            self._lines += [json.loads(line) for line in whole.splitlines()]
+        return self._lines

@@ -62,6 +62,7 @@ def a_status() -> RunStatus:
             ),
         ),
         sidecar_replacements={"died": 1},
+        refused={"token": 3},
     )
 
 

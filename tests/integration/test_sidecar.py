@@ -98,8 +98,9 @@ async def check_moves(three: Lane, order: Sequence[int]) -> None:
     pairs = await three.run("gather", given, root=1, order=order)
     assert same(read_segments(pairs[1][1], flat), everything)
     alike = [some_tensors(seed) for seed in (1, 2, 3)]
-    for inputs, _ in await three.run("broadcast", alike, root=2, order=order):
-        assert same(read_segments(inputs, segments_of(alike[2])), alike[2])
+    for me, pair in enumerate(await three.run("broadcast", alike, root=2, order=order)):
+        assert same(read_segments(pair[0 if me == 2 else 1], segments_of(alike[2])), alike[2])
+        assert same(read_segments(pair[0], segments_of(alike[me])), alike[me]), "the inputs stay as they were"
     scattered = [torch.arange(3), torch.zeros(0), torch.ones(2, 2).to(torch.float8_e5m2)]
     pairs = await three.run("scatter", [scattered, [], []], root=0, order=order)
     for tensor, (_, outputs) in zip(scattered, pairs, strict=True):
@@ -111,17 +112,38 @@ async def check_reductions(three: Lane) -> None:
     given = [[tensor * (rank + 1) for tensor in base] for rank in range(3)]
     expected: dict[ReduceOp, float] = {"sum": 6.0, "min": 1.0, "max": 3.0}
     for op, factor in expected.items():
-        for inputs, _ in await three.run("all_reduce", given, op=op):
-            assert same(read_segments(inputs, segments_of(base)), [(t * factor).to(t.dtype) for t in base])
+        for me, (inputs, outputs) in enumerate(await three.run("all_reduce", given, op=op)):
+            assert same(read_segments(outputs, segments_of(base)), [(t * factor).to(t.dtype) for t in base])
+            assert same(read_segments(inputs, segments_of(base)), given[me]), "the inputs stay as they were"
     floats = [tensors[:2] for tensors in given]
-    for inputs, _ in await three.run("all_reduce", floats, op="mean"):
-        assert same(read_segments(inputs, segments_of(base[:2])), [tensor * 2 for tensor in base[:2]])
+    for _, outputs in await three.run("all_reduce", floats, op="mean"):
+        assert same(read_segments(outputs, segments_of(base[:2])), [tensor * 2 for tensor in base[:2]])
     pairs = await three.run("reduce", floats, op="mean", root=1)
-    assert same(read_segments(pairs[1][0], segments_of(base[:2])), [tensor * 2 for tensor in base[:2]])
+    assert same(read_segments(pairs[1][1], segments_of(base[:2])), [tensor * 2 for tensor in base[:2]])
+    assert all(
+        same(read_segments(pair[0], segments_of(base[:2])), one) for pair, one in zip(pairs, floats, strict=True)
+    )
     shards = [[torch.full((rank + 2,), float(index * 10 + rank)) for rank in range(3)] for index in range(3)]
-    for rank, (_, outputs) in enumerate(await three.run("reduce_scatter", shards, op="sum")):
+    for rank, (inputs, outputs) in enumerate(await three.run("reduce_scatter", shards, op="sum")):
         total = torch.full((rank + 2,), float(sum(index * 10 + rank for index in range(3))))
-        assert same(read_segments(outputs, segments_of([total])), [total])
+        assert same(read_segments(outputs, segments_of(shards[0]))[rank : rank + 1], [total])
+        assert same(read_segments(inputs, segments_of(shards[rank])), shards[rank])
+
+
+async def test_a_repeated_operation_uses_the_segments_of_those_that_are_left(server: str) -> None:
+    async with lane(2, server) as two:
+        shards = [[torch.full((place + 2,), float(place + 10 * me)) for place in range(4)] for me in range(2)]
+        pairs = await two.run("reduce_scatter", shards, op="mean", places=(3, 1))
+        for place, (_, outputs) in zip((3, 1), pairs, strict=True):
+            mine = read_segments(outputs, segments_of(shards[0]))[place]
+            assert same([mine], [torch.full((place + 2,), float(place + 5))])
+        pairs = await two.run("scatter", [shards[0], []], root=0, places=(0, 2))
+        for place, (_, outputs) in zip((0, 2), pairs, strict=True):
+            assert same(read_segments(outputs, segments_of([shards[0][place]])), [shards[0][place]])
+        with pytest.raises(SidecarFailed, match=r"scatter has 2 segments for 2 participants"):
+            await two.run("scatter", [shards[0][:2], []], root=0, places=(0, 2))
+        with pytest.raises(SidecarFailed, match=r"places \(1, 1\) do not fit 2 participants"):
+            await two.run("all_reduce", shards, places=(1, 1))
 
 
 async def check_pairs(three: Lane) -> None:
@@ -136,7 +158,7 @@ async def test_one_sidecar_alone_is_a_group(server: str) -> None:
         given = [torch.arange(4.0)]
         for kind in ("all_reduce", "reduce", "broadcast", "all_gather", "gather", "scatter", "reduce_scatter"):
             pairs = await alone.run(kind, [given], root=0)
-            place = 0 if kind in ("all_reduce", "reduce", "broadcast") else 1
+            place = 0 if kind == "broadcast" else 1
             assert same(read_segments(pairs[0][place], [Segment("float32", (4,))]), given), kind
         await alone.run("barrier", [[]])
 
@@ -347,7 +369,7 @@ async def test_a_cancelled_caller_does_not_disturb_the_next_one(server: str) -> 
         await asyncio.wait([pending])
         if not any(sidecar.dead for sidecar in two.sidecars):
             pairs = await two.run("all_reduce", [[torch.ones(3)]] * 2)
-            assert read_segments(pairs[0][0], [Segment("float32", (3,))])[0].tolist() == [2.0] * 3
+            assert read_segments(pairs[0][1], [Segment("float32", (3,))])[0].tolist() == [2.0] * 3
 
 
 # ---------------------------------------------------------------- lives and deaths

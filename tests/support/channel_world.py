@@ -10,6 +10,8 @@ import itertools
 from collections import deque
 from dataclasses import dataclass, field
 
+import msgspec
+
 from replicas import messages as wire
 from replicas.config import ChannelConfig, Party
 from replicas.core.channel import ChannelState
@@ -35,16 +37,27 @@ def peer_config(ranks: str = "leader", **changes: object) -> ChannelConfig:
     return channel_config(name="outer", sources=(), targets=(), peers=(party,), **changes)
 
 
+@dataclass
+class OpenPublish:
+    """One without a verdict yet."""
+
+    asked: int | None
+    version: int = 0
+    packed: bool = False
+    manifest: PartManifest | None = None
+
+
 @dataclass(eq=False)
 class SimMember:
     """A rank.
 
-    ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte.
-    ``granted``: versions, in order.
+    ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte. ``breaks``: its process
+    groups form (unless ``World.bad_pairs`` says otherwise) and fail as soon as bytes move. ``granted``: versions, in order.
     """
 
     member: Member
     world: World
+    hello: wire.Hello
     outbox: deque[wire.FromMember] = field(default_factory=deque)
     inbox: deque[wire.FromCoordinator] = field(default_factory=deque)
     held: set[int] = field(default_factory=set)
@@ -61,6 +74,10 @@ class SimMember:
     stuck: bool = False
     refuse: wire.WireError | None = None
     bad_digest: bool = False
+    breaks: bool = False
+    epoch: int = 0
+    assigned: int = 0
+    open: dict[int, OpenPublish] = field(default_factory=dict)
     seen: list[wire.FromCoordinator] = field(default_factory=list)
 
     # ---------------------------------------------------------- what the user does
@@ -68,9 +85,12 @@ class SimMember:
     def publish(self, version: int | None = None, deadline_s: float = 60.0) -> int:
         self.publishes += 1
         self.outbox.append(wire.PublishBegin(self.publishes, version, deadline_s))
+        self.open[self.publishes] = OpenPublish(version)
         return self.publishes
 
     def pack(self, publish: int, *, manifest: PartManifest | None = MANIFEST) -> None:
+        if publish in self.open:
+            self.open[publish].packed, self.open[publish].manifest = True, manifest
         if manifest is None:
             self.outbox.append(wire.Packed(publish, "", 0, "cpu", 0.0, 0.0))
             return
@@ -80,7 +100,7 @@ class SimMember:
     def ask(self) -> None:
         if not self.asked:
             self.asked = True
-            self.outbox.append(wire.ReceiveAsk(len(self.granted) + 1, max(self.granted, default=0)))
+            self.ask_again()
 
     def post(
         self, kind: str, *, root: str = "", step: int | None = None, shape: tuple[int, ...] = (2,), **more: object
@@ -91,6 +111,23 @@ class SimMember:
         self.outbox.append(wire.OperationPost(post=self.posts, kind=kind, root=root, step=step, **fields))  # type: ignore[arg-type]  # by name
         return self.posts
 
+    # ---------------------------------------------------------- a new coordinator
+
+    def announce(self) -> None:
+        """Say again what is under way."""
+        for number, publish in self.open.items():
+            resumed = publish.version > 0
+            version = publish.version if resumed else publish.asked
+            self.outbox.append(wire.PublishBegin(number, version, 60.0, resumed=resumed))
+            if publish.packed:
+                self.pack(number, manifest=publish.manifest)
+        if self.asked:
+            self.ask_again()
+        self.outbox.append(wire.Resumed())
+
+    def ask_again(self) -> None:
+        self.outbox.append(wire.ReceiveAsk(len(self.granted) + 1, max(self.granted, default=0)))
+
     # ---------------------------------------------------------- what its library does
 
     def handle(self, message: wire.FromCoordinator) -> None:
@@ -99,7 +136,25 @@ class SimMember:
             case wire.PublishEnd():
                 assert message.publish not in self.verdicts or self.verdicts[message.publish] == message
                 self.verdicts[message.publish] = message
+                self.open.pop(message.publish, None)
+            case wire.PublishAdmitted():
+                known = self.open.get(message.publish)
+                if known is not None:
+                    assert known.version in (0, message.version), "another number"
+                    known.version = message.version
+            case wire.View():
+                assert message.epoch > self.epoch, "an epoch went backwards"
+                self.epoch = message.epoch
+            case wire.Assigned():
+                self.assigned = message.version
+            case wire.Describe():
+                held = message.version in self.held
+                manifest = MANIFEST.encode() if held else b""
+                digest = f"digest-{message.version}" if held else ""
+                self.outbox.append(wire.Described(message.version, digest, MANIFEST.hash, manifest, {}, "cpu"))
             case wire.Commit():
+                if message.version in self.commits:
+                    return
                 assert not self.commits or message.version > self.commits[-1], "a commit went backwards"
                 self.commits.append(message.version)
             case wire.Discard():
@@ -119,13 +174,21 @@ class SimMember:
     def _answer(self, message: wire.FromCoordinator) -> None:
         match message:
             case wire.LaneForm():
-                self.outbox.append(wire.LaneFormed(message.lane, 0.05))
+                pair = frozenset(message.names)
+                if message.probe and pair in self.world.bad_pairs:
+                    error = wire.WireError("SyncError", "connection refused")
+                    self.outbox.append(wire.LaneFailed(message.lane, error))
+                else:
+                    self.outbox.append(wire.LaneFormed(message.lane, 0.05))
             case wire.TransferOffer():
                 if self.refuse is not None and message.role == "receive":
                     self.outbox.append(wire.TransferFailed(message.transfer, self.refuse))
                 else:
                     self.incoming[message.transfer] = message
                     self.outbox.append(wire.TransferReady(message.transfer))
+            case wire.TransferGo() if self.breaks or self.world.broken(message.lane):
+                offer = self.incoming.pop(message.transfer)
+                self.outbox.append(wire.TransferFailed(offer.transfer, wire.WireError("SyncError", "connection reset")))
             case wire.TransferGo() if not self.stuck:
                 self._transfer(self.incoming.pop(message.transfer), message)
             case wire.TransferCancel():
@@ -158,13 +221,65 @@ class World:
         self.state = ChannelState(self.config, self.groups, run="run", term=1, store=lambda: ("127.0.0.1", 1), floor=0)
         self.members: dict[Member, SimMember] = {}
         self.decisions: list[CommitDecision] = []
+        self.aborted: set[int] = set()
         self.events: list[Event] = []
         self.swept: list[str] = []
+        self.bad_pairs: set[frozenset[str]] = set()
+        """Names of members between which nothing goes: neither a probe nor a transfer with both of them."""
+        self.terms = itertools.count(2)
         self._nonces = itertools.count(1)
         self._lanes: dict[str, dict[Member, int]] = {}
 
     def lane_rank(self, lane: str, member: Member) -> int:
         return self._lanes.get(lane, {}).get(member, 0)
+
+    def broken(self, lane: str) -> bool:
+        """Whether two members of the lane cannot reach each other."""
+        names = {member.name for member in self._lanes.get(lane, {})}
+        return any(pair <= names for pair in self.bad_pairs)
+
+    def restart(self, *, keep_log: bool = True) -> list[SimMember]:
+        """The coordinator ends, and another one starts. Members are without a session until :meth:`rejoin`."""
+        last = self.decisions[-1] if self.decisions else None
+        decided = (last.version, last.digest) if last is not None and keep_log else (0, "")
+        newer = {version for version in self.aborted if version > decided[0]} if keep_log else set()
+        self.state = ChannelState(
+            self.config,
+            self.groups,
+            run="run",
+            term=next(self.terms),
+            store=lambda: ("127.0.0.1", 1),
+            floor=max(decided[0], *newer, 0),
+            decided=decided,
+            aborted=frozenset(newer),
+        )
+        sims, self.members = list(self.members.values()), {}
+        for sim in sims:
+            sim.inbox.clear()
+            sim.outbox.clear()
+            sim.incoming.clear()
+        return sims
+
+    def rejoin(self, sim: SimMember) -> None:
+        """The member's session comes back: it says what it knows, and what is under way."""
+        latest = sim.commits[-1] if sim.commits else 0
+        hello = msgspec.structs.replace(
+            sim.hello,
+            resume_term=1,
+            held=tuple(wire.HeldVersion(version, f"digest-{version}") for version in sorted(sim.held)),
+            loaded=max(sim.granted, default=0),
+            epoch=sim.epoch,
+            latest=latest,
+            latest_digest=f"digest-{latest}" if latest else "",
+            assigned=sim.assigned if sim.assigned > max(sim.granted, default=0) else 0,
+            publishes=sim.publishes,
+        )
+        _, older = self.state.join(hello, "127.0.0.1", self.now)
+        if older is not None:
+            self.members.pop(older.member, None)
+        self.members[sim.member] = sim
+        self._collect()
+        sim.announce()
 
     def join(self, name: str, *, world_size: int = 1, generation: int = 1, **changes: object) -> SimMember:
         group, replica, rank = name.split("/")
@@ -184,7 +299,7 @@ class World:
         state, older = self.state.join(hello, "127.0.0.1", self.now)
         if older is not None:
             self.members.pop(older.member, None)
-        sim = SimMember(state.member, self)
+        sim = SimMember(state.member, self, hello)
         sim.publishes = self.state.welcome(state, 0).publishes
         self.members[state.member] = sim
         self._collect()
@@ -203,7 +318,14 @@ class World:
                         self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.rank
                     if effect.member in self.members:
                         self.members[effect.member].inbox.append(effect.message)
+                case Record(decision=CommitDecision(kind="abort")):
+                    self.aborted.add(effect.decision.version)
                 case Record():
+                    assert effect.decision.version not in self.aborted
+                    again = [old for old in self.decisions if old.version == effect.decision.version]
+                    if again:  # learned from a member by a coordinator that has lost its log
+                        assert again[0].digest == effect.decision.digest
+                        continue
                     assert all(effect.decision.version > old.version for old in self.decisions)
                     self.decisions.append(effect.decision)
                 case Emit():

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,8 +65,21 @@ def shared_memory() -> set[str]:
 class Run:
     """One supervised run. ``text`` is its TOML without ``schema_version``, ``[run]`` and ``[control]``."""
 
-    def __init__(self, folder: Path, text: str, *, stop_when: str = "[]", name: str = "test", head: str = "") -> None:
+    def __init__(
+        self,
+        folder: Path,
+        text: str,
+        *,
+        stop_when: str = "[]",
+        name: str = "test",
+        head: str = "",
+        command: Sequence[str] = (sys.executable, "-m", "replicas.supervisor"),
+        pass_fds: Sequence[int] = (),
+    ) -> None:
+        """``command``: what supervises in place of the real thing, and the descriptors that it gets."""
         self.folder = folder
+        self._command = [*command]
+        self._pass_fds = tuple(pass_fds)
         self.name = name
         self.mark = secrets.token_hex(8)
         self.config = folder / "run.toml"
@@ -85,7 +98,8 @@ class Run:
         env = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         env["TMPDIR"] = str(self.scratch)
         self._popen = subprocess.Popen(
-            [sys.executable, "-m", "replicas.supervisor", str(self.config)],
+            [*self._command, str(self.config)],
+            pass_fds=self._pass_fds,
             env=env,
             cwd=self.folder,
             stdin=subprocess.DEVNULL,

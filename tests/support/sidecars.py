@@ -101,6 +101,7 @@ class Lane:
         timeout_s: float = 20.0,
         order: Sequence[int] | None = None,
         kinds: Sequence[OperationKind] | None = None,
+        places: tuple[int, ...] = (),
     ) -> list[tuple[Buffer, Buffer]]:
         """One operation; participant ``i`` is lane rank ``order[i]`` and posts ``given[i]``. Inputs and outputs of each."""
         ranks = tuple(order if order is not None else range(len(given)))
@@ -114,7 +115,7 @@ class Lane:
         await asyncio.gather(
             *[
                 self.sidecars[rank].collective(
-                    CollectiveSpec(1, kinds[me] if kinds else kind, op, ranks, segments, me, root, timeout_s),
+                    CollectiveSpec(1, kinds[me] if kinds else kind, op, ranks, segments, me, root, timeout_s, places),
                     *pairs[me],
                 )
                 for me, rank in enumerate(ranks)

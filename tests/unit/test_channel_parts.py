@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
@@ -11,153 +11,16 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.hub import Hub
-from replicas.channel.lanes import Lanes
-from replicas.channel.operations import Operations
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.publish import Publisher, PublishJob
-from replicas.channel.receive import Receiver
+from replicas.channel.publish import PublishJob
 from replicas.channel.results import Operation
-from replicas.channel.transfers import Transfers
 from replicas.channel.update import Update
-from replicas.channel.watches import Watches
-from replicas.core.identity import Member, ProcessIdentity
-from replicas.core.manifest import Manifest, TensorSpec
+from replicas.core.identity import Member
 from replicas.messages import Segment
-from replicas.sidecar.client import CollectiveSpec, SidecarDied, TransferResult, TransferSpec
-from replicas.weights.arena import Buffer, Slot
+from replicas.weights.arena import Slot
+from tests.support.scripted import MANIFEST, ME, World
 
 pytestmark = pytest.mark.anyio
-
-MANIFEST = Manifest((TensorSpec("w", "float32", (4,)),))
-ME = Member("rollout", 0, 0, "abc")
-
-
-class Loop:
-    """The test's own loop in place of the session thread."""
-
-    def __init__(self) -> None:
-        self.loop = asyncio.get_running_loop()
-        self.tasks: set[asyncio.Task[Any]] = set()
-        self.inherited: set[Any] = set()
-        self.sidecars: list[Sidecar] = []
-
-    def call(self, function: Callable[..., object], *args: Any) -> None:
-        self.loop.call_soon_threadsafe(function, *args)
-
-    def spawn(self, coroutine: Coroutine[Any, Any, Any], name: str) -> asyncio.Task[Any]:
-        task = asyncio.create_task(coroutine, name=name)
-        self.tasks.add(task)
-        return task
-
-    async def forkserver(self, name: str | None) -> Loop:
-        return self
-
-    async def fork(self) -> Sidecar:
-        self.sidecars.append(Sidecar())
-        return self.sidecars[-1]
-
-
-class Sidecar:
-    """Does what it is asked when the test opens its gate; ``stubborn``: does not die."""
-
-    def __init__(self) -> None:
-        self.on_exit: Callable[[str], None] | None = None
-        self.gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.killed = False
-        self.dead = asyncio.Event()
-        self.slot_value = 7.0
-
-    async def build(self, spec: object) -> float:
-        return 0.1
-
-    async def transfer(self, spec: TransferSpec, buffer: Buffer) -> TransferResult:
-        await self.gate
-        if spec.role == "receive":
-            buffer.tensor()[MANIFEST.data_offset :].view(torch.float32).fill_(self.slot_value)
-        return TransferResult("digest", {}, 0.1, 0.1)
-
-    async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
-        await self.gate
-        assert inputs is not None
-        inputs.tensor()[:16].view(torch.float32).mul_(2)
-        return 0.1
-
-    def kill(self) -> None:
-        self.killed = True
-        if not self.gate.done():
-            self.gate.set_exception(SidecarDied("killed"))
-
-    async def wait_dead(self, timeout_s: float) -> bool:
-        await self.dead.wait()
-        return True
-
-
-class Session:
-    def __init__(self) -> None:
-        self.sent: list[wire.FromMember] = []
-        self.connected = True
-        self.endpoint = "coordinator"
-        self._news = asyncio.Event()
-
-    def send(self, message: wire.FromMember) -> None:
-        self.sent.append(message)
-        self._news.set()
-
-    async def next(self, kind: type[Any]) -> Any:
-        """The next message of this kind; what came before it is dropped."""
-        async with asyncio.timeout(10):
-            while True:
-                while self.sent:
-                    message = self.sent.pop(0)
-                    if isinstance(message, kind):
-                        return message
-                self._news.clear()
-                await self._news.wait()
-
-
-class World:
-    def __init__(self, role: str, slots: int) -> None:
-        self.loop = Loop()
-        hello = wire.Hello(1, "", "policy", "rollout", 0, 0, 1, "abc", 1, ProcessIdentity(1, 2, "b", 3))
-        self.hub = hub = Hub(self.loop, hello, None, "policy")  # type: ignore[arg-type]  # a fake
-        self.session = Session()
-        self.lanes = Lanes(hub)
-        self.transfers = Transfers(hub, self.lanes)
-        self.publisher, self.receiver = Publisher(hub), Receiver(hub)
-        self.watches, self.operations = Watches(hub), Operations(hub, self.lanes)
-        parts = (self.publisher, self.receiver, self.watches, self.operations, self.transfers, self.lanes)
-        hub.start(self.session, parts)  # type: ignore[arg-type]  # a fake
-        settings = wire.ChannelSettings(role, 5.0, slots, "leader", "leader", "auto", 1.0)  # type: ignore[arg-type]  # a valid role
-        self.welcome = wire.Welcome(1, settings, 0, 1, "127.0.0.1")
-        hub.welcomed(self.welcome, False)
-
-    def tell(self, *messages: wire.FromCoordinator) -> None:
-        for message in messages:
-            self.hub.handle(message)
-
-    async def lane(self, name: str = "a") -> Sidecar:
-        self.tell(wire.LaneForm(name, "prefix", "host", 1, 0, 1, "gloo", ("127.0.0.1",), 5.0))
-        assert (await self.session.next(wire.LaneFormed)).lane == name
-        return self.loop.sidecars[-1]
-
-    def offer(self, number: int, version: int, deadline_s: float = 10.0) -> None:
-        encoded = MANIFEST.encode()
-        self.tell(wire.TransferOffer(number, version, "receive", "image", "hash", encoded, {"n": version}, deadline_s))
-
-    async def hold(self, version: int, *, commit: bool = True) -> None:
-        """Receive a version, as if nobody else were in the lane."""
-        sidecar = await self.lane(f"lane {version}")
-        self.offer(version, version)
-        await self.session.next(wire.TransferReady)
-        sidecar.gate.set_result(None)
-        self.tell(wire.TransferGo(version, f"lane {version}", (1,), 5.0))
-        assert (await self.session.next(wire.TransferDone)).image_digest == "digest"
-        if commit:
-            self.tell(wire.Commit(version, "digest", "hash"))
-
-    def slots(self) -> dict[int, str]:
-        return {slot.version: slot.state for slot in self.hub.arena.slots if slot.state != "free"}
 
 
 @pytest.fixture

@@ -362,7 +362,7 @@ def test_the_deadline_names_who_was_late() -> None:
     error = trainer.verdicts[1].error
     assert error is not None
     assert error.members == ("rollout/0/0",)
-    assert (error.kind, error.phase) == ("DeadlineExceeded", "form")
+    assert (error.kind, error.phase) == ("DeadlineExceeded", "probe")
 
 
 def test_a_rank_that_never_packs_ends_by_the_deadline() -> None:

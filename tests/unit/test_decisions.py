@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from replicas import errors
+from replicas.coordinator import decisions
 from replicas.coordinator.decisions import DecisionLog
 from replicas.core.effects import CommitDecision
 
@@ -44,4 +46,42 @@ def test_a_disk_that_takes_half_a_line_leaves_the_log_as_it_was(
     log.close()
     again = DecisionLog(tmp_path / "log")
     assert again.floor("policy") == 2
+    again.close()
+
+
+def test_aborted_numbers_are_not_used_again(tmp_path: Path) -> None:
+    log = DecisionLog(tmp_path / "log")
+    log.append(decision(1))
+    log.append(CommitDecision("abort", "policy", 2, "", 1, 1))
+    log.append(CommitDecision("abort", "policy", 3, "", 1, 1))
+    log.close()
+    again = DecisionLog(tmp_path / "log")
+    assert again.committed("policy") == (1, "digest")
+    assert (again.floor("policy"), again.aborted("policy")) == (3, {2, 3})
+    again.append(decision(4))
+    assert (again.floor("policy"), again.aborted("policy")) == (4, frozenset())
+    again.close()
+
+
+def test_a_second_coordinator_is_refused(tmp_path: Path) -> None:
+    first = DecisionLog(tmp_path / "log")
+    with pytest.raises(errors.WorldError, match="in use by another coordinator"):
+        DecisionLog(tmp_path / "log")
+    first.close()
+    DecisionLog(tmp_path / "log").close()
+
+
+def test_a_long_log_is_written_anew_and_stays_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decisions, "COMPACT_NBYTES", 1000)
+    log = DecisionLog(tmp_path / "log")
+    for version in range(1, 201):
+        log.append(decision(version))
+        assert (tmp_path / "log").stat().st_size < 1200
+    log.append(CommitDecision("abort", "policy", 201, "", 1, 1))
+    with pytest.raises(errors.WorldError):
+        DecisionLog(tmp_path / "log")
+    log.close()
+    again = DecisionLog(tmp_path / "log")
+    assert (again.committed("policy"), again.floor("policy")) == ((200, "digest"), 201)
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
     again.close()

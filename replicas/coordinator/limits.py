@@ -1,0 +1,221 @@
+"""What a connection may do to the coordinator: sizes, times, counts, and the values that a message may carry.
+
+Theory of operation
+===================
+
+Whoever has the run's token can open a session, and then be mad: flood, send anything, read nothing. None of it may reach
+the state machines or hold up the loop that serves everybody. So each message passes here first, cheapest check first: its
+size by kind (before it is decoded: only manifests may be large), its form (msgspec, a closed set of types), its values (no
+negative numbers, nothing that is not finite, names that can be shown and compared), and only then the engine.
+
+*Fairness* is counted in time of the loop's own thread. A session has a small account, :class:`Pace`, that fills up at a
+fixed share of real time; handling its messages is paid from it, and one that is overdrawn is simply read later: TCP holds
+the sender back. A single expensive message is not punished, thousands are.
+
+Each refusal has one of the reasons in :data:`REASONS`, which are also the values of a metric's label.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import msgspec
+
+from replicas import messages as wire
+from replicas.core.identity import ProcessIdentity
+
+__all__ = [
+    "CLOSE_TIMEOUT_S",
+    "FRAGMENTS",
+    "FRAME_NBYTES",
+    "HELLO_TIMEOUT_S",
+    "LARGE_NBYTES",
+    "OUTBOX_MESSAGES",
+    "OUTBOX_NBYTES",
+    "READ_NBYTES",
+    "REASONS",
+    "REQUEST_TIMEOUT_S",
+    "STRANGERS",
+    "Pace",
+    "hello_problem",
+    "message_problem",
+    "size_problem",
+]
+
+REASONS = (
+    "token",  # a wrong token, or none
+    "timeout",  # no request, or no Hello, in time
+    "too_many",  # more connections than may be there without having shown a token and a Hello
+    "malformed",  # not HTTP, not a message, or values that no member can mean
+    "oversized",  # larger than a message of its kind may be
+    "out_of_order",  # a number or an ack that cannot be, or a second Hello
+    "hello",  # a Hello that is not acceptable: channel, run, rank, preflight
+    "fenced",  # a stale incarnation
+    "flood",  # more messages than one session may send: it is read more slowly (counted once for each connection)
+    "overflow",  # it let too much pile up unread
+)
+
+REQUEST_TIMEOUT_S = 5.0
+"""From the connection (or the first byte of a request) to the end of the request's head."""
+HELLO_TIMEOUT_S = 5.0
+CLOSE_TIMEOUT_S = 1.0
+"""How long the peer may take to read what is left, once its connection is being closed."""
+STRANGERS = 256
+"""Connections without an accepted Hello; beyond that the oldest one is closed, so that nobody can lock others out."""
+READ_NBYTES = 4096
+"""How much is read from one connection before the others have their turn: some 160 of the smallest messages, 3 ms."""
+
+FRAME_NBYTES = 64 * 2**20
+"""Hard limit of the WebSocket; a message between this and its own limit gets a proper error."""
+FRAGMENTS = 1024
+"""Frames that one message may be cut into (ours are never cut)."""
+LARGE_NBYTES = 32 * 2**20
+"""A manifest (of some 250,000 tensors)."""
+OPERATION_NBYTES = 4 * 2**20
+HELLO_NBYTES = 256 * 2**10
+OTHER_NBYTES = 2**20
+
+OUTBOX_NBYTES = 32 * 2**20
+"""What a member may leave unread when something more is to be sent (which may itself be larger: one manifest always fits)."""
+OUTBOX_MESSAGES = 16_384
+
+LOOP_SHARE = 0.25
+"""Part of the loop's time that one session can have for its messages, in the long run."""
+LOOP_BURST_S = 0.5
+CHARGE_MAX_S = 0.05
+MESSAGES_AT_ONCE = 8
+HOLD_S = 0.002
+
+_NAME_LENGTH = 128
+_INFO_ENTRIES = 512
+_INFO_LENGTH = 4096
+_HELD = 256
+_RANKS = 1_000_000
+_PID_MAX = 2**31
+_INTEGER_MAX = 2**62
+_SECONDS_MAX = 1e9
+
+
+class Pace:
+    """How fast one connection may go on. ``used_s``: time of the thread that its last message took.
+
+    :meth:`after` gives None (go on), 0.0 (let the others have a turn) or seconds to wait.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._account_s = LOOP_BURST_S
+        self._at = now
+        self._messages = 0
+        self._held_s = 0.0
+        self.flooded = False
+
+    def after(self, used_s: float, now: float) -> float | None:
+        self._account_s = min(LOOP_BURST_S, self._account_s + (now - self._at) * LOOP_SHARE)
+        self._at = now
+        self._account_s -= min(used_s, CHARGE_MAX_S)
+        self._messages += 1
+        self._held_s += used_s
+        if self._account_s < 0:
+            self.flooded = True
+            self._messages, self._held_s = 0, 0.0
+            return -self._account_s / LOOP_SHARE
+        if self._messages >= MESSAGES_AT_ONCE or self._held_s >= HOLD_S:
+            self._messages, self._held_s = 0, 0.0
+            return 0.0
+        return None
+
+
+# ------------------------------------------------------------ sizes
+
+_LARGE = {"UploadManifest": LARGE_NBYTES, "Described": LARGE_NBYTES, "OperationPost": OPERATION_NBYTES}
+_HEAD_NBYTES = 64
+
+
+def size_problem(data: bytes, *, first: bool = False) -> str | None:
+    """Why a message of this size is refused, before it is decoded. ``first``: it must be the Hello."""
+    if len(data) <= HELLO_NBYTES:
+        return None
+    kind, limit = "message", HELLO_NBYTES if first else OTHER_NBYTES
+    if not first:
+        kind, limit = _kind(data[:_HEAD_NBYTES])
+    if len(data) <= limit:
+        return None
+    return f"{kind} of {len(data):,} bytes: at most {limit:,} are taken"
+
+
+def _kind(head: bytes) -> tuple[str, int]:
+    """Kind and limit by the tag, which our encoder writes first; a large message whose tag is elsewhere is not ours."""
+    for name, limit in _LARGE.items():
+        if msgspec.msgpack.encode("type") + msgspec.msgpack.encode(name) in head:
+            return name, limit
+    return "message", OTHER_NBYTES
+
+
+# ------------------------------------------------------------ values
+
+
+def hello_problem(hello: wire.Hello) -> str | None:
+    """Why this Hello is refused as malformed."""
+    for what in ("channel", "group", "incarnation"):
+        if not _is_name(getattr(hello, what)):
+            return f"{what} {getattr(hello, what)[:_NAME_LENGTH]!r} is no name"
+    if any(abs(number) > _RANKS for number in (hello.replica, hello.rank, hello.world_size)):
+        return "its replica, rank or world size is absurd"
+    if len(hello.info) > _INFO_ENTRIES or len(hello.nccl_env) > _INFO_ENTRIES or len(hello.held) > _HELD:
+        return "it says too much about itself"
+    if any(len(text) > _INFO_LENGTH for pair in (*hello.info.items(), *hello.nccl_env.items()) for text in pair):
+        return "one of its texts is too long"
+    if not _is_process(hello.process):
+        return "its process is none"
+    return _number_problem(hello) or next((text for held in hello.held if (text := _number_problem(held))), None)
+
+
+def _is_name(text: str) -> bool:
+    return 0 < len(text) <= _NAME_LENGTH and text.isprintable() and "/" not in text
+
+
+def _is_process(process: ProcessIdentity) -> bool:
+    return 0 < process.pid < _PID_MAX and len(process.boot_id) <= _NAME_LENGTH
+
+
+def message_problem(message: wire.FromMember) -> str | None:
+    """Why a message that has the right form cannot be meant: a number that is negative, absurd or not finite."""
+    problem = _number_problem(message)
+    if problem is None and isinstance(message, wire.OperationPost):
+        for segment in message.segments:
+            if any(not 0 <= size < _INTEGER_MAX for size in segment.shape):
+                return f"a tensor of shape {segment.shape}"
+    return problem
+
+
+def _number_problem(value: msgspec.Struct) -> str | None:
+    for name, may_be_negative in _NUMBERS[type(value)]:
+        number = getattr(value, name)
+        if number is None:
+            continue
+        most = _INTEGER_MAX if isinstance(number, int) else _SECONDS_MAX
+        if not math.isfinite(number) or abs(number) > most or (number < 0 and not may_be_negative):
+            return f"{type(value).__name__} with {name} = {number}"
+    return None
+
+
+_SIGNED = {"deadline_s", "step", "after"}
+"""A deadline may have passed; the others are the user's own numbers, of which the state machine says what is wrong."""
+_JUDGED_LATER = {"replica", "rank", "world_size"}
+
+
+def _numbers_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, bool], ...]:
+    """Fields of a message that are numbers, and whether each may be negative."""
+    signed = _SIGNED | ({"version"} if kind in (wire.PublishBegin, wire.WatchLoaded) else set())
+    names = []
+    for field in msgspec.structs.fields(kind):
+        types: tuple[Any, ...] = get_args(field.type) or (field.type,)
+        if set(types) <= {int, float, type(None)} and field.name not in _JUDGED_LATER:
+            names.append((field.name, field.name in signed))
+    return tuple(names)
+
+
+_NUMBERS: dict[type[msgspec.Struct], tuple[tuple[str, bool], ...]] = {
+    kind: _numbers_of(kind) for kind in (*get_args(wire.FromMember), wire.HeldVersion)
+}

@@ -1,0 +1,171 @@
+"""What a coordinator that starts again learns from the decision log and from its members.
+
+Theory of operation
+===================
+
+The decision log tells the newest committed version (and numbers that must not be used again). Members that were there under
+another coordinator say in their Hello what they have heard of, hold, serve and were assigned, and then announce what is
+under way (:mod:`replicas.messages`). Facts count at once, whenever they come: epochs and numbers only grow, and a version
+that any member has seen committed *is* committed. What needs a view of everybody waits for :data:`RECOVERY_S` after the
+first of them came (or after the start, if there is a decision log): until then nobody is admitted, nothing moves, nothing
+is granted. A member that still has to say ``Resumed`` is waited for as long again.
+
+Then, for each version that is held and not committed:
+
+* announced again by its source: the publish goes on under its number, and those who hold it need no bytes;
+* not announced although a source of that time is here: that source has had its verdict, and it was a failure: discarded;
+* its source is gone: committed, if every target that is here holds it with one digest; else discarded, and the source is to
+  publish again. Its number is not used again.
+
+The bytes' manifest comes from any holder of the newest committed version (``Describe``).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replicas import messages as wire
+from replicas.core.effects import Send
+from replicas.core.identity import Member
+from replicas.core.roster import MemberState
+from replicas.core.transfers import Payload
+
+if TYPE_CHECKING:
+    from replicas.core.channel import ChannelState
+
+__all__ = ["RECOVERY_S", "Recovery"]
+
+RECOVERY_S = 3.0
+
+
+class Recovery:
+    """The recovery of one channel. ``decided``: version and digest of the newest commit in the log."""
+
+    def __init__(self, channel: ChannelState, *, decided: tuple[int, str], aborted: frozenset[int]) -> None:
+        self._channel = channel
+        self._aborted = aborted
+        self._started: float | None = None
+        self._described: Member | None = None
+        self._done = not decided[0]
+        """Nothing to recover until somebody from before comes."""
+
+    @property
+    def active(self) -> bool:
+        """Whether things that need everybody must wait."""
+        return not self._done
+
+    # ------------------------------------------------------------ what is heard
+
+    def heard(self, state: MemberState, now: float) -> None:
+        """A member joined that was there under another coordinator."""
+        channel, hello = self._channel, state.hello
+        commits = channel.commits
+        channel.roster.epoch = max(channel.roster.epoch, hello.epoch + 1)
+        versions = [hello.latest, hello.loaded, hello.assigned, *(held.version for held in hello.held)]
+        commits.publishes.numbered = max(commits.publishes.numbered, *versions)
+        if state.is_source:
+            commits.publishes.came_back(state.member, hello.publishes)
+        if self._started is None and not commits.latest and not commits.moving:
+            self._done = False
+            self._started = now
+        commits.learn(hello.latest, hello.latest_digest)
+        self._check_held(state)
+        if commits.latest > hello.latest:
+            channel.out.append(Send(state.member, commits.commit_message()))
+
+    def _check_held(self, state: MemberState) -> None:
+        """What it holds under a committed number, but is something else, is of no use."""
+        commits = self._channel.commits
+        digest = state.held.get(commits.latest, "")
+        if digest and commits.decided and digest != commits.decided:
+            del state.held[commits.latest]
+            self._channel.out.append(Send(state.member, wire.Discard(commits.latest)))
+
+    # ------------------------------------------------------------ the end of the window
+
+    def tick(self, now: float) -> None:
+        """End the window when it is time."""
+        if self._done:
+            return
+        if self._started is None:
+            self._started = now
+        passed = now - self._started
+        unheard = any(not state.resumed for state in self._channel.roster)
+        if passed < RECOVERY_S or (unheard and passed < 2 * RECOVERY_S):
+            return
+        self._done = True
+        self._end_known_publishes(now)
+        for version in sorted(self._prepared()):
+            self._settle(version, now)
+
+    def _end_known_publishes(self, now: float) -> None:
+        """A rank that does not announce its replica's publish again has had its verdict: so has the replica."""
+        channel = self._channel
+        for publish in channel.commits.publishes.open():
+            if not publish.resumed:
+                continue
+            ranks = channel.roster.replica(publish.group, publish.replica)
+            told = [s for s in ranks if s.from_before and s.hello.publishes >= publish.number and s.resumed]
+            silent = [s.member for s in told if s.member not in publish.begun]
+            failed = publish.version in self._aborted or (silent and publish.version > channel.commits.latest)
+            if failed:
+                names = ", ".join(member.name for member in silent)
+                channel.commits.fail_resumed(publish, f"{names} had its verdict" if names else "it had failed", now)
+
+    def _prepared(self) -> set[int]:
+        """Versions that somebody holds, newer than the committed one, that no publish carries."""
+        commits = self._channel.commits
+        carried = {publish.version for publish in commits.publishes.open()}
+        held = {version for state in self._channel.roster for version in state.held}
+        return {version for version in held if version > commits.latest} - carried
+
+    def _settle(self, version: int, now: float) -> None:
+        channel = self._channel
+        targets = [s for s in channel.roster if s.is_target and s.carries]
+        digests = {state.held.get(version, "") for state in targets}
+        sources = any(state.is_source and state.from_before for state in channel.roster)
+        forward = version not in self._aborted and not sources and len(digests) == 1 and digests != {""}
+        if forward:
+            channel.commits.decide_forward(version, digests.pop())
+            return
+        for state in channel.roster:
+            if state.held.pop(version, None) is not None:
+                channel.out.append(Send(state.member, wire.Discard(version)))
+
+    # ------------------------------------------------------------ the bytes of the committed version
+
+    def advance(self) -> None:
+        """Ask a holder what the committed version looks like, if that is not known."""
+        channel = self._channel
+        version = channel.commits.latest
+        if self.active or not version or channel.commits.committed is not None:
+            return
+        if self._described is not None and self._described in channel.roster:
+            return
+        holder = next((s.member for s in sorted(channel.roster, key=lambda s: s.member) if version in s.held), None)
+        self._described = holder
+        if holder is not None:
+            channel.out.append(Send(holder, wire.Describe(version)))
+
+    def described(self, state: MemberState, message: wire.Described) -> None:
+        """A holder's answer."""
+        commits = self._channel.commits
+        if state.member != self._described:
+            return
+        self._described = None
+        if message.version != commits.latest or commits.committed is not None:
+            return
+        wrong = message.digest and commits.decided and message.digest != commits.decided
+        if not message.manifest or wrong:
+            state.held.pop(message.version, None)
+            return
+        payload = Payload(
+            version=message.version,
+            manifest_hash=message.manifest_hash,
+            manifest=message.manifest,
+            nbytes=0,
+            device=message.device,
+            meta=message.meta,
+            digest=commits.decided or message.digest,
+        )
+        commits.restore(payload)

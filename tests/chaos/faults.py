@@ -1,0 +1,95 @@
+"""The faults, the deck that a seed deals, and what each may cost.
+
+``kill``, ``pause`` (SIGSTOP, and SIGCONT 0.5-1.5 s later), ``freeze`` (SIGSTOP until the round is over) and ``abort`` are done
+*to* a process by a signal; ``exception`` and ``exit 0`` are ordered and done *by* it; ``memory full`` takes away the
+address space beyond what it has; ``half-close``, ``delay`` and ``garbage`` are done to a session, or to an open port.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from tests.chaos.moments import MOMENTS, OUTER_MOMENTS
+
+__all__ = ["PAIRS", "Cost", "Fault", "deck"]
+
+RANKS = ("source rank", "target rank")
+PROCESSES = (*RANKS, "sidecar", "forkserver", "torchrun", "shim", "store")
+
+PAIRS: tuple[tuple[str, str], ...] = (
+    *(("kill", target) for target in PROCESSES),
+    *(("pause", target) for target in (*PROCESSES, "supervisor")),
+    *(("freeze", target) for target in PROCESSES),
+    *(("abort", target) for target in (*RANKS, "sidecar", "store")),
+    *(("exception", target) for target in RANKS),
+    *(("exit 0", target) for target in RANKS),
+    *(("memory full", target) for target in (*RANKS, "sidecar", "forkserver")),
+    ("half-close", "session"),
+    ("delay", "session"),
+    ("garbage", "session"),
+    ("garbage", "control port"),
+    ("garbage", "store port"),
+)
+
+Cost = Literal["restart", "maybe", "nothing"]
+"""To the replica that is hit; the others never pay."""
+
+
+@dataclass(frozen=True)
+class Fault:
+    """``pick``: which of several possible victims, from 0 to 1. ``noise``: seed of random bytes."""
+
+    kind: str
+    target: str
+    channel: str
+    moment: str
+    delay_s: float
+    pause_s: float
+    pick: float
+    noise: int
+
+    def __str__(self) -> str:
+        return f"{self.kind} {self.target}"
+
+    @property
+    def cost(self) -> Cost:
+        """What it costs the replica that it hits."""
+        if self.kind == "memory full":
+            return "maybe"  # nothing, if it asks for no memory meanwhile, or can do without
+        fatal = self.kind in ("kill", "abort", "freeze", "exception", "exit 0")
+        return "restart" if fatal and self.target in (*RANKS, "torchrun", "shim") else "nothing"
+
+    @property
+    def group(self) -> str:
+        """Whose replicas can be its victims: ``source``, ``target``, or any."""
+        return self.target.partition(" ")[0] if self.target in RANKS else ""
+
+
+def deck(rng: random.Random, *, torchrun: bool, only: str = "") -> Iterator[Fault]:
+    """Faults without end: each pair comes before any comes again, each moment of a pair before that one comes again.
+
+    ``only``: pairs and moments with this in their text.
+    """
+    pairs = [pair for pair in PAIRS if torchrun or pair[1] != "torchrun"]
+    moments: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    every = [*(("policy", moment) for moment in MOMENTS), *(("outer", moment) for moment in OUTER_MOMENTS)]
+    cards = [(*pair, *moment) for pair in pairs for moment in every if only in " ".join((*pair, *moment))]
+    pairs = list(dict.fromkeys(card[:2] for card in cards))
+    while True:
+        for pair in rng.sample(pairs, len(pairs)):
+            if not moments.get(pair):
+                own = [card[2:] for card in cards if card[:2] == pair]
+                moments[pair] = rng.sample(own, len(own))
+            channel, moment = moments[pair].pop()
+            yield Fault(
+                *pair,
+                channel=channel,
+                moment=moment,
+                delay_s=rng.choice([0.0, rng.uniform(0.0, 0.003)]),
+                pause_s=rng.uniform(0.5, 1.5),
+                pick=rng.random(),
+                noise=rng.getrandbits(32),
+            )

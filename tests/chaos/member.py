@@ -1,0 +1,101 @@
+"""What the programs of a chaos run share: who they are, what they write down, and the orders to fail that they obey.
+
+A fault that a process does to itself is ordered by a signal. Its handler only notes the order; the program carries it out
+at its next :meth:`Orders.obey`: in the iterable that it publishes, in its loading code, or while it waits.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+import replicas
+
+__all__ = ["EXIT", "NAME", "OUT", "RAISE", "RANK", "REJOIN", "REJOIN_OUTER", "Log", "Ordered", "Orders", "agreed", "endpoint", "wait"]
+
+RAISE = signal.SIGUSR1
+EXIT = signal.SIGUSR2
+REJOIN = signal.SIGRTMIN
+REJOIN_OUTER = signal.SIGRTMIN + 1
+
+OUT = Path(os.environ.get("CHAOS_OUT", "."))
+"""Where the programs write."""
+
+RANK = int(os.environ.get("RANK", "0"))
+NAME = f"{os.environ.get('REPLICAS_GROUP', 'none')}-{os.environ.get('REPLICA_ID', '0')}"
+
+T = TypeVar("T")
+
+
+class Ordered(Exception):
+    """The exception that a program was ordered to die of."""
+
+
+class Orders:
+    """Signals that order this program to fail. Made in the main thread; obeyed wherever the program says so."""
+
+    def __init__(self) -> None:
+        self._given: set[int] = set()
+        for signum in (RAISE, EXIT, REJOIN, REJOIN_OUTER):
+            signal.signal(signum, self._note)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self._given.add(signum)
+
+    def obey(self) -> None:
+        """Fail, if that was ordered."""
+        if RAISE in self._given:
+            raise Ordered("ordered to raise")
+        if EXIT in self._given:
+            sys.exit(0)
+
+    def rejoin(self, order: int = REJOIN) -> bool:
+        """Whether to leave the channel and join it again; true once for each order."""
+        if order not in self._given:
+            return False
+        self._given.discard(order)
+        return True
+
+
+class Log:
+    """JSON lines with the time of ``CLOCK_MONOTONIC``, which all processes of the machine share."""
+
+    def __init__(self, suffix: str = "") -> None:
+        self._file = (OUT / f"{NAME}.{RANK}{suffix}.jsonl").open("a", buffering=1)
+        self._head = {"pid": os.getpid(), "generation": int(os.environ.get("REPLICAS_GENERATION", "1"))}
+
+    def tell(self, **what: Any) -> None:
+        self._file.write(json.dumps({**self._head, "at": time.monotonic(), **what}) + "\n")
+
+
+def endpoint() -> str:
+    """The proxy through which this replica's sessions pass."""
+    return str(json.loads((OUT / "proxies.json").read_text())[NAME])
+
+
+def wait(pending: replicas.Pending[T], orders: Orders) -> T:
+    """Its result. The wait is given up and begun again many times, which must harm nothing."""
+    while True:
+        orders.obey()
+        try:
+            return pending.wait(0.05)
+        except TimeoutError:
+            continue
+
+
+def agreed(value: int) -> int:
+    """Rank 0's value, by a collective of the program's own group, which no fault of ours may ever break."""
+    if not dist.is_initialized():
+        return value
+    own = torch.tensor([value if RANK == 0 else 0])
+    dist.all_reduce(own)
+    return int(own.item())

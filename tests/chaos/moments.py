@@ -1,0 +1,108 @@
+"""At which moment of a version's way a channel is, told from what passes through the coordinator's engine.
+
+::
+
+    policy   LaneForm       forming        outer   LaneForm                 forming
+             PublishAdmitted packing
+             TransferGo     mid-bucket             OperationGo              mid-bucket
+             1st Done       verifying              1st OperationDone        verifying
+             last Done      prepared               last OperationDone       prepared
+             decision       committing             OperationEnd             committing, then idle
+             ReceiveGrant   loading
+             PublishEnd     idle
+             TransferGo of a catch-up: catching up
+"""
+
+from __future__ import annotations
+
+from replicas.core.channel import ChannelState
+from replicas.core.effects import Effect, Record, Send
+from replicas.messages import (
+    FromMember,
+    LaneForm,
+    OperationDone,
+    OperationEnd,
+    OperationGo,
+    PublishAdmitted,
+    PublishEnd,
+    ReceiveGrant,
+    TransferDone,
+    TransferGo,
+)
+
+__all__ = ["MOMENTS", "OUTER_MOMENTS", "Moments"]
+
+MOMENTS = (
+    "forming",
+    "packing",
+    "mid-bucket",
+    "verifying",
+    "prepared",
+    "committing",
+    "loading",
+    "catching up",
+    "idle",
+)
+OUTER_MOMENTS = ("forming", "mid-bucket", "verifying", "prepared", "committing")
+
+
+class Moments:
+    """Follows one channel."""
+
+    def __init__(self) -> None:
+        self.now = "idle"
+        """The last moment that came."""
+        self._seen: object = None
+        self._transfer = 0
+        self._done = 0
+        self._expected = 0
+
+    def of(self, channel: ChannelState, event: Effect | FromMember) -> str:
+        """The moment that begins with ``event``; empty when none does."""
+        moment = self._effect(channel, event) or self._message(channel, event)
+        if moment:
+            self.now = moment
+        return moment
+
+    def _effect(self, channel: ChannelState, event: Effect | FromMember) -> str:
+        match event:
+            case Send(message=LaneForm(lane=lane)) if self._first("lane", lane):
+                return "forming"
+            case Send(message=PublishAdmitted(version=version)) if self._first("admitted", version):
+                return "packing"
+            case Send(message=TransferGo(transfer=transfer, lane=lane)) if lane and self._first("go", transfer):
+                main = channel.commits.main
+                if main is None or main.id != transfer:
+                    return "catching up"
+                self._transfer, self._done, self._expected = transfer, 0, len(main.concerned)
+                return "mid-bucket"
+            case Send(message=OperationGo(operation=operation)) if self._first("go", operation):
+                self._transfer, self._done, self._expected = operation, 0, len(event.message.participants)
+                return "mid-bucket"
+            case Record():
+                return "committing"
+            case Send(message=ReceiveGrant(version=version)) if self._first("grant", version):
+                return "loading"
+            case Send(message=OperationEnd(post=post)) if self._first("end", self._transfer):
+                return "committing"
+            case Send(message=PublishEnd(publish=publish)) if self._first("end", publish):
+                return "idle"
+            case _:
+                return ""
+
+    def _message(self, channel: ChannelState, event: Effect | FromMember) -> str:
+        match event:
+            case TransferDone(transfer=number) | OperationDone(operation=number) if number == self._transfer:
+                self._done += 1
+                if self._done == self._expected:
+                    return "prepared"
+                return "verifying" if self._done == 1 else ""
+            case _:
+                return ""
+
+    def _first(self, kind: str, number: object) -> bool:
+        """Whether this is the first of several equal messages to different members."""
+        if self._seen == (kind, number):
+            return False
+        self._seen = (kind, number)
+        return True

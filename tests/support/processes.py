@@ -1,0 +1,27 @@
+"""The process table, read from /proc."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from replicas.supervisor.processes import start_time
+
+__all__ = ["children", "parent_of", "parents", "start_time"]
+
+
+def parent_of(pid: int) -> int:
+    """0 when the process is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def parents() -> dict[int, int]:
+    """The parent of every process there is."""
+    return {int(path.name): parent_of(int(path.name)) for path in Path("/proc").iterdir() if path.name.isdigit()}
+
+
+def children(pid: int) -> list[int]:
+    """The living children of a process."""
+    return [child for child, parent in parents().items() if parent == pid and start_time(child) is not None]
