@@ -10,7 +10,7 @@ SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test unit integration chaos check format bench clean
+.PHONY: help demo test unit integration chaos check format bench diagrams clean
 
 help: ## show this list
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 22
@@ -61,6 +61,9 @@ format: $(VENV)/.dev ## format the code
 
 bench: $(VENV)/.dev ## run the benchmarks; tables to the terminal, JSON to bench-results/
 	@for file in bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
+
+diagrams: $(VENV)/.dev ## write the state tables of the code into ARCHITECTURE.md
+	@$(BIN)/python tests/support/diagrams.py
 
 clean: ## remove the virtual environment and what runs left
 	@rm -rf $(VENV) demo-output bench-results .mypy_cache .ruff_cache

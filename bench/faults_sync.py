@@ -38,6 +38,8 @@ DEADLINE_S = 20.0
 LEASE_S = 10.0
 SLOTS = 2
 WARM_UPS = SLOTS + 1
+TRIES = 3
+"""A publish that failed is made again: the version that counts is the one that is committed in the end."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,11 @@ FAULTS = (
 
 @dataclass(frozen=True)
 class Sample:
-    """One fault. ``sent``: the part of its bytes that the trainer had sent at the hit; the rest in seconds."""
+    """One fault.
+
+    :param sent: the part of its bytes that the trainer had sent at the hit; :param retries: by reason;
+    :param failures: errors of publishes that failed before one was committed. The rest in seconds, see the header.
+    """
 
     fault: str
     victim: int
@@ -72,10 +78,7 @@ class Sample:
     committed_s: float
     bare_s: float
     retries: dict[str, int]
-
-    @property
-    def beyond_s(self) -> float:
-        return self.committed_s - self.bare_s
+    failures: list[str]
 
 
 class Place:
@@ -159,9 +162,11 @@ class Fleet:
         before = self._retries()
         stopped: list[int] = []
         await asyncio.gather(*(place.rank.ask("receive") for place in self._targets))
-        to_send = self._nbytes * TARGETS.bit_length()  # Gloo's tree: the source feeds the 1st, 2nd, 4th, ... of the others
+        to_send = (
+            self._nbytes * TARGETS.bit_length()
+        )  # Gloo's tree: the source feeds the 1st, 2nd, 4th, ... of the others
         progress = Progress(self._trainer.server.sidecars)
-        await self._trainer.rank.tell("publish")
+        await self._trainer.rank.tell("publish", tries=TRIES)
         try:
             hit = await progress.reaches(to_send // 2, lambda: self._strike(fault, victim, stopped))
             said, *replies = await asyncio.gather(self._trainer.rank.hear(), *(p.rank.hear() for p in left))
@@ -185,6 +190,7 @@ class Fleet:
             committed_s=ended - hit.at,
             bare_s=bare["phases"]["transfer"] + bare["phases"]["verify"],
             retries={reason: count - before.get(reason, 0) for reason, count in after.items()},
+            failures=said["failures"],
         )
 
     @staticmethod

@@ -47,22 +47,32 @@ class SyncRank:
         )
         return {}
 
-    def publish(self) -> dict[str, Any]:
-        """Publish the next version, every tensor of which has changed."""
+    def publish(self, tries: int = 1) -> dict[str, Any]:
+        """Publish the next version, every tensor of which has changed; once more when that failed, ``tries`` in all."""
         for tensor in self._tensors.values():
             tensor.view(-1)[0] += 1
         began = time.monotonic()
-        pending = self._joined.publish(self._tensors)
-        held = time.monotonic()
-        receipt = pending.wait(WAIT_S)
+        failures: list[str] = []
+        while True:
+            pending = self._joined.publish(self._tensors)
+            held = time.monotonic()
+            try:
+                receipt = pending.wait(WAIT_S)
+            except replicas.errors.SyncError as error:
+                failures.append(str(error))
+                if len(failures) == tries:
+                    raise
+            else:
+                break
         committed = time.monotonic()
-        facts = {"version": receipt.version, "phases": receipt.phases, "lost": receipt.lost}
+        facts = {"version": receipt.version, "phases": receipt.phases, "lost": receipt.lost, "failures": failures}
         return {"began": began, "held": held, "committed": committed, **facts}
 
-    def receive(self) -> dict[str, Any]:
+    def receive(self, announce: bool = True) -> dict[str, Any]:
         """Ask for the next version, say so, and load it when it comes."""
         pending = self._joined.receive()
-        self._driver.say(waiting=True)
+        if announce:
+            self._driver.say(waiting=True)
         with pending.wait(WAIT_S) as update:
             readable = time.monotonic()
             update.load_into(self._tensors)

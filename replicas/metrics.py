@@ -27,7 +27,7 @@ __all__ = ["Metrics"]
 _SYNC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 _START_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 1800)
 _STATES: tuple[str, ...] = get_args(ReplicaState)
-_MEMBER_STATES = ("live", "joining", "observing")
+_MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
 
 
 class Metrics(Collector):

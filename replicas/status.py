@@ -52,10 +52,11 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``state``: ``live`` (in the current epoch), ``joining`` (waits for a boundary) or ``observing``."""
+    """``state``: its standing (:data:`replicas.core.membership.MEMBER`); ``note``: why it is behind or quarantined."""
 
     name: str
-    state: Literal["live", "joining", "observing"]
+    state: Literal["joining", "live", "behind", "quarantined", "observing", "gone"]
+    note: str = ""
     role: str
     loaded: int = 0
     held: tuple[int, ...] = ()

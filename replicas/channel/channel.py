@@ -17,11 +17,12 @@ import torch
 
 from replicas import errors
 from replicas.channel.collectives import Collectives
-from replicas.channel.hub import GRACE_S, Hub
+from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
 from replicas.channel.lanes import Lanes
 from replicas.channel.operations import Operations
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.publish import Publisher, PublishJob
+from replicas.channel.publish import Publisher
+from replicas.channel.publish_job import PublishJob
 from replicas.channel.receive import Receiver
 from replicas.channel.results import Operation
 from replicas.channel.session import Session
@@ -35,7 +36,6 @@ __all__ = ["Channel"]
 
 logger = logging.getLogger("replicas.channel")
 
-BYE_TIMEOUT_S = 2.0
 CLOSE_TIMEOUT_S = 12.0
 
 
@@ -236,7 +236,7 @@ class Channel(Collectives):
         await hub.session.close("closed", BYE_TIMEOUT_S)
         hub.session_over(hub.error(errors.Gone, "the channel was closed", hint=""))
         await self._lanes.all_gone()
-        hub.arena.close()
+        hub.holdings.close()
         self._operations.close()
         if self._close_at_exit in hub.loop.closers:
             hub.loop.closers.remove(self._close_at_exit)

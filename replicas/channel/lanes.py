@@ -16,7 +16,7 @@ from typing import Any
 
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
-from replicas.messages import LaneDrop, LaneFailed, LaneForm, LaneFormed
+from replicas.messages import Backend, LaneDrop, LaneFailed, LaneForm, LaneFormed
 from replicas.sidecar.client import GroupSpec, Sidecar, SidecarDied
 
 __all__ = ["Lane", "Lanes"]
@@ -29,9 +29,10 @@ DEATH_TIMEOUT_S = 5.0
 class Lane:
     """One process group as this member sees it."""
 
-    def __init__(self, name: str, rank: int) -> None:
+    def __init__(self, name: str, rank: int, backend: Backend) -> None:
         self.name = name
         self.rank = rank
+        self.backend = backend
         self.sidecar: Sidecar | None = None
         self.ended = False
 
@@ -91,7 +92,7 @@ class Lanes:
             await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
 
     def _form_asked(self, message: LaneForm) -> None:
-        lane = Lane(message.lane, message.rank)
+        lane = Lane(message.lane, message.rank, message.backend)
         self._lanes[message.lane] = lane
         self._hub.spawn(self._form(lane, message), f"lane {lane.name}")
 

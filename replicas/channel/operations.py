@@ -8,11 +8,19 @@ posted, the coordinator says Go and the lane's sidecar runs it on the scratch me
 decides: on success the results are written into the caller's tensors, by a worker thread, and then the Pending resolves;
 on any failure the caller's tensors are as they were (invariant I3).
 
-Scratch memory goes back to the pool when both ends have let go of it: the verdict is in, and the sidecar has answered or
-is dead. After a failure the lane ends, because a collective that timed out may still be running inside.
+**Attempts.** After a loss or a failure the coordinator says Go again, over those that are left, in another lane. A sidecar
+only reads the inputs and writes into the outputs, which each attempt has of its own: so an attempt begins from the inputs as
+they were posted, whatever the sidecar of the one before is still doing. The requests of one lane go to its sidecar in the
+order of their Go, one at a time, as they do on every other member.
 
-An operation ends by itself a little after its deadline, when no verdict came: with OutcomeUnknown once this member has
-said that its part is done, for the others may have been told that it succeeded.
+**Memory.** Inputs go back to the pool when the operation is over and no attempt runs; outputs when their attempt is neither
+running nor wanted. An attempt runs until its sidecar has answered or is known to be dead.
+
+**Outcome unknown.** An operation ends by itself a little after its deadline, when no verdict came, or when there is a new
+coordinator. If this member had said that its part is done, others may have been told that it succeeded: it ends with
+OutcomeUnknown, its outputs are kept (those of the last few), and the next posts name it as unsettled. A late verdict, or
+OperationSettled, tells what became of it. If it succeeded, its results are written by the thread that waits for it again;
+until then they are *uncollected*, and the next collective is refused once, with Gone, here or by the coordinator.
 """
 
 from __future__ import annotations
@@ -20,8 +28,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from replicas import errors
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
@@ -30,29 +41,61 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.channel.results import Operation
 from replicas.channel.scratch import Scratch, write_segments
 from replicas.core.manifest import segment_layout
-from replicas.messages import OperationDone, OperationEnd, OperationFailed, OperationGo, OperationPost, ReceiptData
-from replicas.sidecar.client import CollectiveSpec
+from replicas.messages import (
+    OperationDone,
+    OperationEnd,
+    OperationFailed,
+    OperationGo,
+    OperationPost,
+    OperationSettled,
+    ReceiptData,
+    WireError,
+)
+from replicas.sidecar.client import CollectiveSpec, SidecarFailed
 from replicas.weights.arena import Buffer
 
 __all__ = ["Operations"]
 
 logger = logging.getLogger("replicas.channel")
 
+KEPT_RESULTS = 4
+"""Operations of unknown outcome whose results are kept."""
+APPLIED = 16
+"""How many of the newest refs a post names as applied; more than a member has operations under way at once."""
+
+
+class _Attempt:
+    """One Go. ``me``: this member's place among the participants."""
+
+    def __init__(self, go: OperationGo, me: int) -> None:
+        self.go = go
+        self.me = me
+        self.deadline = time.monotonic() + go.deadline_s
+        self.outputs: Buffer | None = None
+        self.running = True
+
 
 class _Job:
     def __init__(self, operation: Operation, deadline_s: float, channel: str) -> None:
         self.operation = operation
         self.deadline_s = deadline_s
-        self.deadline = time.monotonic() + deadline_s
+        self.began = time.monotonic()
+        self.deadline = self.began + deadline_s
         self.pending: Pending[Receipt] = Pending(f"{operation.kind} on {channel}")
         self.post = 0
+        self.unsettled: tuple[str, ...] = ()
         self.inputs: Buffer | None = None
-        self.outputs: Buffer | None = None
-        self.go: OperationGo | None = None
-        self.running = False
+        self.attempt: _Attempt | None = None
+        self.running = 0
         self.said_done = False
         self.over = False
+        self.kept = False
+        self.told = False
         self.timer: asyncio.TimerHandle | None = None
+
+    @property
+    def ref(self) -> str:
+        return self.attempt.go.ref if self.attempt is not None else ""
 
 
 class Operations:
@@ -64,6 +107,9 @@ class Operations:
         self._scratch = Scratch(f"replicas-{hub.name}")
         self._posts = 0
         self._jobs: dict[int, _Job] = {}
+        self._kept: tuple[_Job, ...] = ()
+        self._applied: deque[str] = deque(maxlen=APPLIED)
+        self._turns: WeakKeyDictionary[Lane, asyncio.Lock] = WeakKeyDictionary()
 
     # ------------------------------------------------------------ caller's thread
 
@@ -71,7 +117,9 @@ class Operations:
         """Copy the inputs and post.
 
         :raises replicas.errors.NoCapacity: there is no memory for the copy; nothing was posted.
+        :raises replicas.errors.Gone: an earlier operation did succeed, and its results have not been collected.
         """
+        self._check_collected(operation)
         job = _Job(operation, deadline_s, self._hub.name)
         if operation.inputs:
             segments = operation.segments
@@ -84,33 +132,57 @@ class Operations:
         self._hub.call(self._post, job)
         return job.pending
 
+    def _check_collected(self, operation: Operation) -> None:
+        """Once for each operation that turned out to have succeeded: going on without its results must be a decision."""
+        if operation.kind in ("send", "recv"):
+            return
+        for job in self._kept:
+            if job.pending._uncollected and not job.told:
+                job.told = True
+                raise self._hub.error(
+                    errors.Gone,
+                    f"an earlier {job.operation.kind} (operation {job.ref}), whose outcome was unknown, did succeed, "
+                    "and its results have not been written here",
+                    phase="commit",
+                    members=[self._hub.member.name],
+                    hint="wait for its Pending again: its results are kept; or bring this peer to the present state; "
+                    "then call again",
+                )
+
+    def _collect(self, job: _Job, attempt: _Attempt, data: ReceiptData) -> Receipt:
+        """Write the results of an operation that turned out to have succeeded; on the thread that waits for it again."""
+        receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
+        self._hub.call(self._let_go, job)
+        return receipt
+
     def open_jobs(self) -> list[Pending[Receipt]]:
         """Operations that have not ended, for close(); from any thread."""
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
-    def close(self) -> None:
-        self._scratch.close()
-
     # ------------------------------------------------------------ session thread
 
+    def close(self) -> None:
+        error = self._hub.error(errors.Gone, "the channel was closed before the results were waited for", hint="")
+        for job in self._kept:
+            job.pending._abandon(error)
+            self._let_go(job)
+        self._scratch.close()
+
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {OperationGo: self._go, OperationEnd: self._ended}
+        return {OperationGo: self._go, OperationEnd: self._ended, OperationSettled: self._settled}
 
     def new_term(self) -> None:
         for job in list(self._jobs.values()):
             what = job.operation.kind
             if job.said_done:
-                self._fail(job, self._unknown(f"the coordinator was replaced during the {what}"))
-            else:
-                self._fail(job, self._hub.error(errors.Disconnected, f"the coordinator was replaced during the {what}"))
-        self._posts = 0
+                self._end_unknown(job, f"the coordinator was replaced during the {what}")
+                continue
+            text = f"the coordinator was replaced during the {what}: it did not happen here"
+            self._fail(job, self._hub.error(errors.Disconnected, text, phase="wait", hint="call it again"))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         for job in list(self._jobs.values()):
             self._fail(job, error)
-
-    def _unknown(self, text: str) -> errors.ReplicasError:
-        return self._hub.error(errors.OutcomeUnknown, text, phase="commit")
 
     def _post(self, job: _Job) -> None:
         hub, operation = self._hub, job.operation
@@ -119,6 +191,7 @@ class Operations:
             return
         self._posts += 1
         job.post = self._posts
+        job.unsettled = tuple(kept.ref for kept in self._kept if kept.pending._unknown)
         self._jobs[job.post] = job
         left = job.deadline - time.monotonic()
         job.timer = hub.after(left + GRACE_S, self._overdue, job)
@@ -132,92 +205,118 @@ class Operations:
                 root=operation.root,
                 step=operation.step,
                 device=operation.device,
+                applied=tuple(self._applied),
+                unsettled=job.unsettled,
             )
         )
 
+    # ------------------------------------------------------------ attempts
+
     def _go(self, go: OperationGo) -> None:
         job = self._jobs.get(go.post)
-        if job is None or job.go is not None:
+        earlier = job.attempt if job is not None else None
+        if job is None or (earlier is not None and go.attempt <= earlier.go.attempt):
             error = errors.Gone(f"post {go.post} of {self._hub.member} has ended", channel=self._hub.name)
             self._hub.send(OperationFailed(go.operation, as_wire_error(error, channel=self._hub.name, phase="go")))
             return
-        job.go = go
-        job.running = True
-        self._hub.spawn(self._run(job, go), f"operation {go.operation}")
+        member = self._hub.member
+        me = [(m.group, m.replica, m.rank) for m in go.participants].index((member.group, member.replica, member.rank))
+        job.said_done = False
+        job.running += 1
+        job.attempt = attempt = _Attempt(go, me)
+        if earlier is not None and not earlier.running:
+            self._give_outputs(earlier)
+        self._hub.spawn(self._run(job, attempt), f"operation {go.operation}")
 
-    async def _run(self, job: _Job, go: OperationGo) -> None:
+    async def _run(self, job: _Job, attempt: _Attempt) -> None:
+        """One attempt, from its Go to *done* or *failed*."""
         lane: Lane | None = None
         try:
-            me = [(m.group, m.replica, m.rank) for m in go.participants].index(self._identity())
-            seconds = 0.0
-            outputs = job.operation.output_segments(go, me)
-            if outputs:
-                job.outputs = await asyncio.to_thread(self._scratch.take, segment_layout(outputs)[1])
-            if go.lane:
-                lane = self._lanes.get(go.lane)
-                seconds = await self._collective(lane, job, go, me)
+            lane = self._lanes.get(attempt.go.lane)
+            async with self._turns.setdefault(lane, asyncio.Lock()):
+                seconds = await self._collective(lane, job, attempt)
         except (OSError, RuntimeError, errors.ReplicasError) as error:
-            if not job.over:
-                wire = as_wire_error(error, channel=self._hub.name, phase="transfer")
-                self._hub.send(OperationFailed(go.operation, wire))
+            if not job.over and job.attempt is attempt:
+                self._hub.send(OperationFailed(attempt.go.operation, self._as_wire(error)))
             if lane is not None and not await lane.gone():
-                logger.warning(
-                    "%s: memory of a %s is kept: its sidecar did not die", self._hub.name, job.operation.kind
-                )
+                what = f"memory of a {job.operation.kind} is kept: its sidecar did not die"
+                logger.warning("%s: %s", self._hub.name, what)
                 return
-            job.running = False
-            self._release(job)
+            self._stopped(job, attempt)
             return
-        job.running = False
-        if job.over:
-            self._release(job)
-            return
-        job.said_done = True
-        self._hub.send(OperationDone(go.operation, seconds))
+        if not job.over and job.attempt is attempt:
+            job.said_done = True
+            self._hub.send(OperationDone(attempt.go.operation, seconds))
+        self._stopped(job, attempt)
 
-    async def _collective(self, lane: Lane, job: _Job, go: OperationGo, me: int) -> float:
-        if lane.sidecar is None:
-            raise self._hub.error(errors.Gone, f"lane {go.lane} is gone", hint="")
+    async def _collective(self, lane: Lane, job: _Job, attempt: _Attempt) -> float:
+        go = attempt.go
+        if job.over or job.attempt is not attempt:
+            raise self._hub.error(errors.Gone, f"operation {go.operation} has ended", phase="go", hint="")
+        outputs = job.operation.output_segments(go, attempt.me)
+        if outputs:
+            nbytes = segment_layout(outputs)[1]
+            attempt.outputs = self._scratch.take_idle(nbytes) or await asyncio.to_thread(self._scratch.take, nbytes)
+        if lane.ended or lane.sidecar is None:
+            raise self._hub.error(errors.Gone, f"lane {go.lane} is gone", phase="form", hint="")
         spec = CollectiveSpec(
             operation=go.operation,
             kind=job.operation.kind,
             reduce_op=job.operation.reduce_op,
             lane_ranks=go.lane_ranks,
             segments=go.segments,
-            me=me,
+            me=attempt.me,
             root=go.root,
-            timeout_s=go.deadline_s,
+            timeout_s=max(0.001, attempt.deadline - time.monotonic()),
+            places=go.places,
         )
-        return await lane.sidecar.collective(spec, job.inputs, job.outputs)
+        return await lane.sidecar.collective(spec, job.inputs, attempt.outputs)
 
-    def _identity(self) -> tuple[str, int, int]:
-        member = self._hub.member
-        return member.group, member.replica, member.rank
+    def _as_wire(self, error: BaseException) -> WireError:
+        if (
+            isinstance(error, SidecarFailed) and not error.over
+        ):  # refused before anything moved: it cannot help to retry
+            error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
+        return as_wire_error(error, channel=self._hub.name, phase="transfer")
+
+    def _stopped(self, job: _Job, attempt: _Attempt) -> None:
+        """No sidecar uses this attempt's memory any more."""
+        attempt.running = False
+        job.running -= 1
+        if job.attempt is not attempt:
+            self._give_outputs(attempt)
+        self._release(job)
 
     # ------------------------------------------------------------ ends
 
     def _ended(self, message: OperationEnd) -> None:
         job = self._jobs.get(message.post)
         if job is None:
+            late = next((kept for kept in self._kept if kept.post == message.post), None)
+            if late is not None:
+                self._settle(late, message.receipt, message.error)
             return
         if message.receipt is None:
-            error = message.error
-            if error is None:
+            if message.error is None:
                 raise errors.InternalError("OperationEnd without a verdict", channel=self._hub.name)
-            self._fail(job, error.exception())
+            if message.error.kind == "Gone":
+                for kept in self._kept:
+                    kept.told = kept.told or kept.ref in job.unsettled
+            self._fail(job, message.error.exception())
             return
         self._forget(job)
+        if job.ref:
+            self._applied.append(job.ref)
         self._hub.spawn(self._finish(job, message.receipt), f"result of {job.operation.kind}")
 
     async def _finish(self, job: _Job, data: ReceiptData) -> None:
         """The verdict is success: write the caller's tensors, then tell."""
-        go = job.go
+        attempt = job.attempt
         try:
-            if go is None:
+            if attempt is None:
                 receipt = Receipt.of(data)
             else:
-                me = [(m.group, m.replica, m.rank) for m in go.participants].index(self._identity())
-                receipt = await asyncio.to_thread(job.operation.finish, data, go, me, job.inputs, job.outputs)
+                receipt = await asyncio.to_thread(job.operation.finish, data, attempt.go, attempt.me, attempt.outputs)
         except (OSError, RuntimeError, ValueError, errors.ReplicasError) as error:
             wire = as_wire_error(error, channel=self._hub.name, phase="write")
             self._end(job, wire.exception())
@@ -228,7 +327,10 @@ class Operations:
 
     def _overdue(self, job: _Job) -> None:
         error = self._hub.no_answer(f"the {job.operation.kind}", job.deadline_s)
-        self._fail(job, self._unknown(error.message) if job.said_done else error)
+        if job.said_done:
+            self._end_unknown(job, error.message)
+        else:
+            self._fail(job, error)
 
     def _forget(self, job: _Job) -> None:
         self._jobs.pop(job.post, None)
@@ -246,9 +348,53 @@ class Operations:
             self._hub.note_failure(job.pending)
 
     def _release(self, job: _Job) -> None:
-        """Give the memory back once the verdict is in and no sidecar uses it."""
-        if job.over and not job.running:
-            inputs, job.inputs = job.inputs, None
-            outputs, job.outputs = job.outputs, None
-            self._scratch.give(inputs)
-            self._scratch.give(outputs)
+        """Give back what neither a sidecar nor the caller can still want."""
+        if not job.over or job.running:
+            return
+        inputs, job.inputs = job.inputs, None
+        self._scratch.give(inputs)
+        if job.attempt is not None and not job.kept:
+            self._give_outputs(job.attempt)
+
+    def _give_outputs(self, attempt: _Attempt) -> None:
+        outputs, attempt.outputs = attempt.outputs, None
+        self._scratch.give(outputs)
+
+    # ------------------------------------------------------------ outcomes that are unknown
+
+    def _end_unknown(self, job: _Job, text: str) -> None:
+        job.kept = True
+        self._kept = (*self._kept, job)
+        if len(self._kept) > KEPT_RESULTS:
+            oldest = self._kept[0]
+            text_of_oldest = f"the results of operation {oldest.ref} are no longer kept: {KEPT_RESULTS} newer ones are"
+            oldest.pending._abandon(self._hub.error(errors.Gone, text_of_oldest, phase="commit"))
+            self._let_go(oldest)
+        self._fail(job, self._hub.error(errors.OutcomeUnknown, text, phase="commit"))
+
+    def _settled(self, message: OperationSettled) -> None:
+        job = next((kept for kept in self._kept if kept.ref == message.ref), None)
+        if job is None or job.attempt is None:
+            return
+        go, receipt, error = job.attempt.go, None, None
+        if message.applied:
+            seconds = time.monotonic() - job.began
+            receipt = ReceiptData(self._hub.epoch, go.participants, (), 0, seconds, {})
+        else:
+            text = f"the {job.operation.kind} did not happen: its coordinator was lost before it had told anyone"
+            error = WireError.of(self._hub.error(errors.SyncError, text, phase="commit", hint="call it again"))
+        self._settle(job, receipt, error)
+
+    def _settle(self, job: _Job, receipt: ReceiptData | None, error: WireError | None) -> None:
+        attempt = job.attempt
+        if attempt is not None and receipt is not None:
+            if job.pending._settle_by(partial(self._collect, job, attempt, receipt)):
+                self._applied.append(job.ref)
+        elif error is not None:
+            job.pending._settle(error.exception())
+            self._let_go(job)
+
+    def _let_go(self, job: _Job) -> None:
+        self._kept = tuple(kept for kept in self._kept if kept is not job)
+        job.kept = False
+        self._release(job)

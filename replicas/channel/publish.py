@@ -24,13 +24,16 @@ PackFailed: there is nothing left to walk.
 path, so that the ranks of a replica cannot part ways.
 
 A publish ends by itself :data:`~replicas.channel.hub.GRACE_S` after its deadline when no verdict came: with OutcomeUnknown
-once it was packed, for the coordinator may have decided. Its slot stays pinned then, until the version is committed or
-discarded.
+once it was packed, for the coordinator may have decided. It stays *unsettled* then, and its slot pinned, until the verdict
+comes after all, or a commit or discard tells the same; whoever waits again on its Pending is told what became of it.
+
+**A new coordinator** is told of every publish that is under way or unsettled: the number that it had, and what was packed
+or failed. It goes on with them, and gives the verdict of those that its predecessor had decided. A publish that had no
+number yet simply begins again.
 """
 
 from __future__ import annotations
 
-import asyncio
 import threading
 import time
 from collections.abc import Callable
@@ -41,41 +44,13 @@ import torch
 from replicas import errors
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
 from replicas.channel.pending import Pending, Receipt
+from replicas.channel.publish_job import PublishJob
 from replicas.core.manifest import PartManifest
-from replicas.messages import (
-    Meta,
-    Packed,
-    PackFailed,
-    PublishAdmitted,
-    PublishBegin,
-    PublishEnd,
-    UploadManifest,
-)
+from replicas.messages import PackFailed, PublishAdmitted, PublishEnd, UploadManifest
 from replicas.weights.arena import Slot
 from replicas.weights.packing import Feed, Mode, pack, stage
 
-__all__ = ["PublishJob", "Publisher"]
-
-
-class PublishJob:
-    """One publish of this rank. ``pending`` is what the caller gets; fields change on the session thread."""
-
-    def __init__(self, version: int | None, deadline_s: float, meta: Meta, new_manifest: bool, channel: str) -> None:
-        self.number = 0
-        self.asked_version = version
-        self.version = 0
-        self.deadline_s = deadline_s
-        self.deadline = time.monotonic() + deadline_s
-        self.meta = meta
-        self.new_manifest = new_manifest
-        self.pending: Pending[Receipt] = Pending(f"publish on {channel}")
-        self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
-        self.packed = False
-        self.slot: Slot | None = None
-        self.manifest: PartManifest | None = None
-        self.wait_s = 0.0
-        self.pack_s = 0.0
-        self.timer: asyncio.TimerHandle | None = None
+__all__ = ["Publisher"]
 
 
 class Publisher:
@@ -85,9 +60,8 @@ class Publisher:
         self._hub = hub
         self._jobs: dict[int, PublishJob] = {}
         self._unsettled: dict[int, PublishJob] = {}
-        self._uploaded: set[str] = set()
+        self._uploaded = ""
         self._last: PartManifest | None = None
-        self._made: int | None = None
         self._busy = threading.Lock()
         hub.on_settled(self._settled)
 
@@ -101,15 +75,14 @@ class Publisher:
             )
         try:
             mode: Mode = "parts" if self._hub.settings.source_ranks == "all" else "image"
-            feed = Feed(weights, dtype=dtype, mode=mode)
-            self._hub.call(self._begin, job)
-            self._walk(job, feed)
+            self._walk(job, Feed(weights, dtype=dtype, mode=mode))
         finally:
             self._busy.release()
         return job.pending
 
     def _walk(self, job: PublishJob, feed: Feed) -> None:
         try:
+            self._hub.call(self._begin, job)
             self._fill(job, feed)
         except BaseException as error:
             users = feed.user_error is not None or not isinstance(error, Exception)
@@ -142,6 +115,7 @@ class Publisher:
         if staged is not None:
             manifest = staged.manifest
         assert manifest is not None
+        job.fills = True
         job.slot = slot = self._slot(job, manifest)
         if staged is not None:
             staged.write(slot.data)
@@ -155,17 +129,17 @@ class Publisher:
         hub = self._hub
         started = time.monotonic()
         while True:
-            with hub.slots_changed:
-                seen = hub.slots_generation
+            with hub.holdings.changed:
+                seen = hub.holdings.generation
             slot = hub.arena.acquire(job.version, manifest)
             if slot is not None:
                 job.wait_s = time.monotonic() - started
                 return slot
             if job.pending.done():
                 job.pending.wait()
-            with hub.slots_changed:
+            with hub.holdings.changed:
                 left = job.deadline - time.monotonic()
-                if left <= 0 or not hub.slots_changed.wait_for(lambda: hub.slots_generation != seen, left):  # noqa: B023  # used at once
+                if left <= 0 or not hub.holdings.changed.wait_for(lambda: hub.holdings.generation != seen, left):  # noqa: B023  # used at once
                     raise hub.error(
                         errors.Busy,
                         f"no free slot for version {job.version} within {job.deadline_s:g} s: "
@@ -197,83 +171,63 @@ class Publisher:
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
     def new_term(self) -> None:
-        self._uploaded.clear()
-        for job in list(self._jobs.values()):
-            self._fail(job, self._lost(job))
+        self._uploaded = ""
+        for job in sorted((*self._unsettled.values(), *self._jobs.values()), key=lambda job: job.number):
+            self._hub.send(job.begin(job.left_s if job.number in self._jobs else GRACE_S))
+            if job.failed is not None:
+                self._hub.send(job.failed)
+            elif job.packed:
+                self._send_packed(job)
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         for job in list(self._jobs.values()):
             self._fail(job, error)
-
-    def _lost(self, job: PublishJob) -> errors.ReplicasError:
-        if job.packed:
-            return self._hub.error(
-                errors.OutcomeUnknown,
-                f"the coordinator was replaced while version {job.version} was on its way",
-                version=job.version,
-                phase="commit",
-            )
-        return self._hub.error(
-            errors.Disconnected, "the coordinator was replaced during the publish", hint="publish again"
-        )
+        for job in list(self._unsettled.values()):
+            self._settle(job, None)
 
     def _begin(self, job: PublishJob) -> None:
         hub = self._hub
         if hub.over is not None:
             self._fail(job, hub.over)
             return
-        if self._made is None:
-            self._made = hub.publishes_made
-        self._made += 1
-        job.number = self._made
+        hub.publishes_made += 1
+        job.number = hub.publishes_made
         self._jobs[job.number] = job
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
-        hub.send(
-            PublishBegin(
-                publish=job.number,
-                version=job.asked_version,
-                deadline_s=max(0.0, job.deadline - time.monotonic()),
-                meta=job.meta,
-                new_manifest=job.new_manifest,
-            )
-        )
+        hub.send(job.begin(job.left_s))
 
     def _admitted(self, message: PublishAdmitted) -> None:
         job = self._jobs.get(message.publish)
         if job is None:
             return
+        hub, known = self._hub, self._hub.holdings
+        if job.version not in (0, message.version):
+            text = f"publish {job.number} was version {job.version}, and is now version {message.version}"
+            raise errors.InternalError(text, channel=hub.name)
         job.version = message.version
-        self._hub.publishing.add(message.version)
-        self._hub.metas[message.version] = job.meta
-        self._hub.protect()
+        known.publishing.add(message.version)
+        known.note(message.version, meta=job.meta)
+        known.protect()
         job.admitted._resolve(message.version)
 
     def _filled(self, job: PublishJob, manifest: PartManifest | None, device: str) -> None:
-        hub = self._hub
         if job.number not in self._jobs:
             self._free(job)
             return
         if job.slot is not None:
-            hub.arena.hold(job.slot, "")  # not to be evicted before the pin: its version is protected
-            hub.arena.pin(job.slot)
-        job.packed = True
-        job.manifest = manifest
-        digest = ""
-        if manifest is not None:
-            digest = manifest.hash
-            if digest not in self._uploaded:
-                self._uploaded.add(digest)
-                hub.send(UploadManifest(digest, manifest.encode()))
-        hub.send(
-            Packed(
-                publish=job.number,
-                manifest_hash=digest,
-                nbytes=manifest.nbytes if manifest is not None else 0,
-                device=device,
-                wait_s=job.wait_s,
-                pack_s=job.pack_s,
-            )
-        )
+            arena = self._hub.arena
+            arena.hold(job.slot, "")  # not to be evicted before the pin: its version is protected
+            arena.pin(job.slot)
+            self._hub.holdings.note(job.version, device=device)
+        job.packed, job.manifest, job.device = True, manifest, device
+        self._send_packed(job)
+
+    def _send_packed(self, job: PublishJob) -> None:
+        manifest = job.manifest
+        if manifest is not None and manifest.hash != self._uploaded:
+            self._uploaded = manifest.hash
+            self._hub.send(UploadManifest(manifest.hash, manifest.encode()))
+        self._hub.send(job.filled())
 
     def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:
         """The walk may go on meanwhile, but it no longer writes into the slot. ``users``: the user's code raised."""
@@ -284,71 +238,119 @@ class Publisher:
         if users:
             text = f"the publishing code of {hub.member} raised {type(error).__name__}: {error}"
             error = hub.error(errors.SyncError, text, phase="pack", members=[hub.member.name])
-        wire = as_wire_error(error, channel=hub.name, phase="pack", version=job.version or None)
-        hub.send(PackFailed(job.number, wire))
+        self._say_failed(job, error)
+
+    def _say_failed(self, job: PublishJob, error: BaseException) -> None:
+        wire = as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None)
+        job.failed = PackFailed(job.number, wire)
+        self._hub.send(job.failed)
 
     def _free(self, job: PublishJob) -> None:
+        """Its slot was not filled. An interrupt may have come before the slot was written down."""
         slot, job.slot = job.slot, None
+        if slot is None and job.fills and not job.packed:
+            slot = self._hub.arena.find_filling(job.version)
         if slot is not None:
             self._hub.arena.free(slot)
 
     def _ended(self, message: PublishEnd) -> None:
-        job = self._jobs.get(message.publish)
-        if job is None:
-            return
+        outcome: Receipt | errors.ReplicasError
         if message.receipt is not None:
-            self._over(job)
-            self._let_go(job, keep=True)
-            self._last = job.manifest
-            self._hub.loaded = max(self._hub.loaded, message.receipt.version)
-            job.pending._resolve(Receipt.of(message.receipt))
+            outcome = Receipt.of(message.receipt)
         elif message.error is not None:
-            self._fail(job, message.error.exception())
+            outcome = message.error.exception()
         else:
             raise errors.InternalError("PublishEnd without a verdict", channel=self._hub.name)
+        job = self._jobs.get(message.publish)
+        if (unsettled := self._unsettled.get(message.publish)) is not None:
+            self._settle(unsettled, outcome)
+        elif job is None:
+            return
+        elif isinstance(outcome, Receipt):
+            self._over(job)
+            self._committed(job)
+            job.pending._resolve(outcome)
+        else:
+            self._fail(job, outcome)
+
+    def _committed(self, job: PublishJob) -> None:
+        self._let_go(job, keep=True)
+        self._last = job.manifest
+        self._hub.loaded = max(self._hub.loaded, job.version)
 
     def _overdue(self, job: PublishJob) -> None:
         hub = self._hub
         if not job.packed:
-            self._fail(job, hub.no_answer("the publish", job.deadline_s))
+            error = hub.no_answer("the publish", job.deadline_s)
+            if job.failed is None:
+                self._say_failed(job, error)  # so that the other ranks need not wait, should they still do
+            self._fail(job, error)
             return
         why = hub.no_answer(f"the publish of version {job.version}", job.deadline_s)
         self._fail(job, hub.error(errors.OutcomeUnknown, why.message, version=job.version, phase="commit"))
 
     def _over(self, job: PublishJob) -> None:
         self._jobs.pop(job.number, None)
-        if job.timer is not None:
-            job.timer.cancel()
+        job.stop_timers()
 
     def _fail(self, job: PublishJob, error: errors.ReplicasError) -> None:
         self._over(job)
         unknown = isinstance(error, errors.OutcomeUnknown) and self._hub.over is None
         if unknown and job.packed:
-            self._unsettled[job.version] = job
+            self._unsettled[job.number] = job
         elif job.packed:
             self._let_go(job, keep=False)
         else:
-            self._hub.publishing.discard(job.version)
+            self._hub.holdings.publishing.discard(job.version)
         job.admitted._fail(error)
         if job.pending._fail(error) and self._hub.leader:
             self._hub.note_failure(job.pending)
-        self._hub.protect()
+        self._hub.holdings.protect()
 
     def _let_go(self, job: PublishJob, *, keep: bool) -> None:
         """The slot is no longer this publish's: ``keep`` it as a version that may be sent, or free it."""
-        hub = self._hub
-        hub.publishing.discard(job.version)
+        known = self._hub.holdings
         slot, job.slot = job.slot, None
         if slot is not None:
-            if keep:
-                hub.arena.unpin(slot)
-            elif slot.pins == 1:
-                hub.arena.free(slot)
-            else:
-                hub.arena.unpin(slot)
-        hub.protect()
+            self._hub.arena.unpin(slot)
+        known.publishing.discard(job.version)
+        if keep:
+            known.protect()
+        else:
+            known.release(job.version)
+
+    # ------------------------------------------------------------ outcomes that were unknown
+
+    def _settle(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
+        """It is known what became of it; None: it never will be."""
+        del self._unsettled[job.number]
+        job.stop_timers()
+        if isinstance(outcome, Receipt):
+            self._committed(job)
+        else:
+            self._let_go(job, keep=False)
+        if outcome is not None:
+            job.pending._settle(outcome)
 
     def _settled(self, version: int, committed: bool) -> None:
-        """A commit or a discard tells what became of publishes whose outcome was unknown."""
-        for known in [known for known in self._unsettled if known == version or (committed and known < version)]:
-            self._let_go(self._unsettled.pop(known), keep=committed and known == version)
+        """A commit or a discard. The verdict, which says more, mostly comes right behind it: it is waited for a while."""
+        for job in list(self._unsettled.values()):
+            if job.version == version and job.settling is None:
+                job.settling = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
+            if committed and job.version < version:
+                self._settle_slot(job)
+
+    def _settle_slot(self, job: PublishJob) -> None:
+        """A newer version is committed: this one's bytes are of no more use, whatever became of it."""
+        self._let_go(job, keep=False)
+
+    def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:
+        if job.number not in self._unsettled:
+            return
+        if committed:
+            self._settle(job, job.receipt(self._hub.epoch))
+            return
+        text = f"version {job.version} was discarded: it was not committed, and never will be"
+        self._settle(
+            job, self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
+        )

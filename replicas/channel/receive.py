@@ -3,6 +3,12 @@
 There is at most one ask. The Pending that it made stays the answer of :meth:`Receiver.receive` until a caller has taken
 its update; a wait that was given up loses nothing. A grant may come before the slot is here (this member is still being
 caught up): it is delivered when the slot is held. The update pins its slot from delivery to its end.
+
+An update that nobody has looked into is not taken yet: the next receive hands it out again, for whoever waited for it may
+have been interrupted (a cancelled task, Ctrl-C) between its delivery and his first line.
+
+A new coordinator hears of an open ask again; what was granted and not delivered is granted anew. An open update stays
+open, and is reported to the new coordinator, as is a load that failed and was not made good since.
 """
 
 from __future__ import annotations
@@ -33,6 +39,7 @@ class Receiver:
         self._asks = 0
         self._asked: Pending[Update] | None = None
         self._granted = 0
+        self._failure: LoadFailed | None = None
         self._timer: asyncio.TimerHandle | None = None
         hub.on_hold(self._deliver)
 
@@ -45,6 +52,8 @@ class Receiver:
                 return pending
             update = self._update
             if update is not None and not update.ended:
+                if pending is not None and not update.touched:
+                    return pending
                 raise self._hub.error(
                     errors.UsageError,
                     f"the update of version {update.version} is still open",
@@ -79,9 +88,10 @@ class Receiver:
     def new_term(self) -> None:
         """A grant that was not delivered is void; ask the new coordinator."""
         self._granted = 0
-        self._hub.assigned = 0
+        if self._failure is not None:
+            self._hub.send(self._failure)
         if self._asked is not None:
-            self._hub.send(ReceiveAsk(self._asks, self._hub.loaded))
+            self._send_ask()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         pending = self._asked
@@ -96,17 +106,20 @@ class Receiver:
         if self._hub.over is not None:
             pending._fail(self._hub.over)
             return
-        self._asks += 1
         self._asked = pending
         if deadline_s is not None:
             self._timer = self._hub.after(deadline_s, self._overdue, deadline_s)
+        self._send_ask()
+
+    def _send_ask(self) -> None:
+        self._asks += 1
         self._hub.send(ReceiveAsk(self._asks, self._hub.loaded))
 
     def _grant(self, message: ReceiveGrant) -> None:
         if message.ask != self._asks or self._asked is None:
             return
-        self._granted = self._hub.assigned = message.version
-        self._hub.protect()
+        self._granted = message.version
+        self._hub.assign(message.version)
         self._deliver()
 
     def _deliver(self) -> None:
@@ -117,9 +130,12 @@ class Receiver:
         hub, version = self._hub, self._granted
         slot = hub.arena.find_pinned(version)
         if slot is None:
+            if max(hub.arena.images(), default=0) > version:  # it was overtaken, and will not come any more
+                self._granted = 0
+                self._send_ask()
             return
         self._end_ask()
-        update = Update(self, slot, version, hub.metas.get(version, {}))
+        update = Update(self, slot, version, hub.holdings.meta(version))
         before, self._update = self._update, update
         if not pending._resolve(update):
             self._update = before
@@ -142,6 +158,7 @@ class Receiver:
             pending._fail(error)
 
     def _report_loaded(self, version: int, load_s: float) -> None:
+        self._failure = None
         self._settled(version)
         self._hub.send(Loaded(version, load_s))
 
@@ -152,12 +169,12 @@ class Receiver:
         else:
             text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {error}"
             wire = WireError.of(self._hub.error(errors.SyncError, text, version=version, phase="load", hint=""))
-        self._hub.send(LoadFailed(version, wire))
+        self._failure = LoadFailed(version, wire)
+        self._hub.send(self._failure)
 
     def _settled(self, version: int) -> None:
-        if self._hub.assigned == version:
-            self._hub.assigned = 0
-        self._hub.protect()
+        assigned = self._hub.holdings.assigned
+        self._hub.assign(0 if assigned == version else assigned)
 
     def _unpin(self, slot: Slot) -> None:
         self._hub.arena.unpin(slot)

@@ -39,7 +39,6 @@ class Update:
     :ivar version: its number.
     :ivar meta: what the publisher passed as ``meta``.
     :ivar manifest: names, dtypes, shapes and offsets (:class:`replicas.core.manifest.Manifest`).
-    :ivar path: the slot as a safetensors file, for engines that load from disk.
     """
 
     def __init__(self, owner: UpdateOwner, slot: Slot, version: int, meta: Meta) -> None:
@@ -49,7 +48,7 @@ class Update:
         self.version = version
         self.meta: Meta = meta
         self.manifest: Manifest = manifest
-        self.path: str = slot.buffer.path
+        self._path = slot.buffer.path
         self._owner = owner
         self._slot: Slot | None = slot
         self._lock = threading.Lock()
@@ -59,6 +58,17 @@ class Update:
 
     def __repr__(self) -> str:
         return f"<Update version={self.version} {self._outcome or 'open'}>"
+
+    @property
+    def path(self) -> str:
+        """The slot as a safetensors file, for engines that load from disk."""
+        self._begin()
+        return self._path
+
+    @property
+    def touched(self) -> bool:
+        """True when somebody has entered it, read from it or reported it."""
+        return self._entered or self._began is not None or self._outcome is not None
 
     @property
     def ended(self) -> bool:

@@ -10,8 +10,8 @@ loop for as long as it has data. The protocols here are uvicorn's own with these
   :data:`~replicas.coordinator.limits.STRANGERS` of them; one more closes the oldest, which a member, who says who he is
   within milliseconds, never is.
 * A request must be complete in some seconds. (The Hello behind it has its own deadline in the server.)
-* Little is read at a time, so that everybody has a turn. One whose bytes were dear to parse is not read for a while: the
-  frames of the WebSocket itself (pings, fragments) never get as far as the session's own account.
+* Little is read at a time, so that everybody has a turn, and parsing is paid from the connection's account
+  (:class:`~replicas.coordinator.limits.Pace`): pings and fragments never get as far as being messages.
 * A pong is only written to a peer that reads; a message may not come in thousands of fragments; text is no message.
 * A connection that is being closed is cut when its peer does not read what is left.
 """
@@ -36,6 +36,7 @@ from replicas.coordinator.limits import (
     READ_NBYTES,
     REQUEST_TIMEOUT_S,
     STRANGERS,
+    Pace,
 )
 
 __all__ = ["Config", "Guard", "SessionProtocol", "connection_of"]
@@ -43,10 +44,6 @@ __all__ = ["Config", "Guard", "SessionProtocol", "connection_of"]
 _SCOPE_KEY = "replicas.connection"
 _NO_MESSAGE = b"\xc1"
 """A byte that MessagePack never uses: what a text frame becomes."""
-_DEAR_S = 0.002
-_REST = 4.0
-"""A connection whose bytes took so long to parse rests for so many times as long."""
-
 _quiet = logging.getLogger("replicas.coordinator.http")
 _quiet.setLevel(logging.CRITICAL)  # whatever strangers send is counted, not written down
 
@@ -54,9 +51,8 @@ _quiet.setLevel(logging.CRITICAL)  # whatever strangers send is counted, not wri
 class Guard:
     """Counts strangers. ``refused(reason)`` is called for each connection that is turned away."""
 
-    def __init__(self, refused: Callable[[str], None], *, strangers: int = STRANGERS) -> None:
+    def __init__(self, refused: Callable[[str], None]) -> None:
         self.refused = refused
-        self._limit = strangers
         self._strangers: dict[asyncio.Transport, None] = {}
         self._members: set[asyncio.Transport] = set()
 
@@ -65,7 +61,7 @@ class Guard:
         return len(self._strangers)
 
     def arrived(self, transport: asyncio.Transport) -> None:
-        if len(self._strangers) >= self._limit:
+        if len(self._strangers) >= STRANGERS:
             oldest = next(iter(self._strangers))
             del self._strangers[oldest]
             self.refused("too_many")
@@ -112,7 +108,6 @@ class HttpProtocol(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        _read_little(transport)
         self.guard.arrived(transport)
         self._await_request()
 
@@ -158,7 +153,13 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         self.guard = config.guard
         self.logger = self.conn.logger = _quiet
         self.close_timeout = CLOSE_TIMEOUT_S
+        self.pace = Pace(self.loop.time())
+        """The connection's account: parsing its bytes is paid from it, and handling its messages."""
         self._resting: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        super().connection_made(transport)
+        _read_little(self.transport)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._resting is not None:
@@ -175,9 +176,9 @@ class SessionProtocol(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         began = time.thread_time()
         super().data_received(data)
-        used_s = time.thread_time() - began
-        if used_s > _DEAR_S and len(data) <= READ_NBYTES and not self.transport.is_closing():
-            self._rest(used_s * _REST)
+        rest_s = self.pace.charge(time.thread_time() - began, self.loop.time())
+        if rest_s and not self.transport.is_closing():
+            self._rest(rest_s)
 
     def _rest(self, seconds: float) -> None:
         self.transport.pause_reading()

@@ -66,11 +66,11 @@ STRANGERS = 256
 READ_NBYTES = 4096
 """How much is read from one connection before the others have their turn: some 160 of the smallest messages, 3 ms."""
 
-FRAME_NBYTES = 64 * 2**20
+FRAME_NBYTES = 32 * 2**20
 """Hard limit of the WebSocket; a message between this and its own limit gets a proper error."""
 FRAGMENTS = 1024
 """Frames that one message may be cut into (ours are never cut)."""
-LARGE_NBYTES = 32 * 2**20
+LARGE_NBYTES = 16 * 2**20
 """A manifest (of some 250,000 tensors)."""
 OPERATION_NBYTES = 4 * 2**20
 HELLO_NBYTES = 256 * 2**10
@@ -83,7 +83,9 @@ OUTBOX_MESSAGES = 16_384
 LOOP_SHARE = 0.25
 """Part of the loop's time that one session can have for its messages, in the long run."""
 LOOP_BURST_S = 0.5
-CHARGE_MAX_S = 0.05
+CHARGE_MAX_S = 0.5
+MESSAGE_S = 50e-6
+"""What a message costs beside its handling: turns of the loop, the answer."""
 MESSAGES_AT_ONCE = 8
 HOLD_S = 0.002
 
@@ -98,10 +100,7 @@ _SECONDS_MAX = 1e9
 
 
 class Pace:
-    """How fast one connection may go on. ``used_s``: time of the thread that its last message took.
-
-    :meth:`after` gives None (go on), 0.0 (let the others have a turn) or seconds to wait.
-    """
+    """How fast one connection may go on. Times in seconds; ``used_s`` is time of the loop's thread."""
 
     def __init__(self, now: float) -> None:
         self._account_s = LOOP_BURST_S
@@ -110,20 +109,25 @@ class Pace:
         self._held_s = 0.0
         self.flooded = False
 
-    def after(self, used_s: float, now: float) -> float | None:
+    def charge(self, used_s: float, now: float) -> float:
+        """Pay; returns how long the connection should be left alone: 0 unless it is overdrawn."""
         self._account_s = min(LOOP_BURST_S, self._account_s + (now - self._at) * LOOP_SHARE)
         self._at = now
         self._account_s -= min(used_s, CHARGE_MAX_S)
+        if self._account_s >= 0:
+            return 0.0
+        self.flooded = True
+        return -self._account_s / LOOP_SHARE
+
+    def after_message(self, used_s: float, now: float) -> float | None:
+        """Pay for one message: None: go on; 0: let the others have a turn; else wait so long."""
+        wait_s = self.charge(used_s + MESSAGE_S, now)
         self._messages += 1
         self._held_s += used_s
-        if self._account_s < 0:
-            self.flooded = True
-            self._messages, self._held_s = 0, 0.0
-            return -self._account_s / LOOP_SHARE
-        if self._messages >= MESSAGES_AT_ONCE or self._held_s >= HOLD_S:
-            self._messages, self._held_s = 0, 0.0
-            return 0.0
-        return None
+        if not wait_s and self._messages < MESSAGES_AT_ONCE and self._held_s < HOLD_S:
+            return None
+        self._messages, self._held_s = 0, 0.0
+        return wait_s
 
 
 # ------------------------------------------------------------ sizes

@@ -31,7 +31,6 @@ from replicas.coordinator.limits import (
     CLOSE_TIMEOUT_S,
     FRAME_NBYTES,
     HELLO_TIMEOUT_S,
-    Pace,
     hello_problem,
     message_problem,
     size_problem,
@@ -161,7 +160,8 @@ async def _receive(websocket: WebSocket) -> bytes:
 
 async def _read(engine: Engine, session: Session, websocket: WebSocket, over: asyncio.Event) -> None:
     loop = asyncio.get_running_loop()
-    pace = Pace(loop.time())
+    pace = connection_of(websocket.scope).pace
+    told = False
     while True:
         try:
             data = await _receive(websocket)
@@ -180,9 +180,9 @@ async def _read(engine: Engine, session: Session, websocket: WebSocket, over: as
                 engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
             await _close(websocket, refusal.code, refusal.text)
             return
-        flooded = pace.flooded
-        wait_s = pace.after(time.thread_time() - began, loop.time())
-        if pace.flooded and not flooded:
+        wait_s = pace.after_message(time.thread_time() - began, loop.time())
+        if pace.flooded and not told:
+            told = True
             engine.refused("flood")
             log.warning("%s sends more than one session may: it is read more slowly", session.member)
         if wait_s is not None:

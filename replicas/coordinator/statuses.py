@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from replicas.core.channel import ChannelState
 from replicas.core.roster import MemberState
 from replicas.status import ChannelStatus, MemberStatus
@@ -29,12 +27,10 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
 
 
 def _member(state: MemberState, now: float) -> MemberStatus:
-    standing: Literal["live", "joining", "observing"] = "live" if state.live else "joining"
-    if state.observes:
-        standing = "observing"
     return MemberStatus(
         name=state.member.name,
-        state=standing,
+        state=state.standing,
+        note=state.note,
         role=state.settings.role,
         loaded=state.loaded,
         held=tuple(sorted(state.held)),

@@ -196,6 +196,11 @@ class ChannelState:
         self.commits.kept_lane = None
         return lane
 
+    def close_lane(self, lane: Lane) -> None:
+        """It has done its work."""
+        gone = frozenset(member for member in lane.members if member not in self.roster)
+        self.lanes.close(lane, self.out, gone=gone)
+
     def retried(self, reason: str) -> None:
         """Count another attempt of a transfer."""
         self.commits.retries[reason] = self.commits.retries.get(reason, 0) + 1
@@ -210,6 +215,7 @@ class ChannelState:
         wait_s = min(QUARANTINE_MAX_S, QUARANTINE_S * 2 ** min(state.failures, 5))
         self.roster.isolate(state, why, now + wait_s)
         state.retry_at = now + wait_s
+        self.commits.quarantined(state)
         self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
 
     def view(self, group: str, replica: int) -> ReplicaView:
@@ -268,7 +274,7 @@ class ChannelState:
         commits, member = self.commits, state.member
         match message:
             case wire.UploadManifest():
-                commits.upload(message)
+                commits.upload(state, message)
             case wire.PublishBegin():
                 commits.begin(state, message, now)
             case wire.Packed():

@@ -1,32 +1,32 @@
-"""From packed to committed: the main transfer, the decision, and catching up those who came late.
+"""From packed to committed: the main transfer, the decision, and the verdict.
 
 Theory of operation
 ===================
 
 One publish moves at a time. Its transfer serves the live targets; when all of them hold it (or, past the deadline with
 ``on_lost = "drop"``, those that do) the version is *decided*: recorded, then told to everyone. A decided version is only
-ever followed by newer ones. Targets that were left behind are demoted: they stay members, are caught up, and are admitted
-again at a boundary.
+ever followed by newer ones. Targets that were left behind stay members, are caught up (:mod:`replicas.core.catch_up`), and
+are admitted again at a boundary.
 
-Catch-up runs beside the main transfer, over a lane of its own: one transfer at a time of the newest committed version to
-all members that lack it, from any holder, targets first, so that trainers are left alone. Those that are quarantined or on
-probation are served one by one, when nobody else waits.
+What another coordinator had begun comes in by :mod:`replicas.core.recovery`.
 """
 
 from __future__ import annotations
 
 import hashlib
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.core.catch_up import CatchUp
 from replicas.core.effects import CommitDecision, Emit, Record, Send, SyncEnded
 from replicas.core.identity import Member
 from replicas.core.lanes import Lane
-from replicas.core.manifest import Manifest, PartManifest, difference, merge_parts
+from replicas.core.manifests import Manifests
+from replicas.core.payload import Payload
 from replicas.core.publishes import Publish, Publishes
 from replicas.core.roster import MemberState
-from replicas.core.transfers import Payload, Transfer
+from replicas.core.transfers import Transfer
 from replicas.messages import ReceiptData, WireError
 from replicas.status import SyncRecord
 
@@ -34,10 +34,6 @@ if TYPE_CHECKING:
     from replicas.core.channel import ChannelState
 
 __all__ = ["Commits"]
-
-CATCH_UP_RETRY_S = 1.0
-CATCH_UP_RETRY_MAX_S = 30.0
-KEPT_MANIFESTS = 8
 
 
 class Commits:
@@ -53,15 +49,13 @@ class Commits:
         self.committed: Payload | None = None
         """Its bytes, once they are known here."""
         self.main: Transfer | None = None
-        self.catch_up: Transfer | None = None
+        self.catch_up = CatchUp(channel)
         self.kept_lane: Lane | None = None
-        self._uploads: dict[str, bytes] = {}
-        self._manifest: Manifest | None = None
+        self._manifests = Manifests(config.name)
         self.totals: dict[str, int] = {}
         self.bytes_total = 0
         self.last: SyncRecord | None = None
         self.retries: dict[str, int] = {}
-        self._bad_holder: Member | None = None
 
     # ------------------------------------------------------------ what members say
 
@@ -71,13 +65,11 @@ class Commits:
 
     @property
     def transfers(self) -> list[Transfer]:
-        return [transfer for transfer in (self.main, self.catch_up) if transfer is not None]
+        return [transfer for transfer in (self.main, self.catch_up.transfer) if transfer is not None]
 
-    def upload(self, message: wire.UploadManifest) -> None:
-        self._uploads.pop(message.manifest_hash, None)
-        self._uploads[message.manifest_hash] = message.manifest
-        while len(self._uploads) > KEPT_MANIFESTS * 64:
-            del self._uploads[next(iter(self._uploads))]
+    def upload(self, state: MemberState, message: wire.UploadManifest) -> None:
+        if state.is_source:
+            self._manifests.upload(state.member, message)
 
     def begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
         out, member = self._channel.out, state.member
@@ -135,38 +127,9 @@ class Commits:
     # ------------------------------------------------------------ from packed to moving
 
     def _prepare(self, publish: Publish) -> None:
-        """Join what the ranks packed into one payload.
-
-        :raises errors.ManifestMismatch: the parts do not fit each other, or the channel's manifest.
-        """
-        carriers = sorted(member for member, packed in publish.packed.items() if packed.manifest_hash)
-        if not carriers:
-            raise errors.InternalError(f"publish {publish.number} of {publish.group}/{publish.replica} has no bytes")
-        uploads = [self._uploads.get(publish.packed[member].manifest_hash) for member in carriers]
-        if None in uploads:
-            raise errors.InternalError("a manifest was announced and never sent")
-        parts = [PartManifest.decode(cast("bytes", upload)) for upload in uploads]
-        manifest = merge_parts(parts)
-        if self._manifest is not None and manifest.hash != self._manifest.hash and not publish.new_manifest:
-            text = difference(self._manifest, manifest)
-            if text:
-                raise errors.ManifestMismatch(
-                    f"the tensors of version {publish.version} do not fit the manifest of channel "
-                    f"{self._channel.config.name!r}: {text}",
-                    channel=self._channel.config.name,
-                    version=publish.version,
-                )
-        image = manifest.parts is None
-        publish.payload = Payload(
-            version=publish.version,
-            manifest_hash=manifest.hash,
-            manifest=manifest.encode(),
-            nbytes=manifest.data_nbytes,
-            device="cuda" if any(packed.device == "cuda" for packed in publish.packed.values()) else "cpu",
-            meta=cast("wire.Meta", publish.meta),
-            part_owners=() if image else tuple(carriers),
-        )
-        if image:
+        payload, carriers = self._manifests.prepare(publish)
+        publish.payload = payload
+        if not payload.part_owners:
             state = self._channel.roster.get(carriers[0])
             if state is not None:
                 state.held.setdefault(publish.version, "")
@@ -178,8 +141,7 @@ class Commits:
             self._overtaken(publish, now)
         if self.main is None and self.publishes.queue and self._target_replicas() >= self._channel.config.min_targets:
             self._start_next(now)
-        if self.catch_up is None:
-            self._start_catch_up(now)
+        self.catch_up.advance(self.committed, self.main, now)
 
     def _target_replicas(self) -> int:
         """Target replicas with a live member: a version waits in the queue until there are ``min_targets``."""
@@ -219,51 +181,6 @@ class Commits:
         )
         self.main.start(now)
 
-    def _start_catch_up(self, now: float) -> None:
-        payload = self.committed
-        if payload is None:
-            return
-        busy = self.main.concerned if self.main is not None and self.main.payload is payload else ()
-        waiting = [
-            state
-            for state in self._channel.roster
-            if state.is_target
-            and state.carries
-            and payload.version not in state.held
-            and state.member not in busy
-            and now >= state.retry_at
-            and not self._channel.roster.suspect(state, now)
-        ]
-        alone = [state for state in waiting if state.standing == "quarantined" or now < state.not_before]
-        needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
-        if not needers or not any(payload.version in state.held for state in self._channel.roster):
-            return
-        transfer = Transfer(
-            self._channel,
-            payload,
-            needers,
-            kind="catch_up",
-            deadline=now + self._channel.config.deadline_s,
-            on_end=self._catch_up_ended,
-            avoid=self._bad_holder,
-        )
-        self.catch_up = transfer
-        transfer.start(now)
-
-    def _catch_up_ended(self, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
-        self.catch_up = None
-        self._close_lane(transfer)
-        self._bad_holder = transfer.senders[0] if error is not None and transfer.senders else None
-        for state in self._channel.roster:
-            if state.member in transfer.verified:
-                state.failures = 0
-                if state.standing == "quarantined":
-                    state.step("released")
-                    state.not_before = 0.0
-            elif state.member in transfer.asked and state.is_target:
-                state.failures += 1
-                state.retry_at = now + min(CATCH_UP_RETRY_MAX_S, CATCH_UP_RETRY_S * 2 ** min(state.failures, 5))
-
     # ------------------------------------------------------------ the end of a publish
 
     def _main_ended(self, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
@@ -279,8 +196,9 @@ class Commits:
         elif config.on_lost == "raise" and publish.lost:
             why = "; ".join(f"{name}: {reason}" for name, reason in publish.lost.items())
             self._fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
-        elif len({(m.group, m.replica) for m in transfer.verified}) < config.min_targets:
-            text = f"{len(transfer.verified)} members hold it, min_targets = {config.min_targets} replicas"
+        elif len({(m.group, m.replica) for m in self._holders(publish.version)}) < config.min_targets:
+            held_by = len(self._holders(publish.version))
+            text = f"{held_by} members hold it, min_targets = {config.min_targets} replicas"
             self._fail(publish, self._too_few(publish, text), now)
         else:
             self._commit(publish, transfer, now)
@@ -300,7 +218,7 @@ class Commits:
         digest = payload.digest or _parts_digest(payload)
         self._vouch(payload.version, digest)
         payload.digest = digest
-        self._manifest = Manifest.decode(payload.manifest)
+        self._manifests.committed(payload)
         self._decide(publish.version, digest, payload)
         seconds = now - publish.began_at
         phases = publish.phases(now, max(0.0, seconds - _accounted(publish, now)))
@@ -346,6 +264,12 @@ class Commits:
                 del state.held[version]
                 self._channel.out.append(Send(state.member, wire.Discard(version)))
 
+    def quarantined(self, state: MemberState) -> None:
+        """It takes no part any more in what is under way."""
+        publish = self.publishes.moving
+        if publish is not None and self.main is not None and state.member in self.main.asked:
+            publish.lost[state.member.name] = state.note
+
     def _leave_behind(self, publish: Publish, transfer: Transfer) -> None:
         """Targets of the epoch that do not hold it: out of the epoch until they have caught up."""
         for state in self._channel.roster.targets:
@@ -371,9 +295,7 @@ class Commits:
 
     def restore(self, payload: Payload) -> None:
         """The bytes of the newest committed version are known again."""
-        manifest = Manifest.decode(payload.manifest)
-        payload.nbytes = manifest.data_nbytes
-        self._manifest = manifest
+        payload.nbytes = self._manifests.committed(payload).data_nbytes
         self.committed = payload
 
     def fail_resumed(self, publish: Publish, why: str, now: float) -> None:
@@ -435,6 +357,7 @@ class Commits:
     def lost(self, state: MemberState, now: float) -> None:
         """A member is gone (already out of the roster)."""
         member = state.member
+        self._manifests.lost(member)
         if self.kept_lane is not None and member in self.kept_lane.members:
             self._close_kept()
         for publish in self.publishes.open():
@@ -455,10 +378,7 @@ class Commits:
                 self._leave_laggards(publish, now)
             if not publish.over and now > publish.deadline:
                 self._deadline(publish, now)
-        catch_up = self.catch_up
-        if catch_up is not None and now > catch_up.deadline:
-            catch_up.stop(complete=False)
-            self._catch_up_ended(catch_up, errors.DeadlineExceeded("catch-up", phase="transfer"), now)
+        self.catch_up.tick(now)
 
     def _leave_laggards(self, publish: Publish, now: float) -> None:
         """Some are not even ready to receive: go on without them, if others are."""
@@ -516,17 +436,10 @@ class Commits:
         if lane is not None and lane.state == "formed":
             self.kept_lane = lane
 
-    def _close_lane(self, transfer: Transfer) -> None:
-        if transfer.lane is not None:
-            gone = frozenset(m for m in transfer.lane.members if m not in self._channel.roster)
-            self._channel.lanes.close(transfer.lane, self._channel.out, gone=gone)
-            transfer.lane = None
-
     def _close_kept(self) -> None:
         lane, self.kept_lane = self.kept_lane, None
         if lane is not None:
-            gone = frozenset(m for m in lane.members if m not in self._channel.roster)
-            self._channel.lanes.close(lane, self._channel.out, gone=gone)
+            self._channel.close_lane(lane)
 
 
 def _accounted(publish: Publish, now: float) -> float:

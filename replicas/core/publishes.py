@@ -24,7 +24,8 @@ from typing import Literal
 from replicas import errors
 from replicas.core.identity import Member
 from replicas.core.membership import PUBLISH, PublishState
-from replicas.core.transfers import Payload, Transfer
+from replicas.core.payload import Payload
+from replicas.core.transfers import Transfer
 from replicas.messages import Packed, PackFailed, PublishBegin, ReceiptData, WireError
 
 __all__ = ["Publish", "Publishes"]

@@ -27,8 +27,8 @@ from typing import TYPE_CHECKING
 from replicas import messages as wire
 from replicas.core.effects import Send
 from replicas.core.identity import Member
+from replicas.core.payload import Payload
 from replicas.core.roster import MemberState
-from replicas.core.transfers import Payload
 
 if TYPE_CHECKING:
     from replicas.core.channel import ChannelState

@@ -8,8 +8,8 @@ immutable view whose number strictly grows: a loss makes a new epoch at once, jo
 identity (group, replica, rank) has at most one incarnation: a later join fences the earlier.
 
 An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on *probation* when it comes back: it is
-admitted only after a while, twice as long each time, and until then it is served alone, so that a program that dies right
-after each start does not interrupt the others each time.
+served and admitted only after a while, twice as long each time, so that a program that dies right after each start does not
+interrupt the others each time.
 
 A member whose last sign of life is older than the suspicion time is *suspect*: transfers go on without it. One older than
 its lease is lost. The shell extends both by the pauses of its own loop (:meth:`Roster.forgive`), so that a stopped

@@ -23,60 +23,28 @@ for ``verified``. Deadlines are the owner's.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Literal
 
 from replicas import errors
-from replicas.core.effects import Effect, Send
+from replicas.core.effects import Send
 from replicas.core.identity import Member
-from replicas.core.lanes import Lane, Lanes
+from replicas.core.lanes import Lane
 from replicas.core.membership import TRANSFER, TransferState
+from replicas.core.payload import Payload, TransferContext
 from replicas.core.probes import Probe
-from replicas.core.roster import MemberState, Roster
+from replicas.core.roster import MemberState
 from replicas.messages import (
     Backend,
-    Meta,
     TransferCancel,
     TransferDone,
     TransferGo,
     TransferOffer,
 )
 
-__all__ = ["Payload", "Transfer", "TransferContext"]
+__all__ = ["Transfer"]
 
 FORM_TIMEOUT_S = 20.0
 MAX_PROBES = 3
-
-
-@dataclass(slots=True)
-class Payload:
-    """One version's bytes. ``digest`` is empty until somebody with the whole image has computed it."""
-
-    version: int
-    manifest_hash: str
-    manifest: bytes
-    nbytes: int
-    device: str
-    meta: Meta
-    digest: str = ""
-    part_digests: dict[Member, str] = field(default_factory=dict)
-    part_owners: tuple[Member, ...] = ()
-
-
-class TransferContext(Protocol):
-    """What a transfer needs of its channel."""
-
-    roster: Roster
-    lanes: Lanes
-    out: list[Effect]
-
-    def next_id(self) -> int: ...
-
-    def idle_lane(self, members: tuple[Member, ...], backend: Backend) -> Lane | None: ...
-
-    def retried(self, reason: str) -> None: ...
-
-    def quarantine(self, member: Member, why: str, now: float) -> None: ...
 
 
 class Transfer:
@@ -357,6 +325,7 @@ class Transfer:
             self._keep_vouched()
         self.cancel("failed")
         self.state = TRANSFER.next(self.state, "stuck")
+        self.id = self._context.next_id()  # what is still said of the attempt falls on the floor
         self.probes += 1
         self._stuck = error
         members = [state.member for state in states]

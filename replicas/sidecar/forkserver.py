@@ -1,4 +1,4 @@
-"""Makes sidecars in milliseconds: ``python -m replicas.sidecar.forkserver (--name NAME | --fd N) [--parent PID]``.
+"""Makes sidecars in milliseconds: ``python -m replicas.sidecar.forkserver (--name NAME | --fd N) [--parent PID] [--ready N]``.
 
 Theory of operation
 ===================
@@ -9,7 +9,8 @@ death signal. ``--fd``: serves the one process at the other end of that socket, 
 
 Nothing outlives its owner: a client's sidecars are killed when its connection ends or its process (pidfd) is dead; they
 watch the same two themselves; and the kernel kills them when this process dies. The socket listens before torch is
-loaded, so that clients connect at once and wait for their first answer.
+loaded, so that clients connect at once and wait for their first answer. ``--ready``: a pipe that gets one byte when torch is
+loaded; whoever started this process watches it until then, and replaces it when it freezes.
 """
 
 from __future__ import annotations
@@ -124,7 +125,7 @@ class ForkServer:
         code = 1
         try:
             lifeline.die_with_parent(server)
-            lifeline.name_process("replica-sidecar")
+            lifeline.name_process("replica-spare")
             self._forget_everything(keep={0, 1, 2, channel, pidfd})
             self._run_sidecar(socket.socket(fileno=channel), pidfd)
             code = 0
@@ -181,6 +182,7 @@ def main(argv: list[str] | None = None) -> None:
     where.add_argument("--name", help="abstract Unix socket to listen on, without the leading NUL")
     where.add_argument("--fd", type=int, help="inherited SOCK_SEQPACKET socket of the one client")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="pid whose death ends this process")
+    parser.add_argument("--ready", type=int, help="inherited pipe that gets a byte as soon as torch is loaded")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends us in its own order
     lifeline.name_process("replica-forksrv")
@@ -202,6 +204,10 @@ def main(argv: list[str] | None = None) -> None:
         server.serve_only(socket.socket(fileno=options.fd))
     gc.collect()
     gc.freeze()
+    if options.ready is not None:
+        with contextlib.suppress(BrokenPipeError):  # whoever wanted to know is gone, and we go with it
+            os.write(options.ready, b"1")
+        os.close(options.ready)
     server.run()
 
 

@@ -1,17 +1,15 @@
-"""Ending with another process: parent-death signals and pidfds."""
+"""Ending with another process, and having a name."""
 
 from __future__ import annotations
 
 import ctypes
 import os
-import select
 import signal
 
-__all__ = ["die_with_parent", "name_process", "watch_and_exit"]
+__all__ = ["die_with_parent", "name_process"]
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_NAME = 15
-_POLL_END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
 def die_with_parent(parent: int) -> None:
@@ -26,12 +24,3 @@ def die_with_parent(parent: int) -> None:
 def name_process(name: str) -> None:
     """Set the name that ``ps`` and ``/proc/PID/comm`` show, up to 15 characters."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode()[:15], 0, 0, 0)
-
-
-def watch_and_exit(pidfd: int, channel: int) -> None:
-    """Wait until the process of ``pidfd`` is dead or the peer of socket ``channel`` closed it; then exit at once."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    poller.register(channel, _POLL_END)
-    poller.poll()
-    os._exit(0)

@@ -1,9 +1,9 @@
 """What runs in a sidecar: one process group, and requests one after another.
 
-The main thread reads a request, does it, answers it. It may be stuck inside Gloo, NCCL or a store client at any time;
+The main thread takes a request, does it, answers it. It may be stuck inside Gloo, NCCL or a store client at any time;
 that is what the process is for. When its group has failed it says so and exits: that closes its connections, so that
-peers which wait for it in another place fail at once too. A second thread only waits for the rank's death or the end of
-the channel, and exits.
+peers which wait for it in another place fail at once too. A second thread (:mod:`replicas.sidecar.mailbox`) reads the
+channel, answers pings, and ends the process with the rank or the channel.
 """
 
 from __future__ import annotations
@@ -11,18 +11,17 @@ from __future__ import annotations
 import os
 import re
 import socket
-import threading
 import time
 from collections.abc import Callable
 
 import torch
 
 from replicas.core.manifest import Manifest
-from replicas.errors import ReplicasError
-from replicas.sidecar import wire
+from replicas.errors import Preflight, ReplicasError
+from replicas.sidecar import lifeline, wire
 from replicas.sidecar.collectives import run_collective
 from replicas.sidecar.groups import Group, build_group
-from replicas.sidecar.lifeline import watch_and_exit
+from replicas.sidecar.mailbox import Mailbox
 from replicas.sidecar.transfer import run_transfer
 from replicas.weights.arena import Buffer
 
@@ -54,17 +53,23 @@ class SidecarProcess:
                 return self._answer(number, lambda: self._transfer(request))
             case wire.RunCollective(id=number):
                 return self._answer(number, lambda: self._collective(request))
+            case wire.Ping(id=number):
+                return wire.Pong(number)
 
     def _answer(self, number: int, do: Callable[[], wire.Reply]) -> wire.Reply:
         try:
             return do()
         except Exception as error:  # noqa: BLE001  # every failure is the answer, and a broken group our end
-            refused = isinstance(error, (ValueError, ReplicasError))
+            refused = isinstance(error, (ValueError, ReplicasError)) and not isinstance(error, Preflight)
+            if isinstance(error, ReplicasError):
+                kind = type(error).__name__
+                return wire.Failed(number, error.message, not refused, kind, error.members, error.hint)
             return wire.Failed(number, _summary(error), over=not refused)
 
     def _build(self, request: wire.BuildGroup) -> wire.Reply:
         if self._group is not None:
             raise ValueError("this sidecar has a group already")
+        lifeline.name_process("replica-sidecar")
         started = time.monotonic()
         self._group = build_group(request.spec)
         return wire.Built(request.id, time.monotonic() - started)
@@ -104,15 +109,12 @@ def _summary(error: Exception) -> str:
 def run(channel: socket.socket, rank_pidfd: int) -> None:
     """Serve the rank at the other end of ``channel`` until it closes it or dies."""
     torch.set_num_threads(1)
-    watcher = threading.Thread(target=watch_and_exit, args=(rank_pidfd, channel.fileno()), daemon=True)
-    watcher.start()
+    mailbox = Mailbox(channel, rank_pidfd)
     sidecar = SidecarProcess()
-    while (frame := wire.read_frame(channel)) is not None:
-        body, fds = frame
-        request = wire.decode_request(body)
+    while True:
+        request, fds = mailbox.get()
         reply = sidecar.handle(request, fds)
         if reply is not None:
-            wire.write_frame(channel, reply)
+            mailbox.reply(reply)
         if isinstance(reply, wire.Failed) and reply.over:
-            break
-    os._exit(0)
+            os._exit(0)

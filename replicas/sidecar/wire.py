@@ -12,7 +12,8 @@ them (SCM_RIGHTS).
 * A rank and a sidecar: SOCK_STREAM, frames of a 5-byte head (length, number of descriptors) and a body. Requests carry
   an ``id`` and are handled one after another; each is answered by exactly one reply with the same ``id``. Buffers are
   sent once (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group has failed says so
-  (:class:`Failed`, ``over``) and exits: its closed connections tell its peers at once.
+  (:class:`Failed`, ``over``) and exits: its closed connections tell its peers at once. A :class:`Ping` is answered at
+  once, whatever is being handled.
 
 The end of either socket, or of the rank's process, ends the sidecar.
 """
@@ -43,8 +44,11 @@ __all__ = [
     "Forked",
     "ForkserverReply",
     "ForkserverRequest",
+    "FrameReader",
     "GroupSpec",
     "MapBuffer",
+    "Ping",
+    "Pong",
     "Reply",
     "Request",
     "RunCollective",
@@ -60,7 +64,6 @@ __all__ = [
     "encode",
     "frame_head",
     "parse_head",
-    "read_frame",
     "read_packet",
     "write_frame",
     "write_packet",
@@ -70,6 +73,7 @@ HEAD_NBYTES = 5
 MAX_FRAME_NBYTES = 256 << 20
 MAX_PACKET_NBYTES = 4096
 _MAX_FDS = 4
+_CHUNK_NBYTES = 1 << 20
 _HEAD = struct.Struct("<IB")
 
 
@@ -81,6 +85,9 @@ class GroupSpec(msgspec.Struct, frozen=True):
     :param address: IP address to bind.
     :param timeout_s: the group is there by then, or the sidecar is killed.
     :param device: UUID of the GPU to use (NCCL only); empty: the first visible one.
+    :param names: of the members, in the order of ranks, for messages; empty: ranks are named by their number.
+    :param probe: move a few bytes each way, and look at them, before the group counts as formed.
+    :param nccl_env: the NCCL_* variables to work with (NCCL only); None: those of the forkserver.
     """
 
     prefix: str
@@ -92,6 +99,13 @@ class GroupSpec(msgspec.Struct, frozen=True):
     address: str
     timeout_s: float
     device: str = ""
+    names: tuple[str, ...] = ()
+    probe: bool = False
+    nccl_env: dict[str, str] | None = None
+
+    def name(self, rank: int) -> str:
+        """Of the member with this rank."""
+        return self.names[rank] if rank < len(self.names) else f"rank {rank}"
 
 
 class TransferSpec(msgspec.Struct, frozen=True):
@@ -205,6 +219,16 @@ class RunCollective(msgspec.Struct, frozen=True, tag=True):
     spec: CollectiveSpec
 
 
+class Ping(msgspec.Struct, frozen=True, tag=True):
+    """Answered by :class:`Pong` at once, before requests that came earlier."""
+
+    id: int
+
+
+class Pong(msgspec.Struct, frozen=True, tag=True):
+    id: int
+
+
 class Built(msgspec.Struct, frozen=True, tag=True):
     id: int
     seconds: float
@@ -221,15 +245,21 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """``over``: the group is of no use any more, and the sidecar exits; else the request was refused, nothing moved."""
+    """``over``: the group is of no use any more, and the sidecar exits; else the request was refused, nothing moved.
+
+    ``kind``, ``members``, ``hint``: of an error of :mod:`replicas.errors`; empty for any other.
+    """
 
     id: int
     error: str
     over: bool = True
+    kind: str = ""
+    members: tuple[str, ...] = ()
+    hint: str = ""
 
 
-Request = MapBuffer | ForgetBuffer | BuildGroup | RunTransfer | RunCollective
-Reply = Built | Transferred | Collected | Failed
+Request = MapBuffer | ForgetBuffer | BuildGroup | RunTransfer | RunCollective | Ping
+Reply = Built | Transferred | Collected | Failed | Pong
 
 
 def encode(message: msgspec.Struct) -> bytes:
@@ -297,30 +327,44 @@ def write_frame(sock: socket.socket, message: msgspec.Struct) -> None:
     sock.sendall(frame_head(body, ()) + body)
 
 
-def read_frame(sock: socket.socket) -> tuple[bytes, list[int]] | None:
-    """Receive one frame from a blocking socket; None at the end of the connection. The caller owns the descriptors."""
-    fds: list[int] = []
-    head = b""
-    while len(head) < HEAD_NBYTES:
-        data, more, _, _ = socket.recv_fds(sock, HEAD_NBYTES - len(head), _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
-        fds += more
+class FrameReader:
+    """Takes frames from a stream socket as they come, without waiting."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self._data = bytearray()
+        self._fds: list[int] = []
+
+    def receive(self) -> list[tuple[bytes, list[int]]] | None:
+        """The frames that are complete now; None at the end of the connection. The caller owns their descriptors."""
+        flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
+        try:
+            data, fds, _, _ = socket.recv_fds(self._sock, _CHUNK_NBYTES, _MAX_FDS, flags)
+        except BlockingIOError:
+            return []
+        self._fds += fds
         if not data:
-            close_all(fds)
+            close_all(self._fds)
             return None
-        head += data
-    length, count = parse_head(head)
-    body = bytearray(length)
-    view = memoryview(body)
-    while view:
-        received = sock.recv_into(view)
-        if not received:
-            close_all(fds)
+        self._data += data
+        frames: list[tuple[bytes, list[int]]] = []
+        while (frame := self._next()) is not None:
+            frames.append(frame)
+        return frames
+
+    def _next(self) -> tuple[bytes, list[int]] | None:
+        if len(self._data) < HEAD_NBYTES:
             return None
-        view = view[received:]
-    if len(fds) != count:
-        close_all(fds)
-        raise ConnectionError(f"a frame came with {len(fds)} descriptors in place of {count}")
-    return bytes(body), fds
+        length, count = parse_head(bytes(self._data[:HEAD_NBYTES]))
+        end = HEAD_NBYTES + length
+        if len(self._data) < end:
+            return None
+        if len(self._fds) < count:  # they come with the first byte of the head
+            raise ConnectionError(f"a frame came with {len(self._fds)} descriptors in place of {count}")
+        body = bytes(self._data[HEAD_NBYTES:end])
+        del self._data[:end]
+        fds, self._fds = self._fds[:count], self._fds[count:]
+        return body, fds
 
 
 def close_all(fds: Sequence[int]) -> None:

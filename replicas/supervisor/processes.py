@@ -10,12 +10,14 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 __all__ = [
     "MARK",
+    "Child",
     "become_subreaper",
     "descendants",
     "die_with_parent",
@@ -34,6 +36,25 @@ MARK = "REPLICAS_SHIM"
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _DEAD = ("Z", "X", "x")
+
+
+class Child:
+    """A direct child that was started on purpose, and is reaped by its starter's own loop. ``code`` is None while it lives."""
+
+    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
+        self.popen = popen
+        self.pid = popen.pid
+        self.pidfd = os.pidfd_open(popen.pid)
+        self.code: int | None = None
+
+    def ended(self, code: int) -> None:
+        self.code = code
+        self.popen.returncode = code  # it was reaped by us, not by Popen
+        os.close(self.pidfd)
+
+    def signal(self, signum: int) -> None:
+        if self.code is None:
+            send_signal(self.pidfd, signum)
 
 
 def _prctl(option: int, argument: int) -> None:

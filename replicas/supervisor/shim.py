@@ -10,7 +10,8 @@ into a session of its own stays below it. One thread, one loop over a selector, 
     waiting ──start──► running ──stop, supervisor gone──► stopping ──main process gone──► sweeping ──no child──► exit
                           └─────────main process gone────────────────────────────────────────►┘
 
-* *running*: the forkserver (restarted when it dies) and the main process: torchrun's launcher, or the program itself.
+* *running*: the forkserver (started again when it dies or freezes, :mod:`replicas.supervisor.keeper`) and the main
+  process: torchrun's launcher, or the program itself.
 * *stopping*: SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
 * *sweeping*: the exit report is out; SIGTERM to what is left, SIGKILL ``SWEEP_GRACE_S`` later, again and again until
   this process has no child. Then ``gone`` is sent and the shim ends.
@@ -42,11 +43,12 @@ from typing import IO
 from replicas.supervisor import orders
 from replicas.supervisor.commands import guard_command, guard_orders, scratch_folder, tail
 from replicas.supervisor.guard import GUARD
+from replicas.supervisor.keeper import ForkserverKeeper
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.processes import (
+    Child,
     become_subreaper,
     python_module,
-    send_signal,
     signal_descendants,
     signal_name,
 )
@@ -58,32 +60,11 @@ ORPHAN_GRACE_S = 2.0
 SWEEP_GRACE_S = 1.0
 """From SIGTERM to SIGKILL for what a replica left behind."""
 _SWEEP_INTERVAL_S = 0.05
-_FORKSERVER_TRIES = 8
-_FORKSERVER_STEADY_S = 60.0
 
 
 def exit_code(status: int) -> int:
     """Exit code of a wait status; negative for a signal."""
     return os.waitstatus_to_exitcode(status)
-
-
-class _Child:
-    """A direct child that was started on purpose. ``code`` is None while it lives."""
-
-    def __init__(self, popen: subprocess.Popen[bytes]) -> None:
-        self.popen = popen
-        self.pid = popen.pid
-        self.pidfd = os.pidfd_open(popen.pid)
-        self.code: int | None = None
-
-    def ended(self, code: int) -> None:
-        self.code = code
-        self.popen.returncode = code  # it was reaped by us, not by Popen
-        os.close(self.pidfd)
-
-    def signal(self, signum: int) -> None:
-        if self.code is None:
-            send_signal(self.pidfd, signum)
 
 
 class Shim:
@@ -94,11 +75,8 @@ class Shim:
         self.spec: NodeSpec | None = None
         self._selector = selectors.DefaultSelector()
         self._parent_fd: int | None = None
-        self._main: _Child | None = None
-        self._forkserver: _Child | None = None
-        self._forkserver_starts = 0
-        self._forkserver_began = 0.0
-        self._forkserver_at: float | None = None
+        self._main: Child | None = None
+        self._forkserver: ForkserverKeeper | None = None
         self._broken = ""
         self._launcher: socket.socket | None = None
         self._report: ExitReport | None = None
@@ -192,7 +170,8 @@ class Shim:
             return
         try:
             if spec.forkserver:
-                self._start_forkserver(spec)
+                self._forkserver = ForkserverKeeper(self._spawn_forkserver, self._selector)
+                self._forkserver.start()
             if spec.launcher == "torchrun":
                 self._main = self._start_launcher(spec)
             else:
@@ -204,7 +183,7 @@ class Shim:
         else:
             self._tell({"type": "started", "pid": self._main.pid})
 
-    def _start_launcher(self, spec: NodeSpec) -> _Child:
+    def _start_launcher(self, spec: NodeSpec) -> Child:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = theirs.fileno()
         command = python_module("replicas.supervisor.launcher", "--control", str(fd), "--parent", str(os.getpid()))
@@ -215,16 +194,15 @@ class Shim:
         self._selector.register(ours, selectors.EVENT_READ, self._on_launcher)
         return child
 
-    def _start_forkserver(self, spec: NodeSpec) -> None:
-        self._forkserver_at = None
-        self._forkserver_starts += 1
-        self._forkserver_began = time.monotonic()
-        command = python_module("replicas.sidecar.forkserver", "--name", spec.forkserver)
-        self._forkserver = self._spawn(command, spec, spec.env, self._log(f"forkserver-{spec.node}"))
+    def _spawn_forkserver(self, ready: int) -> Child:
+        spec = self.spec
+        assert spec is not None
+        command = python_module("replicas.sidecar.forkserver", "--name", spec.forkserver, "--ready", str(ready))
+        return self._spawn(command, spec, spec.env, self._log(f"forkserver-{spec.node}"), (ready,))
 
     def _spawn(
         self, command: list[str], spec: NodeSpec, env: dict[str, str], log: IO[bytes], fds: tuple[int, ...] = ()
-    ) -> _Child:
+    ) -> Child:
         with log:
             popen = subprocess.Popen(
                 command,
@@ -236,7 +214,7 @@ class Shim:
                 pass_fds=fds,
                 start_new_session=True,
             )
-        return _Child(popen)
+        return Child(popen)
 
     def _log(self, name: str) -> IO[bytes]:
         assert self.spec is not None
@@ -256,32 +234,25 @@ class Shim:
                 self._main.ended(exit_code(status))
                 self._main_ended(self._main)
             elif self._forkserver is not None and pid == self._forkserver.pid:
-                self._forkserver.ended(exit_code(status))
-                if not self._stopping and not self._sweeping:
-                    self._forkserver_ended(time.monotonic())
-
-    def _forkserver_ended(self, now: float) -> None:
-        """Start it again, later each time; a replica whose forkserver keeps dying cannot sync, and is ended."""
-        if now - self._forkserver_began > _FORKSERVER_STEADY_S:
-            self._forkserver_starts = 1
-        if self._forkserver_starts < _FORKSERVER_TRIES:
-            self._forkserver_at = now + 0.1 * 2 ** (self._forkserver_starts - 1)
-            return
-        assert self.spec is not None
-        self._broken = f"the sidecar forkserver of node {self.spec.node} died {self._forkserver_starts} times"
-        self._stop(self.spec.stop_timeout_s)
+                reason = self._forkserver.ended(exit_code(status))
+                if reason:  # a replica that cannot sync is of no use
+                    assert self.spec is not None
+                    self._broken = f"the sidecar forkserver of node {self.spec.node} {reason}"
+                    self._stop(self.spec.stop_timeout_s)
 
     # ------------------------------------------------------------ ending
 
     def _stop(self, timeout_s: float) -> None:
         first = not self._stopping
         self._stopping = True
+        if self._forkserver is not None:
+            self._forkserver.stop()
         deadline = time.monotonic() + timeout_s
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
         if first and self._main is not None:
             self._main.signal(signal.SIGTERM)
 
-    def _main_ended(self, main: _Child) -> None:
+    def _main_ended(self, main: Child) -> None:
         assert self.spec is not None
         assert main.code is not None
         while self._launcher is not None:  # the launcher is dead: read what it wrote, up to the end of the stream
@@ -297,15 +268,14 @@ class Shim:
     def _begin_sweep(self) -> None:
         self._sweeping = True
         if self._forkserver is not None:
-            self._forkserver.signal(signal.SIGKILL)
+            self._forkserver.kill()
         signal_descendants(os.getpid(), signal.SIGTERM)
         deadline = time.monotonic() + SWEEP_GRACE_S
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
     def _on_time(self, now: float) -> None:
-        if self._forkserver_at is not None and now >= self._forkserver_at and not self._stopping:
-            assert self.spec is not None
-            self._start_forkserver(self.spec)
+        if self._forkserver is not None:
+            self._forkserver.on_time(now)
         if self._kill_at is not None and now >= self._kill_at:
             signal_descendants(os.getpid(), signal.SIGKILL)
             self._kill_at = now + _SWEEP_INTERVAL_S
@@ -316,13 +286,14 @@ class Shim:
         return (self._sweeping or self._stopping) and self._childless
 
     def _timeout(self) -> float | None:
-        times = [at for at in (self._kill_at, self._forkserver_at) if at is not None]
+        times = [] if self._forkserver is None else self._forkserver.wakes
+        times += [] if self._kill_at is None else [self._kill_at]
         if self._stopping and not times:
             return _SWEEP_INTERVAL_S
         return max(0.0, min(times) - time.monotonic()) if times else None
 
 
-def _finish(spec: NodeSpec, main: _Child, report: ExitReport | None, *, stopping: bool) -> ExitReport:
+def _finish(spec: NodeSpec, main: Child, report: ExitReport | None, *, stopping: bool) -> ExitReport:
     """The exit report of a node whose main process is gone; the launcher's own one, if it came to write it."""
     code = main.code
     assert code is not None

@@ -34,6 +34,7 @@ __all__ = ["Arena", "Buffer", "BufferWatcher", "Slot"]
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module of Python 3.11 has no names for them
 _MADV_POPULATE_WRITE = 23
+_POPULATE_NBYTES = 32 << 20
 
 
 class BufferWatcher(Protocol):
@@ -124,8 +125,10 @@ class Buffer:
 
 
 def _populate(mapping: mmap.mmap, advice: int) -> None:
+    """In steps: ``madvise`` keeps Python's lock, and a minute of it would silence the other threads of the process."""
     try:
-        mapping.madvise(advice)
+        for start in range(0, len(mapping), _POPULATE_NBYTES):
+            mapping.madvise(advice, start, min(_POPULATE_NBYTES, len(mapping) - start))
     except OSError as error:
         if error.errno in (12, 14):  # ENOMEM, EFAULT: the pages cannot be had
             raise

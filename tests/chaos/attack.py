@@ -12,9 +12,9 @@ from typing import Any
 
 from tests.chaos.anatomy import Anatomy, Body
 from tests.chaos.faults import Fault
-from tests.chaos.member import EXIT, RAISE, REJOIN, REJOIN_OUTER
 from tests.chaos.noise import attack_port, framed, garbage
 from tests.chaos.rig import World
+from tests.chaos.signals import EXIT, RAISE, REJOIN, REJOIN_OUTER
 
 __all__ = ["Attack", "Victim", "choose"]
 
@@ -81,6 +81,8 @@ class Attack:
         self.at = 0.0
         self.landed = ""
         self.late = False
+        self.refused = False
+        """Something was sent that must have been refused, and counted."""
         self.pids: list[int] = []
         self._world = world
         self._anatomy = anatomy
@@ -166,4 +168,5 @@ class Attack:
         host, _, port = world.run.endpoint().rpartition(":")
         address = (store.host, store.port) if self.fault.target == "store port" else (host, int(port))
         for _ in range(5):
-            attack_port(address, rng, trap, world.token())
+            kind = attack_port(address, rng, trap, world.token())
+            self.refused |= self.fault.target == "control port" and kind in ("a wrong token", "nonsense for a Hello")

@@ -1,7 +1,7 @@
 """The faults, the deck that a seed deals, and what each may cost.
 
-``kill``, ``pause`` (SIGSTOP, and SIGCONT 0.5-1.5 s later), ``freeze`` (SIGSTOP until the round is over) and ``abort`` are done
-*to* a process by a signal; ``exception`` and ``exit 0`` are ordered and done *by* it; ``memory full`` takes away the
+``kill``, ``pause`` (SIGSTOP, and SIGCONT 0.5-1.5 s later), ``freeze`` (SIGSTOP until the round is over) and ``abort`` are
+done *to* a process by a signal; ``exception`` and ``exit 0`` are ordered and done *by* it; ``memory full`` takes away the
 address space beyond what it has; ``half-close``, ``delay`` and ``garbage`` are done to a session, or to an open port.
 """
 

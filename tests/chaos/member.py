@@ -19,13 +19,9 @@ import torch
 import torch.distributed as dist
 
 import replicas
+from tests.chaos.signals import EXIT, RAISE, REJOIN, REJOIN_OUTER
 
-__all__ = ["EXIT", "NAME", "OUT", "RAISE", "RANK", "REJOIN", "REJOIN_OUTER", "Log", "Ordered", "Orders", "agreed", "endpoint", "wait"]
-
-RAISE = signal.SIGUSR1
-EXIT = signal.SIGUSR2
-REJOIN = signal.SIGRTMIN
-REJOIN_OUTER = signal.SIGRTMIN + 1
+__all__ = ["NAME", "OUT", "RANK", "Log", "Ordered", "Orders", "agreed", "endpoint", "wait"]
 
 OUT = Path(os.environ.get("CHAOS_OUT", "."))
 """Where the programs write."""

@@ -76,14 +76,14 @@ class Moments:
                     return "catching up"
                 self._transfer, self._done, self._expected = transfer, 0, len(main.concerned)
                 return "mid-bucket"
-            case Send(message=OperationGo(operation=operation)) if self._first("go", operation):
-                self._transfer, self._done, self._expected = operation, 0, len(event.message.participants)
+            case Send(message=OperationGo(operation=operation, participants=those)) if self._first("go", operation):
+                self._transfer, self._done, self._expected = operation, 0, len(those)
                 return "mid-bucket"
             case Record():
                 return "committing"
             case Send(message=ReceiveGrant(version=version)) if self._first("grant", version):
                 return "loading"
-            case Send(message=OperationEnd(post=post)) if self._first("end", self._transfer):
+            case Send(message=OperationEnd()) if self._first("end", self._transfer):
                 return "committing"
             case Send(message=PublishEnd(publish=publish)) if self._first("end", publish):
                 return "idle"

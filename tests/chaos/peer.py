@@ -13,7 +13,8 @@ import time
 import torch
 
 import replicas
-from tests.chaos.member import NAME, OUT, RANK, REJOIN_OUTER, Log, Orders, endpoint
+from tests.chaos.member import NAME, OUT, RANK, Log, Orders, endpoint
+from tests.chaos.signals import REJOIN_OUTER
 
 __all__ = ["PEERS", "start_peer"]
 
@@ -68,11 +69,11 @@ def _reduce_for_ever(channel: replicas.Channel, log: Log, orders: Orders) -> Non
 
 
 def _announce(step: int) -> None:
-    path = OUT / f"step.{NAME}"
-    path.with_suffix(".new").write_text(str(step))
-    path.with_suffix(".new").replace(path)
+    fresh = OUT / f"new.{NAME}"
+    fresh.write_text(str(step))
+    fresh.replace(OUT / f"step.{NAME}")
 
 
 def _newest() -> int:
     """The newest step that any peer has begun."""
-    return max((int(path.read_text()) for path in OUT.glob("step.*-*") if path.suffix != ".new"), default=1)
+    return max((int(path.read_text()) for path in OUT.glob("step.*")), default=1)

@@ -5,12 +5,10 @@ from __future__ import annotations
 import http.client
 import json
 import os
-import random
 import resource
 import signal
 import socket
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass

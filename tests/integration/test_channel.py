@@ -308,6 +308,8 @@ async def test_receive_keeps_one_ask_and_waits_may_be_given_up() -> None:
         await publish(trainer, weights(1))
         committed = await rollout.receive()
         assert pending.wait(0) is committed
+        assert await rollout.receive() is committed  # nobody has looked into it yet: it may have been lost on its way
+        assert dict(committed)
         with pytest.raises(errors.UsageError, match="the update of version 1 is still open"):
             rollout.receive()
         committed.loaded()

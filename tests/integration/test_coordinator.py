@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 import replicas
@@ -22,12 +21,12 @@ from replicas.coordinator import Coordinator, GroupShape
 from replicas.core.effects import CommitDecision, MemberLost, StoreChanged
 from replicas.core.identity import ProcessIdentity
 from replicas.core.manifest import PartManifest, TensorSpec
+from tests.support.members import Client
 from tests.support.runs import alive
 
 pytestmark = pytest.mark.anyio
 
 CHANNELS = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
-ELSEWHERE = ProcessIdentity(1, 1, "another machine", 1)
 
 
 @pytest.fixture
@@ -35,69 +34,6 @@ async def coordinator() -> AsyncIterator[Coordinator]:
     shapes = {"rollout": GroupShape(replicas=2, heartbeat_timeout_s=2.0)}
     async with Coordinator(CHANNELS, groups=shapes) as running:
         yield running
-
-
-class Client:
-    """A member by hand: one message at a time."""
-
-    def __init__(self, coordinator: Coordinator, **hello: Any) -> None:
-        fields: dict[str, Any] = {
-            "protocol": wire.PROTOCOL,
-            "run": "embedded",
-            "channel": "policy",
-            "group": "rollout",
-            "replica": 0,
-            "rank": 0,
-            "world_size": 1,
-            "incarnation": "one",
-            "generation": 1,
-            "process": ELSEWHERE,
-            **hello,
-        }
-        self.hello = wire.Hello(**fields)
-        self._coordinator = coordinator
-        self._socket: ClientConnection | None = None
-        self.sent = 0
-        self.received = 0
-
-    @property
-    def socket(self) -> ClientConnection:
-        assert self._socket is not None
-        return self._socket
-
-    async def open(self, *, token: str | None = None) -> None:
-        bearer = self._coordinator.token if token is None else token
-        self._socket = await connect(
-            f"ws://{self._coordinator.endpoint}/session",
-            additional_headers={"Authorization": f"Bearer {bearer}"},
-            compression=None,
-            ping_interval=None,
-            open_timeout=5,
-        )
-
-    async def join(self) -> wire.FromCoordinator:
-        await self.open()
-        await self.socket.send(wire.encode(wire.MemberFrame(0, 0, self.hello)))
-        return await self.next()
-
-    async def next(self) -> wire.FromCoordinator:
-        async with asyncio.timeout(5):
-            data = await self.socket.recv()
-        assert isinstance(data, bytes)
-        frame = wire.decode_server_frame(data)
-        self.received = max(self.received, frame.seq)
-        return frame.body
-
-    async def until(self, kind: type[Any]) -> Any:
-        while not isinstance(body := await self.next(), kind):
-            pass
-        return body
-
-    async def say(self, body: wire.FromMember, *, seq: int | None = None) -> None:
-        if seq is None:
-            self.sent += 1
-            seq = self.sent
-        await self.socket.send(wire.encode(wire.MemberFrame(seq, self.received, body)))
 
 
 async def refusal(client: Client) -> wire.WireError:

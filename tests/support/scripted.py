@@ -98,6 +98,9 @@ class Session:
         self.sent.append(message)
         self._news.set()
 
+    async def close(self, reason: str, timeout_s: float) -> None:
+        self.connected = False
+
     async def next(self, kind: type[Any]) -> Any:
         """The next message of this kind; what came before it is dropped."""
         async with asyncio.timeout(10):

@@ -12,7 +12,7 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.publish import PublishJob
+from replicas.channel.publish_job import PublishJob
 from replicas.channel.results import Operation
 from replicas.channel.update import Update
 from replicas.core.identity import Member
@@ -252,7 +252,7 @@ async def test_publish_packs_pins_and_lets_go() -> None:
     world.tell(wire.Commit(5, "d", "h"), wire.PublishEnd(1, wire.ReceiptData(1, (), (), 16, 0.1, {}, version=5)))
     assert (await pending).version == 5
     assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 0)]
-    assert world.hub.held_versions() == (wire.HeldVersion(5, "d"),)
+    assert world.hub.holdings.held() == (wire.HeldVersion(5, "d", MANIFEST.hash),)
     world.hub.arena.close()
 
 

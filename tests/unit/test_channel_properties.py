@@ -1,4 +1,5 @@
-"""Any interleaving of joins, deaths, freezes, publishes, receives and late messages keeps the invariants.
+"""Any interleaving of joins, deaths, freezes, publishes, receives, late messages, members that cannot reach each other and
+coordinators that start again (with their decision log or without) keeps the invariants.
 
 I1: every publish ends. I2: a replica is granted committed versions only, each rank of it the same ones in the same order,
 never an older one after a newer. I4: when the faults stop, the next publish commits and every target holds it.
@@ -24,11 +25,15 @@ class Channel(RuleBasedStateMachine):
         self.world = World(groups={"rollout": GroupShape(replicas=2, world_size=2, heartbeat_timeout_s=20.0)})
         self.grants: dict[tuple[str, int], list[int]] = {}
         self.frozen: set[SimMember] = set()
+        self.away: list[SimMember] = []
+        """Without a session since the coordinator started again."""
+        self.committed: dict[str, int] = {}
 
     def _sims(self) -> list[SimMember]:
         return [sim for sim in self.world.members.values() if sim not in self.frozen]
 
     def _join(self, name: str) -> None:
+        self.away = [sim for sim in self.away if sim.member.name != name]
         before = {sim.member for sim in self.world.members.values()}
         sim = self.world.join(name, world_size=WORLD_SIZES[name.split("/")[0]])
         assert sim.member not in before
@@ -96,9 +101,43 @@ class Channel(RuleBasedStateMachine):
         late = data.draw(st.sampled_from(replies))
         sim.outbox.append(late)
 
+    @precondition(lambda self: self.world.members)
+    @rule(keep_log=st.booleans(), forget=st.booleans())
+    def restart(self, keep_log: bool, forget: bool) -> None:
+        """``forget``: those without a session stay so for now; else they come back at once."""
+        self.away += self.world.restart(keep_log=keep_log)
+        if not forget:
+            self.come_back(len(self.away))
+
+    @precondition(lambda self: self.away)
+    @rule(count=st.integers(1, 5))
+    def come_back(self, count: int) -> None:
+        for _ in range(min(count, len(self.away))):
+            sim = self.away.pop(0)
+            if self.world.state.roster.holder_of(sim.member.name) is None:
+                self.world.rejoin(sim)
+
+    @precondition(lambda self: self.away)
+    @rule()
+    def one_away_dies(self) -> None:
+        self.frozen.discard(self.away.pop(0))
+
+    @rule(pair=st.lists(st.sampled_from(NAMES), min_size=2, max_size=2, unique=True))
+    def cut(self, pair: list[str]) -> None:
+        self.world.bad_pairs.add(frozenset(pair))
+
+    @rule()
+    def mend(self) -> None:
+        self.world.bad_pairs.clear()
+
     @rule(seconds=st.sampled_from([0.5, 4.0, 25.0, 70.0]))
     def time_passes(self, seconds: float) -> None:
         self.world.advance(seconds, frozen=tuple(self.frozen))
+
+    @invariant()
+    def failed_publishes_are_never_committed(self) -> None:
+        committed = {decision.version for decision in self.world.decisions}
+        assert not committed & self.world.aborted
 
     @invariant()
     def grants_are_committed_and_grow(self) -> None:
@@ -120,6 +159,8 @@ class Channel(RuleBasedStateMachine):
     def teardown(self) -> None:
         """The faults stop: everything must come to rest, and the next publish must reach everybody."""
         self.frozen.clear()
+        self.world.bad_pairs.clear()
+        self.come_back(len(self.away))
         self.world.advance(130.0)
         for name in NAMES:
             if self.world.state.roster.holder_of(name) is None:
@@ -148,7 +189,7 @@ class Channel(RuleBasedStateMachine):
 
 
 Channel.TestCase.settings = settings(
-    max_examples=25,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

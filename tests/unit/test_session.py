@@ -7,6 +7,7 @@ import contextlib
 from collections.abc import AsyncIterator, Coroutine
 from typing import Any
 
+import msgspec
 import pytest
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
@@ -100,11 +101,8 @@ class Handler:
         self.over: asyncio.Future[errors.ReplicasError] = asyncio.get_running_loop().create_future()
         self.reasons: list[str] = []
 
-    def held_versions(self) -> tuple[HeldVersion, ...]:
-        return (HeldVersion(3, "d"),)
-
-    def loaded_version(self) -> int:
-        return 3
+    def introduce(self, hello: Hello) -> Hello:
+        return msgspec.structs.replace(hello, held=(HeldVersion(3, "d", "m"),), loaded=3)
 
     def before_heartbeat(self) -> None:
         pass
@@ -170,7 +168,7 @@ def _bodies(frames: list[MemberFrame]) -> list[tuple[int, FromMember]]:
 async def test_opens_sends_and_says_goodbye(world: World) -> None:
     await world.session.open(5)
     assert world.handler.welcomes == [False]
-    assert world.coordinator.hellos[0].held == (HeldVersion(3, "d"),)
+    assert world.coordinator.hellos[0].held == (HeldVersion(3, "d", "m"),)
     world.session.send(LaneFormed("a", 1.0))
     world.session.send(LaneFormed("b", 1.0))
     frames = [await world.coordinator.frame() for _ in range(2)]

@@ -1,0 +1,228 @@
+"""What does a fault cost those that are left?
+
+    python bench/bench_faults.py [--quick] [--repetitions N] [--only PART ...]
+
+Four parts, each described in its own file: faults in the middle of a publish (``publish``, ``bench/faults_sync.py``), kill -9
+of a peer during all-reduces (``peers``, ``bench/faults_peers.py``), groups formed again (``groups``,
+``bench/faults_groups.py``), and the trainer while a latecomer is caught up (``stall``, ``bench/faults_stall.py``). Each line
+says which bar it has to keep, and whether its median does.
+
+torchft takes part in ``peers`` where it is installed: ``pip install torchft``, also in an environment of its own that
+sees this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+from collections.abc import Awaitable, Callable, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import msgspec
+from rich.console import Console
+
+from bench import faults_groups, faults_peers, faults_stall, faults_sync
+from bench.shapes import FULL, SMALL, nbytes_of
+from bench.support import Spread, busy_ratio, in_words, machine, show, write
+
+PARTS = ("publish", "peers", "groups", "stall")
+COLUMNS = ("", "", "median", "range", "bar", "kept")
+REBUILD_LIMIT_S = 0.1
+REBUILD_LIMIT_MEMBERS = 4
+REPLACE_LIMIT_S = 0.15
+PEER_NAMES = {
+    "library": "the library",
+    "ProcessGroupBabyGloo": "torchft, Gloo in a process of its own",
+    "ProcessGroupGloo": "torchft, Gloo in the rank",
+    "restart": "all processes started anew",
+}
+
+
+class Lines:
+    """A table and the rows of the JSON, line by line."""
+
+    def __init__(self) -> None:
+        self.table: list[list[str] | None] = []
+        self.rows: list[dict[str, Any]] = []
+
+    def add(
+        self,
+        of: str,
+        what: str,
+        samples: Sequence[float],
+        *,
+        bar: str = "",
+        kept: bool | None = None,
+        **more: Any,
+    ) -> None:
+        spread = Spread(samples)
+        self.table.append([of, what, *spread.cells(), bar, "" if kept is None else "yes" if kept else "NO"])
+        self.rows.append({"of": of, "what": what, **spread.report(), "bar": bar, "kept": kept, **more})
+
+    def line(self) -> None:
+        self.table.append(None)
+
+    def show(self, title: str, note: str = "") -> dict[str, Any]:
+        show(title, COLUMNS, self.table, note)
+        return {"rows": self.rows, "note": note}
+
+
+def told(sample: msgspec.Struct | Any) -> None:
+    """Show that the run goes on."""
+    Console(stderr=True).print(f"[dim]{sample}", soft_wrap=True, highlight=False)
+
+
+# ------------------------------------------------------------ publish
+
+
+async def publish(quick: bool, repetitions: int) -> dict[str, Any]:
+    lines = Lines()
+    found: dict[str, list[faults_sync.Sample]] = {}
+    for small in (True,) if quick else (False, True):
+        nbytes = nbytes_of(SMALL if small else FULL)
+        size = f"{nbytes / 1e6:.0f} MB"
+        found[size] = await faults_sync.measure(nbytes, small, repetitions, told)
+        _publish_lines(lines, size, found[size])
+        lines.line()
+    note = (
+        f"Counted from the fault until all that are left have committed; lease {faults_sync.LEASE_S:g} s, deadline "
+        f"{faults_sync.DEADLINE_S:g} s.\n'Beyond': less the bare time of sending all bytes to those that are left."
+    )
+    failed = sum(len(sample.failures) for samples in found.values() for sample in samples)
+    if failed:
+        note += f"\n{failed} publish(es) failed and were made again; the time is that of the one that was committed."
+    result = lines.show(f"A fault in the middle of a publish to {faults_sync.TARGETS} targets", note)
+    return result | {"samples": {size: msgspec.to_builtins(samples) for size, samples in found.items()}}
+
+
+def _publish_lines(lines: Lines, size: str, samples: list[faults_sync.Sample]) -> None:
+    bare: dict[bool, Spread] = {}
+    lines.add(size, "no fault: publish to commit", [sample.undisturbed_s for sample in samples])
+    for of_rank, count in ((True, faults_sync.TARGETS - 1), (False, faults_sync.TARGETS)):
+        names = {fault.name for fault in faults_sync.FAULTS if fault.of_rank == of_rank}
+        bare[of_rank] = Spread([sample.bare_s for sample in samples if sample.fault in names])
+        lines.add(size, f"no fault: bytes to {count}, bare", bare[of_rank].samples)
+    for fault in faults_sync.FAULTS:
+        mine = [sample for sample in samples if sample.fault == fault.name]
+        times = Spread([sample.committed_s for sample in mine])
+        base = bare[fault.of_rank].median if fault.beyond else 0.0
+        beyond = times.median - base
+        kept = beyond < fault.limit_s and not any(sample.failures for sample in mine)
+        bar = f"< {fault.limit_s:g} s" + (f" beyond: {in_words(beyond)}" if fault.beyond else "")
+        lines.add(size, fault.name, times.samples, bar=bar, kept=kept, beyond_s=beyond)
+
+
+# ------------------------------------------------------------ peers
+
+
+async def peers(quick: bool, repetitions: int) -> dict[str, Any]:
+    lines = Lines()
+    samples = await faults_peers.measure(repetitions, told)
+    of = f"{faults_peers.PEERS} peers"
+    for name in faults_peers.contenders():
+        mine = [sample for sample in samples if sample.contender == name]
+        lines.add(of, f"{PEER_NAMES[name]}: an all-reduce", [sample.operation_s for sample in mine])
+        lines.add(of, f"{PEER_NAMES[name]}: kill -9 to failure", [sample.failed_s for sample in mine])
+        lines.add(of, f"{PEER_NAMES[name]}: kill -9 to next good one", [sample.recovered_s for sample in mine])
+        lines.line()
+    note = f"torchft {_torchft()}"
+    result = lines.show(f"Kill -9 of a peer during all-reduces of {faults_peers.NBYTES >> 20} MiB", note)
+    return result | {"samples": msgspec.to_builtins(samples)}
+
+
+def _torchft() -> str:
+    try:
+        found = version("torchft")
+    except PackageNotFoundError:
+        return "is not installed and was left out: pip install torchft"
+    return f"{found} was told at once who is left; its own quorum and heartbeats would come on top."
+
+
+# ------------------------------------------------------------ groups
+
+
+async def groups(quick: bool, repetitions: int) -> dict[str, Any]:
+    lines = Lines()
+    samples = await faults_groups.measure(repetitions, told)
+    for size in faults_groups.SIZES:
+        mine = [sample for sample in samples if sample.members == size]
+        of = f"{size} members"
+        lines.add(of, "a barrier", [sample.barrier_s for sample in mine])
+        rebuilt = Spread([sample.rebuilt_s for sample in mine])
+        barred = size <= REBUILD_LIMIT_MEMBERS
+        bar, kept = (_below(rebuilt, REBUILD_LIMIT_S)) if barred else ("", None)
+        lines.add(of, "the first one of an epoch", rebuilt.samples, bar=bar, kept=kept)
+        replaced = Spread([sample.replaced_s for sample in mine])
+        bar, kept = _below(replaced, REPLACE_LIMIT_S)
+        lines.add(of, "kill -9 of a sidecar to the next", replaced.samples, bar=bar, kept=kept)
+        lines.line()
+    result = lines.show("A group formed again: barriers of peers")
+    return result | {"samples": msgspec.to_builtins(samples)}
+
+
+def _below(spread: Spread, limit_s: float) -> tuple[str, bool]:
+    return f"< {in_words(limit_s)}", spread.median < limit_s
+
+
+# ------------------------------------------------------------ stall
+
+
+async def stall(quick: bool, repetitions: int) -> dict[str, Any]:
+    lines = Lines()
+    nbytes = nbytes_of(SMALL if quick else FULL)
+    samples = await faults_stall.measure(nbytes, quick, repetitions, told)
+    kinds: dict[str, tuple[str, Callable[[faults_stall.StallSample], float]]] = {
+        "step_s": ("a step of the trainer", lambda sample: sample.step_s),
+        "worst_s": ("its longest step", lambda sample: sample.worst_s),
+        "held_s": ("publish returns", lambda sample: sample.held_s),
+        "committed_s": ("publish commits", lambda sample: sample.committed_s),
+    }
+    for key, (what, value) in kinds.items():
+        found = {name: Spread([value(s) for s in samples if s.setting == name]) for name in faults_stall.SETTINGS}
+        for name, spread in found.items():
+            barred = name == "catch-up" and key in ("step_s", "held_s")
+            noise = max(found["alone"].samples)
+            bar = f"noise: {in_words(noise)}" if barred else ""
+            lines.add(name, what, spread.samples, bar=bar, kept=spread.median <= noise if barred else None)
+        lines.line()
+    lasted = Spread([sample.lasted_s for sample in samples if sample.setting == "catch-up"])
+    note = (
+        f"Catching up took {in_words(lasted.median)} from join to readable; 'other work': Gloo between two other "
+        "processes.\nThe bar: within what a repetition alone shows."
+    )
+    result = lines.show(f"The trainer while a latecomer is caught up: {nbytes / 1e6:.0f} MB", note)
+    return result | {"samples": msgspec.to_builtins(samples)}
+
+
+# ------------------------------------------------------------ all
+
+
+async def run(parts: Sequence[str], quick: bool, repetitions: int) -> None:
+    measures: dict[str, Callable[[bool, int], Awaitable[dict[str, Any]]]] = {
+        "publish": publish,
+        "peers": peers,
+        "groups": groups,
+        "stall": stall,
+    }
+    busy, load = await busy_ratio(), os.getloadavg()
+    result: dict[str, Any] = {}
+    for part in parts:
+        result[part] = await measures[part](quick, repetitions)
+    facts = {"busy_before": busy, "load": load, "quick": quick, "repetitions": repetitions}
+    Console().print(f"Others used {busy:.0%} of the cores before.")
+    write("bench_faults", {"machine": machine(), **facts, **result})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="What a fault costs those that are left.")
+    parser.add_argument("--quick", action="store_true", help="the small set of tensors only, 2 repetitions")
+    parser.add_argument("--repetitions", type=int, default=None, help="default 5")
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS, help="default: all parts")
+    options = parser.parse_args()
+    asyncio.run(run(options.only, options.quick, options.repetitions or (2 if options.quick else 5)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""One publish of this rank, and what it says of itself."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+
+from replicas.channel.pending import Pending, Receipt
+from replicas.core.manifest import PartManifest
+from replicas.messages import Meta, Packed, PackFailed, PublishBegin
+from replicas.weights.arena import Slot
+
+__all__ = ["PublishJob"]
+
+
+class PublishJob:
+    """One publish of this rank. ``pending`` is what the caller gets; fields change on the session thread.
+
+    :ivar number: among the replica's publishes; 0 until it has begun.
+    :ivar version: the number that the coordinator gave it; 0 until then.
+    :ivar fills: this rank takes a slot for it.
+    :ivar failed: what was said of a rank that could not pack; None: nothing went wrong here.
+    :ivar settling: what is known without a verdict, once it has ended with its outcome unknown.
+    """
+
+    def __init__(self, version: int | None, deadline_s: float, meta: Meta, new_manifest: bool, channel: str) -> None:
+        self.number = 0
+        self.asked_version = version
+        self.version = 0
+        self.deadline_s = deadline_s
+        self.began = time.monotonic()
+        self.deadline = self.began + deadline_s
+        self.meta = meta
+        self.new_manifest = new_manifest
+        self.pending: Pending[Receipt] = Pending(f"publish on {channel}")
+        self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
+        self.packed = False
+        self.failed: PackFailed | None = None
+        self.fills = False
+        self.slot: Slot | None = None
+        self.manifest: PartManifest | None = None
+        self.device = "cpu"
+        self.wait_s = 0.0
+        self.pack_s = 0.0
+        self.timer: asyncio.TimerHandle | None = None
+        self.settling: asyncio.TimerHandle | None = None
+
+    @property
+    def left_s(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
+
+    def begin(self, deadline_s: float) -> PublishBegin:
+        """The announcement, also to a coordinator that is not the one which admitted it."""
+        return PublishBegin(
+            publish=self.number,
+            version=self.version or self.asked_version,
+            deadline_s=deadline_s,
+            meta=self.meta,
+            new_manifest=self.new_manifest,
+            resumed=self.version != 0,
+        )
+
+    def filled(self) -> Packed:
+        manifest = self.manifest
+        return Packed(
+            publish=self.number,
+            manifest_hash=manifest.hash if manifest is not None else "",
+            nbytes=manifest.nbytes if manifest is not None else 0,
+            device=self.device,
+            wait_s=self.wait_s,
+            pack_s=self.pack_s,
+        )
+
+    def receipt(self, epoch: int) -> Receipt:
+        """Of a version that is known to be committed, and nothing more of it."""
+        return Receipt(
+            version=self.version,
+            epoch=epoch,
+            members=(),
+            lost=(),
+            nbytes=self.manifest.nbytes if self.manifest is not None else 0,
+            seconds=time.monotonic() - self.began,
+            phases={"wait": self.wait_s, "pack": self.pack_s},
+        )
+
+    def stop_timers(self) -> None:
+        for timer in (self.timer, self.settling):
+            if timer is not None:
+                timer.cancel()
+        self.timer = self.settling = None

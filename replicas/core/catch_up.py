@@ -1,0 +1,86 @@
+"""Catch-up: the newest committed version for members that lack it, beside everything else.
+
+One transfer at a time, over a lane of its own, from any holder, targets first, so that trainers are left alone. Those that
+are quarantined are served one by one, when nobody else waits; one that was served is released. After a failure the next
+attempt comes later, and from another holder if there is one.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replicas import errors
+from replicas.core.identity import Member
+from replicas.core.payload import Payload
+from replicas.core.roster import MemberState
+from replicas.core.transfers import Transfer
+
+if TYPE_CHECKING:
+    from replicas.core.channel import ChannelState
+
+__all__ = ["CatchUp"]
+
+RETRY_S = 1.0
+RETRY_MAX_S = 30.0
+
+
+class CatchUp:
+    """The catch-up of one channel."""
+
+    def __init__(self, channel: ChannelState) -> None:
+        self._channel = channel
+        self.transfer: Transfer | None = None
+        self._bad_holder: Member | None = None
+
+    def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
+        """Begin if somebody lacks ``payload``, the newest committed version. ``main``: the transfer of a publish."""
+        if payload is None or self.transfer is not None:
+            return
+        version = payload.version
+        busy = main.concerned if main is not None and main.payload is payload else ()
+        waiting = [
+            state for state in self._channel.roster if state.member not in busy and self._lacks(state, version, now)
+        ]
+        alone = [state for state in waiting if state.standing == "quarantined"]
+        needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
+        if not needers or not any(version in s.held or version in s.parts for s in self._channel.roster):
+            return
+        self.transfer = Transfer(
+            self._channel,
+            payload,
+            needers,
+            kind="catch_up",
+            deadline=now + self._channel.config.deadline_s,
+            on_end=self._ended,
+            avoid=self._bad_holder,
+        )
+        self.transfer.start(now)
+
+    def _lacks(self, state: MemberState, version: int, now: float) -> bool:
+        """Whether it is to be served now."""
+        wants = state.is_target and state.carries and version not in state.held and now >= state.retry_at
+        return wants and (state.standing == "quarantined" or self._channel.roster.admissible(state, now))
+
+    def tick(self, now: float) -> None:
+        """Give up at the deadline."""
+        transfer = self.transfer
+        if transfer is not None and now > transfer.deadline:
+            transfer.stop(complete=False)
+            self._ended(transfer, errors.DeadlineExceeded("catch-up", phase="transfer"), now)
+
+    def _ended(self, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
+        channel = self._channel
+        self.transfer = None
+        if transfer.lane is not None:
+            channel.close_lane(transfer.lane)
+            transfer.lane = None
+        self._bad_holder = transfer.senders[0] if error is not None and transfer.senders else None
+        for state in channel.roster:
+            if state.member in transfer.verified:
+                state.failures = 0
+                if state.standing == "quarantined":
+                    state.step("released")
+                    state.not_before = 0.0
+            elif state.member in transfer.asked and state.is_target:
+                state.failures += 1
+                state.retry_at = now + min(RETRY_MAX_S, RETRY_S * 2 ** min(state.failures, 5))

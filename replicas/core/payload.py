@@ -1,0 +1,45 @@
+"""What a transfer carries, and what it needs of its channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from replicas.core.effects import Effect
+from replicas.core.identity import Member
+from replicas.core.lanes import Lane, Lanes
+from replicas.core.roster import Roster
+from replicas.messages import Backend, Meta
+
+__all__ = ["Payload", "TransferContext"]
+
+
+@dataclass(slots=True)
+class Payload:
+    """One version's bytes. ``digest`` is empty until somebody with the whole image has computed it."""
+
+    version: int
+    manifest_hash: str
+    manifest: bytes
+    nbytes: int
+    device: str
+    meta: Meta
+    digest: str = ""
+    part_digests: dict[Member, str] = field(default_factory=dict)
+    part_owners: tuple[Member, ...] = ()
+
+
+class TransferContext(Protocol):
+    """What a transfer needs of its channel."""
+
+    roster: Roster
+    lanes: Lanes
+    out: list[Effect]
+
+    def next_id(self) -> int: ...
+
+    def idle_lane(self, members: tuple[Member, ...], backend: Backend) -> Lane | None: ...
+
+    def retried(self, reason: str) -> None: ...
+
+    def quarantine(self, member: Member, why: str, now: float) -> None: ...

@@ -1,0 +1,39 @@
+"""The tables: every state can be reached and left, no other step is possible, and the pictures are those of the code."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas.core.membership import LANE, MEMBER, PUBLISH, TRANSFER
+from replicas.core.tables import InvalidStep, Table
+from tests.support.diagrams import PAGE, with_tables
+
+TABLES: list[Table[str, str]] = [MEMBER, PUBLISH, TRANSFER, LANE]  # type: ignore[list-item]  # of literals
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.what)
+def test_every_state_is_reached_and_every_life_ends(table: Table[str, str]) -> None:
+    reached = set(table.start)
+    while more := {after for (before, _), after in table.rows.items() if before in reached} - reached:
+        reached |= more
+    assert reached == set(table.states)
+    ends = {state for state in table.states if table.final(state)}
+    assert ends
+    while more := {before for (before, _), after in table.rows.items() if after in ends} - ends:
+        ends |= more
+    assert ends == set(table.states), "a state without a way to the end"
+
+
+def test_a_step_without_a_row_is_refused_and_says_what_is_possible() -> None:
+    assert LANE.next("forming", "formed_by_all") == "formed"
+    with pytest.raises(InvalidStep, match="a lane that is dead cannot take close; possible: nothing"):
+        LANE.next("dead", "close")
+    with pytest.raises(InvalidStep, match="possible: admitted, isolated, lost"):
+        MEMBER.next("joining", "left_behind")
+    assert not MEMBER.allows("gone", "admitted")
+
+
+def test_the_pictures_in_the_documentation_are_those_of_the_code() -> None:
+    page = PAGE.read_text()
+    assert with_tables(page) == page, "run `make diagrams`"
+    assert "quarantined --> joining: released" in page
