@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -28,15 +29,15 @@ from bench.shapes import FULL, SMALL, nbytes_of
 from bench.support import Spread, busy_ratio, in_words, machine, show, write
 
 PARTS = ("publish", "peers", "groups", "stall")
-COLUMNS = ("", "", "median", "range", "bar", "kept")
+COLUMNS = ("", "", "median", "range", "beyond", "bar", "kept")
 REBUILD_LIMIT_S = 0.1
 REBUILD_LIMIT_MEMBERS = 4
 REPLACE_LIMIT_S = 0.15
 PEER_NAMES = {
-    "library": "the library",
-    "ProcessGroupBabyGloo": "torchft, Gloo in a process of its own",
-    "ProcessGroupGloo": "torchft, Gloo in the rank",
-    "restart": "all processes started anew",
+    "library": "replicas",
+    "ProcessGroupBabyGloo": "torchft, subprocess",
+    "ProcessGroupGloo": "torchft, in the rank",
+    "restart": "all started anew",
 }
 
 
@@ -55,23 +56,31 @@ class Lines:
         *,
         bar: str = "",
         kept: bool | None = None,
-        **more: Any,
+        beyond_s: float | None = None,
     ) -> None:
+        """``kept``: whether the bar is; None where there is none. ``beyond_s``: what the bar looks at, if not the median."""
         spread = Spread(samples)
-        self.table.append([of, what, *spread.cells(), bar, "" if kept is None else "yes" if kept else "NO"])
-        self.rows.append({"of": of, "what": what, **spread.report(), "bar": bar, "kept": kept, **more})
+        verdict = "" if kept is None else "yes" if kept else "NO"
+        beyond = "" if beyond_s is None else in_words(beyond_s)
+        self.table.append([of, what, *spread.cells(), beyond, bar, verdict])
+        row = {"of": of, "what": what, **spread.report(), "beyond_s": beyond_s, "bar": bar, "kept": kept}
+        self.rows.append(row)
 
     def line(self) -> None:
         self.table.append(None)
 
     def show(self, title: str, note: str = "") -> dict[str, Any]:
-        show(title, COLUMNS, self.table, note)
+        """Print the table, without the columns in which there is nothing; what is to be written of it."""
+        lines = [line for line in self.table if line is not None]
+        used = [number for number in range(len(COLUMNS)) if number < 2 or any(line[number] for line in lines)]
+        table = [None if line is None else [line[number] for number in used] for line in self.table]
+        show(title, [COLUMNS[number] for number in used], table, note)
         return {"rows": self.rows, "note": note}
 
 
-def told(sample: msgspec.Struct | Any) -> None:
+def told(sample: object) -> None:
     """Show that the run goes on."""
-    Console(stderr=True).print(f"[dim]{sample}", soft_wrap=True, highlight=False)
+    print(sample, file=sys.stderr, flush=True)
 
 
 # ------------------------------------------------------------ publish
@@ -88,7 +97,7 @@ async def publish(quick: bool, repetitions: int) -> dict[str, Any]:
         lines.line()
     note = (
         f"Counted from the fault until all that are left have committed; lease {faults_sync.LEASE_S:g} s, deadline "
-        f"{faults_sync.DEADLINE_S:g} s.\n'Beyond': less the bare time of sending all bytes to those that are left."
+        f"{faults_sync.DEADLINE_S:g} s.\nBeyond: less the bare time of sending all bytes to those that are left."
     )
     failed = sum(len(sample.failures) for samples in found.values() for sample in samples)
     if failed:
@@ -99,19 +108,18 @@ async def publish(quick: bool, repetitions: int) -> dict[str, Any]:
 
 def _publish_lines(lines: Lines, size: str, samples: list[faults_sync.Sample]) -> None:
     bare: dict[bool, Spread] = {}
-    lines.add(size, "no fault: publish to commit", [sample.undisturbed_s for sample in samples])
+    lines.add(size, "no fault: to commit", [sample.undisturbed_s for sample in samples])
     for of_rank, count in ((True, faults_sync.TARGETS - 1), (False, faults_sync.TARGETS)):
         names = {fault.name for fault in faults_sync.FAULTS if fault.of_rank == of_rank}
         bare[of_rank] = Spread([sample.bare_s for sample in samples if sample.fault in names])
-        lines.add(size, f"no fault: bytes to {count}, bare", bare[of_rank].samples)
+        lines.add(size, f"bare bytes to {count}", bare[of_rank].samples)
     for fault in faults_sync.FAULTS:
         mine = [sample for sample in samples if sample.fault == fault.name]
         times = Spread([sample.committed_s for sample in mine])
-        base = bare[fault.of_rank].median if fault.beyond else 0.0
-        beyond = times.median - base
-        kept = beyond < fault.limit_s and not any(sample.failures for sample in mine)
-        bar = f"< {fault.limit_s:g} s" + (f" beyond: {in_words(beyond)}" if fault.beyond else "")
-        lines.add(size, fault.name, times.samples, bar=bar, kept=kept, beyond_s=beyond)
+        beyond_s = times.median - bare[fault.of_rank].median if fault.beyond else None
+        kept = (times.median if beyond_s is None else beyond_s) < fault.limit_s
+        kept = kept and not any(sample.failures for sample in mine)
+        lines.add(size, fault.name, times.samples, bar=f"< {fault.limit_s:g} s", kept=kept, beyond_s=beyond_s)
 
 
 # ------------------------------------------------------------ peers
@@ -120,15 +128,22 @@ def _publish_lines(lines: Lines, size: str, samples: list[faults_sync.Sample]) -
 async def peers(quick: bool, repetitions: int) -> dict[str, Any]:
     lines = Lines()
     samples = await faults_peers.measure(repetitions, told)
-    of = f"{faults_peers.PEERS} peers"
-    for name in faults_peers.contenders():
+    recovered = {
+        name: Spread([sample.recovered_s for sample in samples if sample.contender == name])
+        for name in faults_peers.contenders()
+    }
+    torchft = recovered.get("ProcessGroupBabyGloo")
+    for name, spread in recovered.items():
         mine = [sample for sample in samples if sample.contender == name]
-        lines.add(of, f"{PEER_NAMES[name]}: an all-reduce", [sample.operation_s for sample in mine])
-        lines.add(of, f"{PEER_NAMES[name]}: kill -9 to failure", [sample.failed_s for sample in mine])
-        lines.add(of, f"{PEER_NAMES[name]}: kill -9 to next good one", [sample.recovered_s for sample in mine])
+        barred = name == "library" and torchft is not None
+        kept = spread.median < torchft.median if barred and torchft is not None else None
+        lines.add(PEER_NAMES[name], "an all-reduce", [sample.operation_s for sample in mine])
+        lines.add(PEER_NAMES[name], "kill -9 to failure", [sample.failed_s for sample in mine])
+        bar = "< torchft" if barred else ""
+        lines.add(PEER_NAMES[name], "to the next good one", spread.samples, bar=bar, kept=kept)
         lines.line()
-    note = f"torchft {_torchft()}"
-    result = lines.show(f"Kill -9 of a peer during all-reduces of {faults_peers.NBYTES >> 20} MiB", note)
+    title = f"Kill -9 of one of {faults_peers.PEERS} peers during all-reduces of {faults_peers.NBYTES >> 20} MiB"
+    result = lines.show(title, f"torchft {_torchft()}")
     return result | {"samples": msgspec.to_builtins(samples)}
 
 
@@ -174,7 +189,7 @@ async def stall(quick: bool, repetitions: int) -> dict[str, Any]:
     nbytes = nbytes_of(SMALL if quick else FULL)
     samples = await faults_stall.measure(nbytes, quick, repetitions, told)
     kinds: dict[str, tuple[str, Callable[[faults_stall.StallSample], float]]] = {
-        "step_s": ("a step of the trainer", lambda sample: sample.step_s),
+        "step_s": ("a training step", lambda sample: sample.step_s),
         "worst_s": ("its longest step", lambda sample: sample.worst_s),
         "held_s": ("publish returns", lambda sample: sample.held_s),
         "committed_s": ("publish commits", lambda sample: sample.committed_s),
@@ -183,14 +198,13 @@ async def stall(quick: bool, repetitions: int) -> dict[str, Any]:
         found = {name: Spread([value(s) for s in samples if s.setting == name]) for name in faults_stall.SETTINGS}
         for name, spread in found.items():
             barred = name == "catch-up" and key in ("step_s", "held_s")
-            noise = max(found["alone"].samples)
-            bar = f"noise: {in_words(noise)}" if barred else ""
-            lines.add(name, what, spread.samples, bar=bar, kept=spread.median <= noise if barred else None)
+            kept = spread.median <= max(*found["alone"].samples, found["other work"].median) if barred else None
+            lines.add(name, what, spread.samples, bar="<= other work" if barred else "", kept=kept)
         lines.line()
     lasted = Spread([sample.lasted_s for sample in samples if sample.setting == "catch-up"])
     note = (
         f"Catching up took {in_words(lasted.median)} from join to readable; 'other work': Gloo between two other "
-        "processes.\nThe bar: within what a repetition alone shows."
+        "processes.\nThe bar: no more than 'alone' ever takes, or than that other work costs."
     )
     result = lines.show(f"The trainer while a latecomer is caught up: {nbytes / 1e6:.0f} MB", note)
     return result | {"samples": msgspec.to_builtins(samples)}

@@ -23,6 +23,7 @@ trainer's process, and the memory's bandwidth.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
 import statistics
 from collections.abc import Awaitable, Callable, Iterator
@@ -91,11 +92,7 @@ class Scene:
         await self._trainer.tell("trained")
         stamps = (await self._trainer.hear())["stamps"]
         await self._trainer.hear()
-        within = [
-            later - earlier
-            for earlier, later in zip(stamps, stamps[1:], strict=False)
-            if later > began and earlier < ended
-        ]
+        within = [later - earlier for earlier, later in itertools.pairwise(stamps) if later > began and earlier < ended]
         if setting == "catch-up":
             await self._leave_late()
         published = await self._publish(beside)

@@ -55,11 +55,11 @@ class Fault:
 
 
 FAULTS = (
-    Fault("SIGKILL of a target", signal.SIGKILL, True, False, 1.0, beyond=True),
-    Fault("SIGKILL of its sidecar", signal.SIGKILL, False, True, 1.0, beyond=True),
-    Fault("SIGSTOP of a target and its sidecar", signal.SIGSTOP, True, True, LEASE_S + 1.0),
-    Fault("SIGSTOP of a target's rank", signal.SIGSTOP, True, False, LEASE_S + 1.0),
-    Fault("SIGSTOP of a target's sidecar", signal.SIGSTOP, False, True, DEADLINE_S + 1.0),
+    Fault("kill -9 of a target", signal.SIGKILL, True, False, 1.0, beyond=True),
+    Fault("kill -9 of its sidecar", signal.SIGKILL, False, True, 1.0, beyond=True),
+    Fault("SIGSTOP of both", signal.SIGSTOP, True, True, LEASE_S + 1.0),
+    Fault("SIGSTOP of a target", signal.SIGSTOP, True, False, LEASE_S + 1.0),
+    Fault("SIGSTOP of its sidecar", signal.SIGSTOP, False, True, DEADLINE_S + 1.0),
 )
 
 

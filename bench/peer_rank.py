@@ -40,7 +40,7 @@ class Group(Protocol):
 class Library:
     """A channel of peers; it needs no word from outside to go on over those that are left."""
 
-    failed = (errors.SyncError,)
+    failed: tuple[type[Exception], ...] = (errors.SyncError,)
 
     def __init__(self, endpoint: str, token: str, replica: int) -> None:
         self._channel = replicas.join(
@@ -57,7 +57,7 @@ class Library:
 class Torchft:
     """One of torchft's reconfigurable process groups, told at once who is left; its quorum takes longer."""
 
-    failed = (Exception,)  # whatever Gloo, the pipe to its process, or torchft raises
+    failed: tuple[type[Exception], ...] = (Exception,)  # whatever Gloo, the pipe to its process, or torchft raises
 
     def __init__(self, kind: str) -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # it tells of the kill in pages; errors of ours go to the driver
@@ -76,7 +76,7 @@ class Torchft:
 class Plain:
     """ProcessGroupGloo, which a failure makes useless."""
 
-    failed = (RuntimeError,)
+    failed: tuple[type[Exception], ...] = (RuntimeError,)
 
     def __init__(self) -> None:
         self._group: Any = None

@@ -386,9 +386,11 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
     """Any failure of ours as data; a kind that the tree of errors does not know is a bug."""
     if isinstance(error, errors.ReplicasError):
         return WireError.of(error)
+    if isinstance(error, SidecarFailed):
+        return WireError.of(error.as_error(channel=channel, phase=phase, version=version))
     text = str(error) or type(error).__name__
     kind: type[errors.ReplicasError]
-    if isinstance(error, (SidecarDied, SidecarFailed)):
+    if isinstance(error, SidecarDied):
         kind = errors.SyncError
     elif isinstance(error, TimeoutError):
         kind, text = errors.DeadlineExceeded, f"{phase} did not end in time"

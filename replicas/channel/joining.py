@@ -106,6 +106,8 @@ def _hello(
         observe=observe,
         info=info,
         torch_version=str(torch.__version__),
+        nccl_version=_nccl_version(),
+        nccl_env={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
         cuda_devices=() if observe else _cuda_devices(),
     )
 
@@ -134,6 +136,13 @@ def _process() -> ProcessIdentity:
         boot_id=Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
         pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
     )
+
+
+def _nccl_version() -> str:
+    """Such as ``2.28.9``; empty where torch has no NCCL. Asks the library alone: CUDA is not initialised."""
+    if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return ""
+    return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
 def _cuda_devices() -> tuple[str, ...]:

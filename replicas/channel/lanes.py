@@ -24,6 +24,8 @@ __all__ = ["Lane", "Lanes"]
 logger = logging.getLogger("replicas.channel")
 
 DEATH_TIMEOUT_S = 5.0
+PREFORK_DELAY_S = 0.2
+"""How long after a lane has formed the next spare sidecar is forked: out of the way of what the lane was formed for."""
 
 
 class Lane:
@@ -75,7 +77,7 @@ class Lanes:
 
     async def _prepare(self) -> None:
         try:
-            await self._hub.loop.forkserver(self._hub.forkserver_name)
+            (await self._hub.loop.forkserver(self._hub.forkserver_name)).prefork()
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             logger.warning("%s: no sidecar forkserver yet: %s", self._hub.name, error)
 
@@ -116,6 +118,9 @@ class Lanes:
                         backend=message.backend,
                         address=message.addresses[message.rank],
                         timeout_s=message.deadline_s,
+                        names=message.names,
+                        addresses=message.addresses,
+                        probe=message.probe,
                     )
                 )
         except (OSError, RuntimeError, errors.ReplicasError) as error:
@@ -123,6 +128,11 @@ class Lanes:
             return
         if not lane.ended:
             self._hub.send(LaneFormed(lane.name, time.monotonic() - started))
+        self._hub.after(PREFORK_DELAY_S, self._prefork)
+
+    def _prefork(self) -> None:
+        if self._hub.over is None:
+            self.prepare()
 
     async def _fork(self) -> Sidecar:
         """A sidecar; when the forkserver turns out to have died, from a new one."""

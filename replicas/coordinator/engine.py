@@ -23,7 +23,7 @@ from replicas.config import ChannelConfig
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.sessions import ProcessWatch, Session
 from replicas.core.channel import ChannelState
-from replicas.core.effects import Effect, Emit, Event, MemberLost, Record, Send, Sweep
+from replicas.core.effects import Effect, Emit, Event, MemberLost, MemberQuarantined, Record, Send, Sweep
 from replicas.core.identity import Member
 from replicas.core.roster import GroupShape
 from replicas.messages import PROTOCOL, Ack, Bye, FromMember, Heartbeat, Hello, MemberFrame, Refused, WireError
@@ -280,6 +280,10 @@ class Engine:
             case Emit():
                 if isinstance(effect.event, MemberLost):
                     self._on_lost(effect.event)
+                elif isinstance(effect.event, MemberQuarantined):
+                    log.warning(
+                        "%s: %s is quarantined: %s", channel.config.name, effect.event.member, effect.event.reason
+                    )
                 self.emit(effect.event)
 
     def _on_lost(self, event: MemberLost) -> None:

@@ -1,8 +1,9 @@
 """Whether a replica has done its part on every channel: joined with all its ranks, and serving the newest weights.
 
 A target that (re)starts is ready when it has loaded the newest committed version, and stays ready when newer ones are
-committed (its lag is a metric). Before the first commit of a channel, joining is enough. A rank that left in good order
-has done its part.
+committed (its lag is a metric). Before the first commit of a channel, joining is enough, and so it is when the newest
+version has died with everybody who held it: a source may wait for its targets before it publishes again. A rank that left
+in good order has done its part.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class ReadinessBook:
             return [f"{channel.config.name}: version {latest} is loaded by a part of its ranks"]
         if loaded >= latest:
             self._was_ready[key] = generation
-        elif self._was_ready.get(key) != generation:
+        elif self._was_ready.get(key) != generation and channel.commits.obtainable:
             return [f"{channel.config.name}: has version {loaded}, version {latest} is committed"]
         return []
 

@@ -3,6 +3,9 @@
 One transfer at a time, over a lane of its own, from any holder, targets first, so that trainers are left alone. Those that
 are quarantined are served one by one, when nobody else waits; one that was served is released. After a failure the next
 attempt comes later, and from another holder if there is one.
+
+A catch-up that is slower than the publishing ends all the same: its members are admitted at the next boundary, the next
+version waits for them, and once they have that one nobody needs the old one any more.
 """
 
 from __future__ import annotations
@@ -34,9 +37,12 @@ class CatchUp:
 
     def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
         """Begin if somebody lacks ``payload``, the newest committed version. ``main``: the transfer of a publish."""
-        if payload is None or self.transfer is not None:
+        if payload is None:
             return
         version = payload.version
+        self._stop_if_outdated(version, now)
+        if self.transfer is not None:
+            return
         busy = main.concerned if main is not None and main.payload is payload else ()
         waiting = [
             state for state in self._channel.roster if state.member not in busy and self._lacks(state, version, now)
@@ -55,6 +61,15 @@ class CatchUp:
             avoid=self._bad_holder,
         )
         self.transfer.start(now)
+
+    def _stop_if_outdated(self, version: int, now: float) -> None:
+        transfer = self.transfer
+        if transfer is None or transfer.payload.version >= version:
+            return
+        states = [self._channel.roster.get(member) for member in transfer.needers]
+        if all(state is None or version in state.held for state in states):
+            transfer.stop(complete=True)
+            self._ended(transfer, None, now)
 
     def _lacks(self, state: MemberState, version: int, now: float) -> bool:
         """Whether it is to be served now."""

@@ -39,6 +39,7 @@ from replicas.core.operations import Operations
 from replicas.core.recovery import Recovery
 from replicas.core.roster import GroupShape, MemberState, Roster
 from replicas.core.rounds import ReplicaView, Rounds
+from replicas.core.stuck import StuckOperations
 from replicas.messages import Backend, FromMember
 
 __all__ = ["ChannelState"]
@@ -78,7 +79,10 @@ class ChannelState:
         self.rounds = Rounds(config.name)
         self.commits = Commits(self, floor, decided)
         self.recovery = Recovery(self, decided=decided, aborted=aborted)
-        self.operations = Operations(self.roster, self.lanes, self.out.append, self.next_id)
+        self.operations = Operations(
+            self.roster, self.lanes, self.out.append, self.next_id, term=term, retried=self.retried
+        )
+        self.stuck = StuckOperations(self)
         self._ids = 0
         self._watches: list[tuple[Member, wire.WatchLoaded]] = []
         self._view_epoch = 0
@@ -107,7 +111,6 @@ class ChannelState:
             self.recovery.heard(state, now)
         if state.is_target:
             self.rounds.joined(state, self.view(member.group, member.replica), self.out)
-        self.operations.joined(state.member)
         self.out.append(Emit(MemberJoined(self.config.name, state.member)))
         self._settle(now)
         return state, older
@@ -138,7 +141,8 @@ class ChannelState:
         elif reason != "fenced":
             self.roster.note_loss(member.name, now)
         if state.is_peer:
-            self.operations.lost(member, now)
+            self.operations.lost(member, state.note, now)
+            self.stuck.lost(member, now)
         self.commits.publishes.left(member)
         self.commits.lost(state, now)
         if state.is_target:
@@ -169,6 +173,7 @@ class ChannelState:
         self.recovery.tick(now)
         self.commits.tick(now)
         self.operations.tick(now)
+        self.stuck.tick(now)
         self._settle(now)
 
     def store_moved(self, now: float) -> None:
@@ -202,7 +207,7 @@ class ChannelState:
         self.lanes.close(lane, self.out, gone=gone)
 
     def retried(self, reason: str) -> None:
-        """Count another attempt of a transfer."""
+        """Count another attempt of a transfer or an operation."""
         self.commits.retries[reason] = self.commits.retries.get(reason, 0) + 1
         self.out.append(Emit(Retried(self.config.name, reason)))
 
@@ -216,6 +221,8 @@ class ChannelState:
         self.roster.isolate(state, why, now + wait_s)
         state.retry_at = now + wait_s
         self.commits.quarantined(state)
+        if state.is_peer:
+            self.operations.set_aside(member, why, now)
         self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
 
     def view(self, group: str, replica: int) -> ReplicaView:
@@ -301,7 +308,7 @@ class ChannelState:
                 self.rounds.ask(member, message)
             case wire.ReceiveCancel():
                 self.rounds.cancel_ask(member, message.ask)
-            case wire.Loaded():
+            case wire.Loaded() if message.version <= commits.latest:  # else nobody can have loaded it
                 self.rounds.loaded(state, message.version, self.view(member.group, member.replica), self.out)
             case wire.LoadFailed():
                 self.rounds.failed(state, self.view(member.group, member.replica), self.out)
@@ -321,6 +328,7 @@ class ChannelState:
                 lane = self.lanes.formed(member, message.lane, now)
                 if lane is not None:
                     self.commits.lane_formed(lane, now)
+                    self.stuck.lane_formed(lane, now)
             case wire.LaneFailed():
                 self._lane_failed(state, message, now)
             case wire.OperationPost():
@@ -340,6 +348,7 @@ class ChannelState:
         error = message.error.exception()
         if state.is_peer:
             self.operations.lane_failed(lane, error, now)
+            self.stuck.lane_failed(lane, error, now)
         else:
             self.commits.lane_failed(lane, error, now)
 

@@ -251,6 +251,13 @@ class Commits:
         manifest_hash = self.committed.manifest_hash if self.committed is not None else ""
         return wire.Commit(self.latest, self.decided, manifest_hash)
 
+    @property
+    def obtainable(self) -> bool:
+        """Whether anybody still holds the newest committed version, or may come back with it."""
+        if self._channel.recovery.active:
+            return True
+        return any(self.latest in state.held or self.latest in state.parts for state in self._channel.roster)
+
     def _holders(self, version: int) -> set[Member]:
         return {s.member for s in self._channel.roster if s.is_target and s.carries and version in s.held}
 
@@ -328,6 +335,9 @@ class Commits:
             )
         for state in self._channel.roster:
             had = state.held.pop(publish.version, None) is not None or publish.version in state.parts
+            had = had or (
+                transfer is not None and state.member in transfer.asked
+            )  # it may have all, and not have said so
             state.parts.discard(publish.version)
             if had:
                 self._channel.out.append(Send(state.member, wire.Discard(publish.version)))
@@ -397,6 +407,9 @@ class Commits:
             missing = [f"{g}/{r}/{k}" for g, r, k in sorted(self._missing(publish))]
             text = f"version {publish.version}: {', '.join(missing)} did not pack it within {waited}"
             self._fail(publish, errors.DeadlineExceeded(text, phase="pack", members=missing), now)
+        elif publish.state == "queued" and self._channel.recovery.active:
+            text = f"version {publish.version} waited {waited} for the members to come back to a new coordinator"
+            self._fail(publish, errors.DeadlineExceeded(text, phase="queue"), now)
         elif publish.state == "queued" and self.main is None:
             text = (
                 f"{self._target_replicas()} target replicas are there, min_targets = {self._channel.config.min_targets}"

@@ -16,7 +16,14 @@ from replicas.core.membership import LANE, LaneState
 from replicas.core.roster import MemberState
 from replicas.messages import Backend, LaneDrop, LaneForm
 
-__all__ = ["Lane", "Lanes"]
+__all__ = ["Lane", "Lanes", "form_timeout"]
+
+FORM_TIMEOUT_S = 20.0
+
+
+def form_timeout(remaining_s: float) -> float:
+    """Of what is left of a deadline: long enough for a forkserver that is still starting, short enough to try again."""
+    return min(FORM_TIMEOUT_S, max(remaining_s / 4, min(5.0, remaining_s / 2)))
 
 
 @dataclass(slots=True, eq=False)

@@ -26,6 +26,7 @@ from replicas import errors
 from replicas.config import ChannelConfig, Party
 from replicas.core.identity import Member
 from replicas.core.membership import MEMBER, MemberEvent, Standing
+from replicas.core.preflight import check_join
 from replicas.messages import ChannelSettings, Hello
 
 __all__ = ["GroupShape", "MemberState", "Roster"]
@@ -179,8 +180,12 @@ class Roster:
         )
 
     def add(self, hello: Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
-        """Register a new incarnation; returns it and the one that it fences, which the caller must lose first."""
+        """Register a new incarnation; returns it and the one that it fences, which the caller must lose first.
+
+        :raises errors.ReplicasError: the Hello is not acceptable, or it cannot work with those that are there.
+        """
         self._check(hello)
+        check_join(hello, [state.hello for state in self], self.config)
         member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
         settings = self.settings_for(hello)
         older = None if hello.observe else self.holder_of(member.name)

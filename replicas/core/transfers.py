@@ -28,7 +28,7 @@ from typing import Literal
 from replicas import errors
 from replicas.core.effects import Send
 from replicas.core.identity import Member
-from replicas.core.lanes import Lane
+from replicas.core.lanes import Lane, form_timeout
 from replicas.core.membership import TRANSFER, TransferState
 from replicas.core.payload import Payload, TransferContext
 from replicas.core.probes import Probe
@@ -43,7 +43,6 @@ from replicas.messages import (
 
 __all__ = ["Transfer"]
 
-FORM_TIMEOUT_S = 20.0
 MAX_PROBES = 3
 
 
@@ -89,7 +88,6 @@ class Transfer:
         """Everyone who needed it when it began."""
         self._forms_lane = False
         self._probe: Probe | None = None
-        self._stuck: errors.ReplicasError | None = None
         self._started = False
         self._ready: set[Member] = set()
         self._done: dict[Member, TransferDone] = {}
@@ -138,7 +136,7 @@ class Transfer:
             kept = context.idle_lane(self.concerned, backend)
             self._forms_lane = kept is None
             self.lane = kept or context.lanes.open(
-                context.roster.epoch, states, backend, now, _form_timeout(remaining), context.out
+                context.roster.epoch, states, backend, now, form_timeout(remaining), context.out
             )
         self._go_if_ready(now)
 
@@ -308,7 +306,7 @@ class Transfer:
         elif error.phase == "verify" and self.verified:
             self._blame(dict.fromkeys(self.needers, error.message), now)  # the sender's bytes were right for others
         elif self.failures == 2 and self.probes < MAX_PROBES and len(self.concerned) > 1:
-            self._find_culprit(error, now)
+            self._find_culprit(now)
         else:
             self.cancel()
             self._end(error, now)
@@ -319,15 +317,17 @@ class Transfer:
             return {}
         return {member: error.message for member in self.concerned if member.name in error.members}
 
-    def _find_culprit(self, error: errors.ReplicasError, now: float) -> None:
+    def _find_culprit(self, now: float) -> None:
         states = [state for state in map(self._context.roster.get, self.concerned) if state is not None]
-        if self.state == "moving" and self.mode == "image":
+        if self.state == "moving":
             self._keep_vouched()
         self.cancel("failed")
+        if not self.needers:
+            self._next_attempt(now, "failed")
+            return
         self.state = TRANSFER.next(self.state, "stuck")
         self.id = self._context.next_id()  # what is still said of the attempt falls on the floor
         self.probes += 1
-        self._stuck = error
         members = [state.member for state in states]
         probe = Probe(self._context, members, self._backend(states), now, self._probed)
         if not probe.over:
@@ -418,8 +418,8 @@ class Transfer:
             self.lane = None
 
     def _again(self, reason: str, now: float) -> None:
-        """Another attempt over those that are left. Verified receivers of this one are kept if the sender vouched."""
-        if self.state == "moving" and self.mode == "image":
+        """Another attempt over those that are left."""
+        if self.state == "moving":
             self._keep_vouched()
         self.cancel(reason)
         self._next_attempt(now, reason)
@@ -432,12 +432,15 @@ class Transfer:
         self.start(now)
 
     def _keep_vouched(self) -> None:
+        """Keep those that are certainly right: equal to what the sender says or, if it cannot, all equal to each other."""
+        received = {member: reply.image_digest for member, reply in self._done.items() if member in self.needers}
         sender = self._done.get(self.senders[0])
-        if sender is not None and not self.payload.digest:
-            self.payload.digest = sender.image_digest
-        digest = self.payload.digest
-        if digest:
-            self._keep({m for m in self.needers if (r := self._done.get(m)) is not None and r.image_digest == digest})
+        vouched = sender.image_digest if sender is not None else ""
+        if not vouched and len(received) == len(self.needers) and len(set(received.values())) == 1:
+            vouched = next(iter(received.values()))
+        self.payload.digest = self.payload.digest or vouched
+        if self.payload.digest:
+            self._keep({member for member, digest in received.items() if digest == self.payload.digest})
 
     def _refusal(self) -> errors.ReplicasError:
         if self.refused:
@@ -466,8 +469,3 @@ class Transfer:
         if not self.over:
             self.cancel()
             self.state = TRANSFER.next(self.state, "done" if complete else "fail")
-
-
-def _form_timeout(remaining_s: float) -> float:
-    """Long enough for a forkserver that is still starting, and short enough to try again, and to probe."""
-    return min(FORM_TIMEOUT_S, max(remaining_s / 4, min(5.0, remaining_s / 2)))

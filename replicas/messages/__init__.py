@@ -47,6 +47,8 @@ Durations are ``*_s`` in seconds, always remaining time and never a clock readin
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import msgspec
 
 from replicas.messages.coordinator import (
@@ -193,6 +195,8 @@ class ServerFrame(msgspec.Struct, frozen=True, array_like=True):
     body: FromCoordinator
 
 
+Frame = TypeVar("Frame", MemberFrame, ServerFrame)
+
 _encoder = msgspec.msgpack.Encoder()
 _member_decoder = msgspec.msgpack.Decoder(MemberFrame)
 _server_decoder = msgspec.msgpack.Decoder(ServerFrame)
@@ -204,9 +208,16 @@ def encode(frame: MemberFrame | ServerFrame) -> bytes:
 
 def decode_member_frame(data: bytes) -> MemberFrame:
     """:raises msgspec.DecodeError: (also its subclass ValidationError) for anything but a frame."""
-    return _member_decoder.decode(data)
+    return _decode(_member_decoder, data)
 
 
 def decode_server_frame(data: bytes) -> ServerFrame:
     """:raises msgspec.DecodeError: (also its subclass ValidationError) for anything but a frame."""
-    return _server_decoder.decode(data)
+    return _decode(_server_decoder, data)
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[Frame], data: bytes) -> Frame:
+    try:
+        return decoder.decode(data)
+    except (UnicodeDecodeError, RecursionError) as error:  # msgspec lets these two through as they are
+        raise msgspec.DecodeError(str(error)) from error

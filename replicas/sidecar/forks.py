@@ -69,7 +69,7 @@ class Forkserver:
         deadline = asyncio.get_running_loop().time() + timeout_s
         async for attempt in tenacity.AsyncRetrying(
             # Nothing announces that an abstract socket has appeared; most often it is there within the first intervals.
-            wait=tenacity.wait_exponential_jitter(initial=0.02, max=0.5, exp_base=1.3, jitter=0.02),
+            wait=tenacity.wait_exponential(multiplier=0.02, max=0.5, exp_base=1.3) + tenacity.wait_random(0, 0.01),
             stop=tenacity.stop_before_delay(timeout_s),
             retry=tenacity.retry_if_exception_type(SidecarDied),
             reraise=True,

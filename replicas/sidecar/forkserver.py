@@ -1,4 +1,4 @@
-"""Makes sidecars in milliseconds: ``python -m replicas.sidecar.forkserver (--name NAME | --fd N) [--parent PID] [--ready N]``.
+"""Makes sidecars in milliseconds: ``python -m replicas.sidecar.forkserver (--name NAME | --fd N) [--parent PID] [...]``.
 
 Theory of operation
 ===================

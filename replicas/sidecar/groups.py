@@ -3,6 +3,9 @@
 :func:`build_group` is the only place that makes one. Both kinds work on CPU tensors: Gloo in place, NCCL through a
 device buffer. Operations start at once and end in :meth:`Handle.wait`; each carries its own timeout. None of this is
 safe against a frozen store or a hung device: the process is killed by its owner when the deadline has passed.
+
+The connection to the store is tried again until the deadline (nothing has moved yet, and the store may be on its way back);
+the rest is tried once, after the members have met (:mod:`replicas.sidecar.meeting`).
 """
 
 from __future__ import annotations
@@ -18,12 +21,14 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import tenacity
 import torch
 import torch.distributed as dist
 
+from replicas.sidecar.meeting import meet
 from replicas.sidecar.wire import GroupSpec
 
-__all__ = ["REDUCIBLE", "GlooGroup", "Group", "Handle", "NcclGroup", "build_group"]
+__all__ = ["REDUCIBLE", "GlooGroup", "Group", "Handle", "NcclGroup", "build_group", "connect_store"]
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 _INTEGERS = ("int64", "int32", "int8", "uint8")
@@ -33,6 +38,9 @@ REDUCIBLE = {
 }
 """Dtypes (by torch's name) that each backend can reduce. Any dtype can be moved."""
 
+STORE_CONNECT_S = 1.0
+"""For one attempt to connect to the store."""
+PROBE_NBYTES = 64 << 10
 _SIOCGIFADDR = 0x8915
 _REDUCE_OPS = {
     "sum": _c10d.ReduceOp.SUM,
@@ -161,19 +169,57 @@ class NcclGroup(Group):
 def build_group(spec: GroupSpec) -> Group:
     """Form the process group of ``spec``; every rank of it does so with the same prefix.
 
-    :raises RuntimeError: a peer did not come in time, or the address cannot be bound.
+    :raises replicas.errors.Preflight: the members do not agree, or cannot reach each other; names them.
+    :raises RuntimeError: a peer did not come in time, the store cannot be reached, or the probe found wrong values.
     """
-    timeout = timedelta(seconds=spec.timeout_s)
+    deadline = time.monotonic() + spec.timeout_s
     if spec.backend == "nccl":
         _set_nccl_environment(spec)
-    client = _c10d.TCPStore(spec.store_host, spec.store_port, None, False, timeout, wait_for_workers=False)
-    store = _c10d.PrefixStore(spec.prefix, client)
-    if spec.backend == "gloo":
-        options = _c10d.ProcessGroupGloo._Options()
-        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=spec.address)]
-        options._timeout = timeout
-        return GlooGroup(_c10d.ProcessGroupGloo(store, spec.rank, spec.size, options), spec)
-    return _build_nccl(store, spec, timeout)
+    store = _c10d.PrefixStore(spec.prefix, connect_store(spec.store_host, spec.store_port, deadline))
+    meet(store, spec, deadline)
+    remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+    store.set_timeout(remaining)
+    group = (_build_gloo if spec.backend == "gloo" else _build_nccl)(store, spec, remaining)
+    if spec.probe:
+        _probe(group, deadline)
+    return group
+
+
+def connect_store(host: str, port: int, deadline: float) -> Any:
+    """A client of the store; a refused or broken connection is tried again until ``deadline`` (monotonic clock).
+
+    :raises RuntimeError: no store answered there by then.
+    """
+    retry = tenacity.Retrying(
+        wait=tenacity.wait_exponential(multiplier=0.02, max=0.5) + tenacity.wait_random(0, 0.05),
+        stop=tenacity.stop_before_delay(max(deadline - time.monotonic(), 0.0)),
+        retry=tenacity.retry_if_exception_type((OSError, RuntimeError)),
+        reraise=True,
+    )
+    try:
+        for attempt in retry:
+            with attempt:
+                if attempt.retry_state.attempt_number > 1:
+                    # torch's own client waits for twice its timeout where nobody listens, and logs pages about it.
+                    socket.create_connection((host, port), timeout=_store_timeout_s(deadline)).close()
+                return _c10d.TCPStore(
+                    host, port, None, False, timedelta(seconds=_store_timeout_s(deadline)), wait_for_workers=False
+                )
+    except (OSError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(f"the store at {host}:{port} cannot be reached: {reason}") from error
+    raise AssertionError  # tenacity ends with a result or an error
+
+
+def _store_timeout_s(deadline: float) -> float:
+    return max(0.05, min(STORE_CONNECT_S, deadline - time.monotonic()))
+
+
+def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> Group:
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=spec.address)]
+    options._timeout = timeout
+    return GlooGroup(_c10d.ProcessGroupGloo(store, spec.rank, spec.size, options), spec)
 
 
 def _build_nccl(store: Any, spec: GroupSpec, timeout: timedelta) -> Group:
@@ -190,10 +236,24 @@ def _build_nccl(store: Any, spec: GroupSpec, timeout: timedelta) -> Group:
     return NcclGroup(backend, spec, device)
 
 
+def _probe(group: Group, deadline: float) -> None:
+    """Move 64 KiB from everyone to everyone, and look at what came."""
+    steps = torch.arange(PROBE_NBYTES // 8, dtype=torch.int64)
+    tensor = steps * (group.rank + 1)
+    group.all_reduce(tensor, "sum", deadline).wait()
+    wrong = int((tensor != steps * (group.size * (group.size + 1) // 2)).sum())
+    if wrong:
+        raise RuntimeError(f"the probe of the group found {wrong} of {steps.numel()} values wrong")
+
+
 def _set_nccl_environment(spec: GroupSpec) -> None:
     """The watchdog must not write outside our prefix or outlive a deadline; bootstrap goes over the lane's address."""
     os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
     os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
+    if spec.nccl_env is not None:
+        for name in [name for name in os.environ if name.startswith("NCCL_")]:
+            del os.environ[name]
+        os.environ.update(spec.nccl_env)
     interface = _interface_of(spec.address)
     if interface is not None:
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)

@@ -86,6 +86,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     :param timeout_s: the group is there by then, or the sidecar is killed.
     :param device: UUID of the GPU to use (NCCL only); empty: the first visible one.
     :param names: of the members, in the order of ranks, for messages; empty: ranks are named by their number.
+    :param addresses: of the members, in the order of ranks; empty: all have ``address``.
     :param probe: move a few bytes each way, and look at them, before the group counts as formed.
     :param nccl_env: the NCCL_* variables to work with (NCCL only); None: those of the forkserver.
     """
@@ -100,6 +101,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     timeout_s: float
     device: str = ""
     names: tuple[str, ...] = ()
+    addresses: tuple[str, ...] = ()
     probe: bool = False
     nccl_env: dict[str, str] | None = None
 

@@ -39,7 +39,7 @@ _DEAD = ("Z", "X", "x")
 
 
 class Child:
-    """A direct child that was started on purpose, and is reaped by its starter's own loop. ``code`` is None while it lives."""
+    """A direct child that its starter's own loop reaps. ``code``: its exit code, None while it lives."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self.popen = popen

@@ -38,6 +38,8 @@ def _run(orders: Orders) -> None:
             with replicas.join("outer", endpoint=endpoint()) as channel:
                 _reduce_for_ever(channel, log, orders)
     except BaseException as error:
+        if not threading.main_thread().is_alive():
+            return  # the program ends
         log.tell(crashed=f"{type(error).__name__}: {error}")
         raise
 
@@ -53,12 +55,14 @@ def _reduce_for_ever(channel: replicas.Channel, log: Log, orders: Orders) -> Non
         try:
             receipt = channel.all_reduce(given, op="mean", step=step).wait()
         except replicas.errors.ReplicasError as error:
+            if not threading.main_thread().is_alive():
+                return  # the program ends, and its channels were closed
             touched = bool((given[0] != code).any() or given[1].tolist() != [step, code])
             name, text = type(error).__name__, str(error)
             log.tell(step=step, error=name, text=text, touched=touched, seconds=time.monotonic() - began)
             if isinstance(error, replicas.errors.Fenced):
                 return
-            step = max(step, _newest())
+            step = max(step + isinstance(error, replicas.errors.Gone), _newest())
         else:
             members = [f"{m.group}-{m.replica}" for m in receipt.members]
             values = sorted({given[0].min().item(), given[0].max().item(), given[1][1].item()})

@@ -51,26 +51,25 @@ class Armed:
         self._deeds = order["deeds"]
         self._pidfds = {deed["pid"]: _pidfd(deed["pid"]) for deed in self._deeds if "pid" in deed}
 
-    def do(self) -> list[int]:
-        """The pids that were hit."""
-        hit = []
+    def aim(self) -> list[tuple[int, int, dict[str, Any]]]:
+        """Pid, pidfd and deed of each process that is there to be hit."""
+        aimed = []
         for deed in self._deeds:
             pid = deed.get("pid") or _newest_child(deed["child_of"])
-            pidfd = self._pidfds.get(pid, -1) if "pid" in deed else _pidfd(pid)
-            if pidfd < 0:
-                continue
-            with suppress(ProcessLookupError):
-                if "signal" in deed:
-                    signal.pidfd_send_signal(pidfd, deed["signal"])
-                else:
-                    limit_memory(pid, deed["limit_nbytes"])
-                hit.append(pid)
-            if "pid" not in deed:
-                os.close(pidfd)
-        for pidfd in self._pidfds.values():
+            pidfd = self._pidfds[pid] if "pid" in deed else _pidfd(pid)
             if pidfd >= 0:
-                os.close(pidfd)
-        return hit
+                aimed.append((pid, pidfd, deed))
+        return aimed
+
+
+def hit(pid: int, pidfd: int, deed: dict[str, Any]) -> None:
+    """Do one deed; nothing when the process is gone."""
+    with suppress(ProcessLookupError, FileNotFoundError):
+        if "signal" in deed:
+            signal.pidfd_send_signal(pidfd, deed["signal"])
+        else:
+            limit_memory(pid, deed["limit_nbytes"])
+    os.close(pidfd)
 
 
 def limit_memory(pid: int, more_nbytes: int | None) -> None:
@@ -119,8 +118,10 @@ class Pulse:
                 self._fire(armed)
 
     def _fire(self, armed: Armed) -> None:
-        landed, at = self._moments[armed.channel].now, time.monotonic()
-        self._tell({"done": armed.number, "at": at, "landed": landed, "hit": armed.do()})
+        landed, aimed = self._moments[armed.channel].now, armed.aim()
+        self._tell({"done": armed.number, "at": time.monotonic(), "landed": landed, "hit": [pid for pid, *_ in aimed]})
+        for pid, pidfd, deed in aimed:  # told before: one of them may be this process itself
+            hit(pid, pidfd, deed)
 
     def _tell(self, answer: dict[str, Any]) -> None:
         self._control.send(json.dumps(answer).encode())

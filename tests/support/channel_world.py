@@ -193,6 +193,9 @@ class SimMember:
                 self._transfer(self.incoming.pop(message.transfer), message)
             case wire.TransferCancel():
                 self.incoming.pop(message.transfer, None)
+            case wire.OperationGo() if self.world.broken(message.lane):
+                error = wire.WireError("SyncError", "connection reset", phase="transfer")
+                self.outbox.append(wire.OperationFailed(message.operation, error))
             case wire.OperationGo():
                 self.goes.append(message)
                 self.outbox.append(wire.OperationDone(message.operation, 0.01))

@@ -6,8 +6,10 @@ import asyncio
 from collections.abc import Callable, Coroutine
 from typing import Any
 
+import msgspec
 import torch
 
+from replicas import errors
 from replicas import messages as wire
 from replicas.channel.hub import Hub
 from replicas.channel.lanes import Lanes
@@ -46,6 +48,9 @@ class Loop:
 
     async def forkserver(self, name: str | None) -> Loop:
         return self
+
+    def prefork(self) -> None:
+        """Sidecars cost nothing here."""
 
     async def fork(self) -> Sidecar:
         self.sidecars.append(Sidecar())
@@ -116,8 +121,8 @@ class Session:
 class World:
     def __init__(self, role: str, slots: int) -> None:
         self.loop = Loop()
-        hello = wire.Hello(1, "", "policy", "rollout", 0, 0, 1, "abc", 1, ProcessIdentity(1, 2, "b", 3))
-        self.hub = hub = Hub(self.loop, hello, None, "policy")  # type: ignore[arg-type]  # a fake
+        self.hello = wire.Hello(1, "", "policy", "rollout", 0, 0, 1, "abc", 1, ProcessIdentity(1, 2, "b", 3))
+        self.hub = hub = Hub(self.loop, self.hello, None, "policy")  # type: ignore[arg-type]  # a fake
         self.session = Session()
         self.lanes = Lanes(hub)
         self.transfers = Transfers(hub, self.lanes)
@@ -132,6 +137,22 @@ class World:
     def tell(self, *messages: wire.FromCoordinator) -> None:
         for message in messages:
             self.hub.handle(message)
+
+    def new_coordinator(self, latest: int = 0, meanwhile: Callable[[], object] = lambda: None) -> wire.Hello:
+        """Meet a coordinator of another term; returns our Hello. ``meanwhile`` happens while its Welcome is on the way."""
+        hello = self.hub.introduce(self.hello)
+        meanwhile()
+        self.session.sent.clear()
+        self.welcome = msgspec.structs.replace(self.welcome, term=self.welcome.term + 1, latest=latest)
+        self.hub.welcomed(self.welcome, False)
+        return hello
+
+    async def end(self) -> None:
+        """Let everything end, also what only a sidecar's death ends."""
+        self.hub.session_over(errors.Gone("the test is over"))
+        for sidecar in self.loop.sidecars:
+            sidecar.dead.set()
+        await asyncio.wait_for(asyncio.gather(*self.loop.tasks), 10)
 
     async def lane(self, name: str = "a") -> Sidecar:
         self.tell(wire.LaneForm(name, "prefix", "host", 1, 0, 1, "gloo", ("127.0.0.1",), 5.0))

@@ -1,9 +1,18 @@
-"""The parts of the benchmarks that others rely on: the set of tensors, and the figures made of samples."""
+"""The parts of the benchmarks that others rely on: the set of tensors, the figures made of samples, and what hits when."""
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import anyio
 import pytest
 
+from bench.bench_faults import Lines
+from bench.processes import Progress, children_of, send
 from bench.shapes import FULL, SMALL, nbytes_of, shapes
 from bench.support import Spread, machine, rotated, threads_for
 
@@ -35,3 +44,44 @@ def test_the_machine_is_described() -> None:
     assert all(facts[key] for key in ("cpu", "memory_nbytes", "kernel", "python", "torch"))
     assert threads_for(1) == facts["cores"]
     assert threads_for(10_000) == 1
+
+
+def test_a_line_says_whether_its_bar_is_kept() -> None:
+    lines = Lines()
+    lines.add("2 members", "a barrier", [0.002])
+    lines.add("2 members", "the next", [0.3, 0.5, 0.4], bar="< 100 ms", kept=False)
+    lines.line()
+    lines.add("30 MB", "kill -9", [0.5], bar="< 1 s", kept=True, beyond_s=0.25)
+    assert lines.table == [
+        ["2 members", "a barrier", "2.0 ms", "2.0 ms - 2.0 ms", "", "", ""],
+        ["2 members", "the next", "400 ms", "300 ms - 500 ms", "", "< 100 ms", "NO"],
+        None,
+        ["30 MB", "kill -9", "500 ms", "500 ms - 500 ms", "250 ms", "< 1 s", "yes"],
+    ]
+    assert [row["kept"] for row in lines.rows] == [None, False, True]
+
+
+@pytest.mark.anyio
+async def test_a_hit_comes_when_so_many_bytes_have_been_written() -> None:
+    code = "import os\nos.read(0, 1)\nfor _ in range(100): os.write(1, bytes(100))\nos.read(0, 1)"
+    pipe = subprocess.PIPE
+    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=subprocess.DEVNULL) as process:
+        assert process.stdin is not None
+        assert process.pid in children_of(os.getpid())
+        progress = Progress(lambda: [process.pid])
+        began = time.monotonic()
+        process.stdin.write(b"x")
+        process.stdin.flush()
+        with anyio.fail_after(20):
+            hit = await progress.reaches(5000, lambda: send([process.pid], signal.SIGKILL))
+        assert began < hit.at < time.monotonic()
+        assert 5000 <= hit.nbytes <= 10_000
+        assert process.wait(20) == -signal.SIGKILL
+    assert progress.nbytes == 0
+    send([process.pid], signal.SIGKILL)  # nobody is there any more, and that is no error
+
+
+@pytest.mark.anyio
+async def test_a_hit_that_never_comes_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="only 0 of 1 bytes"):
+        await Progress(list).reaches(1, time.monotonic, timeout_s=0.0)

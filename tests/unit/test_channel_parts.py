@@ -27,11 +27,7 @@ pytestmark = pytest.mark.anyio
 async def target() -> AsyncIterator[World]:
     world = World("target", 2)
     yield world
-    world.hub.session_over(errors.Gone("the test is over"))
-    for sidecar in world.loop.sidecars:
-        sidecar.dead.set()
-    await asyncio.wait_for(asyncio.gather(*world.loop.tasks), 10)
-    world.hub.arena.close()
+    await world.end()
 
 
 async def test_a_grant_before_the_slot_is_delivered_when_it_is_held(target: World) -> None:

@@ -8,7 +8,8 @@ from replicas import messages as wire
 from replicas.core.effects import MemberLost, MemberQuarantined
 from replicas.core.identity import Member
 from replicas.core.probes import culprits
-from tests.support.channel_world import SimMember, World
+from replicas.core.roster import GroupShape
+from tests.support.channel_world import SimMember, World, peer_config
 
 
 def publish(world: World, trainer: SimMember) -> int:
@@ -173,6 +174,31 @@ def test_one_that_flaps_is_admitted_later_each_time_and_disturbs_nobody() -> Non
     receipt = trainer.verdicts[number].receipt
     assert receipt is not None
     assert len(receipt.members) == 2
+
+
+def test_peers_go_on_without_one_that_works_with_nobody_and_try_again_with_it_later() -> None:
+    world = World(peer_config(), {"peer": GroupShape(replicas=4)})
+    sims = [world.join(f"peer/{index}/0") for index in range(4)]
+    cut_off(world, sims[2])
+    posts = [sim.post("all_reduce") for sim in sims]
+    world.advance(1.0)
+    for sim, post in zip(sims, posts, strict=True):
+        end = sim.ends[post]
+        if sim is sims[2]:
+            assert end.error is not None
+            assert "no process group of it works" in end.error.message
+        else:
+            assert end.receipt is not None
+            assert [member.replica for member in end.receipt.members] == [0, 1, 3]
+            assert "no process group of it works" in end.receipt.reasons["peer/2/0"]
+    assert quarantined(world) == ["peer/2/0"]
+    world.bad_pairs.clear()
+    world.advance(5.0)
+    posts = [sim.post("all_reduce") for sim in sims]
+    world.advance(1.0)
+    receipts = [sim.ends[post].receipt for sim, post in zip(sims, posts, strict=True)]
+    assert all(receipt is not None and len(receipt.members) == 4 for receipt in receipts)
+    assert len(world.state.lanes) == 1
 
 
 def members(count: int) -> list[Member]:

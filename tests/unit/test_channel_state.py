@@ -10,7 +10,7 @@ from replicas.config import Party
 from replicas.core.effects import MemberLost, ReplicaLoaded, Retried
 from replicas.core.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.roster import GroupShape
-from tests.support.channel_world import World, channel_config
+from tests.support.channel_world import SimMember, World, channel_config
 
 
 def publish(world: World, *sims: object, **more: object) -> None:
@@ -198,6 +198,47 @@ def test_the_source_dies_before_anyone_has_it_and_its_number_is_not_used_again()
     publish(world, trainer)
     world.run()
     assert target.commits == [2]
+
+
+def moving(world: World, trainer: SimMember) -> None:
+    """Everybody is at it; nobody has said yet that it is done."""
+    for _ in range(50):
+        if any(isinstance(message, wire.TransferGo) for message in trainer.inbox):
+            return
+        for sim in list(world.members.values()):
+            while sim.inbox and not isinstance(sim.inbox[0], wire.TransferGo):
+                world.down(sim)
+            world.up(sim)
+    raise AssertionError("no transfer")
+
+
+def test_what_all_targets_have_verified_is_committed_when_the_source_dies_before_it_says_so() -> None:
+    world = World()
+    trainer, *targets = [world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    publish(world, trainer)
+    moving(world, trainer)
+    world.run(frozen=(trainer,))
+    assert not world.decisions
+    world.lose(trainer)
+    world.run()
+    assert [decision.digest for decision in world.decisions] == ["digest-1"]
+    assert [target.commits for target in targets] == [[1], [1]]
+
+
+def test_what_one_target_lacks_is_not_committed_when_the_source_dies() -> None:
+    world = World()
+    trainer, first, second = [world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    publish(world, trainer)
+    moving(world, trainer)
+    world.run(frozen=(trainer, second))
+    world.lose(trainer)
+    world.run()
+    assert not world.decisions
+    assert first.held == set()
+    again = world.join("trainer/0/0")
+    publish(world, again)
+    world.run()
+    assert [decision.version for decision in world.decisions] == [2]
 
 
 def test_a_verified_version_is_served_on_by_a_target_when_the_source_is_gone() -> None:
@@ -510,3 +551,38 @@ def test_only_sources_publish() -> None:
     world.run()
     assert target.verdicts[1].error is not None
     assert target.verdicts[1].error.kind == "UsageError"
+
+
+def test_a_process_that_cannot_work_with_the_others_is_refused_at_the_door() -> None:
+    world = World()
+    trainer, target = (
+        world.join("trainer/0/0", torch_version="2.13.0"),
+        world.join("rollout/0/0", torch_version="2.13.1"),
+    )
+    with pytest.raises(errors.Preflight, match=r"rollout/1/0 .*2\.11.*trainer/0/0"):
+        world.join("rollout/1/0", torch_version="2.11.0")
+    publish(world, trainer)
+    world.run()
+    assert trainer.verdicts[1].receipt is not None
+    assert target.held == {1}
+
+
+def test_a_catch_up_that_is_slower_than_the_publishing_ends() -> None:
+    world = World()
+    trainer, first = world.join("trainer/0/0"), world.join("rollout/0/0")
+    publish(world, trainer)
+    world.run()
+    slow = world.join("rollout/1/0")
+    slow.stuck = True  # in its catch-up: gets ready, and no byte moves
+    world.run()
+    assert world.state.commits.catch_up.transfer is not None
+    slow.stuck = False
+    publish(world, trainer)
+    world.run()
+    assert slow.held == {2}
+    assert world.state.commits.catch_up.transfer is None
+    slow.ask()
+    world.run()
+    assert slow.granted == [2]
+    assert len(world.state.lanes) == 1
+    assert first.held == {1, 2}

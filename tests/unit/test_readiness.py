@@ -99,3 +99,15 @@ def test_waiting_for_others_is_no_lack_of_progress() -> None:
 
 def test_a_group_on_no_channel_is_ready() -> None:
     assert Book().of("router").ready
+
+
+def test_when_the_newest_version_died_with_all_its_holders_a_target_need_not_wait_for_it() -> None:
+    book = Book()
+    trainer = book.join("trainer/0/0")
+    target = book.join("rollout/0/0")
+    book.commit()
+    book.world.lose(target)
+    book.join("rollout/0/0")
+    assert not book.of().ready, "the trainer still has it"
+    book.world.lose(trainer)
+    assert book.of().ready, "its source may be waiting for it"

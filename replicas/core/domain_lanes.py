@@ -1,0 +1,90 @@
+"""The lanes in which operations of peers run: one for each domain and backend, kept for the next operation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+
+from replicas.core.effects import Effect
+from replicas.core.lanes import Lane, Lanes
+from replicas.core.roster import MemberState, Roster
+from replicas.messages import Backend
+
+__all__ = ["DomainLanes"]
+
+
+class DomainLanes:
+    """A lane serves the members that it was formed of; when others are wanted, there is a new one.
+
+    One that is not wanted any more is *retired*, and closed when nothing runs in it.
+    """
+
+    def __init__(self, roster: Roster, lanes: Lanes, out: Callable[[Effect], None]) -> None:
+        self._roster = roster
+        self._lanes = lanes
+        self._out = out
+        self._current: dict[tuple[int, Backend], Lane] = {}
+        self._retired: list[Lane] = []
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter([*self._current.values(), *self._retired])
+
+    def take(
+        self,
+        domain: int,
+        wanted: Sequence[MemberState],
+        *,
+        within: bool,
+        on_device: bool,
+        now: float,
+        timeout_s: float,
+    ) -> Lane:
+        """The lane of exactly the members ``wanted`` (``within``: or of more, all of them live), or a new one.
+
+        :param on_device: the tensors are on CUDA devices.
+        """
+        backend = self.backend(wanted, on_device=on_device)
+        members = tuple(state.member for state in wanted)
+        lane = self._current.get((domain, backend))
+        if lane is not None and lane.state != "dead":
+            live = {state.member for state in self._roster.live}
+            if lane.members == members or (within and set(members) <= set(lane.members) <= live):
+                return lane
+            self._retired.append(lane)
+        effects: list[Effect] = []
+        lane = self._lanes.open(self._roster.epoch, wanted, backend, now, timeout_s, effects)
+        self._emit(effects)
+        self._current[domain, backend] = lane
+        return lane
+
+    def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:
+        """``nccl`` for tensors on GPUs that are all different ones, as configured or by itself."""
+        wanted = self._roster.config.backend
+        if wanted != "auto":
+            return wanted
+        devices = {state.hello.cuda_devices[0] for state in states if state.hello.cuda_devices}
+        return "nccl" if on_device and len(devices) == len(states) else "gloo"
+
+    def owns(self, lane: Lane) -> bool:
+        """Whether operations may run in it."""
+        return any(known is lane for known in self)
+
+    def close(self, lane: Lane, reason: str) -> None:
+        """End it at once; ``reason``: why it has to be replaced, empty when it was just done."""
+        self._current = {key: kept for key, kept in self._current.items() if kept is not lane}
+        self._retired = [kept for kept in self._retired if kept is not lane]
+        effects: list[Effect] = []
+        gone = frozenset(member for member in lane.members if member not in self._roster)
+        self._lanes.close(lane, effects, gone=gone, reason=reason)
+        self._emit(effects)
+
+    def close_idle(self, busy: set[str]) -> None:
+        """Close what is retired, or has members that are not live any more, and is not named in ``busy``."""
+        live = {state.member for state in self._roster.live}
+        for lane in list(self):
+            unwanted = lane in self._retired or lane.state == "dead" or not set(lane.members) <= live
+            if unwanted and lane.name not in busy:
+                self.close(lane, "")
+
+    def _emit(self, effects: Sequence[Effect]) -> None:
+        for effect in effects:
+            self._out(effect)

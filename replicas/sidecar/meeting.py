@@ -1,0 +1,320 @@
+"""Before a group is built: do its members agree, and can they reach each other?
+
+Theory of operation
+===================
+
+Gloo and NCCL take a wrong address, or a peer with other ideas, for a slow peer, and wait until their timeout. Here each
+member first puts a *card* into the store (under the group's own prefix) with what it is about to build and where it
+listens, and reads everybody else's; that costs one write and one read. Only where there is more than one address, each
+then connects to every member with another address, which greets with the secret of its card: a listener that happens to
+have the same port on another machine does not pass. Each puts what it found into the store and reads all findings, so that
+every member comes to the same verdict within some two seconds, and names the same culprit: the member that most others
+could not reach.
+
+A member whose own address cannot be bound says so on its card. A card that does not come is waited for until the deadline
+(its sidecar may be on its way), half a second at a time, so that a disagreement between those that are there is seen at once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import secrets
+import selectors
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch.distributed as dist
+
+from replicas.errors import Preflight
+from replicas.messages import Backend
+from replicas.sidecar.wire import GroupSpec
+
+__all__ = ["CONNECT_S", "blame", "meet"]
+
+CONNECT_S = 1.5
+"""To connect to a member that is there: a lost first packet is sent again after one second."""
+GREETING_S = 3.0
+"""From the attempt to connect to the greeting, which a thread of the other one has to send."""
+_FINDINGS_S = GREETING_S + 2.0
+_SLICE_S = 0.5
+_TOKEN_NBYTES = 16
+
+_T = TypeVar("_T")
+_c10d: Any = dist  # torch's own annotations leave out most of the names below
+
+
+class _Card(msgspec.Struct, frozen=True):
+    """``host``: machine and network namespace. ``port``: 0 where nobody needs to connect. ``error``: it cannot take part."""
+
+    name: str
+    backend: Backend
+    size: int
+    address: str
+    host: str
+    port: int
+    token: bytes
+    error: str = ""
+
+
+_Finding = dict[int, str]
+"""Why members (by rank) could not be reached."""
+
+
+def meet(store: Any, spec: GroupSpec, deadline: float) -> None:
+    """Meet all members of the group over ``store``, which has the group's prefix.
+
+    :param deadline: of the monotonic clock.
+    :raises replicas.errors.Preflight: they cannot work together; ``members`` are those that it is up to.
+    :raises RuntimeError: one did not come by the deadline, or the store failed.
+    """
+    several = len(set(spec.addresses)) > 1
+    with _listening(spec, listen=several) as (port, token, error):
+        mine = _Card(spec.name(spec.rank), spec.backend, spec.size, spec.address, _host(), port, token, error)
+        store.set(f"card/{spec.rank}", msgspec.msgpack.encode(mine))
+        cards = _collect(store, spec, "card", _Card, deadline, lambda card: _check(mine, card))
+        _check_hosts(cards[rank] for rank in range(spec.size))
+        if not several:
+            return
+        found = _reach(spec.rank, mine, cards)
+        store.set(f"finding/{spec.rank}", msgspec.msgpack.encode(found))
+        until = min(deadline, time.monotonic() + _FINDINGS_S)
+        findings = _collect(store, spec, "finding", _Finding, until, lambda finding: None)
+    edges = {(rank, other): why for rank, finding in findings.items() for other, why in finding.items()}
+    _verdict(edges, cards)
+
+
+# ---------------------------------------------------------------- cards
+
+
+def _check(mine: _Card, card: _Card) -> None:
+    """:raises Preflight: the two cannot be in one group."""
+    if card.error:
+        raise Preflight(
+            f"{card.name} cannot bind its address {card.address}: {card.error}",
+            members=(card.name,),
+            hint="the coordinator must be reached by an address that the other members can use too, "
+            "not through a tunnel or address translation",
+        )
+    for what, value, there in (("backend", mine.backend, card.backend), ("size", mine.size, card.size)):
+        if value != there:
+            raise Preflight(
+                f"{mine.name} builds a group of {what} {value}, {card.name} one of {what} {there}",
+                members=(mine.name, card.name),
+                hint="give all members the same version of this library and the same config",
+            )
+
+
+def _check_hosts(cards: Iterable[_Card]) -> None:
+    """:raises Preflight: an address is on two machines; the same on every member."""
+    known: dict[str, _Card] = {}
+    for card in cards:
+        first = known.setdefault(card.address, card)
+        if first.host != card.host:
+            raise Preflight(
+                f"{first.name} and {card.name} have the same address {card.address} on two machines or network namespaces",
+                members=(first.name, card.name),
+                hint="let them join by an address of the coordinator that is not local to one machine",
+            )
+
+
+def _collect(
+    store: Any, spec: GroupSpec, what: str, kind: type[_T], deadline: float, check: Callable[[_T], None]
+) -> dict[int, _T]:
+    """What every member has put into the store as ``what``, each checked as soon as it is there."""
+    found: dict[int, _T] = {}
+    while missing := [rank for rank in range(spec.size) if rank not in found]:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            names = ", ".join(spec.name(rank) for rank in missing)
+            raise RuntimeError(f"{names} did not come to the group (no {what} within the deadline)")
+        store.set_timeout(timedelta(seconds=max(0.01, min(_SLICE_S, remaining))))
+        try:
+            values = store.multi_get([f"{what}/{rank}" for rank in missing])
+        except _c10d.DistStoreError:  # not all of them are there
+            missing = [rank for rank in missing if store.check([f"{what}/{rank}"])]
+            values = store.multi_get([f"{what}/{rank}" for rank in missing]) if missing else []
+        for rank, value in zip(missing, values, strict=True):
+            found[rank] = _decoded(value, kind, f"{what} of {spec.name(rank)}")
+            check(found[rank])
+    return found
+
+
+def _decoded(value: bytes, kind: type[_T], what: str) -> _T:
+    try:
+        return msgspec.msgpack.decode(value, type=kind)
+    except msgspec.DecodeError as error:  # also an empty value: it was swept, the group is not wanted any more
+        raise RuntimeError(f"the {what} in the store is malformed: {error}") from error
+
+
+def _host() -> str:
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    return f"{boot_id}/{Path('/proc/self/ns/net').stat().st_ino}"
+
+
+# ---------------------------------------------------------------- connections
+
+
+def _socket(address: str) -> socket.socket:
+    return socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET, socket.SOCK_STREAM)
+
+
+@contextmanager
+def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, bytes, str]]:
+    """Port, secret, and why the address cannot be bound. Everyone who connects is greeted with the secret, until the end."""
+    token = secrets.token_bytes(_TOKEN_NBYTES)
+    try:
+        listener = _socket(spec.address)
+    except OSError as error:
+        yield 0, token, str(error.strerror or error)
+        return
+    with listener:
+        try:
+            listener.bind((spec.address, 0))
+            if listen:
+                listener.listen(min(spec.size, socket.SOMAXCONN))
+        except OSError as error:
+            yield 0, token, str(error.strerror or error)
+            return
+        if not listen:
+            yield 0, token, ""
+            return
+        greeter = threading.Thread(target=_greet, args=(listener, token), name="greeter", daemon=True)
+        greeter.start()
+        try:
+            yield listener.getsockname()[1], token, ""
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)  # which ends the thread's accept
+            greeter.join()
+
+
+def _greet(listener: socket.socket, token: bytes) -> None:
+    while True:
+        try:
+            caller, _ = listener.accept()
+        except OSError:  # it was shut down
+            return
+        with caller:
+            caller.setblocking(False)
+            try:
+                caller.send(token)
+            except OSError:  # it has gone; it will say what it saw
+                continue
+
+
+def _reach(rank: int, mine: _Card, cards: dict[int, _Card]) -> _Finding:
+    """Connect to every member with another address, to all at once; why it failed, by rank."""
+    found: _Finding = {}
+    started = time.monotonic()
+    calls: dict[int, _Call] = {}
+    with selectors.DefaultSelector() as selector:
+        for other, card in cards.items():
+            if other != rank and card.address != mine.address:
+                calls[other] = _Call(card)
+                selector.register(calls[other].sock, selectors.EVENT_READ | selectors.EVENT_WRITE, other)
+        open_calls = dict(calls)
+        while open_calls:
+            now = time.monotonic() - started
+            for other, call in list(open_calls.items()):
+                if call.late(now):
+                    found[other] = call.why
+                    selector.unregister(open_calls.pop(other).sock)
+            for key, events in selector.select(0.05 if open_calls else 0):
+                call = calls[key.data]
+                if call.advance(events):
+                    selector.unregister(open_calls.pop(key.data).sock)
+                    if call.why:
+                        found[key.data] = call.why
+                elif call.connected:
+                    selector.modify(call.sock, selectors.EVENT_READ, key.data)
+    for call in calls.values():
+        call.sock.close()
+    return found
+
+
+class _Call:
+    """One connection to another member: connecting, then waiting for its greeting."""
+
+    def __init__(self, card: _Card) -> None:
+        self._card = card
+        self._heard = b""
+        self.connected = False
+        self.why = ""
+        self.sock = _socket(card.address)
+        self.sock.setblocking(False)
+        code = self.sock.connect_ex((card.address, card.port))
+        if code not in (0, errno.EINPROGRESS):
+            self.why = os.strerror(code)
+
+    def advance(self, events: int) -> bool:
+        """Something happened; True when it is over, and ``why`` then says why it failed."""
+        error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        if error:
+            self.why = os.strerror(error)
+            return True
+        self.connected = True
+        if not events & selectors.EVENT_READ:
+            return False
+        try:
+            data = self.sock.recv(_TOKEN_NBYTES - len(self._heard))
+        except BlockingIOError:
+            return False
+        except OSError as failure:
+            self.why = str(failure.strerror)
+            return True
+        self._heard += data
+        if data and len(self._heard) < _TOKEN_NBYTES:
+            return False
+        if self._heard != self._card.token:
+            self.why = "somebody else answers there"
+        return True
+
+    def late(self, elapsed_s: float) -> bool:
+        limit_s = GREETING_S if self.connected else CONNECT_S
+        if elapsed_s >= limit_s and not self.why:
+            self.why = f"no {'greeting' if self.connected else 'connection'} within {limit_s:g} s"
+        return bool(self.why)
+
+
+# ---------------------------------------------------------------- the verdict
+
+
+def blame(edges: set[tuple[int, int]]) -> list[int]:
+    """Which members it is up to, given who (first) could not reach whom (second).
+
+    The one that most others failed to reach, then what is left without it; of equals, all.
+    """
+    left, guilty = set(edges), set[int]()
+    while left:
+        counts: dict[int, int] = {}
+        for _, other in left:
+            counts[other] = counts.get(other, 0) + 1
+        worst = {rank for rank, count in counts.items() if count == max(counts.values())}
+        guilty |= worst
+        left = {edge for edge in left if not worst & set(edge)}
+    return sorted(guilty)
+
+
+def _verdict(edges: dict[tuple[int, int], str], cards: dict[int, _Card]) -> None:
+    if not edges:
+        return
+    guilty = blame(set(edges))
+    parts: list[str] = []
+    for rank in guilty:
+        card = cards[rank]
+        callers = {other: why for (other, called), why in edges.items() if called == rank}
+        others = ", ".join(f"{cards[other].name} at {cards[other].address}" for other in callers)
+        reasons = ", ".join(sorted(set(callers.values())))
+        parts.append(f"{card.name} cannot be reached at {card.address} by {others}: {reasons}")
+    raise Preflight(
+        "; ".join(parts),
+        members=tuple(cards[rank].name for rank in guilty),
+        hint="open all TCP ports between these machines, and let each join by an address that the others can reach",
+    )

@@ -1,0 +1,70 @@
+"""Arbitrary messages of a member that holds the token and follows no rule."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import msgspec
+from hypothesis import strategies as st
+
+from replicas import messages as wire
+from replicas.core.identity import ProcessIdentity
+from tests.support.channel_world import MANIFEST
+
+__all__ = ["any_message"]
+
+_TEXTS = st.sampled_from(["", "trainer/0", "rollout/0/0", "peer/1/0", "1.1", "2.1", "3.2", MANIFEST.hash, "digest-1", "cpu"])
+_ERRORS = st.builds(wire.WireError, kind=st.sampled_from(["SyncError", "Fenced", "no such"]), message=_TEXTS)
+_SEGMENTS = st.builds(wire.Segment, dtype=_TEXTS, shape=st.tuples(st.integers(0, 4)))
+_TAME_FLOATS = st.floats(0.0, 100.0)
+_TAME_INTEGERS = st.integers(0, 5)
+_WILD_INTEGERS = st.integers(-(2**63), 2**64 - 1)
+
+
+def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
+    """Values for a field, by its name: the same names mean the same in all messages."""
+    integers = _WILD_INTEGERS if wild else _TAME_INTEGERS
+    known: dict[str, st.SearchStrategy[Any]] = {
+        "process": st.just(ProcessIdentity(1, 1, "elsewhere", 1)),
+        "held": st.just(()),
+        "info": st.just({}),
+        "nccl_env": st.just({}),
+        "cuda_devices": st.just(()),
+        "observe": st.booleans(),
+        "error": _ERRORS,
+        "meta": st.dictionaries(_TEXTS, st.none() | st.booleans() | st.integers(0, 9)),
+        "manifest": st.sampled_from([b"", b"nonsense", MANIFEST.encode(), MANIFEST.encode()[:-3]]),
+        "part_digests": st.dictionaries(_TAME_INTEGERS, _TEXTS, max_size=3),
+        "segments": st.lists(_SEGMENTS, max_size=3).map(tuple),
+        "kind": st.sampled_from(get_args(wire.OperationKind)),
+        "reduce_op": st.sampled_from(get_args(wire.ReduceOp)),
+        "applied": st.lists(_TEXTS, max_size=2).map(tuple),
+        "unsettled": st.lists(_TEXTS, max_size=2).map(tuple),
+        "new_manifest": st.booleans(),
+        "resumed": st.booleans(),
+        "step": st.none() | integers if name == "step" else integers,
+    }
+    return known.get(name, integers)
+
+
+def _strategy(kind: type[msgspec.Struct], wild: bool) -> st.SearchStrategy[Any]:
+    fields: dict[str, st.SearchStrategy[Any]] = {}
+    for field in msgspec.structs.fields(kind):
+        types = get_args(field.type) or (field.type,)
+        if float in types:
+            fields[field.name] = st.floats() if wild else _TAME_FLOATS
+        elif str in types and len(types) == 1:
+            fields[field.name] = _TEXTS
+        elif type(None) in types:
+            fields[field.name] = st.none() | _field(field.name, wild)
+        else:
+            fields[field.name] = _field(field.name, wild)
+    if kind is wire.Progress:
+        fields["step"] = _WILD_INTEGERS if wild else _TAME_INTEGERS
+    return st.builds(kind, **fields)
+
+
+def any_message(*, wild: bool = False) -> st.SearchStrategy[Any]:
+    """Well-formed messages of every kind. ``wild``: with any number that can be encoded; else with such as pass the limits."""
+    kinds = [kind for kind in get_args(wire.FromMember) if wild or kind not in (wire.Hello, wire.Heartbeat, wire.Bye)]
+    return st.one_of([_strategy(kind, wild) for kind in kinds])

@@ -1,0 +1,173 @@
+"""What a connection may do: sizes, values, the share of the loop; and any bytes whatever as a frame."""
+
+from __future__ import annotations
+
+import math
+from typing import get_args
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas import messages as wire
+from replicas.coordinator import limits
+from replicas.coordinator.limits import Pace, hello_problem, message_problem, size_problem
+from replicas.core.identity import ProcessIdentity
+from tests.support.hostile import any_message
+
+HELLO = wire.Hello(
+    protocol=wire.PROTOCOL,
+    run="run",
+    channel="policy",
+    group="rollout",
+    replica=0,
+    rank=0,
+    world_size=1,
+    incarnation="nonce",
+    generation=1,
+    process=ProcessIdentity(1, 1, "boot", 1),
+)
+
+
+def frame(body: wire.FromMember, seq: int = 1) -> bytes:
+    return wire.encode(wire.MemberFrame(seq, 0, body))
+
+
+# ------------------------------------------------------------ sizes
+
+
+def test_only_manifests_may_be_large() -> None:
+    big = b"x" * (2 * 2**20)
+    assert size_problem(frame(wire.UploadManifest("hash", big))) is None
+    assert size_problem(frame(wire.Described(1, "d", "hash", big, {}, "cpu"))) is None
+    assert size_problem(frame(wire.Bye("x" * len(big)))) == "message of 2,097,177 bytes: at most 1,048,576 are taken"
+    assert size_problem(frame(wire.Bye(big.decode() + "\xa4type\xaeUploadManifest"))) is not None
+    huge = frame(wire.UploadManifest("hash", b"x" * limits.LARGE_NBYTES))
+    assert str(size_problem(huge)).startswith("UploadManifest of 16,777,")
+
+
+def test_a_hello_is_small() -> None:
+    assert size_problem(frame(HELLO), first=True) is None
+    long = msgspec.structs.replace(HELLO, info={"a": "x" * limits.HELLO_NBYTES})
+    assert size_problem(frame(long), first=True) == "message of 262,482 bytes: at most 262,144 are taken"
+
+
+# ------------------------------------------------------------ values
+
+
+@pytest.mark.parametrize(
+    ("change", "problem"),
+    [
+        ({}, None),
+        ({"rank": -1}, None),  # the roster says what is wrong with it
+        ({"group": "a/b"}, "group 'a/b' is no name"),
+        ({"channel": ""}, "channel '' is no name"),
+        ({"incarnation": "a\nb"}, "incarnation 'a\\nb' is no name"),
+        ({"incarnation": "x" * 1000}, f"incarnation '{'x' * 128}' is no name"),
+        ({"world_size": 10**9}, "its replica, rank or world size is absurd"),
+        ({"received": -1}, "Hello with received = -1"),
+        ({"process": ProcessIdentity(2**40, 1, "boot", 1)}, "its process is none"),
+        ({"info": {str(i): "" for i in range(1000)}}, "it says too much about itself"),
+        ({"info": {"url": "x" * 5000}}, "one of its texts is too long"),
+        ({"held": (wire.HeldVersion(-1, ""),)}, "HeldVersion with version = -1"),
+    ],
+)
+def test_what_a_hello_may_say(change: dict[str, object], problem: str | None) -> None:
+    assert hello_problem(msgspec.structs.replace(HELLO, **change)) == problem
+
+
+@pytest.mark.parametrize(
+    ("message", "problem"),
+    [
+        (wire.PublishBegin(1, None, 30.0), None),
+        (wire.PublishBegin(1, -3, -0.5), None),  # the user's number, and a deadline that has passed
+        (wire.PublishBegin(1, None, math.nan), "PublishBegin with deadline_s = nan"),
+        (wire.PublishBegin(1, None, math.inf), "PublishBegin with deadline_s = inf"),
+        (wire.PublishBegin(-1, None, 1.0), "PublishBegin with publish = -1"),
+        (wire.Loaded(2**63, 0.0), f"Loaded with version = {2**63}"),
+        (wire.Loaded(1, -1.0), "Loaded with load_s = -1.0"),
+        (wire.Packed(1, "h", -5, "cpu", 0.0, 0.0), "Packed with nbytes = -5"),
+        (wire.OperationPost(1, "all_reduce", (), 1.0, step=-1), None),
+        (wire.OperationPost(1, "all_reduce", (wire.Segment("float32", (-2,)),), 1.0), "a tensor of shape (-2,)"),
+        (wire.Heartbeat(), None),
+    ],
+)
+def test_what_a_message_may_say(message: wire.FromMember, problem: str | None) -> None:
+    assert message_problem(message) == problem
+
+
+# ------------------------------------------------------------ the share of the loop
+
+
+def test_a_session_that_floods_is_slowed_down_and_no_other_is() -> None:
+    pace, now, waited = Pace(0.0), 0.0, 0.0
+    for _ in range(100_000):
+        wait_s = pace.after_message(100e-6, now)
+        now += 150e-6 + (wait_s or 0.0)
+        waited += wait_s or 0.0
+    assert pace.flooded
+    assert 100_000 * 150e-6 / now == pytest.approx(limits.LOOP_SHARE, rel=0.1)
+    calm = Pace(0.0)
+    assert not any(calm.after_message(100e-6, i / 1000) for i in range(10_000))  # a thousand a second, for ever
+    assert not calm.flooded
+
+
+def test_one_dear_message_is_not_punished() -> None:
+    pace = Pace(0.0)
+    assert pace.after_message(0.4, 0.4) == 0.0
+    assert not pace.flooded
+    waits = [pace.after_message(30.0, 0.4) for _ in range(2)]
+    assert waits[0] == pytest.approx((limits.CHARGE_MAX_S - 0.1) / limits.LOOP_SHARE, rel=0.1)
+    assert pace.flooded
+
+
+def test_the_others_have_a_turn_after_a_few_messages() -> None:
+    pace = Pace(0.0)
+    turns = [pace.after_message(1e-6, 0.0) for _ in range(16)]
+    assert turns == ([None] * 7 + [0.0]) * 2
+    assert pace.after_message(0.003, 0.0) == 0.0
+
+
+# ------------------------------------------------------------ any bytes
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_are_a_frame_or_a_decode_error(data: bytes) -> None:
+    size_problem(data)
+    try:
+        body = wire.decode_member_frame(data).body
+    except msgspec.DecodeError:
+        return
+    assert isinstance(body, get_args(wire.FromMember))
+
+
+@settings(max_examples=300)
+@given(any_message(wild=True), st.data())
+def test_a_damaged_frame_is_a_frame_or_a_decode_error(message: wire.FromMember, data: st.DataObject) -> None:
+    whole = frame(message)
+    assert wire.decode_member_frame(whole).body == message or math.nan in numbers(message)
+    damaged = bytearray(whole)
+    for _ in range(data.draw(st.integers(1, 4))):
+        damaged[data.draw(st.integers(0, len(damaged) - 1))] = data.draw(st.integers(0, 255))
+    cut = data.draw(st.integers(0, len(damaged)))
+    for broken in (bytes(damaged), whole[:cut]):
+        try:
+            body = wire.decode_member_frame(broken).body
+        except msgspec.DecodeError:
+            continue
+        message_problem(body)
+        if isinstance(body, wire.Hello):
+            hello_problem(body)
+
+
+def numbers(message: wire.FromMember) -> list[object]:
+    """Numbers of the message; nan is not equal to itself."""
+    return [math.nan if value != value else value for value in msgspec.structs.astuple(message)]
+
+
+@given(any_message(wild=True))
+def test_what_passes_is_finite(message: wire.FromMember) -> None:
+    if message_problem(message) is None:
+        floats = [value for value in msgspec.structs.astuple(message) if isinstance(value, float)]
+        assert all(math.isfinite(value) for value in floats)
