@@ -22,11 +22,11 @@ from __future__ import annotations
 import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from bench.processes import Forkserver, Progress, forkservers, send
+from bench.processes import Forkserver, Progress, forkservers, held, send
 from bench.support import Rank, rank, rotated, until
 from replicas import Coordinator
 from replicas.coordinator import GroupShape
@@ -160,18 +160,15 @@ class Fleet:
         undisturbed = await self.publish(self._targets)
         left = [place for place in self._targets if place is not victim or not fault.of_rank]
         before = self._retries()
-        stopped: list[int] = []
         await asyncio.gather(*(place.rank.ask("receive") for place in self._targets))
         to_send = (
             self._nbytes * TARGETS.bit_length()
         )  # Gloo's tree: the source feeds the 1st, 2nd, 4th, ... of the others
         progress = Progress(self._trainer.server.sidecars)
         await self._trainer.rank.tell("publish", tries=TRIES)
-        try:
-            hit = await progress.reaches(to_send // 2, lambda: self._strike(fault, victim, stopped))
+        with ExitStack() as stack:
+            hit = await progress.reaches(to_send // 2, lambda: self._strike(fault, victim, stack))
             said, *replies = await asyncio.gather(self._trainer.rank.hear(), *(p.rank.hear() for p in left))
-        finally:
-            send(stopped, signal.SIGCONT)  # those that are still there
         self._check(said, [victim.name] if fault.of_rank else [])
         ended = max(said["committed"], *(reply["readable"] for reply in replies))
         await self._equal(left)
@@ -194,13 +191,15 @@ class Fleet:
         )
 
     @staticmethod
-    def _strike(fault: Fault, victim: Place, stopped: list[int]) -> float:
+    def _strike(fault: Fault, victim: Place, stack: ExitStack) -> float:
+        """At the end of ``stack`` those that were stopped go on, as far as they are still there."""
         pids = [victim.rank.pid] if fault.of_rank else []
         if fault.of_sidecar:
             pids += victim.server.sidecars()
+        pidfds = stack.enter_context(held(pids))
         if fault.number == signal.SIGSTOP:
-            stopped += pids
-        return send(pids, fault.number)
+            stack.callback(send, pidfds, signal.SIGCONT)
+        return send(pidfds, fault.number)
 
     async def _replace(self, victim: Place) -> None:
         await victim.start(self._quick)

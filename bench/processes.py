@@ -20,12 +20,12 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Forkserver", "Hit", "Progress", "children_of", "forkservers", "send"]
+__all__ = ["Forkserver", "Hit", "Progress", "children_of", "forkservers", "held", "send"]
 
 FORKSERVER_TIMEOUT_S = 60.0
 SAMPLE_S = 0.0002
@@ -39,16 +39,34 @@ def children_of(pid: int) -> list[int]:
         return []
 
 
-def send(pids: Sequence[int], number: signal.Signals) -> float:
-    """Send a signal to processes, if they are still there; the time just before."""
+def _name(pid: int) -> str:
+    """As ``ps`` shows it; empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+@contextmanager
+def held(pids: Sequence[int]) -> Iterator[list[int]]:
+    """pidfds of those that are there: a number of a process that is gone may belong to another one later."""
+    found: list[int] = []
+    try:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                found.append(os.pidfd_open(pid))
+        yield found
+    finally:
+        for pidfd in found:
+            os.close(pidfd)
+
+
+def send(pidfds: Sequence[int], number: signal.Signals) -> float:
+    """Send a signal to those that are still there; the time just before."""
     began = time.monotonic()
-    for pid in pids:
+    for pidfd in pidfds:
         with contextlib.suppress(ProcessLookupError):
-            pidfd = os.pidfd_open(pid)
-            try:
-                signal.pidfd_send_signal(pidfd, number)
-            finally:
-                os.close(pidfd)
+            signal.pidfd_send_signal(pidfd, number)
     return began
 
 
@@ -60,14 +78,16 @@ class Forkserver:
         self._process = process
 
     def sidecars(self) -> list[int]:
-        return children_of(self._process.pid)
+        """Those that have a lane; not the spare one."""
+        return [pid for pid in children_of(self._process.pid) if _name(pid) == "replica-sidecar"]
 
     def kill_sidecar(self) -> float:
         """SIGKILL to its newest child; the time just before."""
         sidecars = self.sidecars()
         if not sidecars:
             raise RuntimeError(f"the forkserver {self.name} has no sidecar")
-        return send(sidecars[-1:], signal.SIGKILL)
+        with held(sidecars[-1:]) as pidfds:
+            return send(pidfds, signal.SIGKILL)
 
 
 @asynccontextmanager

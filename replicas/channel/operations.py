@@ -191,7 +191,7 @@ class Operations:
             return
         self._posts += 1
         job.post = self._posts
-        job.unsettled = tuple(kept.ref for kept in self._kept if kept.pending._unknown)
+        job.unsettled = tuple(kept.ref for kept in self._kept if kept.ref and kept.pending._unknown)
         self._jobs[job.post] = job
         left = job.deadline - time.monotonic()
         job.timer = hub.after(left + GRACE_S, self._overdue, job)
@@ -234,7 +234,8 @@ class Operations:
         try:
             lane = self._lanes.get(attempt.go.lane)
             async with self._turns.setdefault(lane, asyncio.Lock()):
-                seconds = await self._collective(lane, job, attempt)
+                wanted = job.attempt is attempt and not job.over
+                seconds = await self._collective(lane, job, attempt) if wanted else 0.0
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             if not job.over and job.attempt is attempt:
                 self._hub.send(OperationFailed(attempt.go.operation, self._as_wire(error)))
@@ -251,8 +252,6 @@ class Operations:
 
     async def _collective(self, lane: Lane, job: _Job, attempt: _Attempt) -> float:
         go = attempt.go
-        if job.over or job.attempt is not attempt:
-            raise self._hub.error(errors.Gone, f"operation {go.operation} has ended", phase="go", hint="")
         outputs = job.operation.output_segments(go, attempt.me)
         if outputs:
             nbytes = segment_layout(outputs)[1]

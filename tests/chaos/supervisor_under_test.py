@@ -35,7 +35,7 @@ from replicas.messages import FromMember
 from replicas.supervisor import __main__ as command_line
 from replicas.supervisor.supervisor import Supervisor
 from tests.chaos.moments import Moments
-from tests.support.processes import children, start_time
+from tests.support.processes import children, name_of, start_time
 
 __all__ = ["main"]
 
@@ -90,8 +90,9 @@ def _pidfd(pid: int) -> int:
 
 
 def _newest_child(pid: int) -> int:
-    """0, which no process has, when there is none."""
-    return max(((start_time(child) or 0, child) for child in children(pid)), default=(0, 0))[1]
+    """The sidecar that got its lane last; 0, which no process has, when there is none. A spare one has no lane."""
+    used = (child for child in children(pid) if name_of(child) != "replica-spare")
+    return max(((start_time(child) or 0, child) for child in used), default=(0, 0))[1]
 
 
 class Pulse:

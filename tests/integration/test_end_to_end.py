@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.support.processes import name_of
 from tests.support.runs import Run, eventually, running
 
 TRAINER = """
@@ -176,10 +177,10 @@ def _moving(run: Run) -> bool:
 
 
 def _sidecar_of(run: Run, rank_pid: int) -> int:
-    """The sidecar attached to a rank: the youngest child of the forkserver beside it."""
+    """The sidecar attached to a rank: the youngest child of the forkserver beside it that is not a spare one."""
     shim = _shim_of(rank_pid)
     forkserver = next(pid for pid, line in run.processes().items() if "forkserver" in line and _parent(pid) == shim)
-    return max(pid for pid in run.processes() if _parent(pid) == forkserver)
+    return max(pid for pid in run.processes() if _parent(pid) == forkserver and name_of(pid) == "replica-sidecar")
 
 
 def _parent(pid: int) -> int:

@@ -40,6 +40,16 @@ class Client:
         self.sent = 0
         self.received = 0
 
+    @staticmethod
+    def hello_of(group: str) -> wire.Hello:
+        """A Hello of its first rank."""
+        return wire.Hello(wire.PROTOCOL, "embedded", "policy", group, 0, 0, 1, "one", 1, ELSEWHERE)
+
+    @staticmethod
+    def process(pid: int) -> ProcessIdentity:
+        """A process of another machine with this pid."""
+        return ProcessIdentity(pid, 1, "another machine", 1)
+
     @property
     def socket(self) -> ClientConnection:
         assert self._socket is not None

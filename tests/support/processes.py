@@ -6,7 +6,7 @@ from pathlib import Path
 
 from replicas.supervisor.processes import start_time
 
-__all__ = ["children", "parent_of", "parents", "start_time"]
+__all__ = ["children", "name_of", "parent_of", "parents", "start_time"]
 
 
 def parent_of(pid: int) -> int:
@@ -15,6 +15,14 @@ def parent_of(pid: int) -> int:
         return int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     except OSError:
         return 0
+
+
+def name_of(pid: int) -> str:
+    """As ``ps`` shows it; empty when the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text(errors="replace").strip()
+    except OSError:
+        return ""
 
 
 def parents() -> dict[int, int]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -12,7 +13,7 @@ import anyio
 import pytest
 
 from bench.bench_faults import Lines
-from bench.processes import Progress, children_of, send
+from bench.processes import Progress, children_of, held, send
 from bench.shapes import FULL, SMALL, nbytes_of, shapes
 from bench.support import Spread, machine, rotated, threads_for
 
@@ -64,21 +65,19 @@ def test_a_line_says_whether_its_bar_is_kept() -> None:
 @pytest.mark.anyio
 async def test_a_hit_comes_when_so_many_bytes_have_been_written() -> None:
     code = "import os\nos.read(0, 1)\nfor _ in range(100): os.write(1, bytes(100))\nos.read(0, 1)"
-    pipe = subprocess.PIPE
-    with subprocess.Popen([sys.executable, "-c", code], stdin=pipe, stdout=subprocess.DEVNULL) as process:
-        assert process.stdin is not None
-        assert process.pid in children_of(os.getpid())
+    command = (sys.executable, "-c", code)
+    process = await asyncio.create_subprocess_exec(*command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL)
+    assert process.stdin is not None
+    assert process.pid in children_of(os.getpid())
+    with anyio.fail_after(20), held([process.pid]) as pidfds:
         progress = Progress(lambda: [process.pid])
         began = time.monotonic()
         process.stdin.write(b"x")
-        process.stdin.flush()
-        with anyio.fail_after(20):
-            hit = await progress.reaches(5000, lambda: send([process.pid], signal.SIGKILL))
+        hit = await progress.reaches(5000, lambda: send(pidfds, signal.SIGKILL))
         assert began < hit.at < time.monotonic()
         assert 5000 <= hit.nbytes <= 10_000
-        assert process.wait(20) == -signal.SIGKILL
-    assert progress.nbytes == 0
-    send([process.pid], signal.SIGKILL)  # nobody is there any more, and that is no error
+        assert await process.wait() == -signal.SIGKILL
+        send(pidfds, signal.SIGKILL)  # nobody is there any more, and that is no error
 
 
 @pytest.mark.anyio

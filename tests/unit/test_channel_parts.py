@@ -202,8 +202,9 @@ async def test_an_operation_that_hears_nothing_ends_by_itself(target: World, mon
     with pytest.raises(errors.OutcomeUnknown):
         await pending
     target.tell(wire.OperationEnd(go.post, wire.ReceiptData(1, (ME,), (), 0, 0.1, {})))
-    await asyncio.sleep(0.01)
     assert tensor.tolist() == [0, 1, 2, 3]
+    assert (await pending).members == (ME,)
+    assert tensor.tolist() == [0, 2, 4, 6]
     target.session.connected = False
     pending, _ = await posted(target, tensor, 0.05)
     with pytest.raises(errors.Disconnected):
@@ -221,7 +222,9 @@ def test_where_results_lie() -> None:
     assert Operation("gather").output_segments(go((one,), (two,), root=1), 0) == ()
     assert Operation("gather").output_segments(go((one,), (two,), root=1), 1) == (one, two)
     assert Operation("scatter").output_segments(go((), (one, two), root=1), 0) == (one,)
-    assert Operation("reduce_scatter").output_segments(go((one, one), (one, one)), 1) == (one,)
+    assert Operation("reduce_scatter").output_segments(go((one, one), (one, one)), 1) == (one, one)
+    assert Operation("broadcast").output_segments(go((one,), (one,), root=1), 1) == ()
+    assert Operation("broadcast").output_segments(go((one,), (one,), root=1), 0) == (one,)
     assert Operation("recv").output_segments(go((two,), (two,), root=0), 1) == (two,)
     assert Operation("barrier").output_segments(go((), ()), 0) == ()
     with pytest.raises(
