@@ -138,9 +138,10 @@ async def peers(quick: bool, repetitions: int) -> dict[str, Any]:
         barred = name == "library" and torchft is not None
         kept = spread.median < torchft.median if barred and torchft is not None else None
         lines.add(PEER_NAMES[name], "an all-reduce", [sample.operation_s for sample in mine])
-        lines.add(PEER_NAMES[name], "kill -9 to failure", [sample.failed_s for sample in mine])
+        if failed := [sample.failed_s for sample in mine if sample.failed_s is not None]:
+            lines.add(PEER_NAMES[name], "kill -9 to failure", failed)
         bar = "< torchft" if barred else ""
-        lines.add(PEER_NAMES[name], "to the next good one", spread.samples, bar=bar, kept=kept)
+        lines.add(PEER_NAMES[name], "kill -9 to next good", spread.samples, bar=bar, kept=kept)
         lines.line()
     title = f"Kill -9 of one of {faults_peers.PEERS} peers during all-reduces of {faults_peers.NBYTES >> 20} MiB"
     result = lines.show(title, f"torchft {_torchft()}")

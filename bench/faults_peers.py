@@ -43,11 +43,14 @@ _prefixes = itertools.count()
 
 @dataclass(frozen=True)
 class PeerSample:
-    """Seconds: one undisturbed all-reduce, and from the kill to the failure and to the next good one."""
+    """Seconds: an undisturbed all-reduce, and from the kill until all have seen it fail, and to the next good one.
+
+    ``failed_s`` is None where no call failed, as the operation was repeated over those that are left.
+    """
 
     contender: str
     operation_s: float
-    failed_s: float
+    failed_s: float | None
     recovered_s: float
 
 
@@ -71,9 +74,9 @@ class Field:
                 await one.ask("outlive", size=PEERS, renew=None if contender == "restart" else renew)
             hit = await Progress(transports).reaches(KILL_AFTER_NBYTES, lambda: _kill(victim))
             ended = await asyncio.gather(*(one.hear() for one in left))
-            failed_at = max(reply["failed_at"] for reply in ended)
+            failed_s = max(reply["failed_at"] for reply in ended) - hit.at
             at = await self._restart(stack, left) if contender == "restart" else max(reply["at"] for reply in ended)
-            return PeerSample(contender, operation_s, max(failed_at - hit.at, 0.0), at - hit.at)
+            return PeerSample(contender, operation_s, failed_s if failed_s > 0 else None, at - hit.at)
 
     async def _start(self, stack: AsyncExitStack, number: int) -> Rank:
         environment = {"REPLICAS_FORKSERVER": self.servers[number].name, "OMP_NUM_THREADS": "1"}

@@ -216,8 +216,9 @@ class Operations:
         job = self._jobs.get(go.post)
         earlier = job.attempt if job is not None else None
         if job is None or (earlier is not None and go.attempt <= earlier.go.attempt):
-            error = errors.Gone(f"post {go.post} of {self._hub.member} has ended", channel=self._hub.name)
-            self._hub.send(OperationFailed(go.operation, as_wire_error(error, channel=self._hub.name, phase="go")))
+            text = f"the call {go.post} of {self._hub.member} has ended there"
+            error = self._hub.error(errors.Gone, text, phase="go", members=[self._hub.member.name], hint="call it again")
+            self._hub.send(OperationFailed(go.operation, WireError.of(error)))
             return
         member = self._hub.member
         me = [(m.group, m.replica, m.rank) for m in go.participants].index((member.group, member.replica, member.rank))

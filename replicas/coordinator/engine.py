@@ -321,7 +321,8 @@ class Engine:
             due = now + TICK_S
             if late > PAUSE_S:
                 log.warning("this process did not run for %.1f s: leases are extended by as much", late)
-                self._forgive(late + SETTLE_S)
+                for channel in self.channels.values():
+                    channel.roster.forgive(late, now)
                 due = now + SETTLE_S
                 continue
             for name, channel in self.channels.items():
@@ -330,7 +331,3 @@ class Engine:
                     self._apply(channel)
                 except Exception:  # deadlines and leases of all channels hang on this loop
                     log.exception("a bug: the tick of channel %s failed", name)
-
-    def _forgive(self, pause_s: float) -> None:
-        for channel in self.channels.values():
-            channel.roster.forgive(pause_s)

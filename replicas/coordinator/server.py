@@ -125,8 +125,10 @@ async def _converse(engine: Engine, session: Session, websocket: WebSocket) -> N
         for task in tasks:
             task.cancel()
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
-            if isinstance(ended, Exception) and not isinstance(ended, WebSocketDisconnect):
+            if isinstance(ended, Exception) and not isinstance(ended, WebSocketDisconnect | _Refusal):
                 log.error("a bug: the session of %s failed", session.member, exc_info=ended)
+    if reader.done() and not reader.cancelled() and isinstance(refusal := reader.exception(), _Refusal):
+        await _close(websocket, refusal.code, refusal.text)
 
 
 async def _hello(websocket: WebSocket) -> Hello:
@@ -159,6 +161,7 @@ async def _receive(websocket: WebSocket) -> bytes:
 
 
 async def _read(engine: Engine, session: Session, websocket: WebSocket, over: asyncio.Event) -> None:
+    """:raises _Refusal: the connection is to be closed. It has been counted; when final, the session is over, too."""
     loop = asyncio.get_running_loop()
     pace = connection_of(websocket.scope).pace
     told = False
@@ -178,8 +181,7 @@ async def _read(engine: Engine, session: Session, websocket: WebSocket, over: as
             log.warning("%s is refused: %s", session.member, refusal.text)
             if refusal.final:
                 engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
-            await _close(websocket, refusal.code, refusal.text)
-            return
+            raise
         wait_s = pace.after_message(time.thread_time() - began, loop.time())
         if pace.flooded and not told:
             told = True

@@ -28,6 +28,8 @@ START_TIMEOUT_S = 60.0
 REPLY_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 2.0
+PAUSE_S = 1.0
+"""A reply's deadline that is noticed this much late: this process was paused."""
 STRAGGLER_S = 30.0
 """Keys are swept once more after this time: a sidecar that was being killed may have written after the first sweep."""
 
@@ -148,15 +150,28 @@ class StoreKeeper:
                 async with asyncio.timeout(PING_INTERVAL_S):
                     await process.wait()
             if process.returncode is None:
-                try:
-                    await self.ask("stat")
+                if await self._answers():
                     continue
-                except (TimeoutError, ConnectionError):
-                    log.warning("the store does not answer: it is replaced")
+                log.warning("the store does not answer: it is replaced")
             self.up = False
             self._on_change(False)
             await self._kill()
             await self._respawn()
+
+    async def _answers(self) -> bool:
+        """Whether it answers in time. A time in which this process did not run itself proves nothing: ask again."""
+        loop = asyncio.get_running_loop()
+        while True:
+            began = loop.time()
+            try:
+                await self.ask("stat")
+            except ConnectionError:
+                return False
+            except TimeoutError:
+                if loop.time() - began > REPLY_TIMEOUT_S + PAUSE_S:
+                    continue
+                return False
+            return True
 
     async def _respawn(self) -> None:
         """A new store gets a new port: clients of the old one must not mistake it for theirs."""

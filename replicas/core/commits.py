@@ -82,6 +82,8 @@ class Commits:
             )
             out.append(Send(member, wire.PublishEnd(message.publish, error=WireError.of(error))))
             return
+        if self._channel.recovery.defers(state, message, now):
+            return
         try:
             publish = self.publishes.begin(member, message, now)
         except errors.RanksDisagree as exc:
@@ -98,6 +100,8 @@ class Commits:
             out.append(Send(member, wire.PublishEnd(publish.number, publish.receipt, publish.error)))
 
     def packed(self, state: MemberState, message: wire.Packed, now: float) -> None:
+        if self._channel.recovery.defers(state, message, now):
+            return
         known = self.publishes.get(state.member, message.publish)
         if message.manifest_hash and known is not None and not known.over:
             state.parts.add(known.version)
@@ -110,6 +114,8 @@ class Commits:
             self._fail(publish, exc, now)
 
     def pack_failed(self, state: MemberState, message: wire.PackFailed, now: float) -> None:
+        if self._channel.recovery.defers(state, message, now):
+            return
         publish = self.publishes.pack_failed(state.member, message)
         if publish is not None:
             self._fail(publish, message.error.exception(), now)

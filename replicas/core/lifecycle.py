@@ -217,6 +217,10 @@ class Lifecycle:
         """Seconds since this generation was started."""
         return max(0.0, now - self._started_at)
 
+    def forgive(self, pause_s: float) -> None:
+        """The supervisor itself did not run for ``pause_s``: a start did not take that long."""
+        self._started_at += pause_s
+
     def apply(
         self, event: Event, *, now: float, reason: str = "", restart_reason: RestartReason | None = None
     ) -> Transition:

@@ -83,9 +83,9 @@ _SAFETENSORS = {
 _T = TypeVar("_T")
 
 
-def _decode(data: bytes | memoryview, kind: type[_T]) -> _T:
+def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return decoder.decode(data)
     except msgspec.DecodeError as error:
         raise ManifestMismatch(f"malformed manifest: {error}", hint="") from error
 
@@ -108,7 +108,7 @@ class PartManifest(msgspec.Struct, frozen=True, dict=True):
     @classmethod
     def decode(cls, data: bytes | memoryview) -> PartManifest:
         """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything malformed or inconsistent."""
-        part = _decode(data, cls)
+        part = _decode(data, _part_decoder)
         part.validate()
         return part
 
@@ -158,7 +158,7 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Manifest:
         """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything malformed or inconsistent."""
-        manifest = _decode(data, cls)
+        manifest = _decode(data, _manifest_decoder)
         manifest.validate()
         return manifest
 
@@ -232,6 +232,12 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
 
 
 # ---------------------------------------------------------------- several parts, one image
+
+
+# Made here and not at the first use: msgspec looks into a struct type when it first meets it, and two threads that do so at
+# once crash the process (a type that is half looked into has null pointers in it).
+_part_decoder = msgspec.msgpack.Decoder(PartManifest)
+_manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def merge_parts(parts: Sequence[PartManifest]) -> Manifest:

@@ -165,7 +165,7 @@ class Publishes:
             )
             self._known[(member.group, member.replica, message.publish)] = publish
             self._forget_old()
-        elif publish.asked_version != message.version and not (message.resumed and message.version == publish.version):
+        elif not self._agrees(publish, message):
             raise errors.RanksDisagree(
                 f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "
                 f"another rank for {publish.asked_version}",
@@ -174,6 +174,13 @@ class Publishes:
             )
         publish.begun.add(member)
         return publish
+
+    @staticmethod
+    def _agrees(publish: Publish, message: PublishBegin) -> bool:
+        """Whether two ranks began the same. One that is resumed names the number that it got, not what it asked for."""
+        if publish.resumed or message.resumed:
+            return message.version == publish.version or (message.version is None and not message.resumed)
+        return message.version == publish.asked_version
 
     def _forget_old(self) -> None:
         over = [key for key, publish in self._known.items() if publish.over]

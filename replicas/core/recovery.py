@@ -8,7 +8,8 @@ another coordinator say in their Hello what they have heard of, hold, serve and 
 under way (:mod:`replicas.messages`). Facts count at once, whenever they come: epochs and numbers only grow, and a version
 that any member has seen committed *is* committed. What needs a view of everybody waits for :data:`RECOVERY_S` after the
 first of them came (or after the start, if there is a decision log): until then nobody is admitted, nothing moves, nothing
-is granted. A member that still has to say ``Resumed`` is waited for as long again.
+is granted. A member that still has to say ``Resumed`` is waited for as long again. A publish that has no number yet gets
+none before the end: another rank of its replica may have one, and say so.
 
 Then, for each version that is held and not committed:
 
@@ -23,6 +24,8 @@ The bytes' manifest comes from any holder of the newest committed version (``Des
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
+
+import msgspec
 
 from replicas import messages as wire
 from replicas.core.effects import Send
@@ -46,6 +49,7 @@ class Recovery:
         self._aborted = aborted
         self._started: float | None = None
         self._described: Member | None = None
+        self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
         self._done = not decided[0]
         """Nothing to recover until somebody from before comes."""
 
@@ -81,6 +85,15 @@ class Recovery:
             del state.held[commits.latest]
             self._channel.out.append(Send(state.member, wire.Discard(commits.latest)))
 
+    def defers(self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float) -> bool:
+        """Whether it is to be handled at the end of the window: a publish without a number, and what comes after it."""
+        numbered = isinstance(message, wire.PublishBegin) and message.resumed
+        known = self._channel.commits.publishes.get(state.member, message.publish)
+        if self._done or numbered or (known is not None and state.member in known.begun):
+            return False
+        self._deferred.append((state, message, now))
+        return True
+
     # ------------------------------------------------------------ the end of the window
 
     def tick(self, now: float) -> None:
@@ -94,9 +107,24 @@ class Recovery:
         if passed < RECOVERY_S or (unheard and passed < 2 * RECOVERY_S):
             return
         self._done = True
+        self._handle_deferred(now)
         self._end_known_publishes(now)
         for version in sorted(self._prepared()):
             self._settle(version, now)
+
+    def _handle_deferred(self, now: float) -> None:
+        commits = self._channel.commits
+        deferred, self._deferred = self._deferred, []
+        for state, message, at in deferred:
+            if self._channel.roster.get(state.member) is not state:
+                continue
+            if isinstance(message, wire.PackFailed):
+                commits.pack_failed(state, message, now)
+            elif isinstance(message, wire.Packed):
+                commits.packed(state, message, now)
+            else:
+                left_s = max(0.0, message.deadline_s - (now - at))
+                commits.begin(state, msgspec.structs.replace(message, deadline_s=left_s), now)
 
     def _end_known_publishes(self, now: float) -> None:
         """A rank that does not announce its replica's publish again has had its verdict: so has the replica."""

@@ -189,6 +189,8 @@ class Roster:
         member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
         settings = self.settings_for(hello)
         older = None if hello.observe else self.holder_of(member.name)
+        if older is not None:
+            self._check_newer(member, hello, older)
         state = MemberState(member, hello, settings, address, last_seen=now, progressed_at=now)
         if hello.observe:
             state.standing = "observing"
@@ -288,10 +290,11 @@ class Roster:
         """Members whose lease has run out."""
         return [s for s in self if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
 
-    def forgive(self, pause_s: float) -> None:
-        """The coordinator itself was not running for ``pause_s``: nobody could be heard."""
+    def forgive(self, pause_s: float, now: float) -> None:
+        """The coordinator itself was not running for ``pause_s``: nobody could be heard, or seen to make progress."""
         for state in self:
-            state.last_seen += pause_s
+            state.last_seen = max(state.last_seen, min(state.last_seen + pause_s, now))
+            state.progressed_at = max(state.progressed_at, min(state.progressed_at + pause_s, now))
 
     def _carries(self, settings: ChannelSettings, hello: Hello) -> bool:
         """Whether bytes go to or from this rank (as a target or a peer; sources are looked at by the publish)."""
@@ -299,6 +302,21 @@ class Roster:
             return settings.peer_ranks != "leader" or hello.rank == 0
         party = _party(self.config.targets, hello.group)
         return party is None or party.ranks != "leader" or hello.rank == 0
+
+    def _check_newer(self, member: Member, hello: Hello, holder: MemberState) -> None:
+        """Of two that were members under another coordinator, the one that was fenced there has not heard of later epochs.
+
+        :raises errors.Fenced: it is not ``hello`` that comes later.
+        """
+        known = (hello.generation, hello.epoch)
+        if not hello.resume_term or (holder.from_before and known >= (holder.hello.generation, holder.hello.epoch)):
+            return
+        raise errors.Fenced(
+            f"another process joined as {member} while this one could not be heard",
+            channel=self.config.name,
+            members=[member.name],
+            hint="join again",
+        )
 
     def _check(self, hello: Hello) -> None:
         where = f"{hello.group}/{hello.replica}/{hello.rank}"

@@ -150,7 +150,7 @@ class Forkserver:
         if spare is not None and spare.usable and not self._closed:
             spare.on_exit = None
             return spare
-        return await self._fork(timeout_s)
+        return await self._fork(timeout_s, kill=True)
 
     def prefork(self) -> None:
         """Have a spare sidecar made, unless there is one: the next :meth:`fork` costs nothing."""
@@ -160,14 +160,15 @@ class Forkserver:
 
     async def _prefork(self) -> None:
         try:
-            self._spare = await self._fork(FORK_TIMEOUT_S)
+            self._spare = await self._fork(FORK_TIMEOUT_S, kill=False)
             self._spare.on_exit = lambda reason: logger.info("a spare sidecar ended: %s", reason)
         except (SidecarDied, SidecarFailed) as error:  # whoever needs one gets an error of its own
             logger.info("no spare sidecar: %s", error)
         finally:
             self._preforking = None
 
-    async def _fork(self, timeout_s: float) -> Sidecar:
+    async def _fork(self, timeout_s: float, *, kill: bool) -> Sidecar:
+        """``kill``: end a forkserver that does not answer, which ends the sidecars that it has made, too."""
         if self._closed:
             raise SidecarDied(self._closed)
         now = self._loop.time()
@@ -182,6 +183,8 @@ class Forkserver:
                 wire.write_packet(self._sock, wire.Fork(number), [theirs.fileno()])
             await asyncio.wait((future,), timeout=max(0.1, deadline - now))
             if not future.done():
+                if not kill:
+                    raise SidecarDied(f"the forkserver did not answer within {timeout_s:g} s")
                 self._kill(f"the forkserver did not answer within {timeout_s:g} s and was killed")
             pid, pidfd = await future
         except OSError as error:

@@ -12,7 +12,7 @@ them (SCM_RIGHTS).
 * A rank and a sidecar: SOCK_STREAM, frames of a 5-byte head (length, number of descriptors) and a body. Requests carry
   an ``id`` and are handled one after another; each is answered by exactly one reply with the same ``id``. Buffers are
   sent once (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group has failed says so
-  (:class:`Failed`, ``over``) and exits: its closed connections tell its peers at once. A :class:`Ping` is answered at
+  (:class:`Failed`, ``over``) and exits: its closed connections tell its peers, as a rule. A :class:`Ping` is answered at
   once, whatever is being handled.
 
 The end of either socket, or of the rank's process, ends the sidecar.
@@ -20,6 +20,7 @@ The end of either socket, or of the rank's process, ends the sidecar.
 
 from __future__ import annotations
 
+import array
 import os
 import socket
 import struct
@@ -304,11 +305,21 @@ def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int
 
 def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
     """Receive one packet; empty at the end of the connection. The caller owns the descriptors (close-on-exec)."""
-    data, fds, flags, _ = socket.recv_fds(sock, MAX_PACKET_NBYTES, _MAX_FDS, socket.MSG_CMSG_CLOEXEC)
+    data, fds, flags = _receive(sock, MAX_PACKET_NBYTES, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(fds)
         raise ConnectionError("a packet was too large")
     return data, fds
+
+
+def _receive(sock: socket.socket, nbytes: int, flags: int) -> tuple[bytes, list[int], int]:
+    """Data, descriptors, and flags. (:func:`socket.recv_fds` of Python 3.11 drops the flags that it is given.)"""
+    fds = array.array("i")
+    data, ancillary, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), flags)
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
+            fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
+    return data, fds.tolist(), flags
 
 
 def frame_head(body: bytes, fds: Sequence[int]) -> bytes:
@@ -341,7 +352,7 @@ class FrameReader:
         """The frames that are complete now; None at the end of the connection. The caller owns their descriptors."""
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         try:
-            data, fds, _, _ = socket.recv_fds(self._sock, _CHUNK_NBYTES, _MAX_FDS, flags)
+            data, fds, _ = _receive(self._sock, _CHUNK_NBYTES, flags)
         except BlockingIOError:
             return []
         self._fds += fds

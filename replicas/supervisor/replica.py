@@ -113,6 +113,11 @@ class Replica:
         """Have the task look at the world again."""
         self._poke.set()
 
+    def forgive(self, pause_s: float) -> None:
+        """This process did not run for ``pause_s``: none of the replica's timeouts is shortened by that."""
+        self._unready_at += pause_s
+        self.life.forgive(pause_s)
+
     def check(self, now: float) -> None:
         """Take the replica's health, from the coordinator and the clock."""
         if self.life.state == "pending":

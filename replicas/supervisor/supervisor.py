@@ -49,6 +49,9 @@ __all__ = ["Supervisor"]
 log = logging.getLogger("replicas.supervisor")
 
 TICK_S = 0.25
+_PAUSE_S = 1.0
+"""A look at the replicas that comes this much late: this process was paused, which is nobody's fault."""
+_SETTLE_S = 0.75
 _STUCK_LOOP_S = 10.0
 _EVENTS_KEPT = 1000
 
@@ -164,11 +167,20 @@ class Supervisor:
         self._tasks.start_soon(work)
 
     async def _monitor(self) -> None:
+        looked_at = time.monotonic()
         while True:
             with anyio.move_on_after(TICK_S):
                 await self._dirty.wait()
             self._dirty.clear()
             now = time.monotonic()
+            late_s, looked_at = now - looked_at - TICK_S, now
+            if late_s > _PAUSE_S:
+                # The coordinator reads what has arrived before it judges anybody, and so do we.
+                for replica in self._all():
+                    replica.forgive(late_s)
+                await anyio.sleep(_SETTLE_S)
+                looked_at = time.monotonic()
+                continue
             for replica in self._all():
                 replica.check(now)
             self._judge()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,7 @@ class Anatomy:
     :raises Unfinished: some part is missing.
     """
 
-    def __init__(self, run: Run, replicas: Mapping[str, ReplicaStatus]) -> None:
+    def __init__(self, run: Run, replicas: Mapping[str, ReplicaStatus], guests: Set[int]) -> None:
         lines = run.processes()
         up = parents()
         below: dict[int, list[int]] = {}
@@ -43,7 +43,7 @@ class Anatomy:
             below.setdefault(up.get(pid, 0), []).append(pid)
         self.store = next((pid for pid in below.get(run.pid, []) if "store_process" in lines[pid]), 0)
         self.bodies = {name: _body(name, one.pid, up, below, lines) for name, one in replicas.items()}
-        known = {run.pid, self.store}
+        known = {run.pid, self.store, *guests}
         for body in self.bodies.values():
             known |= {body.shim, body.launcher, body.forkserver, *body.ranks, *body.sidecars}
         self.orphans = {pid: line for pid, line in lines.items() if pid not in known}

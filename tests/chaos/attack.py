@@ -13,8 +13,9 @@ from typing import Any
 from tests.chaos.anatomy import Anatomy, Body
 from tests.chaos.faults import Fault
 from tests.chaos.noise import attack_port, framed, garbage
-from tests.chaos.rig import World
+from tests.chaos.rig import LEASE_S, World
 from tests.chaos.signals import EXIT, RAISE, REJOIN, REJOIN_OUTER
+from tests.support.runs import eventually
 
 __all__ = ["Attack", "Victim", "choose"]
 
@@ -47,6 +48,8 @@ def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Vi
         return Victim("", [_deed(fault, pid=anatomy.store)])
     if fault.target.endswith("port"):
         return Victim("")
+    if fault.target == "guest":
+        return Victim("", [] if fault.kind == "usurp" else [_deed(fault, pid=world.guest.pid)])
     bodies = [body for name, body in sorted(anatomy.bodies.items()) if name not in spared]
     if fault.group:
         bodies = [body for body in bodies if body.name.startswith("trainer") == (fault.group == "source")]
@@ -78,7 +81,8 @@ class Attack:
     def __init__(self, fault: Fault, victim: Victim, world: World, anatomy: Anatomy, undo: ExitStack) -> None:
         self.fault = fault
         self.victim = victim
-        self.at = 0.0
+        self.at = self.since = 0.0
+        """When it was done, and when there was nothing more to do."""
         self.landed = ""
         self.late = False
         self.refused = False
@@ -100,7 +104,8 @@ class Attack:
         """Wait for the moment, and do it."""
         fault, world = self.fault, self._world
         number = world.arm(fault.channel, fault.moment, fault.delay_s, self.victim.deeds)
-        self._bring_about()
+        if fault.moment in ("forming", "catching up"):
+            self._bring_about()
         done = world.done(number, PATIENCE_S)
         self.at, self.landed, self.late, self.pids = done["at"], done["landed"], done["late"], done["hit"]
         act: Callable[[], None] | None = {
@@ -113,19 +118,34 @@ class Attack:
         }.get(fault.kind)
         if act is not None:
             act()
+        if fault.target == "guest":
+            self._replace_guest()
+        if fault.kind == "freeze" and fault.target in ("forkserver", "store"):
+            self._bring_about(wait=True)  # nobody would miss it otherwise
+        self.since = time.monotonic()
 
-    def _bring_about(self) -> None:
+    def _replace_guest(self) -> None:
+        """Half of those that are frozen are lost by their lease, the others to the new one."""
+        if self.fault.kind == "freeze" and self._rng.random() < 0.5:
+            time.sleep(LEASE_S + 1.0)
+        self._world.guest.start()
+
+    def _bring_about(self, *, wait: bool = False) -> None:
         """A lane is formed, or somebody caught up, only when the members change: have one of them join again."""
         fault = self.fault
-        needs_lane = fault.kind == "freeze" and fault.target in ("forkserver", "store")
-        if fault.moment not in ("forming", "catching up") and not needs_lane:
-            return
         names = [name for name in ("serve-0", "serve-1") if name != self.victim.replica]
         if fault.moment == "catching up" and fault.target == "target rank" and self.victim.replica.startswith("serve"):
             names = [self.victim.replica]
         name = names[int(fault.pick * 104729) % len(names)]
-        order = REJOIN if fault.channel == "policy" else REJOIN_OUTER
+        order, suffix = (REJOIN, "") if fault.channel == "policy" else (REJOIN_OUTER, ".outer")
+        before = len(self._world.log(f"{name}.0{suffix}"))
         self._world.signal(self._anatomy.bodies[name].ranks[0], order)
+
+        def joined() -> bool:
+            return any("joined" in line for line in self._world.log(f"{name}.0{suffix}")[before:])
+
+        if wait:
+            eventually(joined, f"{name} to join again")
 
     # ------------------------------------------------------------ what is more than a signal
 

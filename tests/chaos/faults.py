@@ -2,7 +2,8 @@
 
 ``kill``, ``pause`` (SIGSTOP, and SIGCONT 0.5-1.5 s later), ``freeze`` (SIGSTOP until the round is over) and ``abort`` are
 done *to* a process by a signal; ``exception`` and ``exit 0`` are ordered and done *by* it; ``memory full`` takes away the
-address space beyond what it has; ``half-close``, ``delay`` and ``garbage`` are done to a session, or to an open port.
+address space beyond what it has; ``half-close``, ``delay`` and ``garbage`` are done to a session, or to an open port;
+``usurp``: another process joins with the identity of the guest (a target that no supervisor watches over).
 """
 
 from __future__ import annotations
@@ -32,7 +33,14 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("garbage", "session"),
     ("garbage", "control port"),
     ("garbage", "store port"),
+    *((kind, "guest") for kind in ("kill", "freeze", "usurp")),
 )
+
+LASTING = ("forming", "packing", "mid-bucket", "catching up", "idle")
+"""Moments that last for some milliseconds, of which any may be chosen; the others are there and gone."""
+
+LONG_PAUSE_S = 5.0
+"""More than the lease of a member."""
 
 Cost = Literal["restart", "maybe", "nothing"]
 """To the replica that is hit; the others never pay."""
@@ -88,8 +96,14 @@ def deck(rng: random.Random, *, torchrun: bool, only: str = "") -> Iterator[Faul
                 *pair,
                 channel=channel,
                 moment=moment,
-                delay_s=rng.choice([0.0, rng.uniform(0.0, 0.003)]),
-                pause_s=rng.uniform(0.5, 1.5),
+                delay_s=_delay_s(rng, pair[1], moment),
+                pause_s=rng.uniform(0.5, 1.5) + LONG_PAUSE_S * (pair[1] == "supervisor") * rng.choice((0, 1)),
                 pick=rng.random(),
                 noise=rng.getrandbits(32),
             )
+
+
+def _delay_s(rng: random.Random, target: str, moment: str) -> float:
+    if target == "sidecar" and moment == "forming":
+        return rng.uniform(0.01, 0.04)  # it is only being made
+    return rng.uniform(0.0, 0.003) * (moment in LASTING)

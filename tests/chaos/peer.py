@@ -48,6 +48,7 @@ def _reduce_for_ever(channel: replicas.Channel, log: Log, orders: Orders) -> Non
     """Until this member is fenced or told to join again; then it does."""
     code = 2.0 ** PEERS.index(NAME)
     step = _newest()
+    log.tell(joined=step)
     while not orders.rejoin(REJOIN_OUTER):
         _announce(step)
         given = [torch.full((ELEMENTS,), code), torch.tensor([float(step), code])]

@@ -18,13 +18,15 @@ from typing import Any
 from replicas.status import ReplicaStatus
 from tests.chaos.anatomy import Anatomy, Unfinished
 from tests.chaos.gateway import Gateway
+from tests.chaos.guest import Guest
 from tests.support.runs import Run, eventually, running
 
-__all__ = ["DEADLINE_S", "LEASE_S", "Shape", "World", "open_world"]
+__all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "World", "open_world"]
 
 DEADLINE_S = 8.0
 LEASE_S = 4.0
 HERE = Path(__file__).parent
+GUEST = "serve-9"
 
 
 @dataclass(frozen=True)
@@ -49,14 +51,18 @@ class Shape:
     def peers(self) -> list[str]:
         return [name for name in self.sizes if not (self.torchrun and name.startswith("trainer"))]
 
-    def config(self, folder: Path) -> str:
-        """TOML of the run, whose programs write into ``folder``."""
-        env = {
+    def env(self, folder: Path) -> dict[str, str]:
+        """What the programs, which write into ``folder``, are told."""
+        return {
             "CHAOS_OUT": str(folder),
             "CHAOS_PEERS": " ".join(self.peers),
             "CHAOS_SOURCE_RANKS": self.source_ranks,
             "OMP_NUM_THREADS": "1",
         }
+
+    def config(self, folder: Path) -> str:
+        """TOML of the run."""
+        env = self.env(folder)
         common = f"""env = {{ {", ".join(f'{key} = "{value}"' for key, value in env.items())} }}
 stop_timeout = "1s"
 restart = {{ policy = "always", max_restarts = 100000, initial_delay = "50ms", max_delay = "100ms" }}
@@ -92,19 +98,25 @@ def open_world(folder: Path, shape: Shape) -> Iterator[World]:
     def target() -> str:
         return str(json.loads(endpoint.read_text())["endpoint"]) if endpoint.exists() else ""
 
-    with closing(ours), closing(theirs), Gateway(list(shape.sizes), target) as gateway:
+    with closing(ours), closing(theirs), Gateway([*shape.sizes, GUEST], target) as gateway:
         ways = {name: proxy.endpoint for name, proxy in gateway.proxies.items()}
         (out / "proxies.json").write_text(json.dumps(ways))
         with running(folder, shape.config(out), name="chaos", command=command, pass_fds=[theirs.fileno()]) as run:
             theirs.close()
-            yield World(run, shape, out, gateway, ours)
+            group, _, replica = GUEST.partition("-")
+            guest = Guest(run, group, int(replica), shape.env(out))
+            with closing(guest):
+                yield World(run, shape, out, gateway, ours, guest)
 
 
 class World:
     """A run and what shows of it."""
 
-    def __init__(self, run: Run, shape: Shape, out: Path, gateway: Gateway, control: socket.socket) -> None:
+    def __init__(
+        self, run: Run, shape: Shape, out: Path, gateway: Gateway, control: socket.socket, guest: Guest
+    ) -> None:
         self.run = run
+        self.guest = guest
         self.shape = shape
         self.out = out
         self.gateway = gateway
@@ -123,7 +135,7 @@ class World:
 
         def look() -> Anatomy | None:
             try:
-                return Anatomy(self.run, self.replicas())
+                return Anatomy(self.run, self.replicas(), self.guest.pids())
             except Unfinished:
                 return None
 
@@ -136,6 +148,10 @@ class World:
 
     def _tail(self, path: Path) -> list[dict[str, Any]]:
         return self._tails.setdefault(path, _Tail(path)).lines()
+
+    def targets(self) -> dict[str, list[dict[str, Any]]]:
+        """The logs of everyone who must serve the newest weights."""
+        return self.logs(self.shape.targets) | {f"{GUEST}.0": self.log(f"{GUEST}.0")}
 
     def logs(self, names: list[str]) -> dict[str, list[dict[str, Any]]]:
         """Of each rank of these replicas."""

@@ -12,9 +12,11 @@ import pytest
 import torch
 
 import replicas
+from replicas import errors
 from replicas.channel import Channel, Receipt, Update
-from tests.support.channels import POLICY
+from tests.support.channels import POLICY, wait_until
 from tests.support.coordinator_process import CoordinatorProcess
+from tests.support.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
 
@@ -25,7 +27,7 @@ def weights(value: float) -> dict[str, torch.Tensor]:
 
 def value_of(update: Update) -> float:
     """The one value that all tensors must have."""
-    values = {value for _, tensor in update for value in tensor.tolist()}
+    values: set[float] = {value for _, tensor in update for value in tensor.tolist()}
     assert len(values) == 1, "a torn set of weights"
     return values.pop()
 
@@ -73,20 +75,20 @@ async def world_of(state_dir: Path | None, config: dict[str, Any] | None = None,
         await coordinator.clean_up()
 
 
-@pytest.fixture(params=["log", "no log"])
-def state_dir(request: pytest.FixtureRequest, tmp_path: Path) -> Path | None:
-    """With a decision log, and without."""
-    return tmp_path if request.param == "log" else None
+ALL = ["publish begun", "admitting", "packed", "going", "first done", "decided", "telling", "told"]
 
 
-async def test_a_publish_outlives_its_coordinator_at_any_moment(state_dir: Path | None) -> None:
-    async with world_of(state_dir) as world:
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    ("log", "moments"), [(True, ALL[:4]), (True, ALL[4:]), (False, ["packed", "going", "decided", "telling"])]
+)
+async def test_a_publish_outlives_its_coordinator_at_any_moment(log: bool, moments: list[str], tmp_path: Path) -> None:
+    async with world_of(tmp_path if log else None) as world:
         trainer = await world.join("trainer")
         rollouts = [await world.join("rollout", replica) for replica in range(2)]
         await publish(trainer, 1)
         for rollout in rollouts:
             assert await load(rollout) == (1, 1.0)
-        moments = ["publish begun", "admitting", "packed", "going", "first done", "decided", "telling", "told"]
         for version, moment in enumerate(moments, 2):
             asked = [rollout.receive() for rollout in rollouts]
             await world.coordinator.arm(moment)
@@ -99,3 +101,174 @@ async def test_a_publish_outlives_its_coordinator_at_any_moment(state_dir: Path 
                 with await pending as update:
                     assert (update.version, value_of(update)) == (version, version), moment
             assert await trainer.loaded(version, deadline=20) == version
+
+
+@pytest.mark.timeout(300)
+async def test_all_ranks_of_a_source_get_one_verdict() -> None:
+    config = {"sources": [{"group": "trainer", "ranks": "all"}]}
+    async with world_of(None, config, trainer=2) as world:
+        trainers = [await world.join("trainer", 0, rank, 2) for rank in range(2)]
+        rollout = await world.join("rollout")
+        moments = [("admitting", 1), ("admitting", 2), ("packed", 2), ("telling", 2)]
+        for version, (moment, times) in enumerate(moments, 1):
+            asked = rollout.receive()
+            await world.coordinator.arm(moment, times)
+            publishing = [asyncio.create_task(publish(trainer, version)) for trainer in trainers]
+            await world.restarted()
+            receipts = await asyncio.gather(*publishing)
+            assert [receipt.version for receipt in receipts] == [version, version], moment
+            with await asked as update:
+                assert (update.version, value_of(update)) == (version, version), moment
+
+
+async def test_one_rank_had_a_number_and_the_other_had_not() -> None:
+    async with world_of(None, {"sources": [{"group": "trainer", "ranks": "all"}]}, trainer=2) as world:
+        trainers = [await world.join("trainer", 0, rank, 2) for rank in range(2)]
+        rollout = await world.join("rollout")
+        first = asyncio.create_task(publish(trainers[0], 1))
+        await wait_until(lambda: trainers[0]._hub.holdings.publishing, "it has a number")
+        await world.coordinator.arm("publish begun")
+        second = asyncio.create_task(publish(trainers[1], 1))
+        await world.restarted()
+        assert [(await task).version for task in (first, second)] == [1, 1]
+        assert await load(rollout) == (1, 1.0)
+
+
+@pytest.mark.parametrize("log", [True, False])
+async def test_a_clean_stop(log: bool, tmp_path: Path) -> None:
+    """Publishes and receives may begin while nobody is there; a fresh target is caught up afterwards."""
+    async with world_of(tmp_path if log else None) as world:
+        trainer, rollout = await world.join("trainer"), await world.join("rollout")
+        await publish(trainer, 1)
+        assert await load(rollout) == (1, 1.0)
+        epoch = trainer.epoch
+        await world.coordinator.stop()
+        publishing, asked, watching = asyncio.create_task(publish(trainer, 2)), rollout.receive(), trainer.loaded(2)
+        assert (trainer.latest, rollout.version) == (1, 1)
+        await world.coordinator.start()
+        assert (await publishing).version == 2
+        assert trainer.epoch > epoch
+        with await asked as update:
+            assert (update.version, value_of(update)) == (2, 2.0)
+        assert await watching == 2
+        await world.coordinator.kill()
+        await world.coordinator.start()
+        late = await world.join("rollout", 1)
+        assert await load(late) == (2, 2.0)
+        assert (await publish(trainer, 3)).version == 3
+        assert [await load(target) for target in (rollout, late)] == [(3, 3.0), (3, 3.0)]
+
+
+async def test_a_load_goes_on_while_the_coordinator_is_away() -> None:
+    """One rank has been granted a version: the other one gets the same, though a newer one is committed meanwhile."""
+    async with world_of(None, rollout=2) as world:
+        trainer = await world.join("trainer")
+        ranks = [await world.join("rollout", 0, rank, 2) for rank in range(2)]
+        await publish(trainer, 1)
+        update = await ranks[0].receive(deadline=20)
+        assert dict(update)
+        await world.coordinator.kill()
+        await world.coordinator.start()
+        assert (await publish(trainer, 2)).version == 2
+        update.loaded()
+        assert await load(ranks[1]) == (1, 1.0)
+        assert [await load(rank) for rank in ranks] == [(2, 2.0), (2, 2.0)]
+        assert await trainer.loaded(2, deadline=20) == 2
+
+
+@pytest.mark.parametrize("moment", ["granting", "loaded"])
+async def test_a_grant_and_a_load_that_nobody_heard_of(moment: str) -> None:
+    async with world_of(None) as world:
+        trainer, rollout = await world.join("trainer"), await world.join("rollout")
+        await publish(trainer, 1)
+        watching = trainer.loaded(1)
+        await world.coordinator.arm(moment)
+        loading = asyncio.create_task(load(rollout))
+        await world.restarted()
+        assert await loading == (1, 1.0)
+        assert await watching == 1
+        await publish(trainer, 2)
+        assert await load(rollout) == (2, 2.0)
+
+
+@pytest.mark.parametrize("moment", ["going", "first done"])
+async def test_a_catch_up_begins_anew(moment: str) -> None:
+    async with world_of(None) as world:
+        trainer, first = await world.join("trainer"), await world.join("rollout")
+        await publish(trainer, 1)
+        assert await load(first) == (1, 1.0)
+        await world.coordinator.arm(moment)
+        late = await world.join("rollout", 1)
+        asked = late.receive()
+        await world.restarted()
+        with await asked as update:
+            assert (update.version, value_of(update)) == (1, 1.0)
+        assert (await publish(trainer, 2)).lost == ()
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("moment", ["packed", "decided"])
+async def test_an_outcome_that_stayed_unknown_is_settled_when_the_coordinator_is_back(
+    moment: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with world_of(None) as world:
+        trainer, rollout = await world.join("trainer"), await world.join("rollout")
+        await publish(trainer, 1)
+        await world.coordinator.arm(moment)
+        with monkeypatch.context() as patch:
+            patch.setattr("replicas.channel.publish.GRACE_S", 0.2)
+            pending = await asyncio.to_thread(trainer.publish, weights(2), deadline=2.0)
+            with pytest.raises(errors.OutcomeUnknown):
+                await pending
+        await world.coordinator.died()
+        await world.coordinator.start()
+        receipt = await publish(trainer, 3)
+        assert receipt.version == 3
+        settled = await pending
+        assert settled.version == 2
+        assert await load(rollout) == (3, 3.0)
+
+
+async def test_a_prepared_version_goes_forward_when_its_source_is_gone(tmp_path: Path) -> None:
+    async with world_of(tmp_path) as world:
+        trainer = await world.join("trainer")
+        rollouts = [await world.join("rollout", replica) for replica in range(2)]
+        await publish(trainer, 1)
+        for rollout in rollouts:
+            assert await load(rollout) == (1, 1.0)
+        asked = [rollout.receive() for rollout in rollouts]
+        await world.coordinator.arm("telling")
+        publishing = asyncio.create_task(publish(trainer, 2))
+        await world.coordinator.died()
+        await asyncio.to_thread(trainer.close, wait=False)
+        with pytest.raises(errors.Gone):
+            await publishing
+        await world.coordinator.start()
+        for pending in asked:
+            with await pending as update:
+                assert (update.version, value_of(update)) == (2, 2.0)
+        again = await world.join("trainer")
+        assert again.latest == 2
+        assert (await publish(again, 3)).version == 3
+
+
+async def test_the_old_incarnation_does_not_fence_the_new_one() -> None:
+    """It was out of reach while the coordinator started again and another process took its place."""
+    async with world_of(None) as world:
+        trainer = await world.join("trainer")
+        async with Proxy(world.coordinator.endpoint) as proxy:
+            port, world.coordinator.port = world.coordinator.port, int(proxy.endpoint.rpartition(":")[2])
+            old = await world.join("rollout")
+            world.coordinator.port = port
+            await publish(trainer, 1)
+            proxy.freeze()
+            await world.coordinator.kill()
+            await world.coordinator.start()
+            new = await world.join("rollout")
+            assert await load(new) == (1, 1.0)
+            asked = old.receive()
+            proxy.thaw()
+            with pytest.raises(errors.Fenced):
+                await asked
+            assert (await publish(trainer, 2)).version == 2
+            assert await load(new) == (2, 2.0)

@@ -18,6 +18,7 @@ from websockets.exceptions import ConnectionClosed
 
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape, guard, limits, server, sessions
+from replicas.core.effects import Send
 from tests.support.channels import wait_until
 from tests.support.members import Client
 from tests.support.runs import alive
@@ -27,13 +28,34 @@ pytestmark = pytest.mark.anyio
 CHANNELS = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
 
 
-@pytest.fixture
-async def coordinator(caplog: pytest.LogCaptureFixture) -> AsyncIterator[Coordinator]:
-    """A coordinator that must not write an error into its log, whatever a test does to it."""
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+async def shared() -> AsyncIterator[Coordinator]:
     async with Coordinator(CHANNELS, groups={"rollout": GroupShape(replicas=9)}) as running:
         yield running
+
+
+@pytest.fixture
+async def coordinator(shared: Coordinator, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Coordinator]:
+    """One for all: whatever a test does to it, the next one finds it in order, and without an error in its log."""
+    shared.engine.refusals.clear()
+    before = shared.store_pid
+    yield shared
     errors = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
     assert not errors
+    assert shared.store_pid == before
+    for session in list(shared.engine._sessions.values()):
+        shared.engine.lose(session.member, "exited")
+    await wait_until(lambda: strangers(shared) == 0, "the end of its connections")
+
+
+def strangers(coordinator: Coordinator) -> int:
+    assert coordinator._server is not None
+    return coordinator._server._guard.strangers
 
 
 @pytest.fixture
@@ -175,10 +197,10 @@ async def test_what_no_member_can_mean_ends_it_for_good(
     refused = await member.until(wire.Refused)
     assert (refused.error.kind, refused.error.message) == ("UsageError", text)
     with pytest.raises(ConnectionClosed):
-        await member.next()
+        await member.until(type(None))
     assert count(coordinator, reason) == 1
     (channel,) = coordinator.channel_statuses()
-    assert [one.name for one in channel.members] == ["rollout/8/0"]
+    assert [one.name for one in channel.members] == ["rollout/8/0"]  # the bystander
     await is_well(bystander)
 
 
@@ -314,24 +336,16 @@ async def test_a_member_that_never_reads_is_cut_off(
     ticks = 0
     while not count(coordinator, "overflow") and ticks < 100:
         ticks += 1
-        channel.out.append(channel_send(member, offer))
+        channel.out.append(Send(member, offer))
         await trainer.say(wire.Progress(ticks))
         await is_well(trainer)
     assert count(coordinator, "overflow") == 1
     assert ticks < 20
     assert session.closed
-    connections = coordinator._server
-    assert connections is not None
     await wait_until(lambda: session.connection is None, "the end of its connection", timeout_s=10)
     await wait_until(lambda: is_cut(hostile), "a socket that was cut", timeout_s=10)
     await is_well(bystander)
     hostile.close()
-
-
-def channel_send(member: object, message: wire.FromCoordinator) -> object:
-    from replicas.core.effects import Send
-
-    return Send(member, message)  # type: ignore[arg-type]  # a Member, from the coordinator's own table
 
 
 def is_cut(found: socket.socket) -> bool:

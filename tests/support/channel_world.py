@@ -198,7 +198,11 @@ class SimMember:
                 self.outbox.append(wire.OperationFailed(message.operation, error))
             case wire.OperationGo():
                 self.goes.append(message)
-                self.outbox.append(wire.OperationDone(message.operation, 0.01))
+                if self.breaks or self.world.broken(message.lane):
+                    error = wire.WireError("SyncError", "connection reset", phase="transfer")
+                    self.outbox.append(wire.OperationFailed(message.operation, error))
+                elif not self.stuck:
+                    self.outbox.append(wire.OperationDone(message.operation, 0.01))
 
     def _transfer(self, offer: wire.TransferOffer, go: wire.TransferGo) -> None:
         digest = f"digest-{offer.version}"

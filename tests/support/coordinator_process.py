@@ -1,7 +1,7 @@
 """A coordinator in a process of its own, with one channel "policy", which kills itself at a moment that a test chose.
 
-Run as a program it prints the port it listens on; then each line that it reads is a moment, at which it dies by SIGKILL,
-and answered with "armed". At the end of its input it stops in good order.
+Run as a program it prints the port it listens on. Then each line that it reads is a moment and how many times it must
+come: at the last of them the program dies by SIGKILL. It answers "armed". At the end of its input it stops in good order.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class CoordinatorProcess:
         )
         self.port = int(await self._line())
 
-    async def arm(self, moment: str) -> None:
-        """From now on it dies when ``moment`` comes."""
+    async def arm(self, moment: str, times: int = 1) -> None:
+        """From now on it dies when ``moment`` has come so many times."""
         assert self.process.stdin is not None
-        self.process.stdin.write(f"{moment}\n".encode())
+        self.process.stdin.write(f"{moment}:{times}\n".encode())
         assert await self._line() == "armed"
 
     async def died(self) -> None:
@@ -114,17 +114,21 @@ async def _serve(given: dict[str, Any]) -> None:
         token=given["token"],
         state_dir=Path(state_dir) if state_dir else None,
     )
-    moments: list[str] = []
+    moment, left = "", 0
 
     def tap(channel: object, what: object) -> None:
-        if moments and MOMENTS[moments[-1]](what):
-            os.kill(os.getpid(), signal.SIGKILL)
+        nonlocal left
+        if moment and MOMENTS[moment](what):
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
 
     async with coordinator:
         coordinator.engine.tap = tap
         print(coordinator.endpoint.rpartition(":")[2], flush=True)
         while line := await asyncio.to_thread(sys.stdin.readline):
-            moments.append(line.strip())
+            moment, _, times = line.strip().partition(":")
+            left = int(times)
             print("armed", flush=True)
 
 

@@ -13,7 +13,9 @@ from tests.support.channel_world import MANIFEST
 
 __all__ = ["any_message"]
 
-_TEXTS = st.sampled_from(["", "trainer/0", "rollout/0/0", "peer/1/0", "1.1", "2.1", "3.2", MANIFEST.hash, "digest-1", "cpu"])
+_TEXTS = st.sampled_from(
+    ["", "trainer/0", "rollout/0/0", "peer/1/0", "1.1", "2.1", "3.2", MANIFEST.hash, "digest-1", "cpu"]
+)
 _ERRORS = st.builds(wire.WireError, kind=st.sampled_from(["SyncError", "Fenced", "no such"]), message=_TEXTS)
 _SEGMENTS = st.builds(wire.Segment, dtype=_TEXTS, shape=st.tuples(st.integers(0, 4)))
 _TAME_FLOATS = st.floats(0.0, 100.0)
@@ -65,6 +67,6 @@ def _strategy(kind: type[msgspec.Struct], wild: bool) -> st.SearchStrategy[Any]:
 
 
 def any_message(*, wild: bool = False) -> st.SearchStrategy[Any]:
-    """Well-formed messages of every kind. ``wild``: with any number that can be encoded; else with such as pass the limits."""
+    """Well-formed messages of every kind. ``wild``: with any number that can be encoded; else with small ones."""
     kinds = [kind for kind in get_args(wire.FromMember) if wild or kind not in (wire.Hello, wire.Heartbeat, wire.Bye)]
     return st.one_of([_strategy(kind, wild) for kind in kinds])

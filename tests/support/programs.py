@@ -66,5 +66,7 @@ with replicas.join("policy") as channel:
 
 
 def group(name: str, code: str, more: str = "") -> str:
-    """TOML of a group that executes Python source."""
-    return f'[groups.{name}]\nlauncher = "exec"\ncommand = ["{sys.executable}", "-c", """{code}"""]\n{more}\n'
+    """TOML of a group that executes Python source (as a literal string: its backslashes stay what they are)."""
+    quotes = "'" * 3
+    command = f'"{sys.executable}", "-c", {quotes}{code}{quotes}'
+    return f'[groups.{name}]\nlauncher = "exec"\ncommand = [{command}]\n{more}\n'

@@ -26,6 +26,7 @@ from replicas.weights.tensors import dtype_name, torch_dtype, typed
 
 __all__ = [
     "Lane",
+    "LoopbackStore",
     "children_of",
     "descriptors_of",
     "gone",
@@ -44,9 +45,10 @@ _prefixes = itertools.count()
 class LoopbackStore:
     """A master TCPStore that listens on 127.0.0.1 only."""
 
-    def __init__(self) -> None:
+    def __init__(self, port: int = 0) -> None:
         listener = socket.socket()
-        listener.bind(("127.0.0.1", 0))
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(("127.0.0.1", port))
         listener.listen()
         self.port: int = listener.getsockname()[1]
         store: Any = dist.TCPStore  # type: ignore[attr-defined]  # torch's annotations leave it out

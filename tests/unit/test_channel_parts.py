@@ -194,7 +194,7 @@ async def test_an_operation_that_hears_nothing_ends_by_itself(target: World, mon
     with pytest.raises(errors.DeadlineExceeded):
         await pending
     target.tell(go)
-    assert "post 1 of rollout/0/0 has ended" in (await target.session.next(wire.OperationFailed)).error.message
+    assert "the call 1 of rollout/0/0 has ended" in (await target.session.next(wire.OperationFailed)).error.message
     sidecar.gate.set_result(None)
     pending, go = await posted(target, tensor, 0.2)
     target.tell(go)

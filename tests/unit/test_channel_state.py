@@ -179,7 +179,7 @@ def test_the_pause_of_the_coordinator_itself_evicts_nobody() -> None:
     world = World()
     target = world.join("rollout/0/0")
     world.now += 90.0
-    world.state.roster.forgive(90.0)
+    world.state.roster.forgive(90.0, world.now)
     world.state.tick(world.now)
     assert target.member in world.state.roster
 

@@ -34,7 +34,7 @@ def play(world: World, bad: SimMember, history: list[tuple[str, wire.FromMember]
     world.run(frozen=(bad,))
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SOME, SOME)
 def test_a_hostile_target(before: list[tuple[str, wire.FromMember]], during: list[tuple[str, wire.FromMember]]) -> None:
     world = World()
@@ -59,7 +59,7 @@ def test_a_hostile_target(before: list[tuple[str, wire.FromMember]], during: lis
     assert good.granted[-1] == receipt.version
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SOME, SOME)
 def test_a_hostile_second_source(
     before: list[tuple[str, wire.FromMember]], during: list[tuple[str, wire.FromMember]]
@@ -84,7 +84,7 @@ def test_a_hostile_second_source(
         assert good.commits[-1] == receipt.version
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(SOME, SOME)
 def test_a_hostile_peer(before: list[tuple[str, wire.FromMember]], during: list[tuple[str, wire.FromMember]]) -> None:
     world = World(peer_config())

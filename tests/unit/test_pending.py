@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import threading
 from collections.abc import Callable
 
@@ -146,6 +147,96 @@ def test_many_waiters_of_all_kinds() -> None:
     for thread in threads:
         thread.join(10)
     assert got == [9] * 7
+
+
+def test_an_unknown_outcome_is_settled_once() -> None:
+    unknown, failure = errors.OutcomeUnknown("?"), errors.SyncError("it did not happen")
+    for settled in (7, failure):
+        pending: Pending[int] = Pending("test")
+        assert not pending._settle(1), "it has no outcome yet"
+        pending._fail(unknown)
+        with pytest.raises(errors.OutcomeUnknown):
+            pending.wait()
+        assert pending._settle(settled)
+        assert not pending._settle(9)
+        assert not pending._settle_by(lambda: 9)
+        if settled is failure:
+            with pytest.raises(errors.SyncError, match="it did not happen"):
+                pending.wait()
+        else:
+            assert pending.wait() == 7
+    certain: Pending[int] = Pending("test")
+    certain._fail(errors.Busy("no slot"))
+    assert not certain._settle(1)
+    assert not certain._settle_by(lambda: 1)
+
+
+def test_late_work_is_done_once_by_a_thread_that_waits() -> None:
+    pending: Pending[int] = Pending("test")
+    pending._fail(errors.OutcomeUnknown("?"))
+    threads: list[int] = []
+
+    def work() -> int:
+        threads.append(threading.get_ident())
+        return len(threads)
+
+    assert pending._settle_by(work)
+    assert pending._uncollected
+    assert isinstance(pending._unobserved_error(), errors.OutcomeUnknown), "nobody has waited: it surfaces at close"
+    got: list[int] = []
+    waiting = [threading.Thread(target=lambda: got.append(pending.wait(10))) for _ in range(4)]
+    for thread in waiting:
+        thread.start()
+    for thread in waiting:
+        thread.join()
+    assert got == [1] * 4
+    assert len(threads) == 1
+    assert threads[0] in {thread.ident for thread in waiting}
+    assert not pending._uncollected
+
+
+def test_late_work_that_fails_or_is_interrupted_or_withdrawn() -> None:
+    outcomes: list[BaseException] = [KeyboardInterrupt(), errors.NoCapacity("no memory")]
+
+    def work() -> int:
+        raise outcomes.pop(0)
+
+    pending: Pending[int] = Pending("test")
+    pending._fail(errors.OutcomeUnknown("?"))
+    pending._settle_by(work)
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait()
+    assert pending._uncollected, "an interrupt ends the wait, not the results"
+    for _ in range(2):
+        with pytest.raises(errors.NoCapacity):
+            pending.wait()
+    withdrawn: Pending[int] = Pending("test")
+    withdrawn._fail(errors.OutcomeUnknown("?"))
+    withdrawn._settle_by(lambda: 1)
+    withdrawn._abandon(errors.Gone("closed"))
+    with pytest.raises(errors.Gone):
+        withdrawn.wait()
+    pending._abandon(errors.Gone("closed"))
+    with pytest.raises(errors.NoCapacity):
+        pending.wait()
+
+
+def test_a_wait_that_is_interrupted_changes_nothing() -> None:
+    pending: Pending[int] = Pending("test")
+
+    def interrupt() -> None:
+        while not pending._condition._waiters:  # type: ignore[attr-defined]  # threading's own
+            threading.Event().wait(0.001)
+        signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        pending.wait(30)
+    thread.join()
+    assert not pending.done()
+    assert pending._resolve(4)
+    assert pending.wait(0) == 4
 
 
 def test_receipt_metrics_are_flat_numbers() -> None:
