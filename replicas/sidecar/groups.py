@@ -38,8 +38,8 @@ REDUCIBLE = {
 }
 """Dtypes (by torch's name) that each backend can reduce. Any dtype can be moved."""
 
-STORE_CONNECT_S = 1.0
-"""For one attempt to connect to the store."""
+STORE_CONNECT_S = 0.5
+"""For one attempt to connect to the store; torch's client takes up to twice that."""
 PROBE_NBYTES = 64 << 10
 _SIOCGIFADDR = 0x8915
 _REDUCE_OPS = {

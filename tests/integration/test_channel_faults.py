@@ -131,7 +131,7 @@ async def test_a_frozen_target_is_left_behind_and_caught_up() -> None:
             await ended(process)
 
 
-SHORT_LEASE = GroupShape(2, heartbeat_timeout_s=5.0)
+SHORT_LEASE = GroupShape(2, heartbeat_timeout_s=8.0)
 
 FENCED = """
 from replicas import errors
@@ -186,6 +186,7 @@ async def test_a_member_frozen_beyond_its_lease_is_fenced_and_frees_everything()
         finally:
             if process.returncode is None:
                 process.kill()
+                await ended(process)
 
 
 FROZEN_SOURCE = """
@@ -225,6 +226,7 @@ async def test_a_source_frozen_in_the_middle_of_a_publish_harms_nothing_when_it_
         finally:
             if process.returncode is None:
                 process.kill()
+                await ended(process)
 
 
 INTERRUPTED = """

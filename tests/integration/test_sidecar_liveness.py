@@ -103,8 +103,9 @@ async def test_idle_and_spare_sidecars_are_asked_too(server: str, monkeypatch: p
         assert await spare.wait_dead(30)
         assert (await forkserver.fork()).usable  # a new one
         forkserver.prefork()
-        await wait_until(lambda: forkserver._spare is not spare, "there is another spare one")
+        await wait_until(lambda: forkserver._spare is not None, "there is another spare one")
         second = forkserver._spare
+        assert second is not spare
         assert await forkserver.fork() is second
         assert forkserver._spare is None
 
@@ -132,8 +133,8 @@ async def test_a_store_that_is_gone_costs_no_more_than_the_deadline(server: str)
             port = closed.getsockname()[1]
         started = time.monotonic()
         with pytest.raises(SidecarFailed, match=rf"the store at 127\.0\.0\.1:{port} cannot be reached: .*refused"):
-            await one.sidecars[0].build(one.spec("gone", 0, store_port=port, timeout_s=1.5))
-        assert time.monotonic() - started < 10
+            await one.sidecars[0].build(one.spec("gone", 0, store_port=port, timeout_s=4.0))
+        assert time.monotonic() - started < 20
 
 
 async def test_a_store_that_comes_back_in_time_is_found(server: str) -> None:
@@ -349,7 +350,7 @@ async def test_a_connection_waits_for_the_next_forkserver_when_the_first_dies_un
         task = asyncio.ensure_future(Forkserver.connect(name, timeout_s=60))
         await asyncio.wait([task], timeout=0.2)
         first.kill()
-        await asyncio.to_thread(first.communicate)
+        await asyncio.to_thread(first.wait)
         second = start_forkserver(name)
         connection = await task
         assert (await connection.fork()).usable

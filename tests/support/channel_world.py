@@ -229,6 +229,7 @@ class World:
         self.members: dict[Member, SimMember] = {}
         self.decisions: list[CommitDecision] = []
         self.aborted: set[int] = set()
+        self.log_lost = False
         self.events: list[Event] = []
         self.swept: list[str] = []
         self.bad_pairs: set[frozenset[str]] = set()
@@ -247,6 +248,9 @@ class World:
 
     def restart(self, *, keep_log: bool = True) -> list[SimMember]:
         """The coordinator ends, and another one starts. Members are without a session until :meth:`rejoin`."""
+        if not keep_log:
+            self.log_lost = True
+            self.aborted.clear()
         last = self.decisions[-1] if self.decisions else None
         decided = (last.version, last.digest) if last is not None and keep_log else (0, "")
         newer = {version for version in self.aborted if version > decided[0]} if keep_log else set()
@@ -333,7 +337,7 @@ class World:
                     if again:  # learned from a member by a coordinator that has lost its log
                         assert again[0].digest == effect.decision.digest
                         continue
-                    assert all(effect.decision.version > old.version for old in self.decisions)
+                    assert effect.decision.version > self._newest_known()
                     self.decisions.append(effect.decision)
                 case Emit():
                     self.events.append(effect.event)
@@ -341,6 +345,12 @@ class World:
                         self.members.pop(effect.event.member, None)
                 case Sweep():
                     self.swept.append(effect.prefix)
+
+    def _newest_known(self) -> int:
+        """The newest commit that anybody can know of: what died with a lost log and with all who had seen it is gone."""
+        if not self.log_lost:
+            return max((decision.version for decision in self.decisions), default=0)
+        return max((sim.commits[-1] for sim in self.members.values() if sim.commits), default=0)
 
     def up(self, sim: SimMember) -> bool:
         """Deliver one message of the member to the coordinator."""
