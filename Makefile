@@ -47,8 +47,8 @@ unit: $(VENV)/.dev ## run the fast tests only
 integration: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration
 
-chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=40 SEED=3
-	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s --timeout 0 tests/chaos
+chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=500 SEED=3
+	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s --timeout 0 tests/chaos/test_chaos.py
 
 check: $(VENV)/.dev ## lint and check types
 	@$(BIN)/ruff check .

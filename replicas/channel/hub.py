@@ -141,6 +141,11 @@ class Hub:
         return self.holdings.latest
 
     @property
+    def last_outage(self) -> float:
+        """When the session was last lost (it may be there again since); 0: never. Tells one outage from another."""
+        return self._down_since
+
+    @property
     def leader(self) -> bool:
         return self.member.rank == 0
 

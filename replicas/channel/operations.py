@@ -21,6 +21,9 @@ coordinator. If this member had said that its part is done, others may have been
 OutcomeUnknown, its outputs are kept (those of the last few), and the next posts name it as unsettled. A late verdict, or
 OperationSettled, tells what became of it. If it succeeded, its results are written by the thread that waits for it again;
 until then they are *uncollected*, and the next collective is refused once, with Gone, here or by the coordinator.
+
+**A new coordinator** knows of no operation: all end, but those that were posted while there was no session. These nobody
+has heard of yet, and they are posted to it.
 """
 
 from __future__ import annotations
@@ -37,6 +40,7 @@ from weakref import WeakKeyDictionary
 from replicas import errors
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
 from replicas.channel.lanes import Lane, Lanes
+from replicas.channel.operation_job import Attempt, Job
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.results import Operation
 from replicas.channel.scratch import Scratch, write_segments
@@ -52,7 +56,6 @@ from replicas.messages import (
     WireError,
 )
 from replicas.sidecar.client import CollectiveSpec, SidecarFailed
-from replicas.weights.arena import Buffer
 
 __all__ = ["Operations"]
 
@@ -64,40 +67,6 @@ APPLIED = 16
 """How many of the newest refs a post names as applied; more than a member has operations under way at once."""
 
 
-class _Attempt:
-    """One Go. ``me``: this member's place among the participants."""
-
-    def __init__(self, go: OperationGo, me: int) -> None:
-        self.go = go
-        self.me = me
-        self.deadline = time.monotonic() + go.deadline_s
-        self.outputs: Buffer | None = None
-        self.running = True
-
-
-class _Job:
-    def __init__(self, operation: Operation, deadline_s: float, channel: str) -> None:
-        self.operation = operation
-        self.deadline_s = deadline_s
-        self.began = time.monotonic()
-        self.deadline = self.began + deadline_s
-        self.pending: Pending[Receipt] = Pending(f"{operation.kind} on {channel}")
-        self.post = 0
-        self.unsettled: tuple[str, ...] = ()
-        self.inputs: Buffer | None = None
-        self.attempt: _Attempt | None = None
-        self.running = 0
-        self.said_done = False
-        self.over = False
-        self.kept = False
-        self.told = False
-        self.timer: asyncio.TimerHandle | None = None
-
-    @property
-    def ref(self) -> str:
-        return self.attempt.go.ref if self.attempt is not None else ""
-
-
 class Operations:
     """The operations of one channel in this process."""
 
@@ -106,8 +75,8 @@ class Operations:
         self._lanes = lanes
         self._scratch = Scratch(f"replicas-{hub.name}")
         self._posts = 0
-        self._jobs: dict[int, _Job] = {}
-        self._kept: tuple[_Job, ...] = ()
+        self._jobs: dict[int, Job] = {}
+        self._kept: tuple[Job, ...] = ()
         self._applied: deque[str] = deque(maxlen=APPLIED)
         self._turns: WeakKeyDictionary[Lane, asyncio.Lock] = WeakKeyDictionary()
 
@@ -120,7 +89,7 @@ class Operations:
         :raises replicas.errors.Gone: an earlier operation did succeed, and its results have not been collected.
         """
         self._check_collected(operation)
-        job = _Job(operation, deadline_s, self._hub.name)
+        job = Job(operation, deadline_s, self._hub.name)
         if operation.inputs:
             segments = operation.segments
             job.inputs = self._scratch.take(segment_layout(segments)[1])
@@ -149,7 +118,7 @@ class Operations:
                     "then call again",
                 )
 
-    def _collect(self, job: _Job, attempt: _Attempt, data: ReceiptData) -> Receipt:
+    def _collect(self, job: Job, attempt: Attempt, data: ReceiptData) -> Receipt:
         """Write the results of an operation that turned out to have succeeded; on the thread that waits for it again."""
         receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
         self._hub.call(self._let_go, job)
@@ -172,35 +141,43 @@ class Operations:
         return {OperationGo: self._go, OperationEnd: self._ended, OperationSettled: self._settled}
 
     def new_term(self) -> None:
-        for job in list(self._jobs.values()):
+        unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.last_outage]
+        for job in [job for job in self._jobs.values() if job not in unsent]:
             what = job.operation.kind
             if job.said_done:
                 self._end_unknown(job, f"the coordinator was replaced during the {what}")
                 continue
             text = f"the coordinator was replaced during the {what}: it did not happen here"
             self._fail(job, self._hub.error(errors.Disconnected, text, phase="wait", hint="call it again"))
+        for job in unsent:
+            self._send(job)
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         for job in list(self._jobs.values()):
             self._fail(job, error)
 
-    def _post(self, job: _Job) -> None:
-        hub, operation = self._hub, job.operation
+    def _post(self, job: Job) -> None:
+        hub = self._hub
         if hub.over is not None:
             self._fail(job, hub.over)
             return
         self._posts += 1
         job.post = self._posts
-        job.unsettled = tuple(kept.ref for kept in self._kept if kept.ref and kept.pending._unknown)
         self._jobs[job.post] = job
-        left = job.deadline - time.monotonic()
-        job.timer = hub.after(left + GRACE_S, self._overdue, job)
-        hub.send(
+        job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
+        if not hub.session.connected:
+            job.outage = hub.last_outage
+        self._send(job)
+
+    def _send(self, job: Job) -> None:
+        operation = job.operation
+        job.unsettled = tuple(kept.ref for kept in self._kept if kept.ref and kept.pending._unknown)
+        self._hub.send(
             OperationPost(
                 post=job.post,
                 kind=operation.kind,
                 segments=operation.segments,
-                deadline_s=max(0.0, left),
+                deadline_s=max(0.0, job.deadline - time.monotonic()),
                 reduce_op=operation.reduce_op,
                 root=operation.root,
                 step=operation.step,
@@ -217,19 +194,21 @@ class Operations:
         earlier = job.attempt if job is not None else None
         if job is None or (earlier is not None and go.attempt <= earlier.go.attempt):
             text = f"the call {go.post} of {self._hub.member} has ended there"
-            error = self._hub.error(errors.Gone, text, phase="go", members=[self._hub.member.name], hint="call it again")
+            error = self._hub.error(
+                errors.Gone, text, phase="go", members=[self._hub.member.name], hint="call it again"
+            )
             self._hub.send(OperationFailed(go.operation, WireError.of(error)))
             return
         member = self._hub.member
         me = [(m.group, m.replica, m.rank) for m in go.participants].index((member.group, member.replica, member.rank))
         job.said_done = False
         job.running += 1
-        job.attempt = attempt = _Attempt(go, me)
+        job.attempt = attempt = Attempt(go, me)
         if earlier is not None and not earlier.running:
             self._give_outputs(earlier)
         self._hub.spawn(self._run(job, attempt), f"operation {go.operation}")
 
-    async def _run(self, job: _Job, attempt: _Attempt) -> None:
+    async def _run(self, job: Job, attempt: Attempt) -> None:
         """One attempt, from its Go to *done* or *failed*."""
         lane: Lane | None = None
         try:
@@ -251,7 +230,7 @@ class Operations:
             self._hub.send(OperationDone(attempt.go.operation, seconds))
         self._stopped(job, attempt)
 
-    async def _collective(self, lane: Lane, job: _Job, attempt: _Attempt) -> float:
+    async def _collective(self, lane: Lane, job: Job, attempt: Attempt) -> float:
         go = attempt.go
         outputs = job.operation.output_segments(go, attempt.me)
         if outputs:
@@ -279,7 +258,7 @@ class Operations:
             error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
         return as_wire_error(error, channel=self._hub.name, phase="transfer")
 
-    def _stopped(self, job: _Job, attempt: _Attempt) -> None:
+    def _stopped(self, job: Job, attempt: Attempt) -> None:
         """No sidecar uses this attempt's memory any more."""
         attempt.running = False
         job.running -= 1
@@ -309,7 +288,7 @@ class Operations:
             self._applied.append(job.ref)
         self._hub.spawn(self._finish(job, message.receipt), f"result of {job.operation.kind}")
 
-    async def _finish(self, job: _Job, data: ReceiptData) -> None:
+    async def _finish(self, job: Job, data: ReceiptData) -> None:
         """The verdict is success: write the caller's tensors, then tell."""
         attempt = job.attempt
         try:
@@ -325,29 +304,29 @@ class Operations:
             job.pending._resolve(receipt)
         self._release(job)
 
-    def _overdue(self, job: _Job) -> None:
+    def _overdue(self, job: Job) -> None:
         error = self._hub.no_answer(f"the {job.operation.kind}", job.deadline_s)
         if job.said_done:
             self._end_unknown(job, error.message)
         else:
             self._fail(job, error)
 
-    def _forget(self, job: _Job) -> None:
+    def _forget(self, job: Job) -> None:
         self._jobs.pop(job.post, None)
         if job.timer is not None:
             job.timer.cancel()
 
-    def _fail(self, job: _Job, error: errors.ReplicasError) -> None:
+    def _fail(self, job: Job, error: errors.ReplicasError) -> None:
         self._forget(job)
         self._end(job, error)
         self._release(job)
 
-    def _end(self, job: _Job, error: errors.ReplicasError) -> None:
+    def _end(self, job: Job, error: errors.ReplicasError) -> None:
         job.over = True
         if job.pending._fail(error):
             self._hub.note_failure(job.pending)
 
-    def _release(self, job: _Job) -> None:
+    def _release(self, job: Job) -> None:
         """Give back what neither a sidecar nor the caller can still want."""
         if not job.over or job.running:
             return
@@ -356,13 +335,13 @@ class Operations:
         if job.attempt is not None and not job.kept:
             self._give_outputs(job.attempt)
 
-    def _give_outputs(self, attempt: _Attempt) -> None:
+    def _give_outputs(self, attempt: Attempt) -> None:
         outputs, attempt.outputs = attempt.outputs, None
         self._scratch.give(outputs)
 
     # ------------------------------------------------------------ outcomes that are unknown
 
-    def _end_unknown(self, job: _Job, text: str) -> None:
+    def _end_unknown(self, job: Job, text: str) -> None:
         job.kept = True
         self._kept = (*self._kept, job)
         if len(self._kept) > KEPT_RESULTS:
@@ -385,7 +364,7 @@ class Operations:
             error = WireError.of(self._hub.error(errors.SyncError, text, phase="commit", hint="call it again"))
         self._settle(job, receipt, error)
 
-    def _settle(self, job: _Job, receipt: ReceiptData | None, error: WireError | None) -> None:
+    def _settle(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
         attempt = job.attempt
         if attempt is not None and receipt is not None:
             if job.pending._settle_by(partial(self._collect, job, attempt, receipt)):
@@ -394,7 +373,7 @@ class Operations:
             job.pending._settle(error.exception())
             self._let_go(job)
 
-    def _let_go(self, job: _Job) -> None:
+    def _let_go(self, job: Job) -> None:
         self._kept = tuple(kept for kept in self._kept if kept is not job)
         job.kept = False
         self._release(job)

@@ -41,9 +41,8 @@ class DecisionLog:
             self._open(path)
 
     def _open(self, path: Path) -> None:
-        self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._fd = self._locked(path)
         try:
-            self._lock(self._fd, path)
             data = path.read_bytes()
             complete = data.rfind(b"\n") + 1
             for line in data[:complete].splitlines():
@@ -57,14 +56,31 @@ class DecisionLog:
             self._fd = -1
             raise
 
+    def _locked(self, path: Path) -> int:
+        """A descriptor of the log with its lock; of the file that is there now, not of one that was replaced meanwhile."""
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                self._lock(fd, path)
+            except BaseException:
+                os.close(fd)
+                raise
+            if _is_at(fd, path):
+                return fd
+            os.close(fd)
+
     @staticmethod
     def _lock(fd: int, path: Path) -> None:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
+        except BlockingIOError as exc:
             raise errors.WorldError(
                 f"the decision log {path} is in use by another coordinator",
                 hint="give each coordinator a state_dir of its own, or end the other one first",
+            ) from exc
+        except OSError as exc:
+            raise errors.WorldError(
+                f"the decision log {path} cannot be locked: {exc.strerror}", hint="put state_dir on a local disk"
             ) from exc
 
     def _note(self, decision: CommitDecision) -> None:
@@ -130,8 +146,18 @@ class DecisionLog:
 
     def close(self, *, remove: bool = False) -> None:
         """``remove``: the run is over, and so are its decisions."""
+        if remove and self._path is not None:
+            self._path.unlink(missing_ok=True)  # while it is locked: later it may be another coordinator's
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
-        if remove and self._path is not None:
-            self._path.unlink(missing_ok=True)
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is the one that is at ``path`` now."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    ours = os.fstat(fd)
+    return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)

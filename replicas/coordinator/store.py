@@ -1,4 +1,4 @@
-"""Owner of the store process: starts it, asks it, sweeps it, replaces it when it is dead or frozen."""
+"""Owner of the store process: starts it, asks it, sweeps it, replaces it when it is dead, frozen or full."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ class StoreKeeper:
             if process.returncode is None:
                 if await self._answers():
                     continue
-                log.warning("the store does not answer: it is replaced")
+                log.warning("the store does not serve: it is replaced")
             self.up = False
             self._on_change(False)
             await self._kill()
@@ -164,14 +164,16 @@ class StoreKeeper:
         while True:
             began = loop.time()
             try:
-                await self.ask("stat")
+                reply = await self.ask("stat")
             except ConnectionError:
                 return False
             except TimeoutError:
                 if loop.time() - began > REPLY_TIMEOUT_S + PAUSE_S:
                     continue
                 return False
-            return True
+            if reply.error:
+                log.warning("the store takes no more connections: %s", reply.error)
+            return not reply.error
 
     async def _respawn(self) -> None:
         """A new store gets a new port: clients of the old one must not mistake it for theirs."""

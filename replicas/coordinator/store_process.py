@@ -12,6 +12,10 @@ between two sidecars that meet there. It listens on one address only: a socket b
 The control socket (inherited, a stream of JSON lines) carries requests and replies, matched by ``id``: ``stat`` (number of
 keys), ``sweep`` (delete the keys under prefixes), ``ping``. Its end means that the owner is gone, and so is this process; a
 parent-death signal covers an owner that leaves the socket open in a forked child.
+
+The TCPStore itself knows no strangers: garbage costs them their connection, and idle ones are kept for ever. A store that has
+no descriptor left goes on serving those who are connected and turns everybody else away, so each reply says so, and the
+owner replaces it.
 """
 
 from __future__ import annotations
@@ -19,10 +23,12 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import resource
 import signal
 import socket
 import sys
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -35,6 +41,7 @@ if TYPE_CHECKING:
 __all__ = ["main"]
 
 
+SPARE_DESCRIPTORS = 16
 STRAY_KEYS = ("exception_dump",)
 """ProcessGroupNCCL writes this one without any prefix, and every later group of the store would abort on it."""
 
@@ -55,6 +62,13 @@ def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
     for key in store.list_keys():
         if key.startswith(roots) or key in STRAY_KEYS:
             store.delete_key(key)
+
+
+def full() -> str:
+    """Why nobody can connect any more; empty when they can. Strangers may hold connections without end."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    held = len(list(Path("/proc/self/fd").iterdir()))
+    return f"{held} of {limit} descriptors are in use" if held > limit - SPARE_DESCRIPTORS else ""
 
 
 def serve(control: socket.socket, bind: str, port: int) -> int:
@@ -82,7 +96,8 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
             request = decoder.decode(line)
             if request.op == "sweep":
                 sweep(store, request.prefixes)
-            control.sendall(encode(Reply(request.id, keys=store.num_keys(), port=port)) + b"\n")
+            reply = Reply(request.id, keys=store.num_keys(), port=port, error=full())
+            control.sendall(encode(reply) + b"\n")
     return 0
 
 
@@ -97,6 +112,8 @@ def main() -> int:
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != args.parent:
         return 0
+    hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each sidecar holds a connection or two
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     try:

@@ -25,6 +25,8 @@ __all__ = ["CatchUp"]
 
 RETRY_S = 1.0
 RETRY_MAX_S = 30.0
+PATIENCE_S = 5.0
+"""How long those who are ready wait for those who are not."""
 
 
 class CatchUp:
@@ -34,6 +36,8 @@ class CatchUp:
         self._channel = channel
         self.transfer: Transfer | None = None
         self._bad_holder: Member | None = None
+        self._unready: set[Member] = set()
+        self._waits_since = 0.0
 
     def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
         """Begin if somebody lacks ``payload``, the newest committed version. ``main``: the transfer of a publish."""
@@ -44,9 +48,7 @@ class CatchUp:
         if self.transfer is not None:
             return
         busy = main.concerned if main is not None and main.payload is payload else ()
-        waiting = [
-            state for state in self._channel.roster if state.member not in busy and self._lacks(state, version, now)
-        ]
+        waiting = [state for state in self._lacking(version, now) if state.member not in busy]
         alone = [state for state in waiting if state.standing == "quarantined"]
         needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
         if not needers or not any(version in s.held or version in s.parts for s in self._channel.roster):
@@ -60,6 +62,7 @@ class CatchUp:
             on_end=self._ended,
             avoid=self._bad_holder,
         )
+        self._unready, self._waits_since = set(), now
         self.transfer.start(now)
 
     def _stop_if_outdated(self, version: int, now: float) -> None:
@@ -71,17 +74,37 @@ class CatchUp:
             transfer.stop(complete=True)
             self._ended(transfer, None, now)
 
+    def _lacking(self, version: int, now: float) -> list[MemberState]:
+        return [state for state in self._channel.roster if self._lacks(state, version, now)]
+
     def _lacks(self, state: MemberState, version: int, now: float) -> bool:
         """Whether it is to be served now."""
         wants = state.is_target and state.carries and version not in state.held and now >= state.retry_at
         return wants and (state.standing == "quarantined" or self._channel.roster.admissible(state, now))
 
     def tick(self, now: float) -> None:
-        """Give up at the deadline."""
+        """Give up at the deadline, and on those who do not get ready while others wait."""
         transfer = self.transfer
-        if transfer is not None and now > transfer.deadline:
+        if transfer is None:
+            return
+        if now > transfer.deadline:
             transfer.stop(complete=False)
             self._ended(transfer, errors.DeadlineExceeded("catch-up", phase="transfer"), now)
+        elif transfer.state == "offering" and now > self._waits_since + PATIENCE_S:
+            self._leave_unready(transfer, now)
+
+    def _leave_unready(self, transfer: Transfer, now: float) -> None:
+        unready = transfer.laggards & transfer.needers
+        others = [s for s in self._lacking(transfer.payload.version, now) if s.member not in transfer.asked]
+        if not unready or (unready == transfer.needers and not others):
+            return
+        self._unready |= unready
+        self._waits_since = now
+        if unready == transfer.needers:
+            transfer.stop(complete=False)
+            self._ended(transfer, None, now)
+        else:
+            transfer.exclude(unready, now, reason="refused", why="it was not ready to receive")
 
     def _ended(self, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
         channel = self._channel
@@ -96,6 +119,8 @@ class CatchUp:
                 if state.standing == "quarantined":
                     state.step("released")
                     state.not_before = 0.0
+            elif state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
+                state.retry_at = now + RETRY_S
             elif state.member in transfer.asked and state.is_target:
                 state.failures += 1
                 state.retry_at = now + min(RETRY_MAX_S, RETRY_S * 2 ** min(state.failures, 5))

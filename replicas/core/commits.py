@@ -289,7 +289,7 @@ class Commits:
             if publish.version not in state.held:
                 why = transfer.why.get(state.member, "it did not have all of it by the deadline")
                 publish.lost[state.member.name] = why
-                self._channel.roster.leave_behind(state, why)
+                self._channel.roster.leave_behind(state, why, missed=publish.version)
 
     # ------------------------------------------------------------ what another coordinator had begun
 

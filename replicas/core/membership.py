@@ -8,10 +8,10 @@ moves that has no row here.
 
 *A member* is one incarnation of a rank. It is *joining* until a boundary, where it is admitted to a new epoch and *live*.
 A target that did not get a version that the others committed is *behind*: still a member, caught up beside the others, and
-admitted again when it can be heard. One with which no process group works (found by probing pairs), or that keeps dying
-right after it joined, is *quarantined*: it takes part in nothing with others, is served alone, at growing intervals, and
-released when that has worked. *Observers* take part in nothing. Every way ends in *gone*; a process that comes back is
-another member.
+admitted again when it has that version or a newer one. One with which no process group works (found by probing pairs), or
+that keeps dying right after it joined, is *quarantined*: it takes part in nothing with others, is served alone, at growing
+intervals, and released when that has worked. *Observers* take part in nothing. Every way ends in *gone*; a process that
+comes back is another member.
 
 *A publish* is *packing* while the ranks of its replica fill their slots, *queued* until its turn comes, *moving* while a
 transfer carries it, and has then exactly one verdict.

@@ -85,7 +85,9 @@ class Recovery:
             del state.held[commits.latest]
             self._channel.out.append(Send(state.member, wire.Discard(commits.latest)))
 
-    def defers(self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float) -> bool:
+    def defers(
+        self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
+    ) -> bool:
         """Whether it is to be handled at the end of the window: a publish without a number, and what comes after it."""
         numbered = isinstance(message, wire.PublishBegin) and message.resumed
         known = self._channel.commits.publishes.get(state.member, message.publish)

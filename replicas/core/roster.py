@@ -59,6 +59,7 @@ class MemberState:
     """What the coordinator knows of one member.
 
     :ivar note: why it is behind or quarantined.
+    :ivar missed: the version without which it was left behind: it is with the others again when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
     :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
     """
@@ -70,6 +71,7 @@ class MemberState:
     last_seen: float
     standing: Standing = "joining"
     note: str = ""
+    missed: int = 0
     not_before: float = 0.0
     resumed: bool = True
     carries: bool = True
@@ -92,6 +94,11 @@ class MemberState:
     def live(self) -> bool:
         """Whether it is part of the current epoch."""
         return self.standing == "live"
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether it has what it was left behind without. A target that takes nothing would hold up the others each time."""
+        return not self.missed or max(self.held, default=0) >= self.missed
 
     @property
     def from_before(self) -> bool:
@@ -244,10 +251,14 @@ class Roster:
         for state in self:
             if state.standing == "quarantined" and state.is_peer and now >= state.not_before:
                 state.step("released")  # nothing can be proven beside the others: it is tried again with them
-        waiting = [state for state in self if MEMBER.allows(state.standing, "admitted") and self.admissible(state, now)]
+        waiting = [
+            state
+            for state in self
+            if MEMBER.allows(state.standing, "admitted") and self.admissible(state, now) and state.caught_up
+        ]
         for state in waiting:
             state.step("admitted")
-            state.note = ""
+            state.note, state.missed = "", 0
         if waiting:
             self.epoch += 1
         return bool(waiting)
@@ -256,10 +267,10 @@ class Roster:
         """Whether it may be with the others now: it can be heard, and is not on probation."""
         return now >= state.not_before and not self.suspect(state, now)
 
-    def leave_behind(self, state: MemberState, why: str) -> None:
+    def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
         """Out of the epoch, but still a member: it is caught up and admitted again at a boundary."""
         state.step("left_behind")
-        state.note = why
+        state.note, state.missed = why, missed
         self.epoch += 1
 
     def isolate(self, state: MemberState, why: str, not_before: float) -> None:

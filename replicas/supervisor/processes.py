@@ -21,6 +21,8 @@ __all__ = [
     "become_subreaper",
     "descendants",
     "die_with_parent",
+    "has_zombie",
+    "is_stopped",
     "marked",
     "python_module",
     "send_signal",
@@ -106,6 +108,18 @@ def start_time(pid: int) -> int | None:
     """Clock ticks from boot to the start of the process; None if it is gone or a zombie."""
     found = _stat(pid)
     return None if found is None or found[0] in _DEAD else found[2]
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether a signal such as SIGSTOP has stopped it."""
+    found = _stat(pid)
+    return found is not None and found[0] == "T"
+
+
+def has_zombie(pid: int) -> bool:
+    """Whether a child of it is dead and was not waited for."""
+    stats = (_stat(child) for child in _pids())
+    return any(found is not None and found[1] == pid and found[0] in _DEAD for found in stats)
 
 
 def _pids() -> Iterator[int]:

@@ -11,7 +11,8 @@ into a session of its own stays below it. One thread, one loop over a selector, 
                           └─────────main process gone────────────────────────────────────────►┘
 
 * *running*: the forkserver (started again when it dies or freezes, :mod:`replicas.supervisor.keeper`) and the main
-  process: torchrun's launcher, or the program itself.
+  process: torchrun's launcher, or the program itself. A torchrun that is stopped (SIGSTOP) when a rank dies would never
+  tell, and is killed.
 * *stopping*: SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
 * *sweeping*: the exit report is out; SIGTERM to what is left, SIGKILL ``SWEEP_GRACE_S`` later, again and again until
   this process has no child. Then ``gone`` is sent and the shim ends.
@@ -52,6 +53,7 @@ from replicas.supervisor.processes import (
     signal_descendants,
     signal_name,
 )
+from replicas.supervisor.stopped import StoppedWatch
 
 __all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main"]
 
@@ -79,6 +81,7 @@ class Shim:
         self._forkserver: ForkserverKeeper | None = None
         self._broken = ""
         self._launcher: socket.socket | None = None
+        self._stopped: StoppedWatch | None = None
         self._report: ExitReport | None = None
         self._stopping = False
         self._sweeping = False
@@ -191,6 +194,7 @@ class Shim:
         theirs.close()
         orders.send(ours, spec.message())
         self._launcher = ours
+        self._stopped = StoppedWatch(child.pid)
         self._selector.register(ours, selectors.EVENT_READ, self._on_launcher)
         return child
 
@@ -276,6 +280,11 @@ class Shim:
     def _on_time(self, now: float) -> None:
         if self._forkserver is not None:
             self._forkserver.on_time(now)
+        if self._stopped is not None and self._main is not None and not self._sweeping and self._stopped.blind(now):
+            assert self.spec is not None
+            self._stopped = None
+            self._broken = f"torchrun of node {self.spec.node} was stopped when a rank died, and did not see it"
+            self._main.signal(signal.SIGKILL)
         if self._kill_at is not None and now >= self._kill_at:
             signal_descendants(os.getpid(), signal.SIGKILL)
             self._kill_at = now + _SWEEP_INTERVAL_S
@@ -288,6 +297,7 @@ class Shim:
     def _timeout(self) -> float | None:
         times = [] if self._forkserver is None else self._forkserver.wakes
         times += [] if self._kill_at is None else [self._kill_at]
+        times += [] if self._stopped is None or self._sweeping else self._stopped.wakes
         if self._stopping and not times:
             return _SWEEP_INTERVAL_S
         return max(0.0, min(times) - time.monotonic()) if times else None

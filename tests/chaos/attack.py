@@ -58,18 +58,21 @@ def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Vi
     if not bodies:
         return None
     body = bodies[int(fault.pick * len(bodies))]
-    return Victim(body.name, [] if fault.target == "session" else [_in_body(fault, body)])
+    deeds = [] if fault.target == "session" else [_in_body(fault, body)]
+    if (fault.kind, fault.target) == ("freeze", "torchrun"):  # nobody would miss it otherwise
+        deeds.append({"signal": int(signal.SIGKILL), "pid": body.ranks[-1]})
+    return Victim(body.name, deeds)
 
 
 def _in_body(fault: Fault, body: Body) -> dict[str, Any]:
     if fault.target == "sidecar":
-        return _deed(fault, child_of=body.forkserver)
+        return _deed(fault, child_of=body.forkserver, pick=fault.pick * 7919 % 1.0)
     rank = body.ranks[int(fault.pick * 7919) % len(body.ranks)]
     pid = {"forkserver": body.forkserver, "torchrun": body.launcher, "shim": body.shim}.get(fault.target, rank)
     return _deed(fault, pid=pid)
 
 
-def _deed(fault: Fault, **whom: int) -> dict[str, Any]:
+def _deed(fault: Fault, **whom: float) -> dict[str, Any]:
     if fault.kind == "memory full":
         return {"limit_nbytes": HEADROOM_NBYTES, **whom}
     return {"signal": int(SIGNALS[fault.kind]), **whom}

@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 from types import FrameType
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -41,8 +41,16 @@ class Orders:
 
     def __init__(self) -> None:
         self._given: set[int] = set()
+        self.ending = False
+        """The main thread is on its way out; what other threads meet then is no news."""
         for signum in (RAISE, EXIT, REJOIN, REJOIN_OUTER):
             signal.signal(signum, self._note)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.ending = True
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
         self._given.add(signum)

@@ -38,7 +38,7 @@ def _run(orders: Orders) -> None:
             with replicas.join("outer", endpoint=endpoint()) as channel:
                 _reduce_for_ever(channel, log, orders)
     except BaseException as error:
-        if not threading.main_thread().is_alive():
+        if orders.ending:
             return  # the program ends
         log.tell(crashed=f"{type(error).__name__}: {error}")
         raise
@@ -56,7 +56,7 @@ def _reduce_for_ever(channel: replicas.Channel, log: Log, orders: Orders) -> Non
         try:
             receipt = channel.all_reduce(given, op="mean", step=step).wait()
         except replicas.errors.ReplicasError as error:
-            if not threading.main_thread().is_alive():
+            if orders.ending:
                 return  # the program ends, and its channels were closed
             touched = bool((given[0] != code).any() or given[1].tolist() != [step, code])
             name, text = type(error).__name__, str(error)

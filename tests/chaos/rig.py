@@ -25,6 +25,8 @@ __all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "World", "open_world"]
 
 DEADLINE_S = 8.0
 LEASE_S = 4.0
+LOAD_DEADLINE_S = 12.0
+"""Only this ends a replica whose torchrun is frozen and does not see that a rank has died."""
 HERE = Path(__file__).parent
 GUEST = "serve-9"
 
@@ -66,7 +68,7 @@ class Shape:
         common = f"""env = {{ {", ".join(f'{key} = "{value}"' for key, value in env.items())} }}
 stop_timeout = "1s"
 restart = {{ policy = "always", max_restarts = 100000, initial_delay = "50ms", max_delay = "100ms" }}
-health = {{ heartbeat_timeout = "{LEASE_S:g}s" }}
+health = {{ heartbeat_timeout = "{LEASE_S:g}s", load_deadline = "{LOAD_DEADLINE_S:g}s" }}
 """
         double = 'launcher = "torchrun"\nnproc_per_node = 2\n' if self.torchrun else 'launcher = "exec"\n'
         groups = f'[groups.trainer]\ncommand = ["{HERE}/trainer.py"]\n{double}{common}'

@@ -19,28 +19,29 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def main() -> None:
-    orders, log = Orders(), Log()
-    if WORLD > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    start_peer(orders)
-    while True:
-        with replicas.join("policy", endpoint=endpoint()) as channel:
-            log.tell(joined=channel.latest)
-            while not orders.rejoin():
-                pending = channel.receive()
-                try:
-                    update = pending.wait(0.05)
-                except TimeoutError:
-                    orders.obey()
-                    continue
-                with update:
-                    values: set[int] = set()
-                    for _, tensor in update:
+    log = Log()
+    with Orders() as orders:
+        if WORLD > 1:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        start_peer(orders)
+        while True:
+            with replicas.join("policy", endpoint=endpoint()) as channel:
+                log.tell(joined=channel.latest)
+                while not orders.rejoin():
+                    pending = channel.receive()
+                    try:
+                        update = pending.wait(0.05)
+                    except TimeoutError:
                         orders.obey()
-                        values |= {int(tensor.min()), int(tensor.max())}
-                stamp = update.meta["stamp"]
-                log.tell(version=update.version, stamp=stamp, values=sorted(values))
-                log.tell(own=update.version, works=agreed(update.version) == update.version)
+                        continue
+                    with update:
+                        values: set[int] = set()
+                        for _, tensor in update:
+                            orders.obey()
+                            values |= {int(tensor.min()), int(tensor.max())}
+                    stamp = update.meta["stamp"]
+                    log.tell(version=update.version, stamp=stamp, values=sorted(values))
+                    log.tell(own=update.version, works=agreed(update.version) == update.version)
 
 
 if __name__ == "__main__":

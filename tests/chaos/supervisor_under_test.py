@@ -9,7 +9,7 @@ Over the socket ``FD`` come orders as JSON, one in each packet; answers go back 
 The engine's ``tap`` sees each effect and message; at the armed moment the deeds are done from the supervisor's own loop,
 ``delay_s`` later, and told: ``{"done": 7, "at": ..., "landed": ..., "hit": [pids]}``. A deed is a signal or a memory limit::
 
-    {"signal": 9, "pid": 123}            {"signal": 9, "child_of": 123}   the newest child that it has then
+    {"signal": 9, "pid": 123}            {"signal": 9, "child_of": 123, "pick": 0.5}   one of its sidecars
     {"limit_nbytes": 0, "pid": 123}      address space beyond what it has now; null: no limit
 """
 
@@ -35,7 +35,7 @@ from replicas.messages import FromMember
 from replicas.supervisor import __main__ as command_line
 from replicas.supervisor.supervisor import Supervisor
 from tests.chaos.moments import Moments
-from tests.support.processes import children, name_of, start_time
+from tests.support.processes import children, name_of
 
 __all__ = ["main"]
 
@@ -55,7 +55,7 @@ class Armed:
         """Pid, pidfd and deed of each process that is there to be hit."""
         aimed = []
         for deed in self._deeds:
-            pid = deed.get("pid") or _newest_child(deed["child_of"])
+            pid = deed["pid"] if "pid" in deed else _sidecar(deed["child_of"], deed["pick"])
             pidfd = self._pidfds[pid] if "pid" in deed else _pidfd(pid)
             if pidfd >= 0:
                 aimed.append((pid, pidfd, deed))
@@ -89,10 +89,10 @@ def _pidfd(pid: int) -> int:
         return -1
 
 
-def _newest_child(pid: int) -> int:
-    """The sidecar that got its lane last; 0, which no process has, when there is none. A spare one has no lane."""
-    used = (child for child in children(pid) if name_of(child) != "replica-spare")
-    return max(((start_time(child) or 0, child) for child in used), default=(0, 0))[1]
+def _sidecar(pid: int, pick: float) -> int:
+    """One of a forkserver's sidecars that have a lane; 0, which no process has, when there is none."""
+    used = sorted(child for child in children(pid) if name_of(child) != "replica-spare")
+    return used[int(pick * len(used))] if used else 0
 
 
 class Pulse:

@@ -2,7 +2,7 @@
 
 A trainer publishes, and reduces with a rollout that receives; beside them members come and go, by closing or by SIGKILL,
 each a new epoch with lanes of its own. After a warm-up and at the end everything is held still and counted: store keys,
-and for each process its descriptors, threads, memory segments and private memory. ``SOAK_ROUNDS`` sets the length.
+and for each process its descriptors, threads, memory segments and anonymous memory. ``SOAK_ROUNDS`` sets the length.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from tests.support.runs import Run, eventually, running
 
 ROUNDS = int(os.environ.get("SOAK_ROUNDS", "24"))
 """So many versions and so many epochs after the warm-up."""
-WARM_UP = max(16, ROUNDS // 5)
+WARM_UP = max(16, ROUNDS // 10)
 SLACK_NBYTES = 6 * 2**20
-"""By how much the private memory of a process may differ: what malloc and Python keep for later."""
+"""By how much the memory of a process may differ: what malloc and Python keep for later."""
 
 TRAINS = """
 import os, time
@@ -55,8 +55,8 @@ import os, signal, time
 import torch, replicas
 out = os.environ["OUT"]
 
-def visit(kill, told):
-    channel = replicas.join("policy")
+def visit(replica, kill, told):
+    channel = replicas.join("policy", replica=replica)
     with channel.receive(deadline=60).wait() as update:
         for _, tensor in update:
             assert tensor.eq(float(update.meta["step"])).all()
@@ -77,7 +77,7 @@ while True:
     if not child:
         code = 1
         try:
-            visit(visits % 2, tell)
+            visit(visits % 60, visits % 2, tell)  # many identities: one that flaps is made to wait
             code = 0
         finally:
             os._exit(code)
@@ -94,12 +94,12 @@ while True:
 
 @dataclass(frozen=True)
 class Usage:
-    """What one process has. ``private_nbytes``: memory that is its own."""
+    """What one process has. ``anonymous_nbytes``: memory that is its own."""
 
     descriptors: int
     threads: int
     segments: int
-    private_nbytes: int
+    anonymous_nbytes: int
 
 
 def usage(pid: int) -> Usage:
@@ -110,10 +110,9 @@ def usage(pid: int) -> Usage:
             links.append(str(link.readlink()))
         except FileNotFoundError:
             continue  # closed meanwhile
-    rollup = (folder / "smaps_rollup").read_text()
-    private = sum(int(size) for size in re.findall(r"Private_\w+:\s+(\d+) kB", rollup))
+    (anonymous,) = re.findall(r"RssAnon:\s+(\d+) kB", (folder / "status").read_text())
     segments = {line.split()[4] for line in (folder / "maps").read_text().splitlines() if "memfd:" in line}
-    return Usage(len(links), len(list((folder / "task").iterdir())), len(segments), private * 1024)
+    return Usage(len(links), len(list((folder / "task").iterdir())), len(segments), int(anonymous) * 1024)
 
 
 KINDS = {
@@ -128,36 +127,41 @@ KINDS = {
 
 
 def census(run: Run) -> dict[str, Usage]:
-    """Every lasting process, by kind and the order of pids. Sidecars are counted together: each round has new ones."""
+    """Every process, by kind and the order of pids."""
     found: dict[str, Usage] = {}
-    lines = {run.pid: f"{run.config} replicas.supervisor ", **run.processes()}
-    counts: dict[str, int] = {}
+    lines = {run.pid: "replicas.supervisor ", **run.processes()}
+    forkservers = {pid for pid, line in lines.items() if KINDS["forkserver"] in line}
     for pid, line in sorted(lines.items()):
-        kind = next((kind for kind, text in KINDS.items() if text in line), "other")
-        name = (Path(f"/proc/{pid}/comm")).read_text().strip()
-        if name == "replica-sidecar":
-            counts["sidecars"] = counts.get("sidecars", 0) + 1
+        if parent_of(pid) in forkservers:
+            found[f"sidecar {pid}"] = usage(pid)
             continue
-        counts[kind] = counts.get(kind, 0) + 1
-        found[f"{kind} {counts[kind]}"] = usage(pid)
-    print({"sidecars": counts.get("sidecars", 0)}, "keys", run.status().store.keys)
-    for name, one in found.items():
-        print(f"{name:16} {one}")
+        kind = next((kind for kind, text in KINDS.items() if text in line), "other")
+        found[f"{kind} {1 + sum(1 for name in found if name.startswith(kind))}"] = usage(pid)
     return found
 
 
-def hold(run: Run, out: Path) -> tuple[dict[str, Usage], int, int]:
-    """Let everybody stand still, and count: processes' usage, store keys, sidecars."""
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def hold(run: Run, out: Path) -> tuple[dict[str, Usage], int]:
+    """Let everybody stand still, and count: processes' usage, and store keys."""
     (out / "hold").touch()
     for name in ("held-trainer", "held-guest"):
         eventually((out / name).exists, f"{name} in {run.status()}", timeout_s=60)
     eventually(lambda: members(run) == {"trainer/0/0", "rollout/0/0"}, "no guest", timeout_s=30)
-    found = census(run)
-    keys = run.status().store.keys
-    sidecars = sum(1 for pid in run.processes() if Path(f"/proc/{pid}/comm").read_text().strip() == "replica-sidecar")
+    found, keys = census(run), run.status().store.keys
+    print(f"{keys} keys at {progress(run)} versions and epochs")
+    for name, one in found.items():
+        print(f"  {name:16} {one}")
     for name in ("hold", "held-trainer", "held-guest"):
         (out / name).unlink()
-    return found, keys, sidecars
+    return found, keys
+
+
+def lasting_of(found: dict[str, Usage]) -> dict[str, Usage]:
+    """Without sidecars, of which each lane has new ones."""
+    return {name: one for name, one in found.items() if not name.startswith("sidecar")}
 
 
 def members(run: Run) -> set[str]:
@@ -184,23 +188,23 @@ def test_nothing_piles_up(tmp_path: Path) -> None:
         def past(start: tuple[int, int], rounds: int) -> bool:
             return all(now - then >= rounds for now, then in zip(progress(run), start, strict=True))
 
-        eventually(lambda: past((0, 0), WARM_UP), "the end of the warm-up", timeout_s=120)
+        eventually(lambda: past((0, 0), WARM_UP), "the end of the warm-up", timeout_s=120 + 3 * WARM_UP)
         start = progress(run)
-        before, keys_before, sidecars_before = hold(run, out)
+        before, keys_before = hold(run, out)
         eventually(lambda: past(start, ROUNDS), "so many rounds", timeout_s=120 + 3 * ROUNDS)
-        after, keys, sidecars = hold(run, out)
-        print("versions and epochs:", start, "->", progress(run))
+        after, keys = hold(run, out)
         status = run.status()
         assert {one.name: one.restarts for one in status.groups} == {"trainer": {}, "rollout": {}, "guest": {}}
         assert keys <= keys_before + 10, "store keys"
-        assert sidecars <= sidecars_before + 2, "sidecars"
-        assert before.keys() == after.keys(), "processes"
-        for name, one in before.items():
-            then = after[name]
+        lasting, still = lasting_of(before), lasting_of(after)
+        assert len(after) - len(still) <= len(before) - len(lasting) + 2, "sidecars"
+        assert lasting.keys() == still.keys(), "processes"
+        for name, one in lasting.items():
+            then = still[name]
             assert then.descriptors <= one.descriptors + 4, f"descriptors of {name}"
             assert then.threads <= one.threads + 2, f"threads of {name}"
             assert then.segments <= one.segments + 1, f"segments of {name}"
-            assert then.private_nbytes <= one.private_nbytes + SLACK_NBYTES, f"memory of {name}"
+            assert then.anonymous_nbytes <= one.anonymous_nbytes + SLACK_NBYTES, f"memory of {name}"
         (out / "stop").touch()
         run.signal(signal.SIGTERM)
         assert run.wait() == 0

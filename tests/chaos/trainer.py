@@ -38,25 +38,26 @@ def weights(stamp: int, orders: Orders) -> Iterator[tuple[str, object]]:
 
 
 def main() -> None:
-    orders, log = Orders(), Log()
-    if WORLD > 1:
-        dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    start_peer(orders)
-    with replicas.join("policy", endpoint=endpoint()) as channel:
-        while True:
-            stamp = agreed(time.monotonic_ns() // 1000)
-            log.tell(began=stamp)
-            try:
-                pending = channel.publish(weights(stamp, orders), meta={"stamp": stamp})
-                receipt = wait(pending, orders)
-                log.tell(ended=stamp, version=receipt.version, lost=receipt.lost)
-            except replicas.errors.Fenced:
-                raise
-            except replicas.errors.ReplicasError as error:
-                log.tell(ended=stamp, error=type(error).__name__, text=str(error), unanimous=error.unanimous)
-            log.tell(own=stamp, works=agreed(stamp) == stamp)
-            orders.obey()
-            time.sleep(0.05 + stamp % 50 / 1000)
+    log = Log()
+    with Orders() as orders:
+        if WORLD > 1:
+            dist.init_process_group("gloo", timeout=timedelta(seconds=60))
+        start_peer(orders)
+        with replicas.join("policy", endpoint=endpoint()) as channel:
+            while True:
+                stamp = agreed(time.monotonic_ns() // 1000)
+                log.tell(began=stamp)
+                try:
+                    pending = channel.publish(weights(stamp, orders), meta={"stamp": stamp})
+                    receipt = wait(pending, orders)
+                    log.tell(ended=stamp, version=receipt.version, lost=receipt.lost)
+                except replicas.errors.Fenced:
+                    raise
+                except replicas.errors.ReplicasError as error:
+                    log.tell(ended=stamp, error=type(error).__name__, text=str(error), unanimous=error.unanimous)
+                log.tell(own=stamp, works=agreed(stamp) == stamp)
+                orders.obey()
+                time.sleep(0.05 + stamp % 50 / 1000)
 
 
 if __name__ == "__main__":

@@ -320,6 +320,43 @@ async def test_receive_keeps_one_ask_and_waits_may_be_given_up() -> None:
         assert (await after).version == 2
 
 
+async def test_waits_that_were_abandoned_harm_no_later_operation() -> None:
+    async with channel_world() as world:
+        trainer, rollout = await world.trainer_and_rollouts()
+
+        async def in_asyncio(pending: Pending[Any]) -> None:
+            waiting = asyncio.ensure_future(pending._wait_async())
+            await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+
+        def in_a_thread(pending: Pending[Any]) -> None:
+            with pytest.raises(TimeoutError):
+                pending.wait(0)
+
+        async def in_trio(pending: Pending[Any]) -> None:
+            with trio.move_on_after(0) as scope:
+                await pending
+            assert scope.cancelled_caught
+
+        for step in range(1, 4):
+            asked = rollout.receive()
+            in_a_thread(asked)
+            await in_asyncio(asked)
+            await asyncio.to_thread(trio.run, in_trio, asked)
+            assert not asked._wakers
+            sent = await asyncio.to_thread(trainer.publish, weights(step))
+            if not sent.done():
+                in_a_thread(sent)
+            await ended(sent)
+            assert (await sent).version == step
+            taken = await asked  # and then its taker is interrupted before he has looked into it
+            assert await rollout.receive() is taken
+            with await rollout.receive() as update:
+                assert same(dict(update), weights(step))
+
+
 async def test_await_under_trio() -> None:
     async with channel_world() as world:
         trainer, rollout = await world.trainer_and_rollouts()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -234,6 +235,24 @@ async def test_a_store_that_dies_or_freezes_is_replaced(coordinator: Coordinator
     await coordinator._store.ask("ping")
 
 
+async def test_a_store_that_is_full_of_idle_connections_is_replaced(coordinator: Coordinator) -> None:
+    """It would still answer those who are connected, and nobody else."""
+    (host, port), pid = coordinator.store_address, coordinator.store_pid
+    assert pid is not None
+    up = asyncio.Event()
+    coordinator.subscribe(lambda event: up.set() if isinstance(event, StoreChanged) and event.up else None)
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (128, 128))
+    idle = [socket.create_connection((host, port), timeout=5) for _ in range(200)]
+    try:
+        async with asyncio.timeout(30):
+            await up.wait()
+        assert coordinator.store_address != (host, port)
+        assert not (await coordinator._store.ask("stat")).error
+    finally:
+        for connection in idle:
+            connection.close()
+
+
 async def test_a_port_in_use() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
@@ -272,6 +291,14 @@ async def test_versions_do_not_go_back_after_a_crash(tmp_path: Path) -> None:
         end = await trainer.until(wire.PublishEnd)
         assert end.error.message == "version 5 is not newer than version 8 of channel 'policy'"
     assert not log.exists()
+
+
+async def test_two_coordinators_cannot_have_one_state_folder(tmp_path: Path) -> None:
+    async with Coordinator(CHANNELS, state_dir=tmp_path):
+        with pytest.raises(errors.WorldError, match=r"decisions\.jsonl is in use by another coordinator"):
+            Coordinator(CHANNELS, state_dir=tmp_path)
+    async with Coordinator(CHANNELS, state_dir=tmp_path):
+        assert (tmp_path / "decisions.jsonl").exists()
 
 
 @pytest.fixture

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import sys
+from asyncio.subprocess import DEVNULL, Process
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -16,6 +20,7 @@ from replicas import errors
 from replicas.channel import Channel, Receipt, Update
 from tests.support.channels import POLICY, wait_until
 from tests.support.coordinator_process import CoordinatorProcess
+from tests.support.programs import PUBLISHES, RECEIVES
 from tests.support.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
@@ -272,3 +277,75 @@ async def test_the_old_incarnation_does_not_fence_the_new_one() -> None:
                 await asked
             assert (await publish(trainer, 2)).version == 2
             assert await load(new) == (2, 2.0)
+
+
+# ---------------------------------------------------------------- ranks in processes of their own
+
+
+async def spawn(coordinator: CoordinatorProcess, out: Path, group: str, replica: int, code: str) -> Process:
+    token = out / "token"
+    if not token.exists():
+        token.touch(mode=0o600)
+        token.write_text(coordinator.token)
+    env = {
+        **os.environ,
+        "REPLICAS_ENDPOINT": coordinator.endpoint,
+        "REPLICAS_TOKEN_FILE": str(token),
+        "REPLICAS_GROUP": group,
+        "REPLICA_ID": str(replica),
+        "OUT": str(out),
+        "OMP_NUM_THREADS": "1",
+    }
+    return await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=env, stdin=DEVNULL)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [json.loads(line) for line in lines if line.endswith("}")]
+
+
+@pytest.mark.timeout(300)
+async def test_ranks_that_never_stop_see_nothing_of_it(tmp_path: Path) -> None:
+    out = tmp_path
+    async with world_of(None) as world:
+        coordinator = world.coordinator
+        ranks = [
+            await spawn(coordinator, out, "trainer", 0, PUBLISHES),
+            *[await spawn(coordinator, out, "rollout", replica, RECEIVES) for replica in range(2)],
+        ]
+        try:
+
+            def received(replica: int) -> list[dict[str, Any]]:
+                return read(out / f"rollout-{replica}.jsonl")
+
+            async def go_on(replica: int, versions: int) -> None:
+                newest = max((line["version"] for line in received(replica)), default=0)
+                await wait_until(
+                    lambda: any(line["version"] >= newest + versions for line in received(replica)),
+                    f"rollout/{replica} goes on from version {newest}",
+                    timeout_s=60,
+                )
+
+            await go_on(0, 3)
+            await go_on(1, 3)
+            for moment, times in (("first done", 1), ("decided", 2), ("loaded", 3)):
+                await coordinator.arm(moment, times)
+                await world.restarted()
+                await asyncio.gather(go_on(0, 3), go_on(1, 3))
+            ranks.append(await spawn(coordinator, out, "rollout", 2, RECEIVES))
+            await go_on(2, 3)
+            (out / "stop").touch()
+            assert await asyncio.wait_for(ranks[0].wait(), 60) == 0
+        finally:
+            for rank in ranks:
+                if rank.returncode is None:
+                    rank.kill()
+                    await rank.wait()
+        published = {line["version"]: line["ended"] for line in read(out / "trainer-0.jsonl") if "version" in line}
+        assert not [line for line in read(out / "trainer-0.jsonl") if "error" in line]
+        assert list(published) == sorted(published)
+        for replica in range(3):
+            versions = [line["version"] for line in received(replica)]
+            assert versions == sorted(set(versions))
+            for line in received(replica):
+                assert line["values"] == [line["stamp"]] == [published[line["version"]]]

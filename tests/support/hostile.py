@@ -11,7 +11,7 @@ from replicas import messages as wire
 from replicas.core.identity import ProcessIdentity
 from tests.support.channel_world import MANIFEST
 
-__all__ = ["any_message"]
+__all__ = ["any_hello", "any_message"]
 
 _TEXTS = st.sampled_from(
     ["", "trainer/0", "rollout/0/0", "peer/1/0", "1.1", "2.1", "3.2", MANIFEST.hash, "digest-1", "cpu"]
@@ -70,3 +70,28 @@ def any_message(*, wild: bool = False) -> st.SearchStrategy[Any]:
     """Well-formed messages of every kind. ``wild``: with any number that can be encoded; else with small ones."""
     kinds = [kind for kind in get_args(wire.FromMember) if wild or kind not in (wire.Hello, wire.Heartbeat, wire.Bye)]
     return st.one_of([_strategy(kind, wild) for kind in kinds])
+
+
+def any_hello() -> st.SearchStrategy[wire.Hello]:
+    """Hellos of members of a channel, which may lie about everything else."""
+    names = {
+        "group": st.sampled_from(["trainer", "rollout", "stranger"]),
+        "channel": st.just("policy"),
+        "run": st.just("run"),
+        "protocol": st.just(wire.PROTOCOL),
+        "incarnation": st.sampled_from(["a", "b", "c"]),
+        "held": st.lists(
+            st.builds(wire.HeldVersion, version=_TAME_INTEGERS, digest=_TEXTS, manifest_hash=_TEXTS), max_size=3
+        ).map(tuple),
+        "latest_digest": _TEXTS,
+        **dict.fromkeys(("replica", "rank", "world_size"), st.integers(-1, 3)),
+        **dict.fromkeys(("generation", "resume_term", "received", "loaded"), _TAME_INTEGERS),
+        **dict.fromkeys(("epoch", "latest", "assigned", "publishes"), _TAME_INTEGERS),
+        "process": st.just(ProcessIdentity(1, 1, "elsewhere", 1)),
+        "observe": st.booleans(),
+        "torch_version": _TEXTS,
+        "nccl_version": _TEXTS,
+        "nccl_env": st.dictionaries(_TEXTS, _TEXTS, max_size=2),
+        "cuda_devices": st.lists(_TEXTS, max_size=2).map(tuple),
+    }
+    return st.builds(wire.Hello, **names)

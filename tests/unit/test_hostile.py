@@ -6,9 +6,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from replicas import errors
 from replicas import messages as wire
 from tests.support.channel_world import SimMember, World, peer_config
-from tests.support.hostile import any_message
+from tests.support.hostile import any_hello, any_message
 
 SOME = st.lists(st.tuples(st.sampled_from(["say", "say", "say", "run", "time"]), any_message()), max_size=15)
 
@@ -101,6 +102,36 @@ def test_a_hostile_peer(before: list[tuple[str, wire.FromMember]], during: list[
     world.advance(10.0)
     for sim, post in again:
         assert sim.ends[post].receipt is not None, sim.ends[post].error
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(any_hello(), max_size=6), st.booleans())
+def test_hellos_that_lie(hellos: list[wire.Hello], published: bool) -> None:
+    """Each is taken or refused with an error of ours, and the channel goes on without them."""
+    world = World()
+    if published:
+        first = world.join("trainer/0/0")
+        world.join("rollout/0/0")
+        first.pack(first.publish())
+        world.run()
+    for hello in hellos:
+        try:
+            state, _ = world.state.join(hello, "127.0.0.1", world.now)
+        except errors.ReplicasError:
+            continue
+        world.state.welcome(state, 0)
+        world.advance(0.5)
+    for state in list(world.state.roster):
+        world.state.lose(state.member, "exited", world.now)
+    world.advance(30.0)
+    world.members.clear()
+    trainer, good = world.join("trainer/0/0"), world.join("rollout/0/0")
+    number = trainer.publish()
+    trainer.pack(number)
+    world.advance(10.0)
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None, trainer.verdicts[number].error
+    assert good.commits[-1] == receipt.version
 
 
 @pytest.mark.parametrize("version", [3, 10**12])

@@ -252,6 +252,25 @@ async def test_a_new_coordinator_leaves_only_what_said_done_unknown(world: World
     assert done.tensor.tolist() == [0, 2, 4, 6]
 
 
+async def test_what_was_posted_to_nobody_is_posted_to_the_new_coordinator(world: World) -> None:
+    await open_lane(world)
+    earlier = await call(world)
+    world.session.connected = False
+    world.hub.disconnected("the test said so")
+    made = await call(world)
+    world.session.connected = True
+    world.new_coordinator()
+    assert (await world.session.next(wire.OperationPost)).post == made.post.post
+    with pytest.raises(errors.Disconnected):
+        await earlier.pending
+    world.session.connected = False
+    world.hub.disconnected("another time")
+    world.session.connected = True
+    world.new_coordinator()
+    with pytest.raises(errors.Disconnected, match="it did not happen here"):
+        await made.pending
+
+
 @pytest.mark.usefixtures("no_grace")
 async def test_only_the_last_few_results_are_kept(world: World) -> None:
     await open_lane(world)

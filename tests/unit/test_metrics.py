@@ -38,6 +38,7 @@ CONTRACT = {
     "sync_bytes_total",
     "sync_retries_total",
     "sidecar_replacements_total",
+    "refused_total",
     "store_up",
     "store_keys",
     "event_loop_lag_seconds",
@@ -100,6 +101,7 @@ def a_status(*, rollouts: int = 2) -> RunStatus:
         channels=(policy,),
         event_loop_lag_s=0.002,
         sidecar_replacements={"died": 4},
+        refused={"token": 3},
     )
 
 
@@ -164,6 +166,7 @@ def test_every_metric_of_the_contract_and_no_other_is_there_with_bounded_labels(
         ("sync_phase_seconds_count", {"channel": "policy", "phase": "transfer"}, 1),
         ("sync_phase_seconds_sum", {"channel": "policy", "phase": "total"}, 0.3),
         ("sidecar_replacements_total", {"reason": "died"}, 4),
+        ("refused_total", {"reason": "token"}, 3),
         ("store_up", {}, 1),
         ("store_keys", {}, 11),
         ("event_loop_lag_seconds", {}, 0.002),

@@ -7,11 +7,14 @@ to rest, nothing is left behind, and the next operation works.
 
 from __future__ import annotations
 
+from typing import Any
+
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replicas import messages as wire
+from replicas.core.identity import Member
 from replicas.core.roster import GroupShape
 from tests.support.channel_world import SimMember, World, peer_config
 
@@ -19,10 +22,35 @@ NAMES = tuple(f"peer/{replica}/0" for replica in range(4))
 COLLECTIVES = ("all_reduce", "broadcast", "gather", "barrier")
 
 
+class Listening(World):
+    """Checks at each success that everyone had said *done* to that very attempt."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.said_done: set[tuple[Member, int]] = set()
+
+    def up(self, sim: SimMember) -> bool:
+        waiting = {other: len(other.inbox) for other in self.members.values()}
+        if sim.outbox and isinstance(sim.outbox[0], wire.OperationDone):
+            self.said_done.add((sim.member, sim.outbox[0].operation))
+        moved = super().up(sim)
+        for other, count in waiting.items():
+            for message in list(other.inbox)[count:]:
+                if isinstance(message, wire.OperationEnd) and message.receipt is not None:
+                    self._check(other, message.post, message.receipt)
+        return moved
+
+    def _check(self, sim: SimMember, post: int, receipt: wire.ReceiptData) -> None:
+        goes = [m for m in (*sim.seen, *sim.inbox) if isinstance(m, wire.OperationGo) and m.post == post]
+        assert goes[-1].participants == receipt.members
+        for member in receipt.members:
+            assert (member, goes[-1].operation) in self.said_done, f"{member} has not done its part"
+
+
 class Peers(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(peer_config(), {"peer": GroupShape(replicas=2, heartbeat_timeout_s=20.0)})
+        self.world = Listening(peer_config(), {"peer": GroupShape(replicas=2, heartbeat_timeout_s=20.0)})
         self.frozen: set[SimMember] = set()
         self.everyone: list[SimMember] = []
         self.applied: dict[SimMember, list[str]] = {}
@@ -239,6 +267,9 @@ class Peers(RuleBasedStateMachine):
     def one_truth(self) -> None:
         self._note()
         for sim in self.everyone:
+            assert len({(go.ref.split(".")[0], go.operation) for go in sim.goes}) == len(sim.goes), (
+                "a number used twice"
+            )
             for post, end in sim.ends.items():
                 refs = {go.ref for go in sim.goes if go.post == post}
                 assert len(refs) <= 1, "one post in two operations"
@@ -274,8 +305,8 @@ class Peers(RuleBasedStateMachine):
 
 
 Peers.TestCase.settings = settings(
-    max_examples=40,
-    stateful_step_count=40,
+    max_examples=25,
+    stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )

@@ -1,0 +1,92 @@
+"""Targets that do not get ready: the others wait for them once, and no joiner waits for them at all."""
+
+from __future__ import annotations
+
+from replicas.core.catch_up import PATIENCE_S
+from replicas.core.recovery import RECOVERY_S
+from replicas.core.roster import GroupShape
+from tests.support.channel_world import SimMember, World
+
+
+def world_of(rollouts: int) -> tuple[World, SimMember, list[SimMember]]:
+    world = World(groups={"rollout": GroupShape(replicas=rollouts)})
+    trainer = world.join("trainer/0/0")
+    return world, trainer, [world.join(f"rollout/{index}/0") for index in range(rollouts)]
+
+
+def publish(world: World, trainer: SimMember, deadline_s: float = 60.0) -> int:
+    number = trainer.publish(deadline_s=deadline_s)
+    trainer.pack(number)
+    return number
+
+
+def seconds_to_the_receipt(world: World, trainer: SimMember, deadline_s: float = 60.0) -> tuple[float, tuple[str, ...]]:
+    number = publish(world, trainer, deadline_s)
+    began = world.now
+    while number not in trainer.verdicts:
+        world.advance(0.5)
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    return world.now - began, receipt.lost
+
+
+def test_a_target_that_takes_nothing_holds_up_one_version_only() -> None:
+    world, trainer, (reader, _) = world_of(2)
+    assert seconds_to_the_receipt(world, trainer) == (0.5, ())
+    reader.mute = True
+    waited, lost = seconds_to_the_receipt(world, trainer)
+    assert 30 <= waited < 32
+    assert lost == ("rollout/0/0",)
+    for _ in range(3):
+        assert seconds_to_the_receipt(world, trainer) == (0.5, ())
+    reader.mute = False
+    world.advance(70)  # the offer that it took no notice of ends, and the next one is taken
+    assert max(reader.held) == 5
+    assert seconds_to_the_receipt(world, trainer) == (0.5, ())
+    assert 6 in reader.held
+
+
+def test_a_joiner_does_not_wait_for_one_that_takes_nothing() -> None:
+    world, trainer, (reader, _) = world_of(2)
+    seconds_to_the_receipt(world, trainer)
+    reader.mute = True
+    seconds_to_the_receipt(world, trainer, deadline_s=10)
+    world.advance(PATIENCE_S)
+    late = world.join("rollout/2/0")
+    world.advance(PATIENCE_S + 1)
+    assert late.held == {2}
+
+
+def test_two_joiners_of_whom_one_takes_nothing() -> None:
+    world, trainer, _ = world_of(1)
+    seconds_to_the_receipt(world, trainer)
+    slow, late = world.join("rollout/1/0"), world.join("rollout/2/0")
+    slow.mute = True
+    world.advance(2 * PATIENCE_S)
+    assert late.held == {1}
+    slow.mute = False
+    world.advance(70)
+    assert slow.held == {1}
+
+
+def test_a_rank_without_a_number_waits_for_one_that_has_it() -> None:
+    """Also when it is the first to come back to the new coordinator."""
+    for order in ((0, 1), (1, 0)):
+        world = World(groups={"trainer": GroupShape(1, 2)})
+        ranks = [world.join(f"trainer/0/{rank}", world_size=2) for rank in range(2)]
+        target = world.join("rollout/0/0")
+        number = ranks[0].publish()
+        world.run()
+        assert ranks[0].open[number].version == 1
+        ranks[1].publish()  # nobody hears of it
+        world.restart()
+        for index in order:
+            world.rejoin(ranks[index])
+        world.rejoin(target)
+        world.advance(RECOVERY_S + 0.6)
+        assert [rank.open[number].version for rank in ranks] == [1, 1]
+        ranks[0].pack(number)
+        ranks[1].pack(number, manifest=None)
+        world.advance(1.0)
+        verdicts = [rank.verdicts[number].receipt for rank in ranks]
+        assert [receipt.version for receipt in verdicts if receipt is not None] == [1, 1]
