@@ -168,9 +168,13 @@ class DeadlineExceeded(SyncError):
 
 
 class OutcomeUnknown(SyncError):
-    """The deadline raced the decision: it may or may not have happened. The next operation settles it."""
+    """The deadline, or the loss of the coordinator, raced the decision: it may or may not have happened.
 
-    default_hint = "call the next operation, which first learns what became of this one"
+    Nothing was written here. Wait for the same Pending again: as soon as it is known what became of it, at the latest when
+    the next operation starts, that is what the wait tells. If it had succeeded, this second wait writes the results.
+    """
+
+    default_hint = "wait for it again, or call the next operation, which first learns what became of this one"
 
 
 class Busy(SyncError):

@@ -124,6 +124,9 @@ class Channel(Collectives):
         unless gathering the weights needs the others). The weights are walked once, in order, on this thread and stream,
         and to their end even after a failure of ours; then every rank raises the same error.
 
+        A publish that is under way goes on when the coordinator is started again. One that has no verdict by its deadline
+        ends with OutcomeUnknown, and its Pending tells what became of it as soon as that is known: wait for it again.
+
         :param weights: a module (tied storage once), a mapping, an iterable of ``(name, Tensor | DTensor | Shard | None)``,
             or an object with ``metadata()`` and iteration; tensors of any dtype, shape, strides and device.
         :param version: its number, greater than every earlier one; None: the next one.

@@ -33,15 +33,24 @@ class Collectives:
     everyone, before the Pending resolves, and never otherwise. Calls are paired in the order in which each member makes
     them; ``step`` tags (whole numbers that grow) keep a peer that joined again from being paired with the wrong call.
 
-    ``deadline`` is in seconds, by default the channel's. A Pending fails with
+    With ``on_lost = "drop"`` (the default of a channel) an operation that loses a member, or one that can no longer be heard,
+    runs again over the others, from the tensors as they were at the call: a mean divides by those that took part, and the
+    receipt's ``members``, ``lost`` and ``reasons`` name everyone. A failure with everybody alive is tried again, too.
 
-    * :class:`~replicas.errors.PeersLost`: a participant died; call again over those that are left;
+    ``deadline`` is in seconds, by default the channel's, for all attempts together. A Pending fails with
+
+    * :class:`~replicas.errors.PeersLost`: it cannot be done without a member that died: its root, the other one of a pair, or
+      any with ``on_lost = "raise"``;
     * :class:`~replicas.errors.DeadlineExceeded`: not everyone called, or it took too long;
     * :class:`~replicas.errors.RanksDisagree`: the peers called different things;
-    * :class:`~replicas.errors.Gone`: ``step`` has passed; :class:`~replicas.errors.OutcomeUnknown`.
+    * :class:`~replicas.errors.Gone`: ``step`` has passed; or the others went on without this member while it could not be
+      heard. Its next call pairs with the others' next one;
+    * :class:`~replicas.errors.OutcomeUnknown`: no verdict came in time; wait again, or make the next call, which settles it;
+    * :class:`~replicas.errors.Disconnected`: the coordinator was replaced before it ran: it did not happen, call again.
 
-    The call itself raises :class:`~replicas.errors.UsageError` for arguments of no use, and
-    :class:`~replicas.errors.NoCapacity` when there is no memory for the copy.
+    The call itself raises :class:`~replicas.errors.UsageError` for arguments of no use,
+    :class:`~replicas.errors.NoCapacity` when there is no memory for the copy, and :class:`~replicas.errors.Gone` (once) when
+    an earlier operation of unknown outcome did succeed, and nobody has waited for it again.
     """
 
     _operations: Operations
@@ -89,7 +98,8 @@ class Collectives:
     ) -> Pending[Receipt]:
         """Give everyone everyone's tensors, in ``receipt.outputs``, by member. Shapes and dtypes may differ by member.
 
-        :param out: tensors to write into: those of the first participant, then of the next, in the order of members.
+        :param out: tensors to write into: those of the first participant, then of the next, in the order of members. Those
+            for a member that was lost on the way stay as they are.
         """
         inputs = _tensors("all_gather", tensors)
         return self._start_operation(Operation("all_gather", inputs, _targets("all_gather", out), step=step), deadline)
@@ -120,6 +130,8 @@ class Collectives:
     ) -> Pending[Receipt]:
         """``src`` gives one tensor to each participant, in the order of members; in ``receipt.tensors`` and ``out``.
 
+        The tensor of a member that is lost on the way falls away.
+
         :param tensors: on ``src`` one tensor a participant; None on the others.
         """
         inputs = () if tensors is None else _tensors("scatter", tensors)
@@ -137,7 +149,10 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Each passes one tensor a participant; each gets its own one, reduced; in ``receipt.tensors`` and ``out``."""
+        """Each passes one tensor a participant; each gets its own one, reduced; in ``receipt.tensors`` and ``out``.
+
+        The tensors for a member that is lost on the way fall away.
+        """
         inputs = _tensors("reduce_scatter", tensors)
         _check_op("reduce_scatter", op, inputs)
         targets = _targets("reduce_scatter", None if out is None else (out,))

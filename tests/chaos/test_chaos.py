@@ -1,9 +1,9 @@
 """Faults by seed, one round after the other, on one run; after each, the invariants.
 
-Without more it goes on for some 100 seconds. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or a longer one
-(``make chaos ROUNDS=500 SEED=3``): the same seed deals the same faults, targets, moments and delays. ``CHAOS_WORLD``:
-``exec``, ``torchrun`` or ``torchrun-all`` in place of the seed's choice. ``CHAOS_AT_ONCE``: up to so many faults in a round;
-``CHAOS_ONLY="freeze store"``: only such. ``pytest -s`` shows each round and a table at the end.
+Without more it goes on for some 100 seconds, in two worlds. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or a
+longer one (``make chaos ROUNDS=500 SEED=3``): the same seed deals the same faults, targets, moments and delays.
+``CHAOS_WORLD``: ``exec``, ``torchrun`` or ``torchrun-all`` in place of the seed's choice. ``CHAOS_AT_ONCE``: up to so many
+faults in a round; ``CHAOS_ONLY="freeze store"``: only such. ``pytest -s`` shows each round and a table at the end.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from tests.chaos.rig import GUEST, Shape, World, open_world
 from tests.support.runs import eventually
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
-SECONDS = 100.0
+SECONDS = 50.0
+"""How long a run goes on when it is not told how many rounds."""
 SEED = int(os.environ.get("CHAOS_SEED", "7"))
 AT_ONCE = int(os.environ.get("CHAOS_AT_ONCE", "2"))
 ONLY = os.environ.get("CHAOS_ONLY", "")
@@ -150,10 +151,17 @@ class Chaos:
             self.report.by_moment[attack.fault.moment].append(seconds)
 
 
+def worlds() -> list[str]:
+    """Those to be run through: of a long run one, by the seed if it is not named."""
+    if named := os.environ.get("CHAOS_WORLD"):
+        return [named]
+    return [random.Random(SEED).choice(sorted(WORLDS))] if ROUNDS else ["exec", "torchrun-all"]
+
+
 @pytest.mark.timeout(300 + 45 * ROUNDS)
-def test_chaos(tmp_path: Path) -> None:
-    rng = random.Random(SEED)
-    shape = WORLDS[os.environ.get("CHAOS_WORLD") or rng.choice(sorted(WORLDS))]
+@pytest.mark.parametrize("name", worlds())
+def test_chaos(name: str, tmp_path: Path) -> None:
+    rng, shape = random.Random(SEED), WORLDS[name]
     print(f"seed {SEED}: {shape}", flush=True)
     with open_world(tmp_path, shape) as world:
         run = world.run

@@ -108,7 +108,7 @@ async def test_a_sidecar_alone_builds_a_group_and_moves_what_was_on_the_gpu() ->
         kinds: tuple[OperationKind, ...] = ("all_reduce", "broadcast", "all_gather", "reduce")
         for kind in kinds:
             ((inputs, outputs),) = await alone.run(kind, [given], root=0, timeout_s=TIMEOUT_S)
-            found = read_segments(outputs if kind == "all_gather" else inputs, segments_of(given))
+            found = read_segments(inputs if kind == "broadcast" else outputs, segments_of(given))
             assert all(torch.equal(bits(one), bits(other)) for one, other in zip(found, given, strict=True)), kind
         await alone.run("barrier", [[]], timeout_s=TIMEOUT_S)
 
@@ -126,8 +126,8 @@ async def test_two_sidecars_share_one_gpu() -> None:
             assert {result.image_digest for result in results} == {digest_of(slots[0].data)}
         assert_same(views(slots[1].buffer.tensor(), manifest), weights)
         ones = [torch.full((5,), value, device=DEVICE) for value in (1.0, 2.0)]
-        for inputs, _ in await two.run("all_reduce", [[one] for one in ones], op="mean", timeout_s=TIMEOUT_S):
-            assert torch.equal(read_segments(inputs, segments_of(ones[:1]))[0], torch.full((5,), 1.5))
+        for _, outputs in await two.run("all_reduce", [[one] for one in ones], op="mean", timeout_s=TIMEOUT_S):
+            assert torch.equal(read_segments(outputs, segments_of(ones[:1]))[0], torch.full((5,), 1.5))
         kinds: list[OperationKind] = ["send", "recv"]
         pairs = await two.run("send", [ones[:1], []], order=(1, 0), kinds=kinds, timeout_s=TIMEOUT_S)
         assert torch.equal(read_segments(pairs[1][1], segments_of(ones[:1]))[0], torch.ones(5))

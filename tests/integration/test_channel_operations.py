@@ -156,12 +156,8 @@ async def test_a_peer_that_leaves_in_the_middle() -> None:
         a = torch.ones(2)
         pendings = [peer.all_reduce(a) for peer in peers[:2]]
         await asyncio.to_thread(peers[2].close)
-        results = await asyncio.gather(*(pending._wait_async() for pending in pendings), return_exceptions=True)
-        if all(isinstance(result, Receipt) for result in results):
-            assert len(results[0].members) == 2  # type: ignore[union-attr]  # checked in the line before
-        else:
-            assert all(isinstance(result, errors.PeersLost) for result in results)
-            assert a.sum() == 2
+        results = await asyncio.gather(*(pending._wait_async() for pending in pendings))
+        assert len(results[0].members) == 2
         await everyone(peers[:2], lambda i, p: p.barrier())
 
 
@@ -175,12 +171,7 @@ async def test_a_killed_sidecar_is_replaced() -> None:
             assert lane.sidecar is not None
             os.kill(lane.sidecar.pid, signal.SIGKILL)
         tensors = [torch.ones(2), torch.ones(2)]
-        for _ in range(3):
-            try:
-                await everyone(peers, lambda i, p: p.all_reduce(tensors[i], deadline=10))
-                break
-            except errors.SyncError:
-                assert all(tensor.sum() == 2 for tensor in tensors)
+        await everyone(peers, lambda i, p: p.all_reduce(tensors[i], deadline=30))
         assert all(tensor.sum() == 4 for tensor in tensors)
 
 

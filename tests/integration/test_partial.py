@@ -44,7 +44,7 @@ def states(run: Run) -> tuple[str, int]:
     return replica.state, replica.generation
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(240)
 def test_a_half_loaded_replica_is_restarted_as_a_whole(tmp_path: Path) -> None:
     out = tmp_path / "out"
     out.mkdir()

@@ -1,0 +1,52 @@
+"""A stopped process with a dead child, as the shim sees it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from replicas.supervisor.processes import has_zombie, is_stopped
+from replicas.supervisor.stopped import STOPPED_S, StoppedWatch
+from tests.support.runs import eventually
+
+# Its child lives until a line comes.
+PARENT = "import os, sys, time; os.fork() or os._exit(len(sys.stdin.readline()) > 9); print('up', flush=True); time.sleep(60)"
+
+
+@pytest.fixture
+def parent() -> Iterator[subprocess.Popen[str]]:
+    with subprocess.Popen(
+        [sys.executable, "-c", PARENT], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process
+        process.kill()
+
+
+def test_only_one_that_is_stopped_and_has_a_dead_child_is_blind(parent: subprocess.Popen[str]) -> None:
+    watch = StoppedWatch(parent.pid)
+    assert not watch.blind(0.0)
+    assert watch.wakes == []  # its stop will wake the shim
+
+    parent.send_signal(signal.SIGSTOP)
+    eventually(lambda: is_stopped(parent.pid), "the stop")
+    assert not watch.blind(1.0)
+    assert not watch.blind(100.0)  # stopped, but its rank lives
+    assert watch.wakes
+
+    assert parent.stdin is not None
+    parent.stdin.write("\n")
+    parent.stdin.flush()
+    eventually(lambda: has_zombie(parent.pid), "the end of its child")
+    assert not watch.blind(101.0)
+    assert not watch.blind(101.0 + STOPPED_S)
+    assert watch.blind(101.1 + STOPPED_S)
+
+    parent.send_signal(signal.SIGCONT)
+    eventually(lambda: not is_stopped(parent.pid), "its continuation")
+    assert not watch.blind(200.0)
