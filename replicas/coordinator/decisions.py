@@ -45,8 +45,8 @@ class DecisionLog:
         try:
             data = path.read_bytes()
             complete = data.rfind(b"\n") + 1
-            for line in data[:complete].splitlines():
-                decision = msgspec.json.decode(line, type=CommitDecision)
+            for number, line in enumerate(data[:complete].splitlines(), 1):
+                decision = _decoded(line, number, path)
                 self._note(decision)
                 self.term = max(self.term, decision.term + 1)
             os.ftruncate(self._fd, complete)
@@ -161,3 +161,13 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
     ours = os.fstat(fd)
     return (ours.st_dev, ours.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _decoded(line: bytes, number: int, path: Path) -> CommitDecision:
+    try:
+        return msgspec.json.decode(line, type=CommitDecision)
+    except msgspec.DecodeError as exc:
+        raise errors.WorldError(
+            f"line {number} of the decision log {path} is damaged: {exc}",
+            hint="restore the file, or move it away and publish with version= above every number that was used",
+        ) from exc

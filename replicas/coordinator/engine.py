@@ -317,7 +317,7 @@ class Engine:
             await asyncio.sleep(max(0.0, due - self._now()))
             now = self._now()
             late = max(0.0, now - due)
-            self.lag_s = max(late, self.lag_s * 0.98)
+            self.lag_s = max(late, self.lag_s * 0.9)
             due = now + TICK_S
             if late > PAUSE_S:
                 log.warning("this process did not run for %.1f s: leases are extended by as much", late)
