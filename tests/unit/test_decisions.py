@@ -90,5 +90,5 @@ def test_a_long_log_is_written_anew_and_stays_locked(tmp_path: Path, monkeypatch
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b'{"kind": "commit"}\n')
-    with pytest.raises(errors.WorldError, match="line 1 of the decision log .* is damaged"):
+    with pytest.raises(errors.WorldError, match=r"line 1 of the decision log .* is damaged"):
         DecisionLog(tmp_path / "log")
