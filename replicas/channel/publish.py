@@ -52,6 +52,9 @@ from replicas.weights.packing import Feed, Mode, pack, stage
 
 __all__ = ["Publisher"]
 
+LATE_S = 15.0
+"""How long a publish whose own time is over may still take, once a new coordinator has heard of it."""
+
 
 class Publisher:
     """Publishes of one channel in this process."""
@@ -173,7 +176,7 @@ class Publisher:
     def new_term(self) -> None:
         self._uploaded = ""
         for job in sorted((*self._unsettled.values(), *self._jobs.values()), key=lambda job: job.number):
-            self._hub.send(job.begin(job.left_s if job.number in self._jobs else GRACE_S))
+            self._hub.send(job.begin(job.left_s if job.number in self._jobs else LATE_S))
             if job.failed is not None:
                 self._hub.send(job.failed)
             elif job.packed:

@@ -272,15 +272,25 @@ class Pairing:
             return False
         ready = True
         messages = [post.message for post in heads]
+        found = {post.member: self._settling.answers(post.message, messages) for post in heads}
+        if any(None in answers.values() for answers in found.values()) and self._unheard(heads):
+            return False
         for post in heads:
-            answers = self._settling.answers(post.message, messages)
+            answers = found[post.member]
             for ref, applied in answers.items():
-                self._out(Send(post.member, OperationSettled(ref, applied)))
+                self._out(Send(post.member, OperationSettled(ref, bool(applied))))
             missed = [ref for ref, applied in answers.items() if applied]
             if missed:
                 self._refuse(post, self._settling.missed(post.member.name, missed))
                 ready = False
         return ready
+
+    def _unheard(self, heads: Sequence[Post]) -> bool:
+        """Whether a member that was there under an earlier coordinator is not among those who call."""
+        here = {post.member for post in heads}
+        domain = self.domain_of(heads[0].member)
+        others = [state for state in self._roster if state.is_peer and state.carries and state.member not in here]
+        return any(state.from_before and self.domain_of(state.member) == domain for state in others)
 
     def _root_of(self, heads: Sequence[Post]) -> int:
         post = heads[0]

@@ -196,9 +196,10 @@ async def test_an_operation_that_hears_nothing_ends_by_itself(target: World, mon
     target.tell(go)
     assert "the call 1 of rollout/0/0 has ended" in (await target.session.next(wire.OperationFailed)).error.message
     sidecar.gate.set_result(None)
-    pending, go = await posted(target, tensor, 0.2)
+    pending, go = await posted(target, tensor, 60.0)
     target.tell(go)
     await target.session.next(wire.OperationDone)
+    target.operations._overdue(target.operations._jobs[go.post])  # what its timer does
     with pytest.raises(errors.OutcomeUnknown):
         await pending
     target.tell(wire.OperationEnd(go.post, wire.ReceiptData(1, (ME,), (), 0, 0.1, {})))

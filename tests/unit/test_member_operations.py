@@ -63,9 +63,9 @@ class Call:
         return wire.OperationEnd(self.post.post, None, wire.WireError("PeersLost", "it is gone"))
 
 
-async def call(world: World, deadline_s: float = 5.0) -> Call:
+async def call(world: World) -> Call:
     tensor = torch.arange(4.0)
-    pending = world.operations.start(Operation("all_reduce", (tensor,)), deadline_s)
+    pending = world.operations.start(Operation("all_reduce", (tensor,)), 60.0)
     return Call(tensor, pending, await world.session.next(wire.OperationPost))
 
 
@@ -77,18 +77,14 @@ async def open_lane(world: World, name: str = "x") -> Sidecar:
 
 async def unknown(world: World, number: int) -> Call:
     """One that said done and then had to end by itself."""
-    made = await call(world, 0.05)
+    made = await call(world)
     world.tell(made.go(number))
     await world.session.next(wire.OperationDone)
-    with pytest.raises(errors.OutcomeUnknown, match=r"the all_reduce did not end within its 0\.05 s"):
+    world.operations._overdue(world.operations._jobs[made.post.post])  # what its timer does
+    with pytest.raises(errors.OutcomeUnknown, match="the all_reduce did not end within its 60 s"):
         await made.pending
     assert made.tensor.tolist() == [0, 1, 2, 3]
     return made
-
-
-@pytest.fixture
-def no_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.channel.operations.GRACE_S", 0.0)
 
 
 # ---------------------------------------------------------------- attempts
@@ -153,7 +149,7 @@ async def test_a_lane_gets_its_operations_in_the_order_of_their_go(
     monkeypatch.setattr(Sidecar, "collective", collective)
     await open_lane(world)
     slow = await call(world)  # it needs fresh memory, which takes a thread
-    pending = world.operations.start(Operation("send", (torch.ones(1),), root="rollout/1"), 5.0)
+    pending = world.operations.start(Operation("send", (torch.ones(1),), root="rollout/1"), 60.0)
     quick = Call(torch.ones(1), pending, await world.session.next(wire.OperationPost))
     world.tell(slow.go(1), quick.go(2))
     for number in (1, 2):
@@ -164,7 +160,6 @@ async def test_a_lane_gets_its_operations_in_the_order_of_their_go(
 # ---------------------------------------------------------------- unknown outcomes
 
 
-@pytest.mark.usefixtures("no_grace")
 async def test_an_unknown_outcome_that_was_a_success_is_collected_by_waiting_again(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,7 +195,6 @@ async def test_an_unknown_outcome_that_was_a_success_is_collected_by_waiting_aga
     assert (following.post.applied, following.post.unsettled) == (("1.7",), ())
 
 
-@pytest.mark.usefixtures("no_grace")
 async def test_the_next_call_tells_once_of_results_that_nobody_has_collected(world: World) -> None:
     await open_lane(world)
     made = await unknown(world, 7)
@@ -218,7 +212,6 @@ async def test_the_next_call_tells_once_of_results_that_nobody_has_collected(wor
     assert made.tensor.tolist() == [0, 2, 4, 6]
 
 
-@pytest.mark.usefixtures("no_grace")
 @pytest.mark.parametrize("late", [True, False])
 async def test_an_unknown_outcome_that_was_a_failure(world: World, late: bool) -> None:
     await open_lane(world)
@@ -271,7 +264,6 @@ async def test_what_was_posted_to_nobody_is_posted_to_the_new_coordinator(world:
         await made.pending
 
 
-@pytest.mark.usefixtures("no_grace")
 async def test_only_the_last_few_results_are_kept(world: World) -> None:
     await open_lane(world)
     calls = [await unknown(world, number) for number in range(1, KEPT_RESULTS + 3)]
@@ -287,7 +279,6 @@ async def test_only_the_last_few_results_are_kept(world: World) -> None:
     assert world.operations._kept == ()
 
 
-@pytest.mark.usefixtures("no_grace")
 async def test_results_that_are_pushed_out_or_closed_are_gone(world: World) -> None:
     await open_lane(world)
     first = await unknown(world, 1)
@@ -305,7 +296,6 @@ async def test_results_that_are_pushed_out_or_closed_are_gone(world: World) -> N
     assert made.tensor.tolist() == tensor.tolist()
 
 
-@pytest.mark.usefixtures("no_grace")
 async def test_nothing_piles_up(world: World) -> None:
     for number in range(1, 31):
         lane = f"lane {number}"

@@ -460,6 +460,26 @@ def test_a_new_coordinator_asks_those_who_know(told: bool) -> None:
     assert verdict(sims[0], 2) == verdict(sims[1], 3) == "ok"
 
 
+def test_nothing_is_settled_before_everyone_from_before_has_spoken() -> None:
+    world, sims = peers(3)
+    started(world, sims, stuck=[])
+    ref = sims[0].goes[0].ref
+    world.restart()
+    for sim in sims:
+        world.rejoin(sim)
+    world.advance(5.0, frozen=(sims[2],))  # it has applied the operation, and cannot say so yet
+    sims[0].post("all_reduce", unsettled=(ref,))
+    sims[1].post("all_reduce", unsettled=(ref,))
+    world.advance(5.0, frozen=(sims[2],))
+    assert not any(isinstance(m, wire.OperationSettled) for m in sims[0].seen)
+    world.advance(1.0)
+    sims[2].post("all_reduce", applied=(ref,))
+    world.run()
+    for sim in sims[:2]:
+        assert wire.OperationSettled(ref, True) in sim.seen
+        assert verdict(sim, 2) == "Gone"
+
+
 def test_a_coordinator_remembers_its_own_verdicts() -> None:
     world, sims = peers(2)
     started(world, sims, stuck=[])
