@@ -48,6 +48,8 @@ class Commits:
         """Number and digest of the newest committed version."""
         self.committed: Payload | None = None
         """Its bytes, once they are known here."""
+        self._decided_here = False
+        """Whether the newest commit is of a publish under this coordinator: then it is no other source's of that number."""
         self.main: Transfer | None = None
         self.catch_up = CatchUp(channel)
         self.kept_lane: Lane | None = None
@@ -155,7 +157,7 @@ class Commits:
 
     def _overtaken(self, publish: Publish, now: float) -> None:
         """Its number is that of the newest commit (it was decided before the coordinator started again), or an older one."""
-        if publish.resumed and publish.version == self.latest:
+        if publish.resumed and publish.version == self.latest and not self._decided_here:
             channel = self._channel
             holders = [s for s in channel.roster if s.is_target and s.carries and publish.version in s.held]
             publish.receipt = ReceiptData(
@@ -226,6 +228,7 @@ class Commits:
         payload.digest = digest
         self._manifests.committed(payload)
         self._decide(publish.version, digest, payload)
+        self._decided_here = True
         seconds = now - publish.began_at
         phases = publish.phases(now, max(0.0, seconds - _accounted(publish, now)))
         publish.receipt = ReceiptData(
@@ -247,6 +250,7 @@ class Commits:
         """The decision: on disk before anyone is told."""
         channel = self._channel
         self.latest, self.decided, self.committed = version, digest, payload
+        self._decided_here = False
         decision = CommitDecision("commit", channel.config.name, version, digest, channel.roster.epoch, channel.term)
         channel.out.append(Record(decision))
         commit = self.commit_message()

@@ -58,6 +58,7 @@ class Pairing:
         reply: Callable[[Post, errors.ReplicasError], None],
         running: Callable[[str], bool],
     ) -> None:
+        self._expects = True
         self._roster = roster
         self._settling = settling
         self._out = out
@@ -101,7 +102,11 @@ class Pairing:
                 else:
                     ranks = [0]
                 names += [f"{party.group}/{replica}/{rank}" for rank in ranks]
-        return [name for name in names if name not in self._roster.seen]
+        return [name for name in names if name not in self._roster.seen] if self._expects else []
+
+    def expect_nobody(self) -> None:
+        """Wait for no peer to join for the first time: they have had their time, under another coordinator."""
+        self._expects = False
 
     def _name(self, root: str, member: Member) -> str:
         """The full name of ``root`` as ``member`` means it."""

@@ -109,6 +109,8 @@ class Recovery:
         if passed < RECOVERY_S or (unheard and passed < 2 * RECOVERY_S):
             return
         self._done = True
+        if any(state.is_peer and state.from_before for state in self._channel.roster):
+            self._channel.operations.pairing.expect_nobody()
         self._handle_deferred(now)
         self._end_known_publishes(now)
         for version in sorted(self._prepared()):

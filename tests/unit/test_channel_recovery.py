@@ -6,7 +6,7 @@ import pytest
 
 from replicas.core.recovery import RECOVERY_S
 from replicas.core.roster import GroupShape
-from tests.support.channel_world import SimMember, World
+from tests.support.channel_world import SimMember, World, peer_config
 
 WINDOW_S = 2 * RECOVERY_S + 0.6
 
@@ -233,3 +233,39 @@ def test_a_member_from_before_that_comes_late_still_counts() -> None:
     receipt = fresh.verdicts[number].receipt
     assert receipt is not None
     assert receipt.version == 2
+
+
+def test_a_peer_that_died_for_good_does_not_hold_up_the_others_of_a_new_coordinator() -> None:
+    world = World(peer_config(), {"peer": GroupShape(replicas=3)})
+    sims = [world.join(f"peer/{index}/0") for index in range(3)]
+    for sim in sims:
+        sim.post("barrier")
+    world.run()
+    world.lose(sims[2])
+    world.run()
+    world.restart()
+    for sim in sims[:2]:
+        world.rejoin(sim)
+    posts = [sim.post("all_reduce") for sim in sims[:2]]
+    world.advance(WINDOW_S)
+    assert all(sim.ends[post].receipt is not None for sim, post in zip(sims[:2], posts, strict=True))
+
+
+def test_a_number_that_another_source_used_meanwhile_is_no_receipt_for_the_first() -> None:
+    world, (trainer, target) = world_of("trainer/0/0", "rollout/0/0")
+    number = trainer.publish()
+    world.up(trainer)
+    while world.down(trainer):
+        pass
+    trainer.pack(number)
+    world.restart(keep_log=False)
+    other = world.join("trainer/1/0")
+    world.members[target.member] = target
+    publish(world, other)
+    world.advance(1.0)
+    assert [decision.version for decision in world.decisions] == [1]
+    world.rejoin(trainer)
+    world.advance(WINDOW_S)
+    error = trainer.verdicts[number].error
+    assert error is not None
+    assert error.kind == "StaleVersion"

@@ -13,7 +13,16 @@ from tests.support.channel_world import World, peer_config
 WARM_UP, ROUNDS = 60, 160
 KEPT = 256
 """The longest list that is kept: verdicts of operations. The warm-up fills it."""
-SHARED = (int, float, type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.CodeType)
+SHARED = (
+    int,
+    float,
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    types.CodeType,
+)
 
 
 def census(state: ChannelState) -> Counter[str]:
