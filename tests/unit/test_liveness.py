@@ -7,7 +7,9 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -82,6 +84,9 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
     )
     assert process.stdout is not None
     process.stdout.readline()
+    stat, seen = Path(f"/proc/{process.pid}/stat"), ""
+    while seen != (seen := stat.read_text()) or ") S " not in seen:  # until it is in its input(), and does nothing
+        time.sleep(0.02)
     yield process
     process.kill()
     process.communicate()
