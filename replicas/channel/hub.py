@@ -401,6 +401,8 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
         kind, text = errors.DeadlineExceeded, f"{phase} did not end in time"
     elif isinstance(error, OSError):
         kind = errors.WorldError
+    elif "after shutdown" in text or "interpreter shutdown" in text:  # concurrent.futures has no type for it
+        kind, text = errors.Gone, f"the process is ending, and {phase} cannot go on"
     elif isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         kind = errors.NoCapacity
     else:

@@ -272,6 +272,8 @@ class Operations:
         for post in operation.posts:
             self.pairing.end(post)
             self._reply(post, error, receipt)
+        if error is None and not operation.pairwise:
+            self.pairing.succeeded(operation.due.domain, operation.posts[0].message.step)
         outcome = "ok" if error is None else type(error).__name__
         self.totals[outcome] = self.totals.get(outcome, 0) + 1
         self._out(Emit(OperationEnded(self._roster.config.name, operation.kind, outcome, seconds)))

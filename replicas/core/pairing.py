@@ -147,13 +147,25 @@ class Pairing:
         missed = self._missed.pop(post.member, None)
         if message.step is None:
             return self._gone(post.member, missed) if missed else None
-        passed = self._steps.get(self.domain_of(post.member), -1)
-        if message.step <= passed:
-            hint = "bring this peer to the present state, then go on with the others' next step"
-            return errors.Gone(
-                f"step {message.step} has passed: the others have done step {passed}", phase="wait", hint=hint
-            )
-        return None
+        return self._step_problem(post)
+
+    def _step_problem(self, post: Post) -> errors.ReplicasError | None:
+        step, passed = post.message.step, self._steps.get(self.domain_of(post.member), -1)
+        if step is None or step > passed:
+            return None
+        hint = "bring this peer to the present state, then go on with the others' next step"
+        return errors.Gone(f"step {step} has passed: the others have done step {passed}", phase="wait", hint=hint)
+
+    def succeeded(self, domain: int, step: int | None) -> None:
+        """A collective with this tag was done. One that failed may be tried again with the same tag."""
+        if step is None:
+            return
+        self._steps[domain] = step
+        for member in [member for member in self._streams if self.domain_of(member) == domain]:
+            for post in [post for post in self._unstarted(member) if not post.pairwise]:
+                error = self._step_problem(post)
+                if error is not None:
+                    self._refuse(post, error)
 
     def _peer_problem(self, post: Post) -> errors.ReplicasError | None:
         kind, root = post.message.kind, post.message.root
@@ -255,9 +267,6 @@ class Pairing:
             return
         for post in heads:
             post.started = True
-        step = heads[0].message.step
-        if step is not None:
-            self._steps[domain] = step
         self._pass_by(domain, heads[0])
         yield Due(heads[0].message.kind, tuple(heads), root, domain, first)
 

@@ -269,32 +269,39 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-def _decode(data: bytes, kind: Any) -> Any:
+# Made here and not at the first use: two threads must not meet a struct type for the first time at once.
+_forkserver_request = msgspec.msgpack.Decoder(ForkserverRequest)
+_forkserver_reply = msgspec.msgpack.Decoder(ForkserverReply)
+_request = msgspec.msgpack.Decoder(Request)
+_reply = msgspec.msgpack.Decoder(Reply)
+
+
+def _decode(data: bytes, decoder: Any) -> Any:
     try:
-        return msgspec.msgpack.decode(data, type=kind)
+        return decoder.decode(data)
     except msgspec.DecodeError as error:
         raise ConnectionError(f"malformed message: {error}") from error
 
 
 def decode_forkserver_request(data: bytes) -> ForkserverRequest:
     """What a rank sent to a forkserver; :class:`ConnectionError` for anything malformed, as in all of these."""
-    request: ForkserverRequest = _decode(data, ForkserverRequest)
+    request: ForkserverRequest = _decode(data, _forkserver_request)
     return request
 
 
 def decode_forkserver_reply(data: bytes) -> ForkserverReply:
-    reply: ForkserverReply = _decode(data, ForkserverReply)
+    reply: ForkserverReply = _decode(data, _forkserver_reply)
     return reply
 
 
 def decode_request(data: bytes) -> Request:
     """What a rank sent to a sidecar."""
-    request: Request = _decode(data, Request)
+    request: Request = _decode(data, _request)
     return request
 
 
 def decode_reply(data: bytes) -> Reply:
-    reply: Reply = _decode(data, Reply)
+    reply: Reply = _decode(data, _reply)
     return reply
 
 

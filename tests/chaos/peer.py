@@ -23,6 +23,8 @@ PEERS = os.environ.get("CHAOS_PEERS", "").split()
 
 ELEMENTS = 50_000
 PAUSE_S = 0.05
+CATCH_UP_S = 0.005
+"""Before the next try: less than the pause of the others, who are to be caught up with."""
 
 
 def start_peer(orders: Orders) -> None:
@@ -64,13 +66,14 @@ def _reduce_for_ever(channel: replicas.Channel, log: Log, orders: Orders) -> Non
             if isinstance(error, replicas.errors.Fenced):
                 return
             step = max(step + isinstance(error, replicas.errors.Gone), _newest())
+            time.sleep(CATCH_UP_S)
         else:
             members = [f"{m.group}-{m.replica}" for m in receipt.members]
             values = sorted({given[0].min().item(), given[0].max().item(), given[1][1].item()})
             mean_step = given[1][0].item()
             log.tell(step=step, members=members, values=values, mean_step=mean_step, seconds=time.monotonic() - began)
             step += 1
-        time.sleep(PAUSE_S)
+            time.sleep(PAUSE_S)
 
 
 def _announce(step: int) -> None:

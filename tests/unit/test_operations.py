@@ -87,6 +87,32 @@ def test_peers_that_post_different_things_all_hear_of_it(one: dict[str, object],
     assert kind_of(first, 2) == kind_of(second, 2) == "ok"
 
 
+def test_a_step_that_failed_may_be_tried_again() -> None:
+    world, (first, second) = peers(2)
+    for sim in (first, second):
+        sim.mute = True
+        sim.post("all_reduce", step=3, deadline_s=5.0)
+    world.advance(6.0)
+    assert kind_of(first, 1) == kind_of(second, 1) == "DeadlineExceeded"
+    for sim in (first, second):
+        sim.mute = False
+        sim.post("all_reduce", step=3)
+    world.run()
+    assert kind_of(first, 2) == kind_of(second, 2) == "ok"
+
+
+def test_a_call_that_waits_is_refused_when_its_step_passes() -> None:
+    world, (first, second) = peers(2)
+    for sim in (first, second):
+        sim.post("all_reduce", step=3)
+    world.up(first)
+    world.up(second)
+    late = second.post("all_reduce", step=2)
+    world.run()
+    assert kind_of(second, late) == "Gone"
+    assert kind_of(first, 1) == "ok"
+
+
 def test_a_step_that_has_passed_is_gone() -> None:
     world, (first, second) = peers(2)
     for sim in (first, second):
