@@ -3,12 +3,13 @@
 A target that (re)starts is ready when it has loaded the newest committed version, and stays ready when newer ones are
 committed (its lag is a metric). Before the first commit of a channel, joining is enough, and so it is when the newest
 version has died with everybody who held it: a source may wait for its targets before it publishes again. A rank that left
-in good order has done its part.
+in good order has done its part; but when the others of its replica go on, and ask for a newer version, they are *stranded*:
+a version is loaded by all ranks or by none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 
 import msgspec
 
@@ -18,10 +19,18 @@ from replicas.core.roster import MemberState
 
 __all__ = ["Readiness", "ReadinessBook"]
 
+STRANDED_S = 5.0
+"""Ranks of one replica do not leave at the same moment."""
+
 
 class Readiness(msgspec.Struct, frozen=True):
-    """``reason``: what is missing. ``partial``: a rank failed to load. ``progressed_s``: since its last
-    sign of progress; None while it waits for others (in a receive or an operation), which is no lack of progress.
+    """How a replica stands.
+
+    :ivar reason: what is missing.
+    :ivar partial: a rank failed to load.
+    :ivar stranded: a rank waits for a version that it cannot get any more, because another one has left.
+    :ivar progressed_s: since its last sign of progress; None while it waits for others (in a receive or an operation), which
+        is no lack of progress.
     """
 
     ready: bool
@@ -29,6 +38,7 @@ class Readiness(msgspec.Struct, frozen=True):
     heartbeat_age_s: float | None = None
     versions: dict[str, int] = {}
     partial: bool = False
+    stranded: bool = False
     progressed_s: float | None = None
 
 
@@ -44,7 +54,7 @@ class ReadinessBook:
         reasons: list[str] = []
         versions: dict[str, int] = {}
         seen: list[MemberState] = []
-        partial = False
+        partial = stranded = False
         for channel in channels:
             if not _concerns(channel.config, group):
                 continue
@@ -61,6 +71,9 @@ class ReadinessBook:
                 partial = partial or round_.partial
                 if not missing and not left:
                     reasons += self._behind(channel, group, replica, generation)
+                if left and (text := _stranded(channel, members, now)):
+                    stranded = True
+                    reasons.append(text)
         ages = [now - state.last_seen for state in seen]
         progressed = [now - state.progressed_at for state in seen]
         waits = any(channel.waits(state.member) for channel in channels for state in seen)
@@ -70,6 +83,7 @@ class ReadinessBook:
             heartbeat_age_s=max(ages, default=None),
             versions=versions,
             partial=partial,
+            stranded=stranded,
             progressed_s=None if waits else min(progressed, default=None),
         )
 
@@ -92,8 +106,19 @@ def _concerns(config: ChannelConfig, group: str) -> bool:
 
 def _left(channel: ChannelState, group: str, replica: int, generation: int) -> set[int]:
     """Ranks of this generation that left in good order."""
-    names = ((name.split("/"), of) for name, of in channel.roster.left.items())
+    names = ((name.split("/"), of) for name, (of, _) in channel.roster.left.items())
     return {int(rank) for (g, r, rank), of in names if (g, int(r), of) == (group, replica, generation)}
+
+
+def _stranded(channel: ChannelState, ranks: Sequence[MemberState], now: float) -> str:
+    """Why ranks of a replica wait in vain: others of it have left, and some time ago."""
+    names = {f"{state.member.replica_name}/" for state in ranks}
+    since = [at for name, (_, at) in channel.roster.left.items() if any(name.startswith(known) for known in names)]
+    asking = [state for state in ranks if channel.rounds.wants(state.member, channel.commits.latest)]
+    if not asking or not since or now - max(since) < STRANDED_S:
+        return ""
+    waiting = ", ".join(str(state.member.rank) for state in asking)
+    return f"{channel.config.name}: rank {waiting} waits for version {channel.commits.latest}, other ranks have left"
 
 
 def _expected(config: ChannelConfig, group: str, world: int) -> set[int]:

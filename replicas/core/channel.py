@@ -137,7 +137,7 @@ class ChannelState:
         if state.observes:
             return
         if reason == "left":
-            self.roster.left[member.name] = state.hello.generation
+            self.roster.left[member.name] = (state.hello.generation, now)
         elif reason != "fenced":
             self.roster.note_loss(member.name, now)
         if state.is_peer:

@@ -136,8 +136,8 @@ class Roster:
         self._members: dict[Member, MemberState] = {}
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
-        self.left: dict[str, int] = {}
-        """Generation of those that left in good order, by name, until they join again."""
+        self.left: dict[str, tuple[int, float]] = {}
+        """Generation of those that left in good order, and when, by name, until they join again."""
         self._losses: dict[str, deque[float]] = {}
 
     def __iter__(self) -> Iterator[MemberState]:

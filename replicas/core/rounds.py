@@ -59,6 +59,11 @@ class Rounds:
         """Whether the member waits for a grant."""
         return member in self.of(member.group, member.replica).asks
 
+    def wants(self, member: Member, version: int) -> bool:
+        """Whether it waits for ``version`` or an older one."""
+        found = self.of(member.group, member.replica).asks.get(member)
+        return found is not None and found.after < version
+
     def ask(self, member: Member, ask: ReceiveAsk) -> None:
         self.of(member.group, member.replica).asks[member] = ask
 

@@ -175,9 +175,13 @@ class Replica:
             self._end(Event.PROGRESS_TIMEOUT, Cause("progress_timeout", text))
         elif view.partial:
             self._end(Event.LOAD_TIMEOUT, Cause("load_timeout", "it loaded a version only in part"))
-        elif not ready and self._was_ready and not self._left and now - self._unready_at > health.load_deadline_s:
+        elif self._overdue(view, ready) and now - self._unready_at > health.load_deadline_s:
             text = f"not ready again within {health.load_deadline_s:g} s: {view.reason}"
             self._end(Event.LOAD_TIMEOUT, Cause("load_timeout", text))
+
+    def _overdue(self, view: Readiness, ready: bool) -> bool:
+        """Whether it was ready, and must become so again: not when ranks have left, unless others wait for them."""
+        return not ready and self._was_ready and (not self._left or view.stranded)
 
     def member_lost(self, rank: int, reason: str) -> None:
         """The coordinator has lost a member of this replica: ``lease``, ``overflow``, ``left`` and others.

@@ -111,3 +111,25 @@ def test_when_the_newest_version_died_with_all_its_holders_a_target_need_not_wai
     assert not book.of().ready, "the trainer still has it"
     book.world.lose(trainer)
     assert book.of().ready, "its source may be waiting for it"
+
+
+def test_ranks_that_wait_in_vain_for_one_that_has_left_are_stranded() -> None:
+    book = Book(world_size=2)
+    trainer = book.world.join("trainer/0/0")
+    first, second = book.join("rollout/0/0"), book.join("rollout/0/1")
+    book.commit()
+    for rank in (first, second):
+        rank.ask()
+    book.world.run()
+    assert book.of().ready
+    book.world.lose(second, "left")
+    first.ask()
+    book.world.advance(10.0)
+    assert book.of().ready, "there is nothing newer: it may be at its end, too"
+    book.commit()
+    assert trainer.verdicts[2].receipt is not None
+    readiness = book.of()
+    assert (readiness.ready, readiness.stranded) == (False, True)
+    assert readiness.reason == "policy: rank 0 waits for version 2, other ranks have left"
+    book.world.lose(first, "left")
+    assert book.of().ready, "it has done its part"
