@@ -25,7 +25,7 @@ __all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "World", "open_world"]
 
 DEADLINE_S = 8.0
 LEASE_S = 4.0
-LOAD_DEADLINE_S = 60.0
+LOAD_DEADLINE_S = 15.0
 """More than a replica needs to be ready again, on a machine that is busy with other things, too."""
 HERE = Path(__file__).parent
 GUEST = "serve-9"
