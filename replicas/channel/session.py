@@ -14,7 +14,9 @@ A heartbeat goes out every ``heartbeat_interval_s``, and the coordinator acks ea
 meanwhile is read first.
 
 Reconnecting goes on as long as the channel is open, with growing, jittered delays; operations end by their own deadlines.
-Only :class:`Refused`, a refused token and malformed frames end a session for good: the handler's ``session_over``.
+A malformed frame ends the connection, and the next one resumes: something on the way may have spoiled it. Only
+:class:`Refused`, a refused token and :data:`MALFORMED_MAX` malformed frames with nothing good in between end a session for
+good: the handler's ``session_over``.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from replicas.messages import (
     encode,
 )
 
-__all__ = ["Session", "SessionHandler"]
+__all__ = ["MALFORMED_MAX", "Session", "SessionHandler"]
 
 logger = logging.getLogger("replicas.channel")
 _quiet = logging.getLogger("replicas.channel.websocket")
@@ -59,6 +61,8 @@ DIAL_PAUSE_S = 1.0
 SILENCE_S = 10.0
 CLOSE_TIMEOUT_S = 1.0
 MAX_FRAME_NBYTES = 256 << 20
+MALFORMED_MAX = 5
+"""Malformed frames in a row: no accident, but a coordinator that speaks another language."""
 ACK_AFTER = 64
 """Messages received without anything sent, after which an ack goes out before the next heartbeat."""
 
@@ -114,6 +118,7 @@ class Session:
         self._task: asyncio.Task[None] | None = None
         self._fd = -1
         self._last_error = ""
+        self._malformed = 0
 
     # ------------------------------------------------------------ for the channel, on the session thread
 
@@ -354,8 +359,11 @@ class Session:
 
     def _decode(self, data: str | bytes) -> ServerFrame:
         try:
-            return decode_server_frame(data if isinstance(data, bytes) else data.encode())
+            frame = decode_server_frame(data if isinstance(data, bytes) else data.encode())
         except msgspec.DecodeError as error:
+            self._malformed += 1
+            if self._malformed < MALFORMED_MAX:
+                raise WebSocketException(f"a malformed frame: {error}") from error
             raise _Over(
                 errors.InternalError(
                     f"the coordinator at {self.endpoint} sent a malformed frame: {error}",
@@ -363,6 +371,9 @@ class Session:
                     hint="use the same version of torch-replicas everywhere",
                 )
             ) from error
+        if frame.seq:
+            self._malformed = 0
+        return frame
 
 
 def _text(error: BaseException) -> str:

@@ -14,7 +14,7 @@ from websockets.exceptions import ConnectionClosed
 
 from replicas import errors
 from replicas.channel import session as session_module
-from replicas.channel.session import Session
+from replicas.channel.session import MALFORMED_MAX, Session
 from replicas.core.identity import ProcessIdentity
 from replicas.messages import (
     PROTOCOL,
@@ -238,11 +238,26 @@ async def test_fenced_later(world: World) -> None:
     assert not world.session.connected
 
 
-@pytest.mark.parametrize("garbage", [b"\xff\x00garbage", b"", encode(ServerFrame(1, 0, Ack()))[:-1]])
-async def test_garbage_ends_the_session_with_a_clear_error(world: World, garbage: bytes) -> None:
+GARBAGE = [b"\xff\x00garbage", b"", encode(ServerFrame(1, 0, Ack()))[:-1]]
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_a_spoiled_frame_costs_a_connection_and_no_more(world: World, garbage: bytes) -> None:
     await world.session.open(5)
     connection = await world.coordinator.connection()
     await connection.send(garbage)
+    again = await world.coordinator.connection()
+    await again.send(encode(ServerFrame(1, 0, Commit(9, "x", "m"))))
+    assert await asyncio.wait_for(world.handler.messages.get(), 5) == Commit(9, "x", "m")
+    assert not world.handler.over.done()
+
+
+@pytest.mark.parametrize("garbage", GARBAGE)
+async def test_nothing_but_garbage_ends_the_session_with_a_clear_error(world: World, garbage: bytes) -> None:
+    await world.session.open(5)
+    for _ in range(MALFORMED_MAX):
+        connection = await world.coordinator.connection()
+        await connection.send(garbage)
     error = await asyncio.wait_for(world.handler.over, 5)
     assert isinstance(error, errors.InternalError)
     assert "sent a malformed frame" in str(error)
