@@ -37,12 +37,12 @@ demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas,
 	@$(BIN)/python examples/grpo/demo.py $(ARGS)
 
 test: $(VENV)/.dev ## run all tests
-	@$(BIN)/python -m pytest -q $(UNIT)
+	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) $(UNIT)
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration tests/gpu
 	@$(BIN)/python -m pytest -q tests/chaos
 
 unit: $(VENV)/.dev ## run the fast tests only
-	@$(BIN)/python -m pytest -q $(UNIT)
+	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) $(UNIT)
 
 integration: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration
