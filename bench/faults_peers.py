@@ -89,7 +89,7 @@ class Field:
             channels = {"outer": {"peers": ["peer"]}}
             coordinator = await stack.enter_async_context(Coordinator(channels, groups={"peer": PEERS}))
             where: dict[str, Any] = {"endpoint": coordinator.endpoint, "token": coordinator.token, "nbytes": NBYTES}
-            await asyncio.gather(*(one.ask("library", replica=number, **where) for number, one in enumerate(ranks)))
+            await asyncio.gather(*(one.ask("channels", replica=number, **where) for number, one in enumerate(ranks)))
             return self.servers[PEERS - 1].sidecars
         if contender == "restart":
             await asyncio.gather(*(one.ask("plain", nbytes=NBYTES) for one in ranks))

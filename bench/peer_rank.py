@@ -99,7 +99,7 @@ class PeerRank:
         self._group: Group = Plain()
         self._tensor = torch.empty(0)
 
-    def library(self, nbytes: int, endpoint: str, token: str, replica: int) -> dict[str, Any]:
+    def channels(self, nbytes: int, endpoint: str, token: str, replica: int) -> dict[str, Any]:
         """Take part by a channel."""
         return self._take(nbytes, lambda: Library(endpoint, token, replica))
 
@@ -158,5 +158,5 @@ class PeerRank:
 
 def handlers(driver: Driver) -> dict[str, Handler]:
     one = PeerRank(driver)
-    mine = (one.library, one.torchft, one.plain, one.renew, one.reduce, one.outlive)
+    mine = (one.channels, one.torchft, one.plain, one.renew, one.reduce, one.outlive)
     return {handler.__name__: handler for handler in (*mine, SyncRank(driver).host)}
