@@ -52,12 +52,16 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``state``: its standing (:data:`replicas.core.membership.MEMBER`); ``note``: why it is behind or quarantined."""
+    """``state``: its standing (:data:`replicas.core.membership.MEMBER`); ``note``: why it is behind or quarantined.
+
+    ``host``: number of its host on the channel: members with the same one share memory. 0: not known yet.
+    """
 
     name: str
     state: Literal["joining", "live", "behind", "quarantined", "observing", "gone"]
     note: str = ""
     role: str
+    host: int = 0
     loaded: int = 0
     held: tuple[int, ...] = ()
     heartbeat_age_s: float = 0.0

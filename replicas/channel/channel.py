@@ -263,9 +263,8 @@ class Channel(Collectives):
             ) from error
         loop.closers.append(self._close_at_exit)
         settings = self._hub.settings
-        leader_only = {"source": settings.source_ranks, "peer": settings.peer_ranks}.get(settings.role) == "leader"
-        if settings.role != "observer" and not (leader_only and self._hub.member.rank):
-            self._hub.call(self._lanes.prepare)
+        if settings.role == "peer" and (settings.peer_ranks != "leader" or self._hub.leader):
+            self._hub.call(self._lanes.prepare)  # the others have sidecars only if they are on several hosts
 
     def _start_operation(self, operation: Operation, deadline: float | None) -> Pending[Receipt]:
         self._check_open()

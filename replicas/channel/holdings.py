@@ -9,8 +9,9 @@ replica and not yet loaded, those being published, and those received and not ye
 running transfers pin theirs. After each change those who wait for a slot (a publish on its own thread, a transfer on the
 session thread) look again.
 
-A version that is released while somebody still reads its slot goes with the last pin; until then it is *leaving*, and
-counts as not held. Of a version without a slot nothing is kept.
+A version that is released while somebody still reads its slot goes with the last pin, and counts as not held until then.
+Versions that are mapped from another member of this host (*foreign* slots) cost no memory here, and go as soon as nobody
+needs them: their owner may want to write there again. Of a version without a slot nothing is kept.
 
 **Doubt.** A slot that this member filled by itself has no digest until the coordinator names one in its commit. A new
 coordinator may never have heard of ours and give the same number to another version. What was held without a digest when
@@ -56,7 +57,6 @@ class Holdings:
         self.doubtful: set[int] = set()
         self.changed = threading.Condition()
         self.generation = 0
-        self._leaving: set[int] = set()
         self._metas: dict[int, Meta] = {}
         self._digests: dict[int, str] = {}
         self._devices: dict[int, str] = {}
@@ -66,7 +66,7 @@ class Holdings:
         """Make the arena; it takes memory when it is first used."""
 
         def on_change() -> None:
-            self._call(self._slots_changed)
+            self._call(self._wake)
 
         def on_drop(version: int) -> None:
             self._call(self._dropped, version)
@@ -89,11 +89,17 @@ class Holdings:
         """The complete versions here, for the coordinator."""
         if not self.opened:
             return ()
-        return tuple(
-            HeldVersion(version, self.digest(version), image.hash)
-            for version, image in sorted(self.arena.images().items())
-            if version not in self._leaving
-        )
+        held: list[HeldVersion] = []
+        for version, image in sorted(self.arena.images().items()):
+            slot = self.arena.find_pinned(version)
+            if slot is not None:
+                held.append(HeldVersion(version, self.digest(version), image.hash, slot.place))
+                self.arena.unpin(slot)
+        return tuple(held)
+
+    def lent(self) -> tuple[int, ...]:
+        """Versions that are not held any more, whose memory others may still have mapped."""
+        return tuple(sorted(self.arena.lent())) if self.opened else ()
 
     def digest(self, version: int) -> str:
         """Empty while it is not known here."""
@@ -105,7 +111,7 @@ class Holdings:
     def describe(self, version: int) -> Described:
         """All that a new coordinator must know to have it sent to others."""
         image = self.arena.images().get(version)
-        if image is None or version in self._leaving:
+        if image is None:
             return Described(version, "", "", b"", {}, "cpu")
         device = self._devices.get(version, "cpu")
         return Described(version, self.digest(version), image.hash, image.encode(), self.meta(version), device)
@@ -125,10 +131,10 @@ class Holdings:
     # ------------------------------------------------------------ what becomes of it
 
     def received(self, slot: Slot, digest: str, meta: Meta, device: str) -> None:
-        """A slot has been filled by others; it is kept until it is known what becomes of its version."""
+        """A slot has been filled by others, or mapped; it is kept until it is known what becomes of its version."""
         version = slot.version
-        self.arena.hold(slot, digest)
-        self._leaving.discard(version)
+        if not slot.foreign:
+            self.arena.hold(slot, digest)
         self.note(version, meta=meta, digest=digest, device=device)
         if version > self.latest:
             self.prepared.add(version)
@@ -154,12 +160,7 @@ class Holdings:
         """Free the slot of ``version``, at once or when its last reader lets go."""
         self.prepared.discard(version)
         self.publishing.discard(version)
-        slot = self.arena.find(version)
-        if slot is not None:
-            if slot.pins:
-                self._leaving.add(version)
-            else:
-                self.arena.free(slot)
+        self.arena.release(version)
         self.protect()
 
     def doubt(self) -> None:
@@ -182,24 +183,15 @@ class Holdings:
     # ------------------------------------------------------------ room for others
 
     def protect(self) -> None:
-        """Recompute what must not be evicted, and let those who wait for a slot look again."""
+        """Recompute what must not be evicted, let go of what others may have back, and let those who wait look again."""
         self.arena.protected = {self.latest, self.assigned, *self.publishing, *self.prepared} - {0}
+        self.arena.trim()
         self._forget()
         self._wake()
 
     def event(self) -> asyncio.Event:
         """Set at the next change of a slot. Take it before you try."""
         return self._event
-
-    def _slots_changed(self) -> None:
-        for version in list(self._leaving):
-            slot = self.arena.find(version)
-            if slot is None:
-                self._leaving.discard(version)
-            elif not slot.pins:
-                self._leaving.discard(version)
-                self.arena.free(slot)
-        self._wake()
 
     def _wake(self) -> None:
         with self.changed:
@@ -215,7 +207,8 @@ class Holdings:
 
     def _forget(self) -> None:
         """Keep nothing of versions that have no slot and will get none."""
-        keep = {slot.version for slot in self.arena.slots if slot.state != "free"} | self.publishing
+        slots = (*self.arena.slots, *self.arena.foreign)
+        keep = {slot.version for slot in slots if slot.state not in ("free", "closed")} | self.publishing
         facts: tuple[dict[int, Any], ...] = (self._metas, self._digests, self._devices)
         for known in facts:
             for version in [version for version in known if version not in keep]:

@@ -30,6 +30,7 @@ import msgspec
 import torch
 
 from replicas import errors
+from replicas.channel.beacon import find
 from replicas.channel.holdings import Holdings
 from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
@@ -47,7 +48,10 @@ from replicas.messages import (
     FromMember,
     Hello,
     Loaded,
+    Locate,
+    Located,
     Progress,
+    Released,
     Resumed,
     View,
     Welcome,
@@ -121,6 +125,8 @@ class Hub:
             Discard: self._discard,
             Assigned: self._assigned,
             Describe: self._describe,
+            Locate: self._locate,
+            Released: self._released,
         }
         for part in parts:
             self._handlers.update(part.handlers())
@@ -228,6 +234,7 @@ class Hub:
         self._introduced = msgspec.structs.replace(
             hello,
             held=known.held(),
+            lent=known.lent(),
             loaded=self._loaded_version(),
             epoch=self.epoch,
             latest=known.latest,
@@ -316,7 +323,11 @@ class Hub:
     # ------------------------------------------------------------ messages about the whole channel
 
     def _view(self, message: View) -> None:
-        self.members = message.members
+        if message.since:
+            left = frozenset(message.left)
+            self.members = tuple(sorted({*message.members, *(one for one in self.members if one not in left)}))
+        else:
+            self.members = message.members
         self.epoch = message.epoch
 
     def _newest(self, version: int, digest: str) -> None:
@@ -359,6 +370,12 @@ class Hub:
         """Session thread: this replica was granted ``version``; 0: nothing is to be loaded."""
         self.holdings.assigned = version
         self.holdings.protect()
+
+    def _locate(self, message: Locate) -> None:
+        self.send(Located(find(message.beacons)))
+
+    def _released(self, message: Released) -> None:
+        self.arena.released(message.version)
 
     def _describe(self, message: Describe) -> None:
         self.send(self.holdings.describe(message.version))

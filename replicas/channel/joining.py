@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from replicas import environ, errors
+from replicas.channel.beacon import own_beacon
 from replicas.channel.channel import Channel
 from replicas.channel.hub import Hub
 from replicas.channel.loop import session_loop
@@ -109,6 +110,7 @@ def _hello(
         nccl_version=_nccl_version(),
         nccl_env={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
         cuda_devices=() if observe else _cuda_devices(),
+        beacon=None if observe else own_beacon(),
     )
 
 

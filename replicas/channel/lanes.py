@@ -16,7 +16,7 @@ from typing import Any
 
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
-from replicas.messages import Backend, LaneDrop, LaneFailed, LaneForm, LaneFormed
+from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed
 from replicas.sidecar.client import GroupSpec, Sidecar, SidecarDied
 
 __all__ = ["Lane", "Lanes"]
@@ -59,7 +59,7 @@ class Lanes:
         self._ending: set[asyncio.Task[None]] = set()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {LaneForm: self._form_asked, LaneDrop: self._drop_asked}
+        return {LaneAhead: self._ahead, LaneForm: self._form_asked, LaneDrop: self._drop_asked}
 
     def get(self, name: str) -> Lane:
         """The lane called ``name``, formed.
@@ -70,6 +70,11 @@ class Lanes:
         if lane is None or lane.ended or lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {name} is gone", phase="form", hint="")
         return lane
+
+    def _ahead(self, message: LaneAhead) -> None:
+        settings = self._hub.settings
+        if settings.role != "source" or settings.source_ranks == "all" or self._hub.leader:
+            self.prepare()
 
     def prepare(self) -> None:
         """Contact the forkserver (or start our own) before it is needed."""

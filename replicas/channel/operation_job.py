@@ -27,7 +27,8 @@ class Attempt:
 class Job:
     """``outage``: of the session, in which it was posted. ``kept``: its outcome is unknown, or not collected yet.
 
-    ``told``: the caller has heard that there are results to collect.
+    ``told``: the caller has heard that there are results to collect. ``ahead``: it runs in a free lane.
+    ``spare``: memory for its outputs there, taken by the caller.
     """
 
     def __init__(self, operation: Operation, deadline_s: float, channel: str) -> None:
@@ -40,9 +41,11 @@ class Job:
         self.outage = 0.0
         self.unsettled: tuple[str, ...] = ()
         self.inputs: Buffer | None = None
+        self.spare: Buffer | None = None
         self.attempt: Attempt | None = None
         self.running = 0
         self.said_done = False
+        self.ahead = False
         self.over = False
         self.kept = False
         self.told = False

@@ -22,6 +22,9 @@ OutcomeUnknown, its outputs are kept (those of the last few), and the next posts
 OperationSettled, tells what became of it. If it succeeded, its results are written by the thread that waits for it again;
 until then they are *uncollected*, and the next collective is refused once, with Gone, here or by the coordinator.
 
+**Ahead.** Where all goes well, most operations run in a free lane, and the coordinator is not asked
+(:mod:`replicas.channel.ahead`).
+
 **A new coordinator** knows of no operation: all end, but those that were posted while there was no session. These nobody
 has heard of yet, and they are posted to it.
 """
@@ -38,12 +41,14 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from replicas import errors
+from replicas.channel.ahead import Ahead
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
 from replicas.channel.lanes import Lane, Lanes
 from replicas.channel.operation_job import Attempt, Job
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.results import Operation
 from replicas.channel.scratch import Scratch, write_segments
+from replicas.core.free_lanes import FREE_KINDS
 from replicas.core.manifest import segment_layout
 from replicas.messages import (
     OperationDone,
@@ -55,7 +60,7 @@ from replicas.messages import (
     ReceiptData,
     WireError,
 )
-from replicas.sidecar.client import CollectiveSpec, SidecarFailed
+from replicas.sidecar.client import CollectiveSpec, Done, SidecarFailed, Turn
 
 __all__ = ["Operations"]
 
@@ -79,6 +84,8 @@ class Operations:
         self._kept: tuple[Job, ...] = ()
         self._applied: deque[str] = deque(maxlen=APPLIED)
         self._turns: WeakKeyDictionary[Lane, asyncio.Lock] = WeakKeyDictionary()
+        self._ahead = Ahead(hub, lanes, self)
+        self._waiting: list[Job] = []
 
     # ------------------------------------------------------------ caller's thread
 
@@ -95,6 +102,8 @@ class Operations:
             job.inputs = self._scratch.take(segment_layout(segments)[1])
             try:
                 write_segments(job.inputs, segments, operation.inputs)
+                if self._ahead.likely and operation.kind in FREE_KINDS:
+                    job.spare = self._scratch.take(job.inputs.nbytes)
             except BaseException:
                 self._scratch.give(job.inputs)
                 raise
@@ -138,19 +147,25 @@ class Operations:
         self._scratch.close()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        return {OperationGo: self._go, OperationEnd: self._ended, OperationSettled: self._settled}
+        ahead = self._ahead.handlers()
+        return {OperationGo: self._go, OperationEnd: self._ended, OperationSettled: self._settled, **ahead}
 
     def new_term(self) -> None:
+        self._ahead.new_term()
         unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.last_outage]
-        for job in [job for job in self._jobs.values() if job not in unsent]:
-            what = job.operation.kind
-            if job.said_done:
-                self._end_unknown(job, f"the coordinator was replaced during the {what}")
-                continue
-            text = f"the coordinator was replaced during the {what}: it did not happen here"
-            self._fail(job, self._hub.error(errors.Disconnected, text, phase="wait", hint="call it again"))
+        for job in [job for job in self._jobs.values() if job not in unsent and not job.ahead]:
+            self._cut_off(job)
         for job in unsent:
-            self._send(job)
+            self._post_soon(job)
+
+    def _cut_off(self, job: Job) -> None:
+        """Its coordinator will never say what became of it."""
+        what = job.operation.kind
+        if job.said_done:
+            self._end_unknown(job, f"the coordinator was replaced during the {what}")
+            return
+        text = f"the coordinator was replaced during the {what}: it did not happen here"
+        self._fail(job, self._hub.error(errors.Disconnected, text, phase="wait", hint="call it again"))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         for job in list(self._jobs.values()):
@@ -165,11 +180,22 @@ class Operations:
         job.post = self._posts
         self._jobs[job.post] = job
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
+        asked = any(not known.ahead for known in self._jobs.values() if known is not job)
+        if not asked and not self._kept and self._ahead.begin(job):
+            return
+        self._ahead.post_all()
         if not hub.session.connected:
             job.outage = hub.last_outage
-        self._send(job)
+        self._post_soon(job)
 
-    def _send(self, job: Job) -> None:
+    def _post_soon(self, job: Job) -> None:
+        """Post it as soon as it is certain what became of everything before it."""
+        if self._ahead.orphans:
+            self._waiting.append(job)
+        else:
+            self._send(job)
+
+    def _send(self, job: Job, free: str = "", turn: int = 0) -> None:
         operation = job.operation
         job.unsettled = tuple(kept.ref for kept in self._kept if kept.ref and kept.pending._unknown)
         self._hub.send(
@@ -184,8 +210,57 @@ class Operations:
                 device=operation.device,
                 applied=tuple(self._applied),
                 unsettled=job.unsettled,
+                free=free,
+                turn=turn,
             )
         )
+
+    # ------------------------------------------------------------ turns of a free lane
+
+    def post_ahead(self, job: Job, free: str, turn: int) -> None:
+        """It runs in a free lane, and takes long."""
+        self._send(job, free, turn)
+
+    def applied(self, job: Job, data: ReceiptData) -> None:
+        """It ran in a free lane, and everyone has its result."""
+        if job.kept:
+            self._settle(job, data, None)
+        elif not job.over:
+            self._succeed(job, data)
+
+    def undecided(self, job: Job, *, ready: bool) -> None:
+        """It failed in a free lane: the coordinator says what becomes of it."""
+        job.said_done = ready
+
+    def orphaned(self, job: Job, *, ready: bool) -> None:
+        """It failed in a free lane, under a coordinator that is gone."""
+        job.said_done = ready
+        if not job.over:
+            self._cut_off(job)
+        if not self._ahead.orphans:
+            waiting, self._waiting = self._waiting, []
+            for later in [later for later in waiting if not later.over]:
+                self._send(later)
+
+    def start_turn(self, lane: Lane, job: Job, attempt: Attempt, turn: Turn, done: Done) -> None:
+        """Run it in the lane's sidecar, after what that was asked for before."""
+        try:
+            nbytes = self._output_nbytes(job, attempt)
+            if nbytes:
+                attempt.outputs, job.spare = job.spare or self._scratch.take(nbytes), None
+            if lane.sidecar is None:
+                raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
+            lane.sidecar.start_turn(self._spec(job, attempt), job.inputs, attempt.outputs, turn, done)
+        except errors.ReplicasError as error:
+            done(error)
+
+    def stopped(self, job: Job, attempt: Attempt) -> None:
+        """No sidecar uses this attempt's memory any more."""
+        attempt.running = False
+        job.running -= 1
+        if job.attempt is not attempt:
+            self._give_outputs(attempt)
+        self._release(job)
 
     # ------------------------------------------------------------ attempts
 
@@ -223,22 +298,30 @@ class Operations:
                 what = f"memory of a {job.operation.kind} is kept: its sidecar did not die"
                 logger.warning("%s: %s", self._hub.name, what)
                 return
-            self._stopped(job, attempt)
+            self.stopped(job, attempt)
             return
         if not job.over and job.attempt is attempt:
             job.said_done = True
             self._hub.send(OperationDone(attempt.go.operation, seconds))
-        self._stopped(job, attempt)
+        self.stopped(job, attempt)
 
     async def _collective(self, lane: Lane, job: Job, attempt: Attempt) -> float:
-        go = attempt.go
-        outputs = job.operation.output_segments(go, attempt.me)
-        if outputs:
-            nbytes = segment_layout(outputs)[1]
+        nbytes = self._output_nbytes(job, attempt)
+        if nbytes:
             attempt.outputs = self._scratch.take_idle(nbytes) or await asyncio.to_thread(self._scratch.take, nbytes)
         if lane.ended or lane.sidecar is None:
-            raise self._hub.error(errors.Gone, f"lane {go.lane} is gone", phase="form", hint="")
-        spec = CollectiveSpec(
+            raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
+        return await lane.sidecar.collective(self._spec(job, attempt), job.inputs, attempt.outputs)
+
+    @staticmethod
+    def _output_nbytes(job: Job, attempt: Attempt) -> int:
+        outputs = job.operation.output_segments(attempt.go, attempt.me)
+        return segment_layout(outputs)[1] if outputs else 0
+
+    @staticmethod
+    def _spec(job: Job, attempt: Attempt) -> CollectiveSpec:
+        go = attempt.go
+        return CollectiveSpec(
             operation=go.operation,
             kind=job.operation.kind,
             reduce_op=job.operation.reduce_op,
@@ -249,7 +332,6 @@ class Operations:
             timeout_s=max(0.001, attempt.deadline - time.monotonic()),
             places=go.places,
         )
-        return await lane.sidecar.collective(spec, job.inputs, attempt.outputs)
 
     def _as_wire(self, error: BaseException) -> WireError:
         if (
@@ -257,14 +339,6 @@ class Operations:
         ):  # refused before anything moved: it cannot help to retry
             error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
         return as_wire_error(error, channel=self._hub.name, phase="transfer")
-
-    def _stopped(self, job: Job, attempt: Attempt) -> None:
-        """No sidecar uses this attempt's memory any more."""
-        attempt.running = False
-        job.running -= 1
-        if job.attempt is not attempt:
-            self._give_outputs(attempt)
-        self._release(job)
 
     # ------------------------------------------------------------ ends
 
@@ -283,30 +357,42 @@ class Operations:
                     kept.told = kept.told or kept.ref in job.unsettled
             self._fail(job, message.error.exception())
             return
+        self._succeed(job, message.receipt)
+
+    def _succeed(self, job: Job, data: ReceiptData) -> None:
         self._forget(job)
         if job.ref:
             self._applied.append(job.ref)
-        self._hub.spawn(self._finish(job, message.receipt), f"result of {job.operation.kind}")
+        attempt = job.attempt
+        if attempt is not None and job.operation.quick:
+            self._write(job, data, attempt)
+        else:
+            self._hub.spawn(self._finish(job, data), f"result of {job.operation.kind}")
 
     async def _finish(self, job: Job, data: ReceiptData) -> None:
-        """The verdict is success: write the caller's tensors, then tell."""
         attempt = job.attempt
+        if attempt is not None:
+            await asyncio.to_thread(self._write, job, data, attempt)
+            return
+        job.over = True
+        job.pending._resolve(Receipt.of(data))
+        self._release(job)
+
+    def _write(self, job: Job, data: ReceiptData, attempt: Attempt) -> None:
+        """The verdict is success: write the caller's tensors, then tell. On any thread."""
         try:
-            if attempt is None:
-                receipt = Receipt.of(data)
-            else:
-                receipt = await asyncio.to_thread(job.operation.finish, data, attempt.go, attempt.me, attempt.outputs)
+            receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
         except (OSError, RuntimeError, ValueError, errors.ReplicasError) as error:
             wire = as_wire_error(error, channel=self._hub.name, phase="write")
             self._end(job, wire.exception())
         else:
             job.over = True
             job.pending._resolve(receipt)
-        self._release(job)
+        self._hub.call(self._release, job)
 
     def _overdue(self, job: Job) -> None:
         error = self._hub.no_answer(f"the {job.operation.kind}", job.deadline_s)
-        if job.said_done:
+        if job.said_done or job.ahead:
             self._end_unknown(job, error.message)
         else:
             self._fail(job, error)
@@ -332,6 +418,8 @@ class Operations:
             return
         inputs, job.inputs = job.inputs, None
         self._scratch.give(inputs)
+        spare, job.spare = job.spare, None
+        self._scratch.give(spare)
         if job.attempt is not None and not job.kept:
             self._give_outputs(job.attempt)
 

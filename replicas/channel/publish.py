@@ -11,8 +11,9 @@ that called, because walking the weights may be made of collectives of the user'
     publish() ────────────────────────────▶  PublishBegin ──▶
     wait until admitted                  ◀── PublishAdmitted (the version's number)
     wait for a slot, walk the weights
-    into it (or only walk) ───────────────▶  pin, UploadManifest, Packed ──▶
-    return the Pending                       ...
+    into it (or only walk) ───────────────▶  pin; when the digest, which is made behind the
+    return the Pending                       copy, is there: UploadManifest, Packed ──▶
+                                             ...
                                          ◀── PublishEnd: unpin, resolve
 
 **Failure of ours** (no memory, no slot, tensors of no use, not admitted): the weights are walked to their end all the
@@ -37,6 +38,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -48,12 +50,14 @@ from replicas.channel.publish_job import PublishJob
 from replicas.core.manifest import PartManifest
 from replicas.messages import PackFailed, PublishAdmitted, PublishEnd, UploadManifest
 from replicas.weights.arena import Slot
-from replicas.weights.packing import Feed, Mode, pack, stage
+from replicas.weights.packing import Feed, Mode, Packer, stage
 
 __all__ = ["Publisher"]
 
 LATE_S = 15.0
 """How long a publish whose own time is over may still take, once a new coordinator has heard of it."""
+BEAT_S = 0.03
+"""How often one who waits for a slot looks again: nobody is told when a reader in another process lets go of its memory."""
 
 
 class Publisher:
@@ -66,6 +70,7 @@ class Publisher:
         self._uploaded = ""
         self._last: PartManifest | None = None
         self._busy = threading.Lock()
+        self._packer = Packer()
         hub.on_settled(self._settled)
 
     # ------------------------------------------------------------ caller's thread
@@ -109,9 +114,10 @@ class Publisher:
             feed.drain()
             job.pack_s = time.monotonic() - started
             hub.call(self._filled, job, None, feed.device)
+            hub.call(self._send_packed, job)
             return
         started = time.monotonic()
-        manifest = feed.plan()
+        manifest = self._packer.plan(feed)
         if manifest is None and not job.new_manifest:
             manifest = self._last
         staged = stage(feed) if manifest is None else None
@@ -120,12 +126,11 @@ class Publisher:
         assert manifest is not None
         job.fills = True
         job.slot = slot = self._slot(job, manifest)
-        if staged is not None:
-            staged.write(slot.data)
-        else:
-            pack(feed, manifest, slot.data)
+        packing = staged.write(slot.data) if staged is not None else self._packer.pack(feed, manifest, slot)
         job.pack_s = time.monotonic() - started - job.wait_s
+        copied = time.monotonic()
         hub.call(self._filled, job, manifest, feed.device)
+        packing.digest.add_done_callback(lambda done: hub.call(self._digested, job, done, time.monotonic() - copied))
 
     def _slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
         """A free slot, waited for until the deadline or until the publish has failed elsewhere."""
@@ -140,17 +145,17 @@ class Publisher:
                 return slot
             if job.pending.done():
                 job.pending.wait()
+            left = job.deadline - time.monotonic()
+            if left <= 0:
+                raise hub.error(
+                    errors.Busy,
+                    f"no free slot for version {job.version} within {job.deadline_s:g} s: {hub.arena.in_use()}",
+                    version=job.version,
+                    phase="wait",
+                    members=[hub.member.name],
+                )
             with hub.holdings.changed:
-                left = job.deadline - time.monotonic()
-                if left <= 0 or not hub.holdings.changed.wait_for(lambda: hub.holdings.generation != seen, left):  # noqa: B023  # used at once
-                    raise hub.error(
-                        errors.Busy,
-                        f"no free slot for version {job.version} within {job.deadline_s:g} s: "
-                        f"all {len(hub.arena.slots)} are in use",
-                        version=job.version,
-                        phase="wait",
-                        members=[hub.member.name],
-                    )
+                hub.holdings.changed.wait_for(lambda: hub.holdings.generation != seen, min(left, BEAT_S))  # noqa: B023  # used at once
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
         """What all ranks of the replica are told; our own error when nobody can tell."""
@@ -179,7 +184,7 @@ class Publisher:
             self._hub.send(job.begin(job.left_s if job.number in self._jobs else LATE_S))
             if job.failed is not None:
                 self._hub.send(job.failed)
-            elif job.packed:
+            elif job.told:
                 self._send_packed(job)
 
     def fail_all(self, error: errors.ReplicasError) -> None:
@@ -223,9 +228,21 @@ class Publisher:
             arena.pin(job.slot)
             self._hub.holdings.note(job.version, device=device)
         job.packed, job.manifest, job.device = True, manifest, device
+
+    def _digested(self, job: PublishJob, done: Future[str], digest_s: float) -> None:
+        """The digest of what was packed is there, a little after the packing."""
+        error = done.exception()
+        if error is not None:
+            raise error
+        job.digest, job.digest_s = done.result(), digest_s
+        if job.slot is None:  # it has ended meanwhile
+            return
+        if job.slot.image is not None:
+            self._hub.holdings.note(job.version, digest=job.digest)
         self._send_packed(job)
 
     def _send_packed(self, job: PublishJob) -> None:
+        job.told = True
         manifest = job.manifest
         if manifest is not None and manifest.hash != self._uploaded:
             self._uploaded = manifest.hash

@@ -19,6 +19,7 @@ class PublishJob:
     :ivar number: among the replica's publishes; 0 until it has begun.
     :ivar version: the number that the coordinator gave it; 0 until then.
     :ivar fills: this rank takes a slot for it.
+    :ivar packed: its slot is filled; ``told``: the coordinator was told so, with the ``digest``.
     :ivar failed: what was said of a rank that could not pack; None: nothing went wrong here.
     :ivar settling: what is known without a verdict, once it has ended with its outcome unknown.
     """
@@ -35,6 +36,9 @@ class PublishJob:
         self.pending: Pending[Receipt] = Pending(f"publish on {channel}")
         self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
         self.packed = False
+        self.told = False
+        self.digest = ""
+        self.digest_s = 0.0
         self.failed: PackFailed | None = None
         self.fills = False
         self.slot: Slot | None = None
@@ -69,6 +73,9 @@ class PublishJob:
             device=self.device,
             wait_s=self.wait_s,
             pack_s=self.pack_s,
+            digest=self.digest,
+            place=self.slot.place if self.slot is not None else None,
+            digest_s=self.digest_s,
         )
 
     def receipt(self, epoch: int) -> Receipt:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 
 import msgspec
@@ -20,6 +21,7 @@ from replicas.weights.tensors import dtype_name
 
 __all__ = ["Operation"]
 
+QUICK_NBYTES = 1 << 20
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")
 _GATHERING = ("all_gather", "gather")
 
@@ -41,16 +43,21 @@ class Operation:
     root: str = ""
     step: int | None = None
 
-    @property
+    @cached_property
     def segments(self) -> tuple[Segment, ...]:
         """What this member posts, which for one with inputs is how they lie in the scratch buffer."""
         return segments_of(self.inputs) if self.inputs else self.posted
 
-    @property
+    @cached_property
     def device(self) -> str:
         """Device type of the tensors that take part."""
         tensors = (*self.inputs, *(self.targets or ()))
         return next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+
+    @property
+    def quick(self) -> bool:
+        """Whether its results are written in no time: another thread would only cost a hop."""
+        return self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
         """How the output buffer of participant number ``me`` is laid out, as the sidecar fills it.

@@ -9,9 +9,9 @@ Welcome is of the same term, the cursor goes back to the first unacknowledged me
 once. A Welcome of another term means that the coordinator is a new one which knows nothing of what was under way: the
 outbox is void, numbers start at 1 again, and the handler is told (``resumed=False``): it announces what is still open.
 
-A heartbeat goes out every ``heartbeat_interval_s``, and the coordinator acks each. A connection on which nothing came for
-:data:`SILENCE_S` is given up and made anew, but never judged right after this process itself was paused: what had arrived
-meanwhile is read first.
+A heartbeat goes out every ``heartbeat_interval_s`` (of the Welcome, or of a later View), and the coordinator acks each. A
+connection on which nothing came for :data:`SILENCE_S` is given up and made anew, but never judged right after this process
+itself was paused: what had arrived meanwhile is read first.
 
 Reconnecting goes on as long as the channel is open, with growing, jittered delays; operations end by their own deadlines.
 A malformed frame ends the connection, and the next one resumes: something on the way may have spoiled it. Only
@@ -44,6 +44,7 @@ from replicas.messages import (
     MemberFrame,
     Refused,
     ServerFrame,
+    View,
     Welcome,
     decode_server_frame,
     encode,
@@ -119,6 +120,11 @@ class Session:
         self._fd = -1
         self._last_error = ""
         self._malformed = 0
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """How often it sends a sign of life, as the coordinator said last."""
+        return self._interval_s
 
     # ------------------------------------------------------------ for the channel, on the session thread
 
@@ -318,6 +324,8 @@ class Session:
             if frame.seq != self._received + 1:
                 raise WebSocketException(f"message {frame.seq} came after {self._received}")
             self._received = frame.seq
+            if isinstance(frame.body, View) and frame.body.heartbeat_interval_s:
+                self._interval_s = frame.body.heartbeat_interval_s
             self._unacked += 1
             if self._unacked >= ACK_AFTER:
                 self._wake.set()

@@ -3,9 +3,10 @@
 Theory of operation
 ===================
 
-An offer is answered when the slot is there: pinned (to send), or reserved (to receive), for which it waits as long as the
-offer allows. On Go the lane's sidecar moves the bytes; without a lane there is nobody to send to and only the digest is
-computed. A transfer may be withdrawn at any moment. Nothing is cancelled in mid-air then: the flag ``cancelled`` makes
+On its own host a member *maps* a version: it opens the memory of one that holds it, which takes no time and no memory, and has
+it. Otherwise an offer is answered when the slot is there: pinned (to send), or reserved (to receive), for which it waits as
+long as the offer allows. On Go the lane's sidecar moves the bytes; parts that lie on this host are copied from there first.
+A transfer may be withdrawn at any moment. Nothing is cancelled in mid-air then: the flag ``cancelled`` makes
 whoever is at work on it clean up, so that no slot is lost between two threads. A new coordinator withdraws all of the old
 one's; what was completely received by then is held like any other version, until it is told what became of it.
 
@@ -16,19 +17,31 @@ lane ends, and the slot is let go only when the sidecar is known to be dead. If 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
+
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
 from replicas.channel.lanes import Lane, Lanes
 from replicas.core.manifest import Manifest
-from replicas.messages import TransferCancel, TransferDone, TransferFailed, TransferGo, TransferOffer, TransferReady
+from replicas.messages import (
+    SlotPlace,
+    TransferCancel,
+    TransferDone,
+    TransferFailed,
+    TransferGo,
+    TransferOffer,
+    TransferReady,
+)
 from replicas.sidecar.client import TransferSpec
-from replicas.weights.arena import Slot
+from replicas.weights.arena import Buffer, Slot
 from replicas.weights.digest import digest_of
+from replicas.weights.parts import scatter_parts
 
 __all__ = ["Transfers"]
 
@@ -37,6 +50,8 @@ logger = logging.getLogger("replicas.channel")
 MARGIN_S = 0.5
 """A receiver without a slot says so this much before the offer's deadline."""
 KEPT_MANIFESTS = 16
+BEAT_S = 0.03
+"""How often one who waits for a slot looks again: nobody is told when a reader in another process lets go of its memory."""
 
 
 class _Transfer:
@@ -60,6 +75,7 @@ class Transfers:
         self._lanes = lanes
         self._transfers: dict[int, _Transfer] = {}
         self._manifests: dict[str, bytes] = {}
+        self._decoded: tuple[str, Manifest] | None = None
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         return {TransferOffer: self._offered, TransferGo: self._go, TransferCancel: self._cancel_asked}
@@ -77,7 +93,8 @@ class Transfers:
     def _offered(self, offer: TransferOffer) -> None:
         transfer = _Transfer(offer)
         self._transfers[offer.transfer] = transfer
-        self._hub.spawn(self._prepare(transfer), f"transfer {offer.transfer}")
+        work = self._map(transfer) if offer.role == "map" else self._prepare(transfer)
+        self._hub.spawn(work, f"transfer {offer.transfer}")
 
     async def _prepare(self, transfer: _Transfer) -> None:
         offer = transfer.offer
@@ -94,6 +111,57 @@ class Transfers:
             self._let_go(transfer)
         else:
             self._hub.send(TransferReady(offer.transfer))
+
+    async def _map(self, transfer: _Transfer) -> None:
+        """Have the version where it lies. Once it is mapped it is certainly that version, however late the offer was."""
+        offer, hub, started = transfer.offer, self._hub, time.monotonic()
+        try:
+            manifest = await self._decode(offer, self._manifest_of(offer))
+            if transfer.cancelled:
+                return
+            slot = self._adopt(offer, manifest)
+            place, digest = slot.place, offer.digest
+            mapped = time.monotonic()
+            if not digest:
+                digest = await self._digest_pinned(slot)
+        except (OSError, errors.ReplicasError) as error:
+            self._say_failed(transfer, error, phase="map")
+            return
+        if not self._forget(transfer):
+            hub.holdings.release(offer.version)
+            return
+        hub.holdings.received(slot, digest, offer.meta, "cpu")
+        hub.version_held()
+        verify_s = time.monotonic() - mapped
+        hub.send(TransferDone(offer.transfer, digest, {}, mapped - started, verify_s, place))
+
+    def _adopt(self, offer: TransferOffer, manifest: Manifest) -> Slot:
+        """A foreign slot with what lies at the offered place; what is held of that version already is not needed."""
+        if offer.place is None:
+            raise self._hub.error(errors.InternalError, f"transfer {offer.transfer} names no place")
+        buffer = Buffer.open(offer.place, offer.version)
+        if buffer.nbytes != manifest.image_nbytes:
+            buffer.close()
+            raise self._hub.error(
+                errors.InternalError,
+                f"version {offer.version} has {manifest.image_nbytes} bytes, its memory {buffer.nbytes}",
+            )
+        self._hub.holdings.overtake(offer.version)
+        self._hub.arena.release(offer.version)
+        return self._hub.arena.adopt(offer.version, manifest, buffer, offer.digest)
+
+    async def _digest_pinned(self, slot: Slot) -> str:
+        self._hub.arena.pin(slot)
+        try:
+            return await asyncio.to_thread(lambda: digest_of(slot.data))
+        finally:
+            self._hub.arena.unpin(slot)
+
+    async def _decode(self, offer: TransferOffer, encoded: bytes) -> Manifest:
+        """The manifest; that of the last offer is kept, for it is mostly the same."""
+        if self._decoded is None or self._decoded[0] != offer.manifest_hash:
+            self._decoded = (offer.manifest_hash, await asyncio.to_thread(Manifest.decode, encoded))
+        return self._decoded[1]
 
     def _manifest_of(self, offer: TransferOffer) -> bytes:
         if offer.manifest is not None:
@@ -122,26 +190,24 @@ class Transfers:
     async def _reserve(self, transfer: _Transfer) -> None:
         hub, offer = self._hub, transfer.offer
         until = time.monotonic() + max(0.0, offer.deadline_s - MARGIN_S)
-        manifest = await asyncio.to_thread(Manifest.decode, transfer.manifest)
+        manifest = await self._decode(offer, transfer.manifest)
         hub.holdings.overtake(offer.version)
         while not transfer.cancelled:
             changed = hub.holdings.event()
-            older = hub.arena.find(offer.version)
-            if older is None or older.pins == 0:
-                if older is not None:
-                    hub.arena.free(older)
-                transfer.slot = await asyncio.to_thread(hub.arena.acquire, offer.version, manifest)
-                if transfer.slot is not None:
-                    return
-            try:
-                await asyncio.wait_for(changed.wait(), max(0.0, until - time.monotonic()))
-            except TimeoutError:
+            hub.arena.release(offer.version)
+            transfer.slot = await asyncio.to_thread(hub.arena.acquire, offer.version, manifest)
+            if transfer.slot is not None:
+                return
+            left = until - time.monotonic()
+            if left <= 0:
                 raise hub.error(
                     errors.Busy,
-                    f"{hub.member} has no free slot for version {offer.version}: {_in_use(hub)}",
+                    f"{hub.member} has no free slot for version {offer.version}: {hub.arena.in_use()}",
                     version=offer.version,
                     members=[hub.member.name],
-                ) from None
+                )
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(changed.wait(), min(left, BEAT_S))
 
     # ------------------------------------------------------------ moving
 
@@ -157,6 +223,8 @@ class Transfers:
     async def _move(self, transfer: _Transfer, slot: Slot, go: TransferGo) -> None:
         lane: Lane | None = None
         try:
+            if go.places:
+                await asyncio.to_thread(self._copy_parts, transfer, slot, go.places)
             if go.lane:
                 lane = self._lanes.get(go.lane)
                 done = await self._through(lane, transfer, slot, go)
@@ -175,6 +243,7 @@ class Transfers:
             self._let_go(transfer)
             return
         known = self._hub.holdings
+        done = msgspec.structs.replace(done, place=slot.place)
         if transfer.sends:
             if done.image_digest:
                 known.note(transfer.offer.version, digest=done.image_digest)
@@ -188,15 +257,20 @@ class Transfers:
     async def _through(self, lane: Lane, transfer: _Transfer, slot: Slot, go: TransferGo) -> TransferDone:
         if lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {go.lane} is gone", hint="")
-        parts = transfer.offer.mode == "parts"
+        offer = transfer.offer
+        owned = [number for number, route in enumerate(go.routes) if route and route[0] == lane.rank]
+        if offer.role == "map" or (transfer.sends and not owned):
+            raise self._hub.error(errors.InternalError, f"transfer {go.transfer}: nothing to send in lane {go.lane}")
         spec = TransferSpec(
             transfer=go.transfer,
-            role=transfer.offer.role,
-            mode=transfer.offer.mode,
+            role=offer.role,
+            mode=offer.mode,
             manifest=transfer.manifest,
-            owners=go.owners,
-            part=go.owners.index(lane.rank) if parts and transfer.sends else None,
+            owners=(),
+            routes=go.routes,
+            part=owned[0] if offer.mode == "parts" and transfer.sends else None,
             timeout_s=go.deadline_s,
+            digest=offer.digest if transfer.sends else "",
         )
         result = await lane.sidecar.transfer(spec, slot.buffer)
         return TransferDone(
@@ -208,17 +282,20 @@ class Transfers:
         )
 
     async def _alone(self, transfer: _Transfer, slot: Slot) -> TransferDone:
-        """Nobody needs it: only the digest is wanted."""
+        """All of it was copied on this host: the digest is wanted."""
         started = time.monotonic()
         digest = await asyncio.to_thread(digest_of, slot.data)
-        parts = transfer.offer.mode == "parts"
-        return TransferDone(
-            transfer=transfer.offer.transfer,
-            image_digest="" if parts else digest,
-            part_digests={0: digest} if parts else {},
-            transfer_s=0.0,
-            verify_s=time.monotonic() - started,
-        )
+        return TransferDone(transfer.offer.transfer, digest, {}, 0.0, time.monotonic() - started)
+
+    def _copy_parts(self, transfer: _Transfer, slot: Slot, places: tuple[SlotPlace, ...]) -> None:
+        """Worker thread: put the parts that lie on this host into the image."""
+        manifest = Manifest.decode(transfer.manifest)
+        for place in places:
+            buffer = self._hub.arena.borrow(place, transfer.offer.version)
+            try:
+                scatter_parts(manifest, place.part, buffer.readable(), slot.data)
+            finally:
+                buffer.close()
 
     # ------------------------------------------------------------ ends
 
@@ -262,12 +339,3 @@ class Transfers:
             self._hub.arena.unpin(slot)
         else:
             self._hub.arena.free(slot)
-
-
-def _in_use(hub: Hub) -> str:
-    slots = ", ".join(
-        f"version {slot.version} ({'being filled' if slot.state == 'filling' else 'open' if slot.pins else 'kept'})"
-        for slot in hub.arena.slots
-        if slot.state != "free"
-    )
-    return f"the {len(hub.arena.slots)} slots have {slots}" if slots else "none"

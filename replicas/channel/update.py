@@ -117,7 +117,7 @@ class Update:
         :raises replicas.errors.ManifestMismatch: naming what does not fit; ``model`` is unchanged.
         """
         self._begin()
-        load_into(model, views(self._open_slot().buffer.private(), self.manifest), self.manifest.aliases)
+        load_into(model, views(self._open_slot().buffer.readable(), self.manifest), self.manifest.aliases)
 
     def loaded(self) -> None:
         """This rank serves this version from now on. Calling it again does nothing.

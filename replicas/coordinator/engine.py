@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Callable, Mapping
 
 from replicas import errors
 from replicas.config import ChannelConfig
 from replicas.coordinator.decisions import DecisionLog
-from replicas.coordinator.sessions import ProcessWatch, Session
+from replicas.coordinator.sessions import Connection, Encoded, ProcessWatch, Session
 from replicas.core.channel import ChannelState
 from replicas.core.effects import Effect, Emit, Event, MemberLost, MemberQuarantined, Record, Send, Sweep
 from replicas.core.identity import Member
@@ -73,7 +74,8 @@ class Engine:
         self._sessions: dict[Member, Session] = {}
         self._channel_of: dict[Member, ChannelState] = {}
         self._callbacks: list[Callable[[Event], None]] = []
-        self._due: list[tuple[ChannelState, Effect]] = []
+        self._due: deque[tuple[ChannelState, Effect]] = deque()
+        self._encoded = Encoded()
         self._applying = False
         self._disk_problem = ""
         self.lag_s = 0.0
@@ -98,7 +100,7 @@ class Engine:
 
     # ------------------------------------------------------------ sessions
 
-    def open(self, hello: Hello, connection: object, address: str) -> Session:
+    def open(self, hello: Hello, connection: Connection, address: str) -> Session:
         """Bind a connection to a session: a new one, or the one that this incarnation already has.
 
         :raises errors.ReplicasError: the Hello is refused.
@@ -238,7 +240,7 @@ class Engine:
     # ------------------------------------------------------------ effects
 
     def _apply(self, channel: ChannelState) -> None:
-        self._due += [(channel, effect) for effect in channel.drain()]
+        self._due.extend((channel, effect) for effect in channel.drain())
         if self._applying:
             return
         self._applying = True
@@ -247,7 +249,7 @@ class Engine:
                 source, effect = self._due[0]
                 if isinstance(effect, Record) and not self._recorded(effect):
                     return
-                self._due.pop(0)
+                self._due.popleft()
                 self._do(source, effect)
         finally:
             self._applying = False
@@ -271,10 +273,10 @@ class Engine:
         match effect:
             case Send():
                 session = self._sessions.get(effect.member)
-                if session is not None and not session.send(effect.message):
+                if session is not None and not session.send(effect.message, self._encoded.of(effect.message)):
                     self.refused("overflow")
                     channel.lose(effect.member, "overflow", self._now())
-                    self._due += [(channel, later) for later in channel.drain()]
+                    self._due.extend((channel, later) for later in channel.drain())
             case Sweep():
                 self._sweep(effect.prefix)
             case Emit():

@@ -21,7 +21,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import h11
@@ -29,10 +29,12 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.frames import Frame
+from websockets.protocol import State
 
 from replicas.coordinator.limits import (
     CLOSE_TIMEOUT_S,
     FRAGMENTS,
+    MESSAGES_WAITING,
     READ_NBYTES,
     REQUEST_TIMEOUT_S,
     STRANGERS,
@@ -156,6 +158,7 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         self.pace = Pace(self.loop.time())
         """The connection's account: parsing its bytes is paid from it, and handling its messages."""
         self._resting: asyncio.TimerHandle | None = None
+        self.on_writable: Callable[[], None] = _nothing
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -174,9 +177,9 @@ class SessionProtocol(WebSocketsSansIOProtocol):
     # ------------------------------------------------------------ what comes in
 
     def data_received(self, data: bytes) -> None:
-        began = time.thread_time()
+        began = time.perf_counter()
         super().data_received(data)
-        rest_s = self.pace.charge(time.thread_time() - began, self.loop.time())
+        rest_s = self.pace.charge(time.perf_counter() - began, self.loop.time())
         if rest_s and not self.transport.is_closing():
             self._rest(rest_s)
 
@@ -199,6 +202,15 @@ class SessionProtocol(WebSocketsSansIOProtocol):
                 self.transport.resume_reading()
         return message
 
+    def send_receive_event_to_app(self) -> None:
+        """As in uvicorn, but a message that is handled at once is no reason to stop reading and to begin again."""
+        paused, self.read_paused = self.read_paused, True
+        super().send_receive_event_to_app()
+        self.read_paused = paused
+        if not paused and self.queue.qsize() > MESSAGES_WAITING:
+            self.read_paused = True
+            self.transport.pause_reading()
+
     def handle_cont(self, event: Frame) -> None:
         super().handle_cont(event)
         if len(self.frames) > FRAGMENTS:
@@ -214,6 +226,24 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         else:
             self.conn.data_to_send()  # the pong: its reader does not read
 
+    # ------------------------------------------------------------ what goes out
+
+    def takes_more(self) -> bool:
+        """Whether its buffer is not full."""
+        return self.writable.is_set()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self.on_writable()
+
+    def write(self, messages: Sequence[bytes]) -> None:
+        """Send them, in one go; nothing happens when the connection is closing."""
+        if self.close_sent or self.transport.is_closing() or self.conn.state is not State.OPEN:
+            return
+        for message in messages:
+            self.conn.send_binary(message)
+        self.transport.write(b"".join(self.conn.data_to_send()))
+
     # ------------------------------------------------------------ the end
 
     async def run_asgi(self) -> None:
@@ -223,6 +253,10 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         finally:
             if not self.disconnected:
                 self.loop.call_later(CLOSE_TIMEOUT_S, self.transport.abort)
+
+
+def _nothing() -> None:
+    """Nobody waits for it."""
 
 
 def connection_of(scope: Any) -> SessionProtocol:

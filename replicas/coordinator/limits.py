@@ -8,9 +8,11 @@ the state machines or hold up the loop that serves everybody. So each message pa
 size by kind (before it is decoded: only manifests may be large), its form (msgspec, a closed set of types), its values (no
 negative numbers, nothing that is not finite, names that can be shown and compared), and only then the engine.
 
-*Fairness* is counted in time of the loop's own thread. A session has a small account, :class:`Pace`, that fills up at a
-fixed share of real time; handling its messages is paid from it, and one that is overdrawn is simply read later: TCP holds
-the sender back. A single expensive message is not punished, thousands are.
+*Fairness* is counted in the time for which the loop was busy with somebody (by the cheap clock: the thread's own costs as
+much as a small message; whoever is charged for a moment in which this process did not run has a reserve). A session has a
+small account, :class:`Pace`, that fills up at a fixed share of real time; handling its messages is paid from it, and one
+that is overdrawn is simply read later: TCP holds the sender back. A single expensive message is not punished, thousands
+are.
 
 Each refusal has one of the reasons in :data:`REASONS`, which are also the values of a metric's label.
 """
@@ -31,6 +33,7 @@ __all__ = [
     "FRAME_NBYTES",
     "HELLO_TIMEOUT_S",
     "LARGE_NBYTES",
+    "MESSAGES_WAITING",
     "OUTBOX_MESSAGES",
     "OUTBOX_NBYTES",
     "READ_NBYTES",
@@ -66,6 +69,9 @@ STRANGERS = 256
 READ_NBYTES = 4096
 """How much is read from one connection before the others have their turn: some 160 of the smallest messages, 3 ms."""
 
+MESSAGES_WAITING = 32
+"""Messages that have been read and not yet handled, beyond which a connection is not read any further."""
+
 FRAME_NBYTES = 32 * 2**20
 """Hard limit of the WebSocket; a message between this and its own limit gets a proper error."""
 FRAGMENTS = 1024
@@ -100,7 +106,7 @@ _SECONDS_MAX = 1e9
 
 
 class Pace:
-    """How fast one connection may go on. Times in seconds; ``used_s`` is time of the loop's thread."""
+    """How fast one connection may go on. Times in seconds; ``used_s`` is time of the loop."""
 
     def __init__(self, now: float) -> None:
         self._account_s = LOOP_BURST_S
@@ -166,8 +172,13 @@ def hello_problem(hello: wire.Hello) -> str | None:
             return f"{what} {getattr(hello, what)[:_NAME_LENGTH]!r} is no name"
     if any(abs(number) > _RANKS for number in (hello.replica, hello.rank, hello.world_size)):
         return "its replica, rank or world size is absurd"
-    if len(hello.info) > _INFO_ENTRIES or len(hello.nccl_env) > _INFO_ENTRIES or len(hello.held) > _HELD:
+    entries = max(len(hello.info), len(hello.nccl_env))
+    if entries > _INFO_ENTRIES or max(len(hello.held), len(hello.lent)) > _HELD:
         return "it says too much about itself"
+    if hello.beacon is not None and len(hello.beacon.nonce) > _NAME_LENGTH:
+        return "its beacon has no nonce of ours"
+    if any(not 0 <= version < _INTEGER_MAX for version in hello.lent):
+        return "it has lent what is no version"
     if any(len(text) > _INFO_LENGTH for pair in (*hello.info.items(), *hello.nccl_env.items()) for text in pair):
         return "one of its texts is too long"
     if not _is_process(hello.process):
@@ -194,6 +205,11 @@ def message_problem(message: wire.FromMember) -> str | None:
 
 
 def _number_problem(value: msgspec.Struct) -> str | None:
+    """Of the numbers in ``value``, and in the structs with numbers that lie in it."""
+    for name in _NESTED[type(value)]:
+        inner = getattr(value, name)
+        if inner is not None and (problem := _number_problem(inner)) is not None:
+            return f"{type(value).__name__}: {problem}"
     for name, may_be_negative in _NUMBERS[type(value)]:
         number = getattr(value, name)
         if number is None:
@@ -204,8 +220,8 @@ def _number_problem(value: msgspec.Struct) -> str | None:
     return None
 
 
-_SIGNED = {"deadline_s", "step", "after"}
-"""A deadline may have passed; the others are the user's own numbers, of which the state machine says what is wrong."""
+_SIGNED = {"deadline_s", "step", "after", "found"}
+"""A deadline may have passed, a host may not be found; the others are the user's own numbers, of which the state machine says what is wrong."""
 _JUDGED_LATER = {"replica", "rank", "world_size"}
 
 
@@ -220,6 +236,13 @@ def _numbers_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, bool], ...]:
     return tuple(names)
 
 
-_NUMBERS: dict[type[msgspec.Struct], tuple[tuple[str, bool], ...]] = {
-    kind: _numbers_of(kind) for kind in (*get_args(wire.FromMember), wire.HeldVersion)
+_KINDS = (*get_args(wire.FromMember), wire.HeldVersion, wire.Beacon, wire.SlotPlace)
+_NUMBERS: dict[type[msgspec.Struct], tuple[tuple[str, bool], ...]] = {kind: _numbers_of(kind) for kind in _KINDS}
+_NESTED: dict[type[msgspec.Struct], tuple[str, ...]] = {
+    kind: tuple(
+        field.name
+        for field in msgspec.structs.fields(kind)
+        if {wire.Beacon, wire.SlotPlace} & set(get_args(field.type))
+    )
+    for kind in _KINDS
 }

@@ -16,6 +16,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import msgspec
 import uvicorn
@@ -101,7 +102,7 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
         await _close(websocket, refusal.code, refusal.text)
         return
     try:
-        session = engine.open(hello, websocket, _own_view(websocket))
+        session = engine.open(hello, connection_of(websocket.scope), _own_view(websocket))
     except errors.ReplicasError as exc:
         engine.refused("fenced" if isinstance(exc, errors.Fenced) else "hello")
         await websocket.send_bytes(encode(ServerFrame(0, 0, Refused(WireError.of(exc)))))
@@ -111,17 +112,17 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
 
 
 async def _converse(engine: Engine, session: Session, websocket: WebSocket) -> None:
-    """Read and write until one side ends it, or the session has no more use for this connection."""
-    over = session.over
-    writer = asyncio.create_task(_write(session, websocket))
+    """Read until one side ends it, or the session has no more use for this connection. The session writes by itself."""
+    over, connection = session.over, connection_of(websocket.scope)
     reader = asyncio.create_task(_read(engine, session, websocket, over))
-    tasks = {writer, reader, asyncio.create_task(over.wait())}
+    tasks: set[asyncio.Task[Any]] = {reader, asyncio.create_task(over.wait())}
     try:
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if over.is_set():
-            await asyncio.wait({writer}, timeout=CLOSE_TIMEOUT_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(session.written(connection), CLOSE_TIMEOUT_S)
     finally:
-        session.detach(websocket)
+        session.detach(connection)
         for task in tasks:
             task.cancel()
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
@@ -170,7 +171,7 @@ async def _read(engine: Engine, session: Session, websocket: WebSocket, over: as
             data = await _receive(websocket)
             if over.is_set():
                 return
-            began = time.thread_time()
+            began = time.perf_counter()
             _handle(engine, session, data)
         except WebSocketDisconnect as exc:
             if exc.code == TOO_BIG:
@@ -182,7 +183,7 @@ async def _read(engine: Engine, session: Session, websocket: WebSocket, over: as
             if refusal.final:
                 engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
             raise
-        wait_s = pace.after_message(time.thread_time() - began, loop.time())
+        wait_s = pace.after_message(time.perf_counter() - began, loop.time())
         if pace.flooded and not told:
             told = True
             engine.refused("flood")
@@ -208,11 +209,6 @@ def _handle(engine: Engine, session: Session, data: bytes) -> None:
     if not engine.receive(session, frame):
         text = f"message {frame.seq} came after {session.received}"
         raise _Refusal("out_of_order", text, POLICY_VIOLATION)
-
-
-async def _write(session: Session, websocket: WebSocket) -> None:
-    while (data := await session.next(websocket)) is not None:
-        await websocket.send_bytes(data)
 
 
 def _own_view(websocket: WebSocket) -> str:

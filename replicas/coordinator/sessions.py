@@ -1,10 +1,12 @@
 """One session: a member's side of the protocol in :mod:`replicas.messages`, as the coordinator holds it.
 
 A session outlives its WebSocket: when the connection breaks and the member comes back with the same incarnation and term,
-both sides resend what the other has not yet acknowledged. What is sent is queued here and written by the connection's own
-task, so that nothing ever waits for a slow member; a member that lets too much pile up is cut off, before more is added to
-it (one message, however large, always fits). Acks carry no content but the newest number, so that there is never more
-than one of them waiting, however many heartbeats a member sends.
+both sides resend what the other has not yet acknowledged. What is sent is queued here and written at the end of the loop's
+turn, all of it at once, as far as the connection takes it; the rest when it takes more. So nothing ever waits for a slow
+member, and a word to a thousand costs no thousand tasks. A member that lets too much pile up is cut off, before more is
+added to it (one message, however large, always fits). A message to many is encoded once (:class:`Encoded`) and shared by
+all queues; only its frame, made when it is written, is of one session. Acks carry no content but the newest number, so that
+there is never more than one of them waiting, however many heartbeats a member sends.
 
 Each connection has an event, :attr:`Session.over`, set when the session has no more use for it: it was closed, or another
 connection has taken its place. What is queued is still written then, for as long as the server waits for it.
@@ -15,16 +17,47 @@ from __future__ import annotations
 import asyncio
 import os
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from pathlib import Path
+from typing import Protocol
 
 from replicas.coordinator.limits import OUTBOX_MESSAGES, OUTBOX_NBYTES
 from replicas.core.identity import Member, ProcessIdentity
-from replicas.messages import Ack, FromCoordinator, Refused, ServerFrame, Welcome, encode
+from replicas.messages import Ack, FromCoordinator, Refused, Welcome, encode_body, encode_server_frame
 
-__all__ = ["ProcessWatch", "Session"]
+__all__ = ["Connection", "Encoded", "ProcessWatch", "Session"]
 
 UNNUMBERED = (Ack, Refused, Welcome)
+_ACK = encode_body(Ack())
+WRITE_NBYTES = 1 << 18
+"""Written at once; then it is looked whether the connection takes more."""
+
+
+class Connection(Protocol):
+    """The way to the member. ``on_writable`` is called when it takes more again."""
+
+    on_writable: Callable[[], None]
+
+    def takes_more(self) -> bool:
+        """Whether its buffer is not full."""
+
+    def write(self, messages: Sequence[bytes]) -> None:
+        """Hand them over; nothing happens when the connection is closing."""
+
+
+class Encoded:
+    """Messages as bytes. What is sent to many comes many times in a row, and is encoded once."""
+
+    def __init__(self) -> None:
+        self._message: FromCoordinator | None = None
+        self._body = b""
+
+    def of(self, message: FromCoordinator) -> bytes:
+        """Its encoding, without a frame."""
+        if message is not self._message:
+            self._message, self._body = message, encode_body(message)
+        return self._body
 
 
 class Session:
@@ -34,20 +67,21 @@ class Session:
         self.member = member
         self.received = 0
         self.sent = 0
-        self.connection: object | None = None
+        self.connection: Connection | None = None
         self.watch: ProcessWatch | None = None
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
         self._unacknowledged_nbytes = 0
-        self._queue: deque[bytes] = deque()
-        self._wake = asyncio.Event()
+        self._queue: deque[tuple[int, bytes]] = deque()
+        self._news = asyncio.Event()
         self._ack_due = False
+        self._flush_due = False
         self.over = asyncio.Event()
         """Of the present connection: nothing more will be queued for it."""
         self.closed = False
         self.on_detach: Callable[[], None] | None = None
         """Called when the connection has ended and everything that came through it was handled."""
 
-    def attach(self, connection: object, acknowledged: int, first: FromCoordinator) -> None:
+    def attach(self, connection: Connection, acknowledged: int, first: FromCoordinator) -> None:
         """A new connection: answer ``first``, then resend what the member has not yet received."""
         self.over.set()
         self.over = asyncio.Event()
@@ -55,28 +89,30 @@ class Session:
         self.acknowledge(acknowledged)
         self._ack_due = False
         self._queue.clear()
-        self._queue.append(encode(ServerFrame(0, self.received, first)))
-        self._queue.extend(data for _, data in self._unacknowledged)
-        self._wake.set()
+        self._queue.append((0, encode_body(first)))
+        self._queue.extend(self._unacknowledged)
+        connection.on_writable = self.flush
+        self._news.set()
+        self._flush_soon()
 
-    def send(self, message: FromCoordinator) -> bool:
-        """Queue a message; False when the member has let too much pile up before this one."""
+    def send(self, message: FromCoordinator, body: bytes | None = None) -> bool:
+        """Queue a message; False when the member has let too much pile up before this one. ``body``: its encoding."""
         if isinstance(message, Ack):
             self._ack_due = self.connection is not None
-            self._wake.set()
+            self._flush_soon()
             return True
         seq = 0
         too_much = self._unacknowledged_nbytes > OUTBOX_NBYTES or len(self._unacknowledged) > OUTBOX_MESSAGES
         if not isinstance(message, UNNUMBERED):
             self.sent += 1
             seq = self.sent
-        data = encode(ServerFrame(seq, self.received, message))
+        data = body if body is not None else encode_body(message)
         if seq:
             self._unacknowledged.append((seq, data))
             self._unacknowledged_nbytes += len(data)
         if self.connection is not None:
-            self._queue.append(data)
-            self._wake.set()
+            self._queue.append((seq, data))
+            self._flush_soon()
         return not too_much
 
     def plausible(self, acknowledged: int) -> bool:
@@ -96,32 +132,49 @@ class Session:
         self.received = seq
         return True
 
-    async def next(self, connection: object) -> bytes | None:
-        """What to write next on this connection; None when another one has taken over, or the session is closed."""
-        while self.connection is connection:
-            if self._queue:
-                return self._queue.popleft()
-            if self._ack_due:
-                self._ack_due = False
-                return encode(ServerFrame(0, self.received, Ack()))
-            if self.closed:
-                return None
-            self._wake.clear()
-            await self._wake.wait()
-        return None
+    def _flush_soon(self) -> None:
+        if not self._flush_due and self.connection is not None:
+            self._flush_due = True
+            asyncio.get_running_loop().call_soon(self.flush)
 
-    def detach(self, connection: object) -> None:
+    def flush(self) -> None:
+        """Write what is queued, as far as the connection takes it."""
+        self._flush_due = False
+        connection = self.connection
+        while connection is not None and connection.takes_more() and (frames := self._next_frames()):
+            connection.write(frames)
+        self._news.set()
+
+    def _next_frames(self) -> list[bytes]:
+        frames: list[bytes] = []
+        nbytes = 0
+        while self._queue and nbytes < WRITE_NBYTES:
+            seq, body = self._queue.popleft()
+            frames.append(encode_server_frame(seq, self.received, body))
+            nbytes += len(body)
+        if self._ack_due and not frames:
+            frames.append(encode_server_frame(0, self.received, _ACK))
+        self._ack_due = False
+        return frames
+
+    async def written(self, connection: Connection) -> None:
+        """Return when all that is queued for this connection has been handed over to it."""
+        while self.connection is connection and (self._queue or self._ack_due):
+            self._news.clear()
+            await self._news.wait()
+
+    def detach(self, connection: Connection) -> None:
         if self.connection is connection:
             self.connection = None
             if self.on_detach is not None:
                 self.on_detach()
-        self._wake.set()
+        self._news.set()
 
     def close(self) -> None:
         """Write what is queued, then end the connection."""
         self.closed = True
         self.over.set()
-        self._wake.set()
+        self._news.set()
         if self.watch is not None:
             self.watch.close()
             self.watch = None
@@ -158,6 +211,7 @@ class ProcessWatch:
         return cls(pidfd, loop)
 
 
+@cache
 def _machine() -> tuple[str, int]:
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return boot_id, Path("/proc/self/ns/pid").stat().st_ino

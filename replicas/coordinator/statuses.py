@@ -32,6 +32,7 @@ def _member(state: MemberState, now: float) -> MemberStatus:
         state=state.standing,
         note=state.note,
         role=state.settings.role,
+        host=state.host,
         loaded=state.loaded,
         held=tuple(sorted(state.held)),
         heartbeat_age_s=max(0.0, now - state.last_seen),

@@ -47,7 +47,7 @@ class CatchUp:
         self._stop_if_outdated(version, now)
         if self.transfer is not None:
             return
-        busy = main.concerned if main is not None and main.payload is payload else ()
+        busy = main.concerned | main.needers if main is not None and main.payload is payload else frozenset()
         waiting = [state for state in self._lacking(version, now) if state.member not in busy]
         alone = [state for state in waiting if state.standing == "quarantined"]
         needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
@@ -75,7 +75,7 @@ class CatchUp:
             self._ended(transfer, None, now)
 
     def _lacking(self, version: int, now: float) -> list[MemberState]:
-        return [state for state in self._channel.roster if self._lacks(state, version, now)]
+        return [state for state in self._channel.roster.lacking(version) if self._lacks(state, version, now)]
 
     def _lacks(self, state: MemberState, version: int, now: float) -> bool:
         """Whether it is to be served now."""
@@ -112,7 +112,7 @@ class CatchUp:
         if transfer.lane is not None:
             channel.close_lane(transfer.lane)
             transfer.lane = None
-        self._bad_holder = transfer.senders[0] if error is not None and transfer.senders else None
+        self._bad_holder = transfer.givers[0] if error is not None and transfer.givers else None
         for state in channel.roster:
             if state.member in transfer.verified:
                 state.failures = 0

@@ -13,6 +13,11 @@ groups), :class:`~replicas.core.publishes.Publishes` (numbering, verdicts), one 
 :class:`~replicas.core.operations.Operations` (collectives of peers); :mod:`replicas.core.commits` joins publishes to
 transfers. After every event :meth:`ChannelState._settle` moves on whatever has become possible, so that no handler needs
 to know what waits for it.
+
+*A channel may have thousands of members.* What :meth:`ChannelState._settle` looks at is kept in sets that are small when
+nothing is due (:mod:`replicas.core.roster_index`; the rounds that may move on; the members that are not live), so that a
+message costs the same however many members there are. Who must be told of everybody, is told of the difference: a View
+names those who came and went, and while many come one after another it waits a little for more of them.
 """
 
 from __future__ import annotations
@@ -33,6 +38,7 @@ from replicas.core.effects import (
     Retried,
     Send,
 )
+from replicas.core.hosts import Hosts
 from replicas.core.identity import Member
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.operations import Operations
@@ -44,6 +50,11 @@ from replicas.messages import Backend, FromMember
 
 __all__ = ["ChannelState"]
 
+WHOLE_VIEW = 32
+"""Up to so many members, every View names them all."""
+VIEWS_PER_S = 5_000
+"""Views are sent at this rate, in the long run, counted by member; what there is to tell meanwhile is told in one."""
+VIEWS_AT_ONCE = 2_000
 QUARANTINE_S = 1.0
 QUARANTINE_MAX_S = 30.0
 LOSS_WORDS = {
@@ -75,8 +86,10 @@ class ChannelState:
         self.term = term
         self.out: list[Effect] = []
         self.roster = Roster(config, groups)
+        self.hosts = Hosts(self.roster, self.out, shared=config.transport == "auto")
         self.lanes = Lanes(run, config.name, term, store)
         self.rounds = Rounds(config.name)
+        self.roster.index.on_held = self.rounds.touch
         self.commits = Commits(self, floor, decided)
         self.recovery = Recovery(self, decided=decided, aborted=aborted)
         self.operations = Operations(
@@ -86,6 +99,9 @@ class ChannelState:
         self._ids = 0
         self._watches: list[tuple[Member, wire.WatchLoaded]] = []
         self._view_epoch = 0
+        self._view_members: frozenset[Member] = frozenset()
+        self._view_credit = float(VIEWS_AT_ONCE)
+        self._view_at = 0.0
         self._loaded_once = 0
 
     # ------------------------------------------------------------ what the shell calls
@@ -107,6 +123,7 @@ class ChannelState:
         if state.is_source:
             self.commits.publishes.joined(member, first=not self.roster.replica(member.group, member.replica))
         self.roster.insert(state)
+        self.hosts.joined(state, now)
         if state.from_before:
             self.recovery.heard(state, now)
         if state.is_target:
@@ -118,7 +135,7 @@ class ChannelState:
     def welcome(self, state: MemberState, received: int) -> wire.Welcome:
         return wire.Welcome(
             term=self.term,
-            settings=state.settings,
+            settings=self.roster.welcome_settings(state),
             received=received,
             epoch=self.roster.epoch,
             address=state.address,
@@ -131,6 +148,7 @@ class ChannelState:
         state = self.roster.remove(member)
         if state is None:
             return
+        self.hosts.lost(state)
         state.note = LOSS_WORDS.get(reason, reason)
         self.out.append(Emit(MemberLost(self.config.name, member, reason)))
         self._watches = [watch for watch in self._watches if watch[0] != member]
@@ -169,11 +187,14 @@ class ChannelState:
         """Time passes: leases and deadlines."""
         for state in self.roster.expired(now):
             self.lose(state.member, "lease", now)
-        self.roster.forget_losses(now)
+        self.roster.keep_time(now)
+        self.hosts.tick(now)
         self.recovery.tick(now)
         self.commits.tick(now)
-        self.operations.tick(now)
-        self.stuck.tick(now)
+        self.hosts.release(self.commits.latest, now)
+        if self.config.peers:
+            self.operations.tick(now)
+            self.stuck.tick(now)
         self._settle(now)
 
     def store_moved(self, now: float) -> None:
@@ -225,6 +246,12 @@ class ChannelState:
             self.operations.set_aside(member, why, now)
         self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
 
+    def apart(self, member: Member) -> None:
+        """It cannot map the memory of others: it is sent what it needs from now on."""
+        state = self.roster.get(member)
+        if state is not None:
+            self.hosts.apart(state)
+
     def view(self, group: str, replica: int) -> ReplicaView:
         ranks = [s for s in self.roster.replica(group, replica) if s.is_target and s.carries]
         ranks.sort(key=lambda state: state.member)
@@ -241,12 +268,13 @@ class ChannelState:
         self.recovery.advance()
         self._admit(now)
         self.commits.advance(now)
-        for group, replica in sorted({(s.member.group, s.member.replica) for s in self.roster if s.is_target}):
+        for group, replica in self.rounds.take_due(self.commits.latest):
             self.rounds.advance(self.view(group, replica), self.commits.latest, self.out)
         if self.config.peers:
             self.operations.advance(now)
         self._answer_watches()
-        self._publish_view()
+        if self._view_epoch != self.roster.epoch and self._may_publish_view(now):
+            self._publish_view(now)
 
     def _admit(self, now: float) -> None:
         """Joins wait for a boundary: no version and no collective is on its way."""
@@ -254,22 +282,40 @@ class ChannelState:
             return
         self.roster.admit(now)
 
-    def _publish_view(self) -> None:
-        if self._view_epoch == self.roster.epoch:
-            return
-        self._view_epoch = self.roster.epoch
-        members = tuple(state.member for state in self.roster.live)
-        view = wire.View(self.roster.epoch, members)
-        self.out.append(Emit(EpochStarted(self.config.name, self.roster.epoch, members)))
-        self.out.extend(Send(state.member, view) for state in self.roster)
+    def _may_publish_view(self, now: float) -> bool:
+        """A thousand that join one by one are no thousand Views for a thousand members: there is a rate for that."""
+        earned = VIEWS_PER_S * (now - self._view_at)
+        self._view_credit = min(float(VIEWS_AT_ONCE), self._view_credit + earned)
+        self._view_at = now
+        if self._view_credit <= 0:
+            return False
+        self._view_credit -= len(self.roster)
+        return True
 
-    def _loaded_by_all(self) -> int:
-        """The newest version that every live rank of a target serves, or a newer one."""
-        return min((s.loaded for s in self.roster if s.is_target and s.carries), default=0)
+    def _publish_view(self, now: float) -> None:
+        """Tell everybody of the new epoch: those who know the one before, in large channels, only what has changed."""
+        epoch, known = self.roster.epoch, self._view_epoch
+        live = self.roster.live
+        members = tuple(state.member for state in live)
+        interval_s = self.roster.tell_interval(now)
+        view = wire.View(epoch, members, heartbeat_interval_s=interval_s)
+        change = view
+        everybody = frozenset(members)
+        if len(members) > WHOLE_VIEW:
+            joined, left = sorted(everybody - self._view_members), sorted(self._view_members - everybody)
+            if len(joined) + len(left) < len(members):
+                change = wire.View(epoch, tuple(joined), known, tuple(left), interval_s)
+        self._view_epoch, self._view_members = epoch, everybody
+        self.out.append(Emit(EpochStarted(self.config.name, epoch, members)))
+        for state in self.roster:
+            self.out.append(Send(state.member, change if state.view_epoch == known else view))
+            state.view_epoch = epoch
 
     def _answer_watches(self) -> None:
         """Once loaded by all that were live is loaded, also when they have left since."""
-        self._loaded_once = max(self._loaded_once, self._loaded_by_all())
+        self._loaded_once = max(self._loaded_once, self.rounds.loaded_by_all())
+        if not self._watches:
+            return
         due = [watch for watch in self._watches if watch[1].version <= self._loaded_once]
         self._watches = [watch for watch in self._watches if watch[1].version > self._loaded_once]
         self.out.extend(Send(member, wire.WatchEnd(message.watch, self._loaded_once)) for member, message in due)
@@ -301,10 +347,12 @@ class ChannelState:
                 self.recovery.described(state, message)
             case wire.Resumed():
                 state.resumed = True
+            case wire.Located():
+                self.hosts.located(state, message)
             case wire.Dropped():
-                state.held.pop(message.version, None)
-                state.parts.discard(message.version)
-            case wire.ReceiveAsk():
+                state.forget(message.version)
+                self.hosts.release(self.commits.latest, now)
+            case wire.ReceiveAsk() if state.is_target and state.carries:  # nobody else is ever granted one
                 self.rounds.ask(member, message)
             case wire.ReceiveCancel():
                 self.rounds.cancel_ask(member, message.ask)
@@ -338,6 +386,10 @@ class ChannelState:
                 self.operations.done(member, message.operation, now)
             case wire.OperationFailed():
                 self.operations.failed(member, message.operation, message.error.exception(), now)
+            case wire.OperationRan():
+                self.operations.ran(member, message, now)
+            case wire.LaneUsed():
+                self.operations.used(member, message, now)
             case _:
                 return
 

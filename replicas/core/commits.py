@@ -35,6 +35,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Commits"]
 
+LAST_WORDS_S = 0.4
+"""A rank that gives up at its deadline knows better why (no free slot, say): its word is waited for so long."""
 
 class Commits:
     """Publishes, transfers and decisions of one channel."""
@@ -107,6 +109,9 @@ class Commits:
         known = self.publishes.get(state.member, message.publish)
         if message.manifest_hash and known is not None and not known.over:
             state.parts.add(known.version)
+            state.lent.add(known.version)
+            if message.place is not None:
+                state.places[known.version] = message.place
         publish = self.publishes.packed(state.member, message, state.hello.world_size, now)
         if publish is None:
             return
@@ -140,7 +145,7 @@ class Commits:
         if not payload.part_owners:
             state = self._channel.roster.get(carriers[0])
             if state is not None:
-                state.held.setdefault(publish.version, "")
+                state.held.setdefault(publish.version, payload.digest)
                 state.parts.discard(publish.version)
 
     def advance(self, now: float) -> None:
@@ -278,7 +283,7 @@ class Commits:
             if held == "":
                 state.held[version] = digest
             elif held is not None and held != digest:
-                del state.held[version]
+                state.forget(version)
                 self._channel.out.append(Send(state.member, wire.Discard(version)))
 
     def quarantined(self, state: MemberState) -> None:
@@ -343,13 +348,9 @@ class Commits:
                     )
                 )
             )
+        asked = transfer.asked if transfer is not None else frozenset()
         for state in self._channel.roster:
-            had = state.held.pop(publish.version, None) is not None or publish.version in state.parts
-            had = had or (
-                transfer is not None and state.member in transfer.asked
-            )  # it may have all, and not have said so
-            state.parts.discard(publish.version)
-            if had:
+            if state.forget(publish.version) or state.member in asked:  # it may have all, and not have said so
                 self._channel.out.append(Send(state.member, wire.Discard(publish.version)))
         self._verdict(publish, _snake(type(error).__name__), now)
 
@@ -396,7 +397,8 @@ class Commits:
         for publish in self.publishes.open():
             if publish.state == "moving" and now > publish.laggard_time():
                 self._leave_laggards(publish, now)
-            if not publish.over and now > publish.deadline:
+            grace = LAST_WORDS_S if publish.state == "packing" else 0.0
+            if not publish.over and now > publish.deadline + grace:
                 self._deadline(publish, now)
         self.catch_up.tick(now)
 

@@ -7,7 +7,7 @@ import msgspec
 __all__ = ["Member", "ProcessIdentity"]
 
 
-class Member(msgspec.Struct, frozen=True, order=True):
+class Member(msgspec.Struct, frozen=True, order=True, cache_hash=True):
     """One incarnation of a rank on a channel.
 
     :param group: name of its group.

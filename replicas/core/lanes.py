@@ -37,9 +37,13 @@ class Lane:
     state: LaneState = "forming"
     formed_by: set[Member] = field(default_factory=set)
     formed_s: float = 0.0
+    ranks: dict[Member, int] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.ranks = {member: rank for rank, member in enumerate(self.members)}
 
     def rank(self, member: Member) -> int:
-        return self.members.index(member)
+        return self.ranks[member]
 
 
 class Lanes:
@@ -79,6 +83,8 @@ class Lanes:
         lane = Lane(name, prefix, members, backend, opened_at=now, deadline=now + timeout_s)
         self._lanes[name] = lane
         host, port = self._store()
+        addresses = tuple(state.address for state in states)
+        names = tuple(member.name for member in members)
         for rank, member in enumerate(members):
             form = LaneForm(
                 lane=name,
@@ -88,9 +94,9 @@ class Lanes:
                 rank=rank,
                 size=len(members),
                 backend=backend,
-                addresses=tuple(state.address for state in states),
+                addresses=addresses,
                 deadline_s=timeout_s,
-                names=tuple(member.name for member in members),
+                names=names,
                 probe=probe,
             )
             out.append(Send(member, form))
@@ -99,7 +105,7 @@ class Lanes:
     def formed(self, member: Member, name: str, now: float) -> Lane | None:
         """A member has formed its part; returns the lane when that made it complete."""
         lane = self._lanes.get(name)
-        if lane is None or lane.state != "forming" or member not in lane.members:
+        if lane is None or lane.state != "forming" or member not in lane.ranks:
             return None
         lane.formed_by.add(member)
         if len(lane.formed_by) < len(lane.members):

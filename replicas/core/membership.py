@@ -1,10 +1,10 @@
-"""The tables of a channel: a member, a publish, a transfer, a lane.
+"""The tables of a channel: a member, a publish, a transfer, a lane, a round, a slot.
 
 Theory of operation
 ===================
 
-These four are the whole of what a channel can be in; :class:`~replicas.core.channel.ChannelState` moves them, and nothing
-moves that has no row here.
+These are the whole of what a channel can be in; :class:`~replicas.core.channel.ChannelState` moves them (and each member's
+:class:`~replicas.weights.arena.Arena` its slots), and nothing moves that has no row here.
 
 *A member* is one incarnation of a rank. It is *joining* until a boundary, where it is admitted to a new epoch and *live*.
 A target that did not get a version that the others committed is *behind*: still a member, caught up beside the others, and
@@ -22,6 +22,15 @@ it is up to.
 
 *A lane* is a process group: it forms once, and is dead after the first failure or loss.
 
+*A round* is what all ranks of one target replica load. It is *idle* until a version is *assigned* to all of them, *loading*
+from the first grant on, and *loaded* when every rank serves that version. A loaded round is *torn*, and loading again, when
+a rank is lost or new. A rank that fails to load makes it *partial*, whatever is assigned and granted then, until all ranks
+serve the same. It is *over* when no rank is left; those that come later begin another one.
+
+*A slot* is one place for a version in a member's memory. It is *filling* from the moment it is given to a writer, *held* when
+a version is complete in it, and *leaving* when that version is to go but somebody still reads it. A slot that is the memory
+of another member of the host begins as *held*, and is *closed* when nobody needs it here.
+
 The pictures of these tables in ARCHITECTURE.md are made from them (:func:`diagrams`).
 """
 
@@ -35,10 +44,16 @@ __all__ = [
     "LANE",
     "MEMBER",
     "PUBLISH",
+    "ROUND",
+    "SLOT",
     "TRANSFER",
     "LaneState",
     "MemberEvent",
     "PublishState",
+    "RoundEvent",
+    "RoundState",
+    "SlotEvent",
+    "SlotState",
     "Standing",
     "TransferState",
     "diagrams",
@@ -120,7 +135,61 @@ LANE: Table[LaneState, LaneEvent] = Table(
 )
 
 
+RoundState = Literal["idle", "assigned", "loading", "loaded", "partial", "over"]
+RoundEvent = Literal["assign", "grant", "loaded_by_all", "torn", "load_failed", "all_alike", "emptied"]
+
+ROUND: Table[RoundState, RoundEvent] = Table(
+    "a round",
+    ("idle",),
+    {
+        ("idle", "assign"): "assigned",
+        ("assigned", "assign"): "assigned",
+        ("loading", "assign"): "assigned",
+        ("loaded", "assign"): "assigned",
+        ("partial", "assign"): "partial",
+        ("assigned", "grant"): "loading",
+        ("loading", "grant"): "loading",
+        ("partial", "grant"): "partial",
+        ("assigned", "loaded_by_all"): "loaded",
+        ("loading", "loaded_by_all"): "loaded",
+        ("partial", "loaded_by_all"): "loaded",
+        ("loaded", "torn"): "loading",
+        ("idle", "load_failed"): "partial",
+        ("assigned", "load_failed"): "partial",
+        ("loading", "load_failed"): "partial",
+        ("loaded", "load_failed"): "partial",
+        ("partial", "load_failed"): "partial",
+        ("partial", "all_alike"): "assigned",
+        ("idle", "emptied"): "over",
+        ("assigned", "emptied"): "over",
+        ("loading", "emptied"): "over",
+        ("loaded", "emptied"): "over",
+        ("partial", "emptied"): "over",
+    },
+)
+
+SlotState = Literal["free", "filling", "held", "leaving", "closed"]
+SlotEvent = Literal["acquired", "completed", "abandoned", "evicted", "released", "released_in_use", "let_go", "close"]
+
+SLOT: Table[SlotState, SlotEvent] = Table(
+    "a slot",
+    ("free", "held"),
+    {
+        ("free", "acquired"): "filling",
+        ("filling", "completed"): "held",
+        ("filling", "abandoned"): "free",
+        ("held", "evicted"): "filling",
+        ("held", "released"): "free",
+        ("held", "released_in_use"): "leaving",
+        ("leaving", "let_go"): "free",
+        ("free", "close"): "closed",
+        ("held", "close"): "closed",
+        ("leaving", "close"): "closed",
+    },
+)
+
+
 def diagrams() -> str:
     """All tables as Mermaid diagrams with titles, for ARCHITECTURE.md."""
-    tables = (MEMBER, PUBLISH, TRANSFER, LANE)
+    tables = (MEMBER, PUBLISH, TRANSFER, LANE, ROUND, SLOT)
     return "\n\n".join(f"{table.what.capitalize()}:\n\n```mermaid\n{table.diagram()}\n```" for table in tables)

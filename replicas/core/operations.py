@@ -23,6 +23,8 @@ or its deadline. **A member refuses** (a tensor that does not fit, no memory): t
 that error. Operations that share a lane with one that failed, or ended too late, are run again, for no fault of theirs.
 
 A verdict goes to everyone that takes part, the same to all. Those that were left out have had theirs.
+
+Where operations go well, most of them never come here: see :mod:`replicas.core.free_lanes`.
 """
 
 from __future__ import annotations
@@ -32,14 +34,15 @@ from collections.abc import Callable, Sequence
 from replicas import errors
 from replicas.core.domain_lanes import DomainLanes
 from replicas.core.effects import Effect, Emit, OperationEnded, Send
+from replicas.core.free_lanes import FreeLanes
 from replicas.core.identity import Member
 from replicas.core.lanes import Lane, Lanes, form_timeout
 from replicas.core.operation import Operation
 from replicas.core.pairing import Due, Pairing
 from replicas.core.posts import Post
-from replicas.core.roster import Roster
+from replicas.core.roster import MemberState, Roster
 from replicas.core.settling import Settling
-from replicas.messages import Backend, OperationEnd, OperationPost, ReceiptData, WireError
+from replicas.messages import Backend, LaneUsed, OperationEnd, OperationPost, OperationRan, ReceiptData, WireError
 
 __all__ = ["Operation", "Operations"]
 
@@ -75,7 +78,8 @@ class Operations:
         self._retried = retried
         self._settling = Settling()
         self._lanes = DomainLanes(roster, lanes, out)
-        self.pairing = Pairing(roster, self._settling, out, self._reply, self._is_running)
+        self.pairing = Pairing(roster, self._settling, out, self.reply, self._is_running)
+        self.free = FreeLanes(roster, self.pairing, self._settling, self, out, term=term)
         self._running: dict[int, Operation] = {}
         self._vanished: dict[Member, str] = {}
         self.totals: dict[str, int] = {}
@@ -87,24 +91,37 @@ class Operations:
 
     @property
     def running_collective(self) -> bool:
-        return any(not operation.pairwise for operation in self._running.values())
+        """Whether a collective runs, or may run without our knowing."""
+        return bool(self.free.domains) or any(not operation.pairwise for operation in self._running.values())
 
     def posted(self, member: Member) -> bool:
         """Whether the member waits for an operation."""
-        return self.pairing.waits(member)
+        return self.pairing.waits(member) or self.free.waits(member)
 
     def _is_running(self, ref: str) -> bool:
-        return any(operation.ref == ref for operation in self._running.values())
+        return self.free.undecided(ref) or any(operation.ref == ref for operation in self._running.values())
 
     # ------------------------------------------------------------ moving on
 
     def post(self, member: Member, message: OperationPost, now: float) -> None:
         """A member's next call."""
-        self.pairing.post(member, message, now)
+        if message.free:
+            self.free.post(member, message, now)
+        else:
+            self.pairing.post(member, message, now)
+
+    def ran(self, member: Member, message: OperationRan, now: float) -> None:
+        """How a turn in a free lane ended."""
+        self.free.ran(member, message, now)
+
+    def used(self, member: Member, message: LaneUsed, now: float) -> None:
+        """What was done in a free lane."""
+        self.free.used(member, message, now)
 
     def advance(self, now: float) -> None:
         """Start everything that is due."""
-        for due in self.pairing.due(now, collective_runs=self.running_collective):
+        self.free.advance(now)
+        for due in self.pairing.due(now, collective_runs=self.running_collective, held=self.free.domains):
             self._start(due, now)
         for operation in self.running:
             self._run(operation, now)
@@ -121,6 +138,7 @@ class Operations:
             posted_at=min(post.posted_at for post in due.posts),
             started_at=now,
             attempt_at=now,
+            left_out={name: why for post in due.posts for name, why in post.left_out.items()},
         )
 
     def _run(self, operation: Operation, now: float) -> None:
@@ -178,6 +196,7 @@ class Operations:
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
         """A member says so: while the lane forms, or later."""
+        self.free.lane_failed(lane, now)
         if self._lanes.owns(lane):
             self._broken(lane, [op for op in self.running if op.lane is lane], error, now)
 
@@ -187,7 +206,7 @@ class Operations:
         for operation in blamed:
             operation.failures += 1
         if lane is not None:
-            self._close(lane, "failed", now)
+            self.close_lane(lane, "failed", now)
         for operation in [op for op in blamed if op.number in self._running]:
             if refused:
                 self._end(operation, error, now)
@@ -209,7 +228,7 @@ class Operations:
 
     # ------------------------------------------------------------ again
 
-    def _close(self, lane: Lane, reason: str, now: float) -> None:
+    def close_lane(self, lane: Lane, reason: str, now: float) -> None:
         """The lane is dead: whatever was in it begins again, in another one."""
         if self._lanes.owns(lane):
             self._lanes.close(lane, reason)
@@ -253,7 +272,7 @@ class Operations:
             members=[member.name],
             hint="bring this peer to the present state; its next call pairs with the others' next one",
         )
-        self._reply(post, gone)
+        self.reply(post, gone)
 
     # ------------------------------------------------------------ ends
 
@@ -262,7 +281,7 @@ class Operations:
         lane = operation.lane
         self._finish(operation, error, now)
         if lane is not None:
-            self._close(lane, "failed" if not isinstance(error, errors.PeersLost) else "lost", now)
+            self.close_lane(lane, "failed" if not isinstance(error, errors.PeersLost) else "lost", now)
 
     def _finish(self, operation: Operation, error: errors.ReplicasError | None, now: float) -> None:
         del self._running[operation.number]
@@ -271,16 +290,25 @@ class Operations:
         receipt = operation.receipt(self._roster.epoch, now) if error is None else None
         for post in operation.posts:
             self.pairing.end(post)
-            self._reply(post, error, receipt)
         if error is None and not operation.pairwise:
-            self.pairing.succeeded(operation.due.domain, operation.posts[0].message.step)
+            self.pairing.passed(operation.due.domain, operation.posts[0].message.step)
+            busy = any(other.due.domain == operation.due.domain for other in self.running)
+            self.free.succeeded(
+                operation, now, busy=busy
+            )  # first: whoever hears of the end knows that the lane is free
+        for post in operation.posts:
+            self.reply(post, error, receipt)
         outcome = "ok" if error is None else type(error).__name__
-        self.totals[outcome] = self.totals.get(outcome, 0) + 1
+        self.count(outcome, 1)
         self._out(Emit(OperationEnded(self._roster.config.name, operation.kind, outcome, seconds)))
         if not self._running:
             self._vanished.clear()
 
-    def _reply(self, post: Post, error: errors.ReplicasError | None = None, receipt: ReceiptData | None = None) -> None:
+    def count(self, outcome: str, number: int) -> None:
+        """So many operations ended with ``outcome``."""
+        self.totals[outcome] = self.totals.get(outcome, 0) + number
+
+    def reply(self, post: Post, error: errors.ReplicasError | None = None, receipt: ReceiptData | None = None) -> None:
         if post.member in self._roster:
             wire = WireError.of(error) if error is not None else None
             self._out(Send(post.member, OperationEnd(post.message.post, receipt, wire)))
@@ -293,10 +321,17 @@ class Operations:
             self._vanished[member] = why
         self._without(member, why, "lost", now)
         self.pairing.lost(member, why)
+        self.free.without(member, why, "lost", now)
 
     def set_aside(self, member: Member, why: str, now: float, *, reason: str = "failed") -> None:
         """The member stays one, but is no longer live: behind, or quarantined."""
         self._without(member, why, reason, now)
+        self.free.without(member, why, reason, now)
+
+    def leave(self, state: MemberState, why: str, reason: str, now: float) -> None:
+        """Go on without a member that may come back."""
+        self._roster.leave_behind(state, why)
+        self.set_aside(state.member, why, now, reason=reason)
 
     def _without(self, member: Member, why: str, reason: str, now: float) -> None:
         for operation in self.running:
@@ -305,15 +340,15 @@ class Operations:
                 lane = operation.lane
                 self._do_without(operation, member, why, now)
                 if lane is not None:
-                    self._close(lane, reason, now)
+                    self.close_lane(lane, reason, now)
         for lane in {op.lane.name: op.lane for op in self.running if op.lane is not None}.values():
             if member in lane.members and lane.state == "forming":
-                self._close(lane, reason, now)
+                self.close_lane(lane, reason, now)
 
     def store_moved(self, now: float) -> None:
         """Lanes that are forming over the old store never will: operations that wait for one get another."""
         for lane in [lane for lane in self._lanes if lane.state == "forming"]:
-            self._close(lane, "store", now)
+            self.close_lane(lane, "store", now)
 
     def tick(self, now: float) -> None:
         """Deadlines, and members that have fallen silent."""
@@ -321,8 +356,9 @@ class Operations:
             if operation.number in self._running and now > operation.deadline:
                 self._end(operation, operation.overdue(), now)
         self._leave_silent(now)
+        self.free.tick(now)
         self.pairing.tick(now)
-        self._lanes.close_idle({op.lane.name for op in self.running if op.lane is not None})
+        self._lanes.close_idle({op.lane.name for op in self.running if op.lane is not None} | self.free.lanes)
 
     def _leave_silent(self, now: float) -> None:
         """Those that a running collective waits for, and that cannot be heard, are left behind."""
@@ -342,8 +378,7 @@ class Operations:
                 continue
             for state in silent:
                 why = f"silent for {now - state.last_seen:.0f} s"
-                self._roster.leave_behind(state, why)
-                self.set_aside(state.member, why, now, reason="frozen")
+                self.leave(state, why, "frozen", now)
 
     def _avoid_silent(self, operation: Operation, now: float) -> None:
         """A pair must not wait for a third member to form their lane."""
@@ -352,4 +387,4 @@ class Operations:
             return
         third = [state for m in lane.members if m not in operation.participants and (state := self._roster.get(m))]
         if any(self._roster.suspect(state, now) for state in third):
-            self._close(lane, "frozen", now)
+            self.close_lane(lane, "frozen", now)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from replicas import errors
 from replicas.core.identity import Member
@@ -16,7 +16,11 @@ PAIRWISE = ("send", "recv")
 
 @dataclass(slots=True, eq=False)
 class Post:
-    """One member's part. ``view``: the live members of its domain when it came."""
+    """One member's part.
+
+    ``view``: the live members of its domain when it came. ``left_out``: those with whom it ran ahead, and that are gone, by
+    name: why.
+    """
 
     member: Member
     message: OperationPost
@@ -24,6 +28,7 @@ class Post:
     deadline: float
     view: tuple[Member, ...] = ()
     started: bool = False
+    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def pairwise(self) -> bool:

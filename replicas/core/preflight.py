@@ -18,7 +18,7 @@ from replicas import errors
 from replicas.config import ChannelConfig
 from replicas.messages import Hello
 
-__all__ = ["NCCL_AGREED", "check_join"]
+__all__ = ["NCCL_AGREED", "carries_bytes", "check_join"]
 
 NCCL_AGREED = frozenset(
     (
@@ -83,7 +83,7 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
         if other.observe or _name(other) == me:
             continue
         _check_torch(hello, other, config)
-        if _carries(hello, config) and _carries(other, config) and _uses_nccl(hello, other, config):
+        if carries_bytes(hello, config) and carries_bytes(other, config) and _uses_nccl(hello, other, config):
             _check_nccl(hello, other, config)
             _check_devices(hello, other, config)
 
@@ -174,7 +174,7 @@ def _uses_nccl(hello: Hello, other: Hello, config: ChannelConfig) -> bool:
     return config.backend == "nccl" or (config.backend == "auto" and both)
 
 
-def _carries(hello: Hello, config: ChannelConfig) -> bool:
+def carries_bytes(hello: Hello, config: ChannelConfig) -> bool:
     """Whether this rank is ever part of a process group."""
     parties = (*config.sources, *config.targets, *config.peers)
     return any(party.group == hello.group and (party.ranks != "leader" or hello.rank == 0) for party in parties)

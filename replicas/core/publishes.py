@@ -78,9 +78,15 @@ class Publish:
             "wait": max((packed.wait_s for packed in self.packed.values()), default=0.0),
             "pack": max((packed.pack_s for packed in self.packed.values()), default=0.0),
             "queue": max(0.0, self.moving_at - self.packed_at),
+            "verify": max((packed.digest_s for packed in self.packed.values()), default=0.0),
         }
         if transfer is not None:
-            phases |= {"form": transfer.form_s, "transfer": transfer.transfer_s, "verify": transfer.verify_s}
+            phases |= {
+                "form": transfer.form_s,
+                "map": transfer.map_s,
+                "transfer": transfer.transfer_s,
+                "verify": phases["verify"] + transfer.verify_s,
+            }
         phases["commit"] = commit_s
         return phases
 

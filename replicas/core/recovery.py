@@ -82,7 +82,7 @@ class Recovery:
         commits = self._channel.commits
         digest = state.held.get(commits.latest, "")
         if digest and commits.decided and digest != commits.decided:
-            del state.held[commits.latest]
+            state.forget(commits.latest)
             self._channel.out.append(Send(state.member, wire.Discard(commits.latest)))
 
     def defers(
@@ -161,7 +161,8 @@ class Recovery:
             channel.commits.decide_forward(version, digests.pop())
             return
         for state in channel.roster:
-            if state.held.pop(version, None) is not None:
+            if version in state.held:
+                state.forget(version)
                 channel.out.append(Send(state.member, wire.Discard(version)))
 
     # ------------------------------------------------------------ the bytes of the committed version
@@ -189,7 +190,7 @@ class Recovery:
             return
         wrong = message.digest and commits.decided and message.digest != commits.decided
         if not message.manifest or wrong:
-            state.held.pop(message.version, None)
+            state.forget(message.version)
             return
         payload = Payload(
             version=message.version,

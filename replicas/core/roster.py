@@ -11,9 +11,13 @@ An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on
 served and admitted only after a while, twice as long each time, so that a program that dies right after each start does not
 interrupt the others each time.
 
-A member whose last sign of life is older than the suspicion time is *suspect*: transfers go on without it. One older than
-its lease is lost. The shell extends both by the pauses of its own loop (:meth:`Roster.forgive`), so that a stopped
-coordinator evicts nobody.
+Members send heartbeats every second; beyond :data:`BEATS_PER_S` members of a channel less often, at most every
+:data:`HEARTBEAT_MAX_S`, so that the coordinator's part in it stays small. Each member is told in its Welcome, and again in
+the View of a new epoch.
+
+A member whose last sign of life is older than the suspicion time (three missed heartbeats) is *suspect*: transfers go on
+without it. One older than its lease is lost. The shell extends both by the pauses of its own loop (:meth:`Roster.forgive`),
+so that a stopped coordinator evicts nobody.
 """
 
 from __future__ import annotations
@@ -22,18 +26,26 @@ from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
+import msgspec
+
 from replicas import errors
 from replicas.config import ChannelConfig, Party
 from replicas.core.identity import Member
 from replicas.core.membership import MEMBER, MemberEvent, Standing
-from replicas.core.preflight import check_join
-from replicas.messages import ChannelSettings, Hello
+from replicas.core.preflight import carries_bytes, check_join
+from replicas.core.roster_index import Held, RosterIndex, preflight_shape
+from replicas.messages import ChannelSettings, Hello, SlotPlace
 
 __all__ = ["GroupShape", "MemberState", "Roster"]
 
-HEARTBEAT_INTERVAL_S = 1.0
-SUSPICION_S = 3.5
-"""Age of the last sign of life beyond which transfers no longer wait for a member: three missed heartbeats."""
+HEARTBEAT_S = 1.0
+HEARTBEAT_MAX_S = 3.0
+BEATS_PER_S = 300
+LEASE_BEATS = 4
+"""A member can send so many heartbeats within its lease."""
+MISSED_BEATS = 3
+SLACK_S = 0.5
+"""Beyond so many missed heartbeats, and this, transfers no longer wait for a member."""
 FLAPS = 3
 FLAP_WINDOW_S = 60.0
 PROBATION_S = 1.0
@@ -62,6 +74,9 @@ class MemberState:
     :ivar missed: the version without which it was left behind: it is with the others again when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
     :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
+    :ivar host: number of the host that it is on (:mod:`replicas.core.hosts`); 0: not known yet.
+    :ivar places: where the slots lie that it has filled for a publish, by version.
+    :ivar lent: versions in memory of its own that others of its host may have mapped.
     """
 
     member: Member
@@ -74,14 +89,19 @@ class MemberState:
     missed: int = 0
     not_before: float = 0.0
     resumed: bool = True
+    host: int = 0
+    places: dict[int, SlotPlace] = field(default_factory=dict)
+    lent: set[int] = field(default_factory=set)
     carries: bool = True
-    held: dict[int, str] = field(default_factory=dict)
+    held: Held = field(default_factory=Held)
     parts: set[int] = field(default_factory=set)
     manifests: set[str] = field(default_factory=set)
     loaded: int = 0
     progressed_at: float = 0.0
     retry_at: float = 0.0
     failures: int = 0
+    view_epoch: int = 0
+    """The last epoch of which it was told."""
 
     def step(self, event: MemberEvent) -> None:
         """Move on by the table.
@@ -89,6 +109,13 @@ class MemberState:
         :raises replicas.core.tables.InvalidStep: this cannot happen to it now.
         """
         self.standing = MEMBER.next(self.standing, event)
+
+    def forget(self, version: int) -> bool:
+        """It has neither the version nor a part of it any more; False when it had neither."""
+        had = self.held.pop(version, None) is not None or version in self.parts
+        self.parts.discard(version)
+        self.places.pop(version, None)
+        return had
 
     @property
     def live(self) -> bool:
@@ -134,6 +161,13 @@ class Roster:
         self.groups = dict(groups)
         self.epoch = epoch
         self._members: dict[Member, MemberState] = {}
+        self.index = RosterIndex(self._preflight_shape)
+        self._live: tuple[MemberState, ...] = ()
+        self._targets: tuple[MemberState, ...] = ()
+        self._cached_epoch = -1
+        self._slowest_s = HEARTBEAT_S
+        """The longest interval at which any member may still send its heartbeats."""
+        self._slow_until = 0.0
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
         self.left: dict[str, tuple[int, float]] = {}
@@ -145,6 +179,9 @@ class Roster:
 
     def __contains__(self, member: Member) -> bool:
         return member in self._members
+
+    def __len__(self) -> int:
+        return len(self._members)
 
     def get(self, member: Member) -> MemberState | None:
         return self._members.get(member)
@@ -183,7 +220,7 @@ class Roster:
             source_ranks="all" if any(party.ranks == "all" for party in config.sources) else "leader",
             peer_ranks=config.peers[0].ranks if config.peers else "leader",
             backend=config.backend,
-            heartbeat_interval_s=HEARTBEAT_INTERVAL_S,
+            heartbeat_interval_s=self.heartbeat_interval_s,
         )
 
     def add(self, hello: Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
@@ -192,7 +229,7 @@ class Roster:
         :raises errors.ReplicasError: the Hello is not acceptable, or it cannot work with those that are there.
         """
         self._check(hello)
-        check_join(hello, [state.hello for state in self], self.config)
+        check_join(hello, self.index.others(hello), self.config)
         member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
         settings = self.settings_for(hello)
         older = None if hello.observe else self.holder_of(member.name)
@@ -202,7 +239,9 @@ class Roster:
         if hello.observe:
             state.standing = "observing"
         state.carries = self._carries(settings, hello)
-        state.held = {held.version: held.digest for held in hello.held}
+        state.held = Held({held.version: held.digest for held in hello.held})
+        state.lent = {*state.held, *hello.lent}
+        state.places = {held.version: held.place for held in hello.held if held.place is not None}
         state.loaded = hello.loaded
         state.resumed = not state.from_before
         state.not_before = self._probation_end(member.name, now)
@@ -210,6 +249,7 @@ class Roster:
 
     def insert(self, state: MemberState) -> None:
         self._members[state.member] = state
+        self.index.insert(state)
         self.left.pop(state.member.name, None)
         if not state.observes:
             self.seen.add(state.member.name)
@@ -219,6 +259,7 @@ class Roster:
         state = self._members.pop(member, None)
         if state is None:
             return None
+        self.index.remove(state)
         if state.live:
             self.epoch += 1
         state.step("lost")
@@ -228,7 +269,7 @@ class Roster:
         """An identity was lost, and not in good order."""
         self._losses.setdefault(name, deque(maxlen=16)).append(now)
 
-    def forget_losses(self, now: float) -> None:
+    def _forget_losses(self, now: float) -> None:
         """Those of long ago."""
         for name, times in list(self._losses.items()):
             while times and now - times[0] > FLAP_WINDOW_S:
@@ -244,33 +285,35 @@ class Roster:
 
     def holder_of(self, name: str) -> MemberState | None:
         """The current incarnation of the identity ``name``."""
-        return next((s for s in self._members.values() if s.member.name == name and not s.observes), None)
+        return self.index.by_name.get(name)
 
     def admit(self, now: float) -> bool:
         """Make every member that waits for it live, in one new epoch; False when there was none."""
-        for state in self:
+        for state in self.index.apart.values():
             if state.standing == "quarantined" and state.is_peer and now >= state.not_before:
                 state.step("released")  # nothing can be proven beside the others: it is tried again with them
         waiting = [
             state
-            for state in self
+            for state in self.index.apart.values()
             if MEMBER.allows(state.standing, "admitted") and self.admissible(state, now) and state.caught_up
         ]
         for state in waiting:
             state.step("admitted")
             state.note, state.missed = "", 0
+            del self.index.apart[state.member]
         if waiting:
             self.epoch += 1
         return bool(waiting)
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Whether it may be with the others now: it can be heard, and is not on probation."""
-        return now >= state.not_before and not self.suspect(state, now)
+        """Whether it may be with the others now: it is known where it is, it can be heard, and is not on probation."""
+        return state.host != 0 and now >= state.not_before and not self.suspect(state, now)
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
         """Out of the epoch, but still a member: it is caught up and admitted again at a boundary."""
         state.step("left_behind")
         state.note, state.missed = why, missed
+        self.index.apart[state.member] = state
         self.epoch += 1
 
     def isolate(self, state: MemberState, why: str, not_before: float) -> None:
@@ -278,34 +321,94 @@ class Roster:
         if state.live:
             self.epoch += 1
         state.step("isolated")
+        self.index.apart[state.member] = state
         state.note = why
         state.not_before = not_before
 
     @property
-    def live(self) -> list[MemberState]:
-        return sorted((state for state in self if state.live), key=lambda state: state.member)
+    def live(self) -> tuple[MemberState, ...]:
+        """Members of the current epoch, in order."""
+        self._refresh()
+        return self._live
 
     @property
-    def targets(self) -> list[MemberState]:
-        """Live targets that take bytes."""
-        return [state for state in self.live if state.is_target and state.carries]
+    def targets(self) -> tuple[MemberState, ...]:
+        """Live targets that take bytes, in order."""
+        self._refresh()
+        return self._targets
+
+    def _refresh(self) -> None:
+        """Whoever becomes live, or is not any more, makes a new epoch."""
+        if self._cached_epoch != self.epoch:
+            self._cached_epoch = self.epoch
+            self._live = tuple(sorted((state for state in self if state.live), key=lambda state: state.member))
+            self._targets = tuple(state for state in self._live if state.is_target and state.carries)
 
     def replica(self, group: str, replica: int) -> list[MemberState]:
         """Members of one replica, without observers."""
-        return [s for s in self if s.member.group == group and s.member.replica == replica and not s.observes]
+        return self.index.replica(group, replica)
+
+    def holders(self, version: int) -> list[MemberState]:
+        """Members that hold the whole of ``version``, in no order."""
+        return self.index.holders(version)
+
+    def lacking(self, version: int) -> list[MemberState]:
+        """Targets that take bytes, live or not, and do not hold ``version``. Costs nothing when there are none."""
+        return self.index.lacking(version)
+
+    # ------------------------------------------------------------ signs of life
+
+    @property
+    def shortest_lease_s(self) -> float:
+        """Of all groups, also of those that are not configured."""
+        shapes = (GroupShape(), *self.groups.values())
+        return min(shape.heartbeat_timeout_s for shape in shapes)
+
+    @property
+    def heartbeat_interval_s(self) -> float:
+        """How often members send a heartbeat, from now on."""
+        longest_s = max(HEARTBEAT_S, min(HEARTBEAT_MAX_S, self.shortest_lease_s / LEASE_BEATS))
+        return min(longest_s, HEARTBEAT_S * max(1, -(-len(self._members) // BEATS_PER_S)))
+
+    def welcome_settings(self, state: MemberState) -> ChannelSettings:
+        """What it is told whenever its session begins."""
+        interval_s = self.heartbeat_interval_s
+        self._slowest_s = max(self._slowest_s, interval_s)
+        return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s)
+
+    def tell_interval(self, now: float) -> float:
+        """The interval that all members are told now. A shorter one is not expected of them at once."""
+        interval_s = self.heartbeat_interval_s
+        if interval_s >= self._slowest_s:
+            self._slowest_s, self._slow_until = interval_s, 0.0
+        elif not self._slow_until:
+            self._slow_until = now + 2 * self._slowest_s
+        return interval_s
 
     def suspect(self, state: MemberState, now: float) -> bool:
-        return now - state.last_seen > SUSPICION_S
+        """Whether it has missed three heartbeats."""
+        return now - state.last_seen > MISSED_BEATS * self._slowest_s + SLACK_S
+
+    def keep_time(self, now: float) -> None:
+        """Time passes: what is long past is forgotten."""
+        self._forget_losses(now)
+        if self._slow_until and now > self._slow_until:
+            self._slowest_s, self._slow_until = self.heartbeat_interval_s, 0.0
 
     def expired(self, now: float) -> list[MemberState]:
         """Members whose lease has run out."""
-        return [s for s in self if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
+        silent = [state for state in self if now - state.last_seen > self.shortest_lease_s]
+        return [s for s in silent if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
 
     def forgive(self, pause_s: float, now: float) -> None:
         """The coordinator itself was not running for ``pause_s``: nobody could be heard, or seen to make progress."""
         for state in self:
             state.last_seen = max(state.last_seen, min(state.last_seen + pause_s, now))
             state.progressed_at = max(state.progressed_at, min(state.progressed_at + pause_s, now))
+
+    def _preflight_shape(self, hello: Hello) -> object:
+        by_device = self.config.backend == "nccl"
+        return preflight_shape(hello, carries=carries_bytes(hello, self.config), by_device=by_device)
 
     def _carries(self, settings: ChannelSettings, hello: Hello) -> bool:
         """Whether bytes go to or from this rank (as a target or a peer; sources are looked at by the publish)."""

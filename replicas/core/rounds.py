@@ -7,17 +7,23 @@ A replica that wants new weights runs a *round*: the newest committed version at
 asks, provided that all its ranks are there and hold it. Every rank is granted that version when it asks, and the next
 round opens only when all of them have loaded this one, so that two ranks are never more than the load itself apart.
 The replica's loaded version is the one that *all* its ranks have loaded; while they differ it is 0 (*partial*). A rank
-that is lost, or fails to load, voids the round: the next one brings every rank to the newest version.
+that is lost, or fails to load, voids the round: the next one brings every rank to the newest version. What a round can be
+in is the table :data:`~replicas.core.membership.ROUND`.
+
+A round can move on only where a rank asks, and only when something about that replica, or the newest version, has changed:
+such replicas are *due* (:meth:`Rounds.take_due`), the others are not looked at.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
 from replicas.core.identity import Member
+from replicas.core.membership import ROUND, RoundEvent, RoundState
 from replicas.core.roster import MemberState
 from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
 
@@ -26,13 +32,30 @@ __all__ = ["ReplicaView", "Round", "Rounds"]
 
 @dataclass(slots=True)
 class Round:
+    state: RoundState = "idle"
     version: int = 0
+    """What all ranks are to load; 0: nothing yet."""
     taken: set[Member] = field(default_factory=set)
+    """Ranks that were granted it and have not said yet how that ended."""
     asks: dict[Member, ReceiveAsk] = field(default_factory=dict)
     loaded: int = 0
     """Version that the whole replica serves; 0: none, or not the same on all ranks."""
-    partial: bool = False
-    """A rank failed to load, and the replica has not loaded a whole version since."""
+
+    @property
+    def partial(self) -> bool:
+        """A rank failed to load, and the ranks have not all served the same version since."""
+        return self.state == "partial"
+
+    def move(self, event: RoundEvent) -> None:
+        self.state = ROUND.next(self.state, event)
+
+    def assign(self, version: int) -> None:
+        self.move("assign")
+        self.version = version
+
+    def grant(self, member: Member) -> None:
+        self.move("grant")
+        self.taken.add(member)
 
 
 class ReplicaView(NamedTuple):
@@ -48,6 +71,11 @@ class Rounds:
     def __init__(self, channel: str) -> None:
         self._channel = channel
         self._rounds: dict[tuple[str, int], Round] = {}
+        self._due: set[tuple[str, int]] = set()
+        self._due_latest = 0
+        self._loaded: Counter[int] = Counter()
+        """How many of the ranks that carry bytes serve each version."""
+        self._counted: dict[Member, int] = {}
 
     def of(self, group: str, replica: int) -> Round:
         return self._rounds.setdefault((group, replica), Round())
@@ -55,17 +83,51 @@ class Rounds:
     def all(self) -> list[tuple[tuple[str, int], Round]]:
         return list(self._rounds.items())
 
+    def touch(self, state: MemberState) -> None:
+        """Something about this rank has changed: if its replica waits for a grant, it is looked at."""
+        key = (state.member.group, state.member.replica)
+        round_ = self._rounds.get(key)
+        if round_ is not None and round_.asks:
+            self._due.add(key)
+
+    def take_due(self, latest: int) -> list[tuple[str, int]]:
+        """Replicas whose round may move on, in order; each once."""
+        if latest != self._due_latest:
+            self._due_latest = latest
+            self._due |= {key for key, round_ in self._rounds.items() if round_.asks}
+        due, self._due = sorted(self._due), set()
+        return due
+
+    def loaded_by_all(self) -> int:
+        """The newest version that every rank of a target serves, or a newer one; 0 when there is none."""
+        return min(self._loaded, default=0)
+
+    def _count(self, state: MemberState) -> None:
+        self._uncount(state.member)
+        self._counted[state.member] = state.loaded
+        self._loaded[state.loaded] += 1
+
+    def _uncount(self, member: Member) -> None:
+        version = self._counted.pop(member, None)
+        if version is not None:
+            self._loaded[version] -= 1
+            if not self._loaded[version]:
+                del self._loaded[version]
+
     def asks(self, member: Member) -> bool:
         """Whether the member waits for a grant."""
-        return member in self.of(member.group, member.replica).asks
+        round_ = self._rounds.get((member.group, member.replica))
+        return round_ is not None and member in round_.asks
 
     def wants(self, member: Member, version: int) -> bool:
         """Whether it waits for ``version`` or an older one."""
-        found = self.of(member.group, member.replica).asks.get(member)
+        round_ = self._rounds.get((member.group, member.replica))
+        found = round_.asks.get(member) if round_ is not None else None
         return found is not None and found.after < version
 
     def ask(self, member: Member, ask: ReceiveAsk) -> None:
         self.of(member.group, member.replica).asks[member] = ask
+        self._due.add((member.group, member.replica))
 
     def cancel_ask(self, member: Member, ask: int) -> None:
         asks = self.of(member.group, member.replica).asks
@@ -74,42 +136,65 @@ class Rounds:
 
     def joined(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
         """A rank joined; under an earlier coordinator it may have loaded a version, or been assigned one."""
+        if not state.carries:
+            return
+        self._count(state)
         round_ = self.of(state.member.group, state.member.replica)
         if state.from_before:
-            round_.version = max(round_.version, state.hello.assigned, state.loaded)
-            if state.hello.assigned > state.loaded:
-                round_.taken.add(state.member)
-        taken = set(round_.taken)
-        self._settle(state.member, view, out)
-        round_.taken = taken
+            assigned = max(state.hello.assigned, state.loaded)
+            if assigned > round_.version:
+                round_.assign(assigned)
+        self._settle(round_, state.member, view, out)
+        if state.from_before and state.hello.assigned > state.loaded:
+            round_.grant(state.member)
 
     def loaded(self, state: MemberState, version: int, view: ReplicaView, out: list[Effect]) -> None:
         """This rank serves ``version`` now."""
         state.loaded = version
-        self._settle(state.member, view, out)
+        if state.member not in self._counted:
+            return
+        self._count(state)
+        round_ = self.of(state.member.group, state.member.replica)
+        round_.taken.discard(state.member)
+        if version > round_.version:
+            round_.assign(version)
+        self._settle(round_, state.member, view, out)
 
     def failed(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
         """This rank may have loaded half of a version."""
         state.loaded = 0
-        self.of(state.member.group, state.member.replica).partial = True
-        self._settle(state.member, view, out)
+        if state.member not in self._counted:
+            return
+        self._count(state)
+        round_ = self.of(state.member.group, state.member.replica)
+        round_.taken.discard(state.member)
+        round_.move("load_failed")
+        self._settle(round_, state.member, view, out)
 
     def lost(self, member: Member, view: ReplicaView, out: list[Effect]) -> None:
         """``view`` is without the lost member."""
+        self._uncount(member)
         round_ = self.of(member.group, member.replica)
         round_.asks.pop(member, None)
-        if not view.ranks:
-            round_.partial = False
-            round_.version = 0
-        self._settle(member, view, out)
-
-    def _settle(self, member: Member, view: ReplicaView, out: list[Effect]) -> None:
-        round_ = self.of(member.group, member.replica)
         round_.taken.discard(member)
+        self._settle(round_, member, view, out)
+        if not view.ranks:
+            round_.move("emptied")
+            del self._rounds[member.group, member.replica]
+
+    def _settle(self, round_: Round, member: Member, view: ReplicaView, out: list[Effect]) -> None:
+        """What the ranks serve together now."""
+        if round_.asks:
+            self._due.add((member.group, member.replica))
         versions = {state.loaded for state in view.ranks}
         loaded = versions.pop() if len(versions) == 1 and len(view.ranks) == view.expected else 0
-        if loaded:
-            round_.partial = False
+        if loaded == round_.version > 0:
+            if round_.state != "loaded":
+                round_.move("loaded_by_all")
+        elif round_.state == "loaded":
+            round_.move("torn")
+        elif loaded > 0 and round_.partial:
+            round_.move("all_alike")
         if loaded != round_.loaded:
             round_.loaded = loaded
             out.append(Emit(ReplicaLoaded(self._channel, member.group, member.replica, loaded)))
@@ -123,14 +208,14 @@ class Rounds:
         if wanted and round_.version != latest and not self._in_progress(round_, view):
             if len(view.ranks) < view.expected or not all(latest in state.held for state in view.ranks):
                 return
-            round_.version = latest
+            round_.assign(latest)
             out.extend(Send(state.member, Assigned(latest)) for state in view.ranks)
         self._grant(round_, view, out)
 
     @staticmethod
     def _in_progress(round_: Round, view: ReplicaView) -> bool:
         """Some rank has yet to load the round's version, and can."""
-        if not round_.version or all(state.loaded == round_.version for state in view.ranks):
+        if round_.state in ("idle", "loaded") or all(state.loaded == round_.version for state in view.ranks):
             return False
         if round_.taken:
             return True
@@ -138,11 +223,13 @@ class Rounds:
 
     @staticmethod
     def _grant(round_: Round, view: ReplicaView, out: list[Effect]) -> None:
+        if round_.state in ("idle", "loaded"):
+            return
         for state in view.ranks:
             ask = round_.asks.get(state.member)
             if ask is None or ask.after >= round_.version or state.loaded == round_.version:
                 continue
             if round_.version in state.held:
                 del round_.asks[state.member]
-                round_.taken.add(state.member)
+                round_.grant(state.member)
                 out.append(Send(state.member, ReceiveGrant(ask.ask, round_.version)))

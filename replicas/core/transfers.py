@@ -1,20 +1,23 @@
-"""One transfer: moving one version from those who hold it to those who need it, through one lane at a time.
+"""One transfer: moving one version from those who hold it to those who need it.
 
 Theory of operation
 ===================
 
-A transfer knows the version, who needs it and who can send it (a holder of the whole image, or all source ranks with a
-part each). It runs in *attempts*. An attempt has a number of its own, which every message carries, so that replies of an
-earlier attempt fall on the floor::
+A transfer knows the version, who needs it and who can give it (a holder of the whole image, or all source ranks with a
+part each). It runs in *attempts*, each after a plan of its own (:mod:`replicas.core.paths`): who maps whose memory, who
+receives over the lane, and who waits for the next attempt. An attempt has a number, which every message carries, so that
+replies of an earlier one fall on the floor::
 
-    offering ──all ready, lane formed──▶ moving ──all done, digests equal──▶ complete
-        │                                   │
+    offering ──slots ready, lane formed──▶ moving ──all done, digests equal──▶ complete, or the next step of the plan
+        │                                     │
         └────── loss, refusal, failure, suspicion, digest mismatch ──▶ next attempt over those that are left
 
-Receivers that verified the version keep it: they leave the set of those in need, and may send in the next attempt.
-Nothing is retried inside a lane in which bytes may have moved: each attempt has a new lane. A lane that fails with everybody
-alive is built once more; when that fails, too, the members are probed in pairs (:mod:`replicas.core.probes`), and those
-that it is up to are quarantined. The states are those of :data:`replicas.core.membership.TRANSFER`.
+Those that map need nothing of the others: they are offered the place at once, answer when they have it, and one that
+cannot, is lost or is silent holds up nobody. One that cannot map at all becomes a host of its own, to which is sent.
+
+Receivers that verified the version keep it: they leave the set of those in need, and may give it in the next attempt.
+Nothing is retried inside a lane in which bytes may have moved: each attempt has a new lane. What is done about failures with
+everybody alive is in :mod:`replicas.core.blame`. The states are those of :data:`replicas.core.membership.TRANSFER`.
 
 The transfer decides nothing about versions: its owner (a publish, or catch-up) learns ``complete`` or ``failed`` and asks
 for ``verified``. Deadlines are the owner's.
@@ -22,19 +25,23 @@ for ``verified``. Deadlines are the owner's.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
+import msgspec
+
 from replicas import errors
+from replicas.core.blame import Blame
 from replicas.core.effects import Send
 from replicas.core.identity import Member
 from replicas.core.lanes import Lane, form_timeout
 from replicas.core.membership import TRANSFER, TransferState
+from replicas.core.paths import Plan, plan
 from replicas.core.payload import Payload, TransferContext
-from replicas.core.probes import Probe
 from replicas.core.roster import MemberState
 from replicas.messages import (
     Backend,
+    SlotPlace,
     TransferCancel,
     TransferDone,
     TransferGo,
@@ -43,7 +50,8 @@ from replicas.messages import (
 
 __all__ = ["Transfer"]
 
-MAX_PROBES = 3
+MAP_TRIES = 2
+"""How often a member may find nothing where it should map, until it is sent the bytes."""
 
 
 class Transfer:
@@ -68,29 +76,32 @@ class Transfer:
         self._on_end = on_end
         self._avoid = avoid
         self.id = 0
-        self.mode: Literal["image", "parts"] = "image"
-        self.senders: tuple[Member, ...] = ()
         self.state: TransferState = "offering"
+        self.plan = Plan("image")
         self.lane: Lane | None = None
         self.verified: set[Member] = set()
         self.refused: dict[Member, errors.ReplicasError] = {}
         self.why: dict[Member, str] = {}
         """Why members were left out."""
-        self.failures = 0
+        self.blame = Blame(context, self)
         self.attempts = 0
-        self.probes = 0
         self.form_s = 0.0
+        self.map_s = 0.0
         self.transfer_s = 0.0
         self.verify_s = 0.0
-        self.concerned: tuple[Member, ...] = ()
-        """Members of the present attempt, in lane order: senders first."""
+        self.concerned: frozenset[Member] = frozenset()
+        """Members of the present attempt."""
         self.asked = frozenset(needers)
         """Everyone who needed it when it began."""
-        self._forms_lane = False
-        self._probe: Probe | None = None
         self._started = False
+        self._forms_lane = False
         self._ready: set[Member] = set()
         self._done: dict[Member, TransferDone] = {}
+        self._mapping: set[Member] = set()
+        """Those who were offered a place, and have not answered."""
+        self._misses: dict[Member, int] = {}
+        self._received: set[Member] = set()
+        """Those of the verified that got it over a lane."""
 
     # ------------------------------------------------------------ attempts
 
@@ -99,10 +110,20 @@ class Transfer:
         return self.state in ("complete", "failed")
 
     @property
+    def givers(self) -> tuple[Member, ...]:
+        """Who gives it in the present attempt."""
+        return (*self.plan.senders, *sorted(self.plan.lenders - set(self.plan.senders)))
+
+    @property
+    def _movers(self) -> tuple[Member, ...]:
+        """Those who move bytes together: one who fails fails them all."""
+        return (*self.plan.senders, *self.plan.receivers)
+
+    @property
     def laggards(self) -> set[Member]:
         """Those who are still waited for."""
-        if self.state == "offering" and len(self._ready) < len(self.concerned):
-            return set(self.concerned) - self._ready
+        if self.state == "offering" and len(self._ready) < len(self._movers):
+            return (set(self._movers) - self._ready) | self._mapping
         return self.needers - self.verified
 
     def lane_formed_or_none(self) -> bool:
@@ -112,9 +133,9 @@ class Transfer:
     def start(self, now: float) -> None:
         """Begin an attempt over those that still need the version."""
         context = self._context
-        self.needers -= {member for member in self.needers if member not in context.roster}
-        senders = self._choose_senders(now)
-        if senders is None:
+        self.needers = {m for m in self.needers if m in context.roster and not self._holds(m)}
+        found = self._plan(now)
+        if found is None:
             self._end(self._no_holder(), now)
             return
         self.id = context.next_id()
@@ -122,64 +143,98 @@ class Transfer:
         if self._started:
             self.state = TRANSFER.next(self.state, "again")
         self._started = True
-        self.senders = senders
-        self.needers -= set(senders)
-        self.concerned = (*senders, *sorted(self.needers))
+        self.plan = found
+        self.concerned = frozenset(found.concerned)
         self._ready.clear()
         self._done.clear()
         remaining = max(0.0, self.deadline - now)
-        for member in self.concerned:
-            self._offer(member, remaining)
-        if self.needers:
-            states = [state for state in map(context.roster.get, self.concerned) if state is not None]
-            backend = self._backend(states)
-            kept = context.idle_lane(self.concerned, backend)
-            self._forms_lane = kept is None
-            self.lane = kept or context.lanes.open(
-                context.roster.epoch, states, backend, now, form_timeout(remaining), context.out
-            )
+        self._offer_all(remaining)
+        if found.lane:
+            self._open_lane(found.lane, remaining, now)
         self._go_if_ready(now)
 
-    def _choose_senders(self, now: float) -> tuple[Member, ...] | None:
-        """A holder of the image (a target before a source, so that trainers are left alone), or all parts' owners."""
+    def _holds(self, member: Member) -> bool:
+        state = self._context.roster.get(member)
+        return state is not None and self.payload.version in state.held
+
+    def _plan(self, now: float) -> Plan | None:
+        """Holders of the image (targets before sources in catch-up, so that trainers are left alone), or all parts' owners."""
         version, roster = self.payload.version, self._context.roster
         holders = [s for s in roster if version in s.held and s.member not in self.refused]
-        if holders:
-            in_order = self.kind == "catch_up"
-            holders.sort(
-                key=lambda s: (
-                    s.member == self._avoid,
-                    roster.suspect(s, now),
-                    s.is_source if in_order else not s.is_source,
-                    s.member,
-                )
+        targets_first = self.kind == "catch_up"
+        holders.sort(
+            key=lambda s: (
+                s.member == self._avoid,
+                roster.suspect(s, now),
+                s.is_source if targets_first else not s.is_source,
+                s.member,
             )
-            self.mode = "image"
-            return (holders[0].member,)
-        owners = self.payload.part_owners
-        if owners and all((s := roster.get(m)) is not None and version in s.parts for m in owners):
-            self.mode = "parts"
-            return owners
-        return None
+        )
+        states = [roster.get(member) for member in self.payload.part_owners]
+        owners = [s for s in states if s is not None and version in s.parts and s.member not in self.refused]
+        if len(owners) < len(states):
+            owners = []
+        needers = [state for state in map(roster.get, self.needers) if state is not None]
+        return plan(version, needers, holders, owners)
 
-    def _offer(self, member: Member, remaining: float) -> None:
-        state = self._context.roster.get(member)
-        if state is None:
-            return
+    def _offer_all(self, remaining: float) -> None:
+        found = self.plan
+        digest = self.payload.digest
+        send, receive, place = (self._offers(role, remaining, digest) for role in ("send", "receive", "map"))
+        for member in found.senders:
+            if found.mode == "parts":
+                send = self._offers("send", remaining, self.payload.part_digests.get(member, ""))
+            self._offer(member, send)
+        for member in found.receivers:
+            self._offer(member, receive)
+        for member, lender in found.maps.items():
+            self._offer(member, place, self._place(lender))
+        self._mapping = set(found.maps)
+
+    def _offers(self, role: Literal["send", "receive", "map"], remaining: float, digest: str) -> list[TransferOffer]:
+        """The offer, without and with the manifest. Equal ones are one object, which is encoded once."""
         payload = self.payload
-        known = payload.manifest_hash in state.manifests
-        state.manifests.add(payload.manifest_hash)
         offer = TransferOffer(
             transfer=self.id,
             version=payload.version,
-            role="send" if member in self.senders else "receive",
-            mode=self.mode,
+            role=role,
+            mode=self.plan.mode,
             manifest_hash=payload.manifest_hash,
-            manifest=None if known else payload.manifest,
+            manifest=None,
             meta=payload.meta,
             deadline_s=remaining,
+            digest=digest,
         )
+        return [offer, msgspec.structs.replace(offer, manifest=payload.manifest)]
+
+    def _offer(self, member: Member, offers: list[TransferOffer], place: SlotPlace | None = None) -> None:
+        state = self._context.roster.get(member)
+        if state is None:
+            return
+        known = self.payload.manifest_hash in state.manifests
+        state.manifests.add(self.payload.manifest_hash)
+        offer = offers[0 if known else 1]
+        if offer.place != place:
+            offer = offers[0 if known else 1] = msgspec.structs.replace(offer, place=place)
         self._context.out.append(Send(member, offer))
+
+    def _place(self, member: Member) -> SlotPlace | None:
+        state = self._context.roster.get(member)
+        return state.places.get(self.payload.version) if state is not None else None
+
+    def _open_lane(self, members: tuple[Member, ...], remaining: float, now: float) -> None:
+        """Take the kept lane of these members, or form one."""
+        context = self._context
+        states = [state for state in map(context.roster.get, members) if state is not None]
+        backend = self._backend(states)
+        kept = self.lane or context.idle_lane(members, backend)
+        if kept is not None and (kept.members, kept.backend, kept.state) != (members, backend, "formed"):
+            self._close_lane("done")
+            kept = None
+        self._forms_lane = kept is None
+        self.lane = kept or context.lanes.open(
+            context.roster.epoch, states, backend, now, form_timeout(remaining), context.out
+        )
 
     def _backend(self, states: Sequence[MemberState]) -> Backend:
         """``nccl`` for CUDA weights when every member has a GPU of its own, as configured or by itself."""
@@ -190,20 +245,35 @@ class Transfer:
         distinct = len(devices) == len(states) and len(set(devices)) == len(devices)
         return "nccl" if self.payload.device == "cuda" and distinct else "gloo"
 
+    def _lane_backend(self) -> Backend:
+        roster = self._context.roster
+        return self._backend([state for state in map(roster.get, self.plan.lane) if state is not None])
+
     def _go_if_ready(self, now: float) -> None:
-        if self.state != "offering" or len(self._ready) < len(self.concerned):
+        if self.state != "offering" or len(self._ready) < len(self._movers):
             return
-        lane = self.lane
-        if self.needers and (lane is None or lane.state != "formed"):
+        lane = self.lane if self.plan.lane else None
+        if self.plan.lane and (lane is None or lane.state != "formed"):
             return
         self.state = TRANSFER.next(self.state, "all_ready")
-        owners: tuple[int, ...] = ()
+        routes: tuple[tuple[int, ...], ...] = ()
         if lane is not None:
             self.form_s += lane.formed_s if self._forms_lane else 0.0
-            owners = tuple(lane.rank(member) for member in self.senders)
-        name = lane.name if lane is not None else ""
-        go = TransferGo(self.id, name, owners, max(0.0, self.deadline - now))
-        self._context.out.extend(Send(member, go) for member in self.concerned)
+            routes = tuple(tuple(lane.rank(member) for member in route) for route in self.plan.routes)
+        go = TransferGo(self.id, lane.name if lane is not None else "", routes, max(0.0, self.deadline - now))
+        for member in self._movers:
+            places = tuple(self._part(number) for number in self.plan.local.get(member, ()))
+            own = msgspec.structs.replace(go, places=places) if places else go
+            if lane is not None and member not in lane.members:
+                own = msgspec.structs.replace(own, lane="", routes=())
+            self._context.out.append(Send(member, own))
+        self._end_attempt_if_done(now)
+
+    def _part(self, number: int) -> SlotPlace:
+        place = self._place(self.plan.owners[number])
+        if place is None:
+            raise errors.InternalError(f"part {number} of version {self.payload.version} lies nowhere")
+        return msgspec.structs.replace(place, part=number)
 
     # ------------------------------------------------------------ what members say
 
@@ -215,177 +285,214 @@ class Transfer:
     def lane_formed(self, lane: Lane, now: float) -> None:
         if lane is self.lane:
             self._go_if_ready(now)
-        elif self._probe is not None:
-            self._probe.formed(lane, now)
+        elif self.blame.probing is not None:
+            self.blame.probing.formed(lane, now)
 
     def done(self, member: Member, reply: TransferDone, now: float) -> None:
-        if reply.transfer != self.id or self.state != "moving" or member not in self.concerned:
+        if reply.transfer != self.id or member not in self.concerned:
             return
-        self._done[member] = reply
-        self.transfer_s = max(self.transfer_s, reply.transfer_s)
-        self.verify_s = max(self.verify_s, reply.verify_s)
-        if len(self._done) == len(self.concerned):
-            self._compare(now)
+        if member in self._mapping:
+            self._mapping.discard(member)
+            self.map_s = max(self.map_s, reply.transfer_s)
+            self.verify_s = max(self.verify_s, reply.verify_s)
+            self._keep({member: reply}, lent=False)
+        elif self.state == "moving":
+            self._done[member] = reply
+            self.transfer_s = max(self.transfer_s, reply.transfer_s)
+            self.verify_s = max(self.verify_s, reply.verify_s)
+        self._end_attempt_if_done(now)
 
-    def _compare(self, now: float) -> None:
-        """Everyone is done: believe only those whose digests equal the senders'."""
-        payload = self.payload
-        if self.mode == "parts":
-            sent = {self._sent_as(member): self._sent_digest(member) for member in self.senders}
-            payload.part_digests = {member: self._sent_digest(member) for member in self.senders}
-            good = {member for member in self.needers if self._done[member].part_digests == sent}
-            images = {self._done[member].image_digest for member in good}
-            if not payload.digest and len(images) == 1:
-                payload.digest = images.pop()
-        else:
-            digest = self._done[self.senders[0]].image_digest
-            payload.digest = payload.digest or digest
-            if digest != payload.digest:
-                self._forget_held(self.senders[0])
-            good = set(self.needers) if digest == payload.digest else set()
-        self._keep({member for member in good if self._done[member].image_digest == payload.digest})
-        if self.needers:
-            names = sorted(str(member) for member in self.needers)
+    def _end_attempt_if_done(self, now: float) -> None:
+        """Everyone has done what the plan says: believe only those whose digests are right; then the next step."""
+        if self.state != "moving" or self._mapping or len(self._done) < len(self._movers):
+            return
+        wrong = self._compare()
+        if wrong:
+            names = sorted(str(member) for member in wrong)
             error = errors.SyncError(f"digests differ at {', '.join(names)}", phase="verify", members=names)
             self._failed_all_alive(error, now)
+        elif self.needers:
+            self.start(now)
         else:
             self._end(None, now)
 
-    def _sent_as(self, sender: Member) -> int:
-        return self.lane.rank(sender) if self.lane is not None else self.senders.index(sender)
+    def _compare(self) -> set[Member]:
+        """Keep receivers with the right digests; returns the others."""
+        payload, receivers = self.payload, self.plan.receivers
+        good = set(receivers)
+        if self.plan.mode == "parts":
+            for part, route in enumerate(self.plan.routes):
+                sent = self._done[route[0]].part_digests.get(part, "") if route else ""
+                if sent:
+                    payload.part_digests[route[0]] = sent
+                good -= {member for member in route[1:] if self._done[member].part_digests.get(part) != sent}
+            images = {self._done[member].image_digest for member in good}
+            if not payload.digest and len(images) == 1:
+                payload.digest = images.pop()
+        elif receivers:
+            sender = self.plan.senders[0]
+            digest = self._done[sender].image_digest
+            payload.digest = payload.digest or digest
+            if digest != payload.digest:
+                self._forget_held(sender)
+                good = set()
+        self._keep({m: self._done[m] for m in good if self._done[m].image_digest == payload.digest}, lent=True)
+        return self.needers & set(receivers)
 
-    def _sent_digest(self, sender: Member) -> str:
-        return next(iter(self._done[sender].part_digests.values()), "")
-
-    def _keep(self, members: set[Member]) -> None:
-        for member in members:
+    def _keep(self, replies: Mapping[Member, TransferDone], *, lent: bool) -> None:
+        """These have it now. ``lent``: in memory of their own."""
+        version = self.payload.version
+        for member, reply in replies.items():
             state = self._context.roster.get(member)
-            if state is not None:
-                state.held[self.payload.version] = self.payload.digest
-                self.verified.add(member)
-                self.needers.discard(member)
+            if state is None:
+                continue
+            state.held[version] = self.payload.digest or reply.image_digest
+            if reply.place is not None:
+                state.places[version] = reply.place
+                if lent:
+                    state.lent.add(version)
+            self.verified.add(member)
+            self.needers.discard(member)
+        if lent:
+            self._received |= replies.keys()
 
     def member_failed(self, member: Member, transfer: int, error: errors.ReplicasError, now: float) -> None:
         """A member cannot go on with this attempt."""
         if transfer != self.id or self.over or member not in self.concerned:
             return
-        if self.state == "offering":
+        if member in self._mapping:
+            self._map_failed(member, error)
+            self._end_attempt_if_done(now)
+        elif self.state == "offering":
             self.refused[member] = error
             self.why[member] = error.message
             if member in self.needers:
                 self.needers.discard(member)
             else:
                 self._forget_held(member)
-            self._again("refused", now)
+            self.again("refused", now)
         else:
             self._failed_all_alive(error, now)
+
+    def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
+        """It stays in need, and its turn comes in the next attempt; unless it is out of memory or descriptors."""
+        self._mapping.discard(member)
+        self._misses[member] = self._misses.get(member, 0) + 1
+        if isinstance(error, errors.NoCapacity):
+            self.refused[member] = error
+            self.why[member] = error.message
+            self.needers.discard(member)
+        elif not isinstance(error, errors.Gone) or self._misses[member] >= MAP_TRIES:
+            self._context.apart(member)
 
     def _forget_held(self, member: Member) -> None:
         state = self._context.roster.get(member)
         if state is not None:
-            state.held.pop(self.payload.version, None)
-            state.parts.discard(self.payload.version)
+            state.forget(self.payload.version)
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        if lane is self.lane and not self.over:
+        if lane is self.lane and not self.over and self.plan.lane:
             self._failed_all_alive(error, now)
-        elif self._probe is not None:
-            self._probe.failed(lane, error, now)
+        elif lane is self.lane:
+            self._close_lane("failed")
+        elif self.blame.probing is not None:
+            self.blame.probing.failed(lane, error, now)
 
     def _failed_all_alive(self, error: errors.ReplicasError, now: float) -> None:
-        """Nobody was lost, and yet it failed: once more, then find out whom it is up to."""
-        self.failures += 1
-        frozen = self._suspects(now)
-        unreachable = self._named(error)
-        if frozen:
-            self.exclude(frozen, now, reason="frozen", why="no sign of life")
-        elif unreachable:
-            self._blame(unreachable, now)
-        elif self.failures == 1:
-            self._again("failed", now)
-        elif error.phase == "verify" and self.verified:
-            self._blame(dict.fromkeys(self.needers, error.message), now)  # the sender's bytes were right for others
-        elif self.failures == 2 and self.probes < MAX_PROBES and len(self.concerned) > 1:
-            self._find_culprit(now)
-        else:
-            self.cancel()
-            self._end(error, now)
+        """Nobody was lost, and yet it failed."""
+        proven = error.phase == "verify" and self._received  # the sender's bytes were right for others
+        wrong = self.needers & set(self.plan.receivers) if proven else set()
+        self.blame.failed(error, self.plan.lane, self._lane_backend, self._suspects(self.concerned, now), wrong, now)
 
-    def _named(self, error: errors.ReplicasError) -> dict[Member, str]:
-        """Members that a preflight names: no need to look for them."""
-        if not isinstance(error, errors.Preflight):
-            return {}
-        return {member: error.message for member in self.concerned if member.name in error.members}
+    # ------------------------------------------------------------ what is done about failures
 
-    def _find_culprit(self, now: float) -> None:
-        states = [state for state in map(self._context.roster.get, self.concerned) if state is not None]
+    def again(self, reason: str, now: float) -> None:
+        """Another attempt over those that are left."""
+        if self.state == "moving":
+            self._keep_vouched()
+        self.cancel(reason)
+        self.resume(now, reason)
+
+    def resume(self, now: float, reason: str) -> None:
+        """The next attempt, if anybody needs one."""
+        if self.over:
+            return
+        if not self.needers and (self.verified or self.kind == "catch_up" or self.refused):
+            self._end(None if self.verified else self._refusal(), now)
+            return
+        self._context.retried(reason)
+        self.start(now)
+
+    def probe(self, now: float) -> bool:
+        """Withdraw the attempt, so that pairs of its members can be tried; False when nobody needs that."""
         if self.state == "moving":
             self._keep_vouched()
         self.cancel("failed")
         if not self.needers:
-            self._next_attempt(now, "failed")
-            return
+            self.resume(now, "failed")
+            return False
         self.state = TRANSFER.next(self.state, "stuck")
         self.id = self._context.next_id()  # what is still said of the attempt falls on the floor
-        self.probes += 1
-        members = [state.member for state in states]
-        probe = Probe(self._context, members, self._backend(states), now, self._probed)
-        if not probe.over:
-            self._probe = probe
+        return True
 
-    def _probed(self, culprits: Mapping[Member, str], now: float) -> None:
-        """The pairs have been tried. Without a culprit there is one more attempt, which then decides."""
-        self._probe = None
-        if self.over:
-            return
-        if culprits:
-            self.failures = 0
-        self._quarantine(culprits, now)
-        self._next_attempt(now, "quarantined" if culprits else "failed")
-
-    def _blame(self, culprits: Mapping[Member, str], now: float) -> None:
-        self._quarantine(culprits, now)
-        self.failures = 0
-        self._again("quarantined", now)
-
-    def _quarantine(self, culprits: Mapping[Member, str], now: float) -> None:
+    def quarantine(self, culprits: Mapping[Member, str], now: float) -> None:
         for member, why in culprits.items():
             self.why[member] = why
             self.refused[member] = errors.Preflight(why, phase="probe", members=[member.name])
             self.needers.discard(member)
             self._context.quarantine(member, why, now)
 
+    def give_up(self, error: errors.ReplicasError, now: float) -> None:
+        self.cancel()
+        self._end(error, now)
+
     # ------------------------------------------------------------ losses and time
 
     def lost(self, member: Member, now: float) -> None:
         """The member is gone (already out of the roster)."""
-        if self.over or member not in self.concerned:
+        if self.over:
             return
-        self.failures = 0
         self.needers.discard(member)
         self.verified.discard(member)
-        if self._probe is not None:
-            self._probe.lost(member, now)
+        if member not in self.concerned | self.plan.lenders:
+            return
+        if self.blame.probing is not None:
+            self.blame.failures = 0
+            self.blame.probing.lost(member, now)
+        elif member in self._movers or member in self._needed_lenders():
+            self.blame.failures = 0
+            self.again("lost", now)
         else:
-            self._again("lost", now)
+            self._mapping.discard(member)
+            self._end_attempt_if_done(now)
+
+    def _needed_lenders(self) -> set[Member]:
+        lenders = {lender for member, lender in self.plan.maps.items() if member in self._mapping}
+        return lenders | {self.plan.owners[part] for parts in self.plan.local.values() for part in parts}
 
     def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
         """Go on without these; they stay members and are caught up later."""
         for member in members:
             self.needers.discard(member)
             self.why[member] = why
-            if member in self.senders:
+            if member in self.givers:
                 self.refused[member] = errors.PeersLost(f"{member} does not answer", members=[member.name])
-        self._again(reason, now)
+        if members & {*self._movers, *self._needed_lenders()}:
+            self.again(reason, now)
+            return
+        self._withdraw(members & self._mapping)
+        self._mapping -= members
+        self._context.retried(reason)
+        self._end_attempt_if_done(now)
 
     def tick(self, now: float) -> None:
         """Replace the attempt when someone in it no longer gives a sign of life, or its lane does not form in time."""
         if self.over:
             return
-        if self._probe is not None:
-            self._probe.tick(now)
+        if self.blame.probing is not None:
+            self.blame.probing.tick(now)
             return
-        frozen = self._suspects(now)
+        frozen = self._suspects({*self._movers, *self._mapping}, now)
         if frozen:
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
         elif self.lane is not None and self.lane.state == "forming" and now > self.lane.deadline:
@@ -396,51 +503,49 @@ class Transfer:
 
     def store_moved(self, now: float) -> None:
         """A lane that is forming over the old store never will: form another one over the new one."""
-        if self._probe is not None or (not self.over and self.lane is not None and self.lane.state == "forming"):
-            self._again("store", now)
+        if self.blame.probing is not None or (
+            not self.over and self.lane is not None and self.lane.state == "forming"
+        ):
+            self.again("store", now)
 
-    def _suspects(self, now: float) -> set[Member]:
+    def _suspects(self, members: Iterable[Member], now: float) -> set[Member]:
         roster = self._context.roster
-        states = [state for state in map(roster.get, self.concerned) if state is not None]
+        states = [state for state in map(roster.get, members) if state is not None]
         return {state.member for state in states if roster.suspect(state, now)}
 
     def cancel(self, reason: str = "failed") -> None:
         """Withdraw the present attempt from everyone in it, and kill its lane: bytes may have moved."""
-        context = self._context
-        if self._probe is not None:
-            self._probe.abandon()
-            self._probe = None
-        cancel = TransferCancel(self.id)
-        context.out.extend(Send(m, cancel) for m in self.concerned if m not in self._done and m in context.roster)
-        if self.lane is not None:
-            gone = frozenset(m for m in self.lane.members if m not in context.roster)
-            context.lanes.close(self.lane, context.out, gone=gone, reason=reason)
-            self.lane = None
+        self.blame.stop()
+        self._withdraw({m for m in self._movers if m not in self._done} | self._mapping)
+        self._mapping = set()
+        if self.plan.lane and len(self._done) < len(self._movers):
+            self._close_lane(reason)
 
-    def _again(self, reason: str, now: float) -> None:
-        """Another attempt over those that are left."""
-        if self.state == "moving":
-            self._keep_vouched()
-        self.cancel(reason)
-        self._next_attempt(now, reason)
+    def _withdraw(self, members: Iterable[Member]) -> None:
+        context, cancel = self._context, TransferCancel(self.id)
+        context.out.extend(Send(member, cancel) for member in sorted(members) if member in context.roster)
 
-    def _next_attempt(self, now: float, reason: str) -> None:
-        if not self.needers and (self.verified or self.kind == "catch_up" or self.refused):
-            self._end(None if self.verified else self._refusal(), now)
-            return
-        self._context.retried(reason)
-        self.start(now)
+    def _close_lane(self, reason: str) -> None:
+        lane, self.lane = self.lane, None
+        if lane is not None:
+            gone = frozenset(m for m in lane.members if m not in self._context.roster)
+            self._context.lanes.close(lane, self._context.out, gone=gone, reason=reason if reason != "done" else "")
 
     def _keep_vouched(self) -> None:
         """Keep those that are certainly right: equal to what the sender says or, if it cannot, all equal to each other."""
-        received = {member: reply.image_digest for member, reply in self._done.items() if member in self.needers}
-        sender = self._done.get(self.senders[0])
+        receivers = self.needers & set(self.plan.receivers)
+        received = {member: reply for member, reply in self._done.items() if member in receivers}
+        sender = self._done.get(self.plan.senders[0]) if self.plan.senders else None
         vouched = sender.image_digest if sender is not None else ""
-        if not vouched and len(received) == len(self.needers) and len(set(received.values())) == 1:
-            vouched = next(iter(received.values()))
+        images = {reply.image_digest for reply in received.values()}
+        if not vouched and len(received) == len(receivers) and len(images) == 1:
+            vouched = images.pop()
         self.payload.digest = self.payload.digest or vouched
         if self.payload.digest:
-            self._keep({member for member, digest in received.items() if digest == self.payload.digest})
+            right = {m: reply for m, reply in received.items() if reply.image_digest == self.payload.digest}
+            self._keep(right, lent=True)
+
+    # ------------------------------------------------------------ ends
 
     def _refusal(self) -> errors.ReplicasError:
         if self.refused:
@@ -448,7 +553,7 @@ class Transfer:
         return errors.PeersLost("nobody is left who needs it", version=self.payload.version, phase="transfer")
 
     def _no_holder(self) -> errors.ReplicasError:
-        refused = next((error for member, error in self.refused.items() if member in self.senders), None)
+        refused = next((error for member, error in self.refused.items() if member in self.givers), None)
         if refused is not None:
             return refused
         return errors.PeersLost(

@@ -22,6 +22,11 @@ In between the coordinator moves the version with *transfers*:
 * :class:`TransferOffer` to senders and receivers → :class:`TransferReady` (the slot is there: pinned or reserved) or
   :class:`TransferFailed`. When all are ready and the lane has formed: :class:`TransferGo` → :class:`TransferDone` with
   the digests, or :class:`TransferFailed`. :class:`TransferCancel` withdraws it at any time.
+* On one host nothing is sent: an offer with the role ``map`` names the place of a holder's slot → the others open it there,
+  lock it, see that it is still that version → :class:`TransferDone`, or :class:`TransferFailed`. :class:`Released` tells
+  the owner of memory that no member uses it for that version any more.
+* Where all members are on one host nobody has a sidecar; :class:`LaneAhead` says that this has changed.
+* Who is on which host: a newcomer tries to open the beacons that :class:`Locate` names → :class:`Located`.
 * When every live target verified the version: :class:`Commit`, to everyone. :class:`Discard` takes a number back.
 
 **Receiving.** :class:`ReceiveAsk` → :class:`ReceiveGrant` with a committed version, the same for all ranks of the replica;
@@ -30,6 +35,11 @@ the other ranks get :class:`Assigned`, so that they keep the slot. Then :class:`
 **Operations** (collectives between peers). :class:`OperationPost` (``post`` numbers a member's own operations) → when
 everyone concerned has posted, :class:`OperationGo` → sidecars run it → :class:`OperationDone` or
 :class:`OperationFailed` → :class:`OperationEnd`, the common verdict; only then are the caller's tensors written.
+
+**Free lanes.** When operations go well, :class:`LaneFree` lets the members of a lane run collectives in *turns* without
+asking: kinds and shapes are compared, and the decision is taken, in the lane itself (:mod:`replicas.core.free_lanes`). One
+that takes long is posted with its ``free`` and ``turn``; :class:`OperationRan` says how such a turn ended.
+:class:`LaneRecall` → :class:`LaneUsed` ends the freedom; what had failed goes on as any other post.
 
 **A new coordinator** (another term; its sessions and queues are gone, the decision log may be). The member says in Hello
 what it knows: ``epoch``, ``latest``, what it holds, what it serves, what it was assigned. After the Welcome it announces
@@ -58,8 +68,12 @@ from replicas.messages.coordinator import (
     Describe,
     Discard,
     FromCoordinator,
+    LaneAhead,
     LaneDrop,
     LaneForm,
+    LaneFree,
+    LaneRecall,
+    Locate,
     OperationEnd,
     OperationGo,
     OperationSettled,
@@ -67,6 +81,7 @@ from replicas.messages.coordinator import (
     PublishEnd,
     ReceiveGrant,
     Refused,
+    Released,
     TransferCancel,
     TransferGo,
     TransferOffer,
@@ -83,11 +98,14 @@ from replicas.messages.member import (
     Hello,
     LaneFailed,
     LaneFormed,
+    LaneUsed,
     Loaded,
     LoadFailed,
+    Located,
     OperationDone,
     OperationFailed,
     OperationPost,
+    OperationRan,
     Packed,
     PackFailed,
     Progress,
@@ -103,6 +121,7 @@ from replicas.messages.member import (
 )
 from replicas.messages.values import (
     Backend,
+    Beacon,
     ChannelSettings,
     HeldVersion,
     Meta,
@@ -111,6 +130,7 @@ from replicas.messages.values import (
     ReceiptData,
     ReduceOp,
     Segment,
+    SlotPlace,
     WireError,
 )
 
@@ -119,6 +139,7 @@ __all__ = [
     "Ack",
     "Assigned",
     "Backend",
+    "Beacon",
     "Bye",
     "ChannelSettings",
     "Commit",
@@ -131,12 +152,18 @@ __all__ = [
     "Heartbeat",
     "HeldVersion",
     "Hello",
+    "LaneAhead",
     "LaneDrop",
     "LaneFailed",
     "LaneForm",
     "LaneFormed",
+    "LaneFree",
+    "LaneRecall",
+    "LaneUsed",
     "LoadFailed",
     "Loaded",
+    "Locate",
+    "Located",
     "MemberFrame",
     "Meta",
     "OperationDone",
@@ -145,6 +172,7 @@ __all__ = [
     "OperationGo",
     "OperationKind",
     "OperationPost",
+    "OperationRan",
     "OperationSettled",
     "PackFailed",
     "Packed",
@@ -159,9 +187,11 @@ __all__ = [
     "ReceiveGrant",
     "ReduceOp",
     "Refused",
+    "Released",
     "Resumed",
     "Segment",
     "ServerFrame",
+    "SlotPlace",
     "TransferCancel",
     "TransferDone",
     "TransferFailed",
@@ -177,9 +207,11 @@ __all__ = [
     "decode_member_frame",
     "decode_server_frame",
     "encode",
+    "encode_body",
+    "encode_server_frame",
 ]
 
-PROTOCOL = 2
+PROTOCOL = 3
 """Number of this protocol; a Hello with another one is refused."""
 
 
@@ -195,6 +227,14 @@ class ServerFrame(msgspec.Struct, frozen=True, array_like=True):
     body: FromCoordinator
 
 
+class _EncodedServerFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A :class:`ServerFrame` whose body has been encoded before."""
+
+    seq: int
+    ack: int
+    body: msgspec.Raw
+
+
 Frame = TypeVar("Frame", MemberFrame, ServerFrame)
 
 _encoder = msgspec.msgpack.Encoder()
@@ -204,6 +244,16 @@ _server_decoder = msgspec.msgpack.Decoder(ServerFrame)
 
 def encode(frame: MemberFrame | ServerFrame) -> bytes:
     return _encoder.encode(frame)
+
+
+def encode_body(body: FromCoordinator) -> bytes:
+    """A message without its frame: what is sent to many is encoded once."""
+    return _encoder.encode(body)
+
+
+def encode_server_frame(seq: int, ack: int, body: bytes) -> bytes:
+    """The frame of a message that :func:`encode_body` has encoded."""
+    return _encoder.encode(_EncodedServerFrame(seq, ack, msgspec.Raw(body)))
 
 
 def decode_member_frame(data: bytes) -> MemberFrame:

@@ -7,7 +7,16 @@ from typing import Literal
 import msgspec
 
 from replicas.core.identity import Member
-from replicas.messages.values import Backend, ChannelSettings, Meta, ReceiptData, Segment, WireError
+from replicas.messages.values import (
+    Backend,
+    Beacon,
+    ChannelSettings,
+    Meta,
+    ReceiptData,
+    Segment,
+    SlotPlace,
+    WireError,
+)
 
 __all__ = [
     "Ack",
@@ -16,8 +25,12 @@ __all__ = [
     "Describe",
     "Discard",
     "FromCoordinator",
+    "LaneAhead",
     "LaneDrop",
     "LaneForm",
+    "LaneFree",
+    "LaneRecall",
+    "Locate",
     "OperationEnd",
     "OperationGo",
     "OperationSettled",
@@ -25,6 +38,7 @@ __all__ = [
     "PublishEnd",
     "ReceiveGrant",
     "Refused",
+    "Released",
     "TransferCancel",
     "TransferGo",
     "TransferOffer",
@@ -63,11 +77,24 @@ class Ack(_FromCoordinator, frozen=True):
     """Carries only the frame's ack."""
 
 
+class Locate(_FromCoordinator, frozen=True):
+    """Find out on whose machine you are; answered by ``Located``."""
+
+    beacons: tuple[Beacon, ...]
+
+
 class View(_FromCoordinator, frozen=True):
-    """A new epoch."""
+    """A new epoch. ``since`` 0: of these members; else ``members`` are those who have come since that epoch, which you know,
+    and ``left`` those who have gone.
+
+    ``heartbeat_interval_s``: how often to send heartbeats from now on; 0: as before.
+    """
 
     epoch: int
     members: tuple[Member, ...]
+    since: int = 0
+    left: tuple[Member, ...] = ()
+    heartbeat_interval_s: float = 0.0
 
 
 class PublishAdmitted(_FromCoordinator, frozen=True):
@@ -103,38 +130,74 @@ class LaneForm(_FromCoordinator, frozen=True):
     probe: bool = False
 
 
+class LaneAhead(_FromCoordinator, frozen=True):
+    """The channel has members on more than one host: lanes will be formed, so have a sidecar ready."""
+
+
 class LaneDrop(_FromCoordinator, frozen=True):
     """Kill the lane's sidecar."""
 
     lane: str
 
 
-class TransferOffer(_FromCoordinator, frozen=True):
-    """Get ready to send or to receive ``version``. ``manifest``: the bytes, or None when you have had this hash.
+class LaneFree(_FromCoordinator, frozen=True):
+    """Collectives may be run in this lane without asking, one turn each, until it is recalled or ends.
 
-    A sender of mode ``"parts"`` sends its own publish slot, one of mode ``"image"`` a whole version that it holds.
+    ``free``: name of this freedom; a lane may have several, one after another. ``participants``: in the order of lane ranks.
+    ``step``: the newest tag that has passed.
+    """
+
+    lane: str
+    free: str
+    participants: tuple[Member, ...]
+    step: int | None = None
+
+
+class LaneRecall(_FromCoordinator, frozen=True):
+    """Ask again before each operation; answered by ``LaneUsed``, which says what is under way."""
+
+    free: str
+
+
+class TransferOffer(_FromCoordinator, frozen=True):
+    """Get ready to send or to receive ``version``, or map it at once. ``manifest``: the bytes, or None when you have had
+    this hash.
+
+    A sender of mode ``"parts"`` sends its own publish slot, one of mode ``"image"`` a whole version that it holds. A mapper
+    opens ``place`` and answers ``TransferDone`` at once. ``digest``: of the image's data (or of the sender's part), where
+    it is known.
     """
 
     transfer: int
     version: int
-    role: Literal["send", "receive"]
+    role: Literal["send", "receive", "map"]
     mode: Literal["image", "parts"]
     manifest_hash: str
     manifest: bytes | None
     meta: Meta
     deadline_s: float
+    digest: str = ""
+    place: SlotPlace | None = None
 
 
 class TransferGo(_FromCoordinator, frozen=True):
-    """Move the bytes. ``owners``: lane rank of each part's sender, in order (one for mode ``"image"``).
+    """Move the bytes. ``routes``: for each part (one for mode ``"image"``) the lane ranks that it goes through, its owner
+    first; those that are not named take no part in it, and an empty route is a part that all have otherwise.
 
-    An empty ``lane`` means that nobody needs the bytes: a sender then only computes its digests (in its own process).
+    ``places``: parts that lie on the receiver's own host, which it copies from there. An empty ``lane``: all of them do.
     """
 
     transfer: int
     lane: str
-    owners: tuple[int, ...]
+    routes: tuple[tuple[int, ...], ...]
     deadline_s: float
+    places: tuple[SlotPlace, ...] = ()
+
+
+class Released(_FromCoordinator, frozen=True):
+    """No member of your host that can be heard has ``version`` any more: its memory need not be waited for."""
+
+    version: int
 
 
 class TransferCancel(_FromCoordinator, frozen=True):
@@ -216,14 +279,19 @@ FromCoordinator = (
     Welcome
     | Refused
     | Ack
+    | Locate
     | View
     | PublishAdmitted
     | PublishEnd
+    | LaneAhead
     | LaneForm
     | LaneDrop
+    | LaneFree
+    | LaneRecall
     | TransferOffer
     | TransferGo
     | TransferCancel
+    | Released
     | Commit
     | Discard
     | Assigned

@@ -2,10 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import msgspec
 
 from replicas.core.identity import ProcessIdentity
-from replicas.messages.values import HeldVersion, Meta, OperationKind, ReduceOp, Segment, WireError
+from replicas.messages.values import (
+    Beacon,
+    HeldVersion,
+    Meta,
+    OperationKind,
+    ReduceOp,
+    Segment,
+    SlotPlace,
+    WireError,
+)
 
 __all__ = [
     "Bye",
@@ -16,11 +27,14 @@ __all__ = [
     "Hello",
     "LaneFailed",
     "LaneFormed",
+    "LaneUsed",
     "LoadFailed",
     "Loaded",
+    "Located",
     "OperationDone",
     "OperationFailed",
     "OperationPost",
+    "OperationRan",
     "PackFailed",
     "Packed",
     "Progress",
@@ -45,6 +59,7 @@ class Hello(_FromMember, frozen=True):
 
     ``epoch``, ``latest`` (with its digest), ``assigned`` and ``publishes``: what the member knows, for a coordinator of
     another term. ``nccl_env``: the NCCL_* variables of the process. ``nccl_version`` is empty where there is none.
+    ``lent``: versions that are no longer held here, and whose memory others may still have mapped.
     """
 
     protocol: int
@@ -72,6 +87,14 @@ class Hello(_FromMember, frozen=True):
     latest_digest: str = ""
     assigned: int = 0
     publishes: int = 0
+    beacon: Beacon | None = None
+    lent: tuple[int, ...] = ()
+
+
+class Located(_FromMember, frozen=True):
+    """Answer to :class:`Locate`: index of the first beacon that could be opened and had its nonce; -1: none."""
+
+    found: int
 
 
 class Resumed(_FromMember, frozen=True):
@@ -127,7 +150,11 @@ class PublishBegin(_FromMember, frozen=True):
 
 
 class Packed(_FromMember, frozen=True):
-    """The slot is filled. ``manifest_hash`` is empty on a rank that carries no bytes (leader mode, not the leader)."""
+    """The slot is filled, and stays pinned until the verdict.
+
+    ``manifest_hash`` is empty on a rank that carries no bytes (leader mode, not the leader); ``digest``: of what was packed
+    (the data of an image, or a part), ready ``digest_s`` after the copy; ``place``: where it lies.
+    """
 
     publish: int
     manifest_hash: str
@@ -135,6 +162,9 @@ class Packed(_FromMember, frozen=True):
     device: str
     wait_s: float
     pack_s: float
+    digest: str = ""
+    place: SlotPlace | None = None
+    digest_s: float = 0.0
 
 
 class PackFailed(_FromMember, frozen=True):
@@ -155,14 +185,17 @@ class LaneFailed(_FromMember, frozen=True):
 
 
 class TransferReady(_FromMember, frozen=True):
+    """The slot is there: pinned, or reserved."""
+
     transfer: int
 
 
 class TransferDone(_FromMember, frozen=True):
-    """A sender's or a receiver's part is done.
+    """A sender's, a receiver's or a mapper's part is done.
 
     ``image_digest``: of the whole image's data (senders of an image and every receiver; else empty).
-    ``part_digests``: by owner's lane rank, of each part sent or received (mode ``"parts"``).
+    ``part_digests``: by number of the part, of each one sent or received over the lane (mode ``"parts"``).
+    ``place``: where the version lies here now.
     """
 
     transfer: int
@@ -170,6 +203,7 @@ class TransferDone(_FromMember, frozen=True):
     part_digests: dict[int, str]
     transfer_s: float
     verify_s: float
+    place: SlotPlace | None = None
 
 
 class TransferFailed(_FromMember, frozen=True):
@@ -217,6 +251,8 @@ class OperationPost(_FromMember, frozen=True):
     ``segments`` of ``recv`` may be empty (take what the sender sends); of ``scatter`` they are the root's input, one
     segment a participant, and on the others the one output or empty. ``applied``: refs of the newest operations whose
     results were written here; ``unsettled``: refs of those that ended here with their outcome unknown.
+
+    ``free`` and ``turn``: it runs ahead already, as this turn of a free lane; :class:`OperationRan` follows.
     """
 
     post: int
@@ -229,6 +265,8 @@ class OperationPost(_FromMember, frozen=True):
     device: str = "cpu"
     applied: tuple[str, ...] = ()
     unsettled: tuple[str, ...] = ()
+    free: str = ""
+    turn: int = 0
 
 
 class OperationDone(_FromMember, frozen=True):
@@ -241,8 +279,34 @@ class OperationFailed(_FromMember, frozen=True):
     error: WireError
 
 
+class OperationRan(_FromMember, frozen=True):
+    """How the turn ended in which the operation ran ahead.
+
+    ``applied``: everyone had its result, and it was written here, or is about to be. ``ready``: the result is here, and it
+    is not known whether anybody has written theirs. ``failed``: there is none here, so nobody can have written anything.
+    """
+
+    post: int
+    outcome: Literal["applied", "ready", "failed"]
+
+
+class LaneUsed(_FromMember, frozen=True):
+    """What was done in a free lane: the last ``turn`` that began, ``step`` the newest tag.
+
+    ``done``: operations that succeeded since the last such message (from the lane's first rank alone; else 0).
+    ``recalled``: no other turn begins; those under way have been posted.
+    """
+
+    free: str
+    turn: int
+    done: int
+    step: int | None = None
+    recalled: bool = False
+
+
 FromMember = (
     Hello
+    | Located
     | Resumed
     | Described
     | Heartbeat
@@ -266,4 +330,6 @@ FromMember = (
     | OperationPost
     | OperationDone
     | OperationFailed
+    | OperationRan
+    | LaneUsed
 )

@@ -11,6 +11,7 @@ from replicas.core.identity import Member
 
 __all__ = [
     "Backend",
+    "Beacon",
     "ChannelSettings",
     "HeldVersion",
     "Meta",
@@ -20,6 +21,7 @@ __all__ = [
     "ReduceOp",
     "Scalar",
     "Segment",
+    "SlotPlace",
     "WireError",
 ]
 
@@ -80,12 +82,40 @@ class WireError(msgspec.Struct, frozen=True):
         )
 
 
+class Beacon(msgspec.Struct, frozen=True):
+    """By which others find out whether they are on the same machine: they open ``/proc/PID/fd/FD`` and read the nonce.
+
+    ``uid``: effective user of the process; another user may not open its memory.
+    """
+
+    pid: int
+    fd: int
+    nonce: str
+    uid: int
+
+
+class SlotPlace(msgspec.Struct, frozen=True):
+    """Memory of a version in a member's process, which others of its host open as ``/proc/PID/fd/FD``.
+
+    ``inode`` and ``nbytes``: what ``fstat`` must say of it; ``serial``: how often the memory has been filled, so that nobody
+    takes another version for this one. ``part``: number of the part in it, of a version that is made of several.
+    """
+
+    pid: int
+    fd: int
+    inode: int
+    nbytes: int
+    serial: int
+    part: int = 0
+
+
 class HeldVersion(msgspec.Struct, frozen=True):
     """A complete version in a slot of a member; ``digest`` is empty where it was never computed (a source's own slot)."""
 
     version: int
     digest: str
     manifest_hash: str = ""
+    place: SlotPlace | None = None
 
 
 class ChannelSettings(msgspec.Struct, frozen=True):

@@ -22,11 +22,12 @@ may be writing is safe to reuse only after :meth:`Sidecar.wait_dead`, or after t
 from __future__ import annotations
 
 from replicas.sidecar.forks import Forkserver
-from replicas.sidecar.handle import Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.handle import Done, Sidecar, SidecarDied, SidecarFailed, Turn
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 
 __all__ = [
     "CollectiveSpec",
+    "Done",
     "Forkserver",
     "GroupSpec",
     "Sidecar",
@@ -34,4 +35,5 @@ __all__ = [
     "SidecarFailed",
     "TransferResult",
     "TransferSpec",
+    "Turn",
 ]

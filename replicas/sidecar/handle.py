@@ -8,7 +8,8 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
@@ -20,10 +21,13 @@ from replicas.sidecar.pulse import SILENCE_S, Pulse
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 from replicas.weights.arena import Buffer
 
-__all__ = ["KILL_GRACE_S", "Sidecar", "SidecarDied", "SidecarFailed"]
+__all__ = ["KILL_GRACE_S", "Done", "Sidecar", "SidecarDied", "SidecarFailed", "Turn"]
 
 KILL_GRACE_S = 1.0
 """A sidecar has its own timeouts; it is killed when it has not answered this much later."""
+
+SMALL_NBYTES = 32 << 10
+"""A request that a socket takes in one piece."""
 
 _R = TypeVar("_R")
 
@@ -54,6 +58,51 @@ class SidecarDied(RuntimeError):
     """The sidecar, or the forkserver, is gone (killed at a deadline too)."""
 
 
+@dataclass(frozen=True)
+class Turn:
+    """Of a free lane. ``ledger``: where the sidecar notes the turn when it is ready; ``mark``: of what is asked for."""
+
+    ledger: Buffer
+    number: int
+    mark: int
+
+    @property
+    def ready(self) -> bool:
+        """Whether the sidecar had its result; certain once it is dead."""
+        return int(self.ledger.tensor()[:8].view(torch.int64)[0]) >= self.number
+
+
+Done = Callable[[float | Exception], None]
+
+
+class _Answer:
+    """Waits for the reply to a turn, as a future would."""
+
+    def __init__(self, done: Done, timer: asyncio.TimerHandle) -> None:
+        self._done: Done | None = done
+        self._timer = timer
+
+    def done(self) -> bool:
+        return self._done is None
+
+    def set_result(self, reply: wire.Reply) -> None:
+        if isinstance(reply, wire.Collected):
+            self._end(reply.seconds)
+        elif isinstance(reply, wire.Failed):
+            self._end(_failure(reply))
+        else:
+            self._end(SidecarFailed(f"a turn was answered with {type(reply).__name__}"))
+
+    def set_exception(self, error: Exception) -> None:
+        self._end(error)
+
+    def _end(self, outcome: float | Exception) -> None:
+        done, self._done = self._done, None
+        self._timer.cancel()
+        if done is not None:
+            done(outcome)
+
+
 class Sidecar:
     """One sidecar process, with at most one process group.
 
@@ -68,7 +117,8 @@ class Sidecar:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._pending: dict[int, asyncio.Future[wire.Reply] | _Answer] = {}
+        self._open = True
         self._mapped: set[int] = set()
         self._sending = asyncio.Lock()
         self._background: set[asyncio.Task[None]] = set()
@@ -78,8 +128,10 @@ class Sidecar:
         self._reason = ""
         sock.setblocking(False)
         self._loop.add_reader(pidfd, self._ended)
-        self._reader = self._loop.create_task(self._read())
+        self._frames = wire.FrameReader(sock)
+        self._loop.add_reader(sock, self._readable)
         self._pulse = Pulse(self._loop.time())
+        self._busy = False
         self._timer = self._next_look()
 
     @property
@@ -115,6 +167,57 @@ class Sidecar:
         request = wire.RunCollective(next(self._numbers), first, second, spec)
         return (await self._ask(request, buffers, spec.timeout_s, wire.Collected)).seconds
 
+    def start_turn(
+        self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None, turn: Turn, done: Done
+    ) -> None:
+        """Run one operation of a free lane, behind those that were asked for before. Never waits.
+
+        ``done`` is called on the loop, once, maybe before this returns: with seconds when all members have their results, or
+        else with an error as of :meth:`build`.
+        """
+        buffers = tuple(buffer for buffer in (inputs, outputs, turn.ledger) if buffer is not None)
+        first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
+        number = next(self._numbers)
+        answer = _Answer(done, self._loop.call_later(spec.timeout_s + KILL_GRACE_S, self._too_late, spec.timeout_s))
+        if not self.usable:
+            answer.set_exception(SidecarDied(self._end_text()))
+            return
+        self._pending[number] = answer
+        self._look_soon()
+        request = wire.RunCollective(number, first, second, spec, turn.ledger.key, turn.number, turn.mark)
+        mapped = all(buffer.key in self._mapped for buffer in buffers)
+        if not (mapped and self._send_at_once(request)):
+            self._in_background(self._send_turn(request, buffers))
+
+    def _send_at_once(self, message: msgspec.Struct) -> bool:
+        """Send it in one piece, if it is small, nobody else is sending, and there is room."""
+        body = wire.encode(message)
+        data = wire.frame_head(body, ()) + body
+        if self._sending.locked() or len(data) > SMALL_NBYTES:
+            return False
+        try:
+            sent = self._sock.send(data)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._put_down(str(error))
+            return True
+        if sent < len(data):
+            self.kill("a request to it was cut off")
+        return True
+
+    async def _send_turn(self, request: wire.RunCollective, buffers: tuple[Buffer, ...]) -> None:
+        try:
+            async with self._sending:
+                for buffer in buffers:
+                    await self._map(buffer)
+                await self._send(request)
+        except (OSError, ValueError) as error:
+            self._put_down(str(error))
+
+    def _too_late(self, timeout_s: float) -> None:
+        self.kill(f"it did not answer within {timeout_s:g} s and was killed")
+
     def kill(self, reason: str = "killed") -> None:
         """SIGKILL. Whoever waits for a reply gets :class:`SidecarDied`; ``on_exit`` is not called."""
         self._killed = True
@@ -145,9 +248,7 @@ class Sidecar:
             raise SidecarDied(self._end_text())
         future: asyncio.Future[wire.Reply] = self._loop.create_future()
         self._pending[request.id] = future
-        if not self._pulse.asked:
-            self._timer.cancel()
-            self._timer = self._next_look()
+        self._look_soon()
         try:
             async with asyncio.timeout(timeout_s + KILL_GRACE_S):
                 async with self._sending:
@@ -163,7 +264,7 @@ class Sidecar:
         finally:
             self._pending.pop(request.id, None)
         if isinstance(reply, wire.Failed):
-            raise SidecarFailed(reply.error, over=reply.over, kind=reply.kind, members=reply.members, hint=reply.hint)
+            raise _failure(reply)
         if not isinstance(reply, kind):
             raise SidecarFailed(f"sidecar {self.pid} answered {type(request).__name__} with {type(reply).__name__}")
         return reply
@@ -206,8 +307,12 @@ class Sidecar:
             self._post(wire.ForgetBuffer(key))
 
     def _post(self, message: msgspec.Struct) -> None:
-        """Send ``message`` soon, without a reply to wait for."""
-        task = self._loop.create_task(self._send_alone(message))
+        """Send ``message``, now or soon, without a reply to wait for."""
+        if not self._send_at_once(message):
+            self._in_background(self._send_alone(message))
+
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
 
@@ -219,8 +324,16 @@ class Sidecar:
     # ------------------------------------------------------------ signs of life
 
     def _next_look(self) -> asyncio.TimerHandle:
-        delay = self._pulse.interval_s(self._loop.time(), busy=bool(self._pending))
+        self._busy = bool(self._pending)
+        delay = self._pulse.interval_s(self._loop.time(), busy=self._busy)
         return self._loop.call_later(delay, self._look)
+
+    def _look_soon(self) -> None:
+        """There is something under way: it is looked after more often."""
+        if not self._pulse.asked and not self._busy:
+            self._busy = True
+            self._timer.cancel()
+            self._timer = self._next_look()
 
     def _look(self) -> None:
         match self._pulse.look(self._loop.time()):
@@ -233,19 +346,31 @@ class Sidecar:
 
     # ------------------------------------------------------------ replies, and the end
 
-    async def _read(self) -> None:
+    def _readable(self) -> None:
         try:
-            while True:
-                head = await self._read_exactly(wire.HEAD_NBYTES)
-                length, _ = wire.parse_head(head)
-                self._take(wire.decode_reply(await self._read_exactly(length)))
+            frames = self._frames.receive()
+            if frames is None:
+                raise ConnectionError("it died")
+            for body, fds in frames:
+                wire.close_all(fds)  # replies have none
+                self._take(wire.decode_reply(body))
         except OSError as error:
-            # As a rule the process has ended. One that closed its channel without ending is of no use: make it end.
-            self._put_down(str(error))
-        finally:
-            self._fail()
-            async with self._sending:
+            self._hang_up(str(error))
+
+    def _hang_up(self, reason: str) -> None:
+        """As a rule the process has ended. One that closed its channel without ending is of no use: make it end."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._sock)
+            self._put_down(reason)
+            if self._sending.locked():
+                self._in_background(self._close())
+            else:
                 self._sock.close()
+
+    async def _close(self) -> None:
+        async with self._sending:
+            self._sock.close()
 
     def _take(self, reply: wire.Reply) -> None:
         if isinstance(reply, wire.Pong):
@@ -256,15 +381,6 @@ class Sidecar:
         future = self._pending.pop(reply.id, None)
         if future is not None and not future.done():
             future.set_result(reply)
-
-    async def _read_exactly(self, nbytes: int) -> bytes:
-        data = bytearray()
-        while len(data) < nbytes:
-            chunk = await self._loop.sock_recv(self._sock, nbytes - len(data))
-            if not chunk:
-                raise ConnectionError("it died")
-            data += chunk
-        return bytes(data)
 
     def _put_down(self, reason: str) -> None:
         """SIGKILL, if it still lives; whoever waits for it is told."""
@@ -287,15 +403,19 @@ class Sidecar:
         return f"sidecar {self.pid}: {self._reason or 'it died'}"
 
     def _fail(self) -> None:
-        """No reply will come any more. The reader closes the socket, when it is sure that nobody uses it."""
+        """No reply will come any more. Whoever uses the socket last closes it."""
         self._over = True
         self._timer.cancel()
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_RDWR)
-        for future in self._pending.values():
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
             if not future.done():
                 future.set_exception(SidecarDied(self._end_text()))
-        self._pending.clear()
+
+
+def _failure(reply: wire.Failed) -> SidecarFailed:
+    return SidecarFailed(reply.error, over=reply.over, kind=reply.kind, members=reply.members, hint=reply.hint)
 
 
 def _of_this_process(spec: GroupSpec) -> GroupSpec:

@@ -19,9 +19,10 @@ import torch
 from replicas.core.manifest import Manifest
 from replicas.errors import Preflight, ReplicasError
 from replicas.sidecar import lifeline, wire
-from replicas.sidecar.collectives import run_collective
+from replicas.sidecar.collectives import run_collective, run_turn
 from replicas.sidecar.groups import Group, build_group
 from replicas.sidecar.mailbox import Mailbox
+from replicas.sidecar.mesh import Mesh
 from replicas.sidecar.transfer import run_transfer
 from replicas.weights.arena import Buffer
 
@@ -33,6 +34,8 @@ class SidecarProcess:
 
     def __init__(self) -> None:
         self._group: Group | None = None
+        self._address = ""
+        self._mesh: Mesh | None = None
         self._buffers: dict[int, Buffer] = {}
         self._manifest: tuple[bytes, Manifest] | None = None
 
@@ -72,16 +75,31 @@ class SidecarProcess:
         lifeline.name_process("replica-sidecar")
         started = time.monotonic()
         self._group = build_group(request.spec)
+        self._address = request.spec.address
         return wire.Built(request.id, time.monotonic() - started)
 
     def _transfer(self, request: wire.RunTransfer) -> wire.Reply:
-        memory = self._buffers[request.buffer].tensor()
+        buffer = self._buffers[request.buffer]
+        memory = buffer.readable() if request.spec.role == "send" else buffer.tensor()
         result = run_transfer(self._built, request.spec, self._decoded(request.spec.manifest), memory)
         return wire.Transferred(request.id, result)
 
     def _collective(self, request: wire.RunCollective) -> wire.Reply:
         started = time.monotonic()
-        run_collective(self._built, request.spec, self._memory(request.inputs), self._memory(request.outputs))
+        group, spec = self._built, request.spec
+        inputs, outputs = self._memory(request.inputs), self._memory(request.outputs)
+        ledger = self._memory(request.ledger)
+        if ledger is None:
+            run_collective(group, spec, inputs, outputs)
+            return wire.Collected(request.id, time.monotonic() - started)
+        if self._mesh is None:
+            self._mesh = Mesh.connect(group, self._address, started + spec.timeout_s)
+        words = ledger[:8].view(torch.int64)
+
+        def ready() -> None:
+            words[0] = request.turn
+
+        run_turn(group, self._mesh, spec, inputs, outputs, mark=request.mark, ready=ready)
         return wire.Collected(request.id, time.monotonic() - started)
 
     @property

@@ -1,89 +1,65 @@
-"""Moving one version within a group: buckets, a short window, and digests on the way.
+"""Moving one version within a group: chains of members, buckets, a short window, and digests on the way.
 
 Theory of operation
 ===================
 
-Every member of the lane takes part in every broadcast, with the same buckets in the same order, which follow from the
-manifest alone. Mode ``"image"``: the data section in buckets of 32 MiB from its one owner. Mode ``"parts"``: the pieces of
-each part in turn, in the order in which they lie in the owner's memory; pieces are cut along their first dimension until
-they fit a bucket, and runs of small ones that lie together share one. A receiver takes a bucket straight into the image
-where it is one run of bytes there too, else into staging memory, from which its pieces are scattered. A sender that is
-not a bucket's owner receives it into staging memory and forgets it.
+Each part (an image is one part) has a *route*: lane ranks, its owner first. The bytes go through it as through a chain: each
+member receives a bucket from the one before it while it sends the bucket before to the one after it. A member that is not in
+a route has nothing to do with that part. So every link carries the bytes once each way, however many members there are.
+:mod:`replicas.sidecar.buckets` says what the buckets are, and in which order all members take them.
 
-Two broadcasts are under way while the main thread hashes the one before: the digest costs little extra time.
+A receiver takes a bucket straight into the image where it is one run of bytes there too, else into staging memory, from which
+its pieces are scattered. A member that passes on what it does not need receives it into staging memory and forgets it.
+
+Each member begins its receives and sends in the order of the buckets, which is the same for all, and before it waits for
+anything that comes later in that order. Therefore the first bucket that is not everywhere yet never waits for a later one:
+there is no deadlock, whatever the routes are, and what goes between two members arrives in the order in which it was sent.
+
+A second thread digests what has arrived (and scatters what was staged) while the next buckets are on their way. It goes
+through the image from its start to the end, up to where nothing will change any more, so that little is left to do after the
+last bucket. A sender whose digest is known already reads nothing.
+
+Nothing is tried again here: a failed or late operation is the end of the group. (Gloo fails what is queued to or from a
+peer that has died at once, but not the one operation that was half done: that ends at its timeout, or when the sidecar is
+killed, because the coordinator has dropped the lane.)
+
+Why a chain
+-----------
+
+Measured between network namespaces of one machine with two cores that others used, too; medians. 64 MiB over links of
+800 Mbit/s each way, which take 671 ms for it; "Gloo" is its broadcast of one flat buffer, "tree" a binary one by 4 MiB:
+
+    hosts     Gloo      tree   chain of buckets of 1 MiB     2 MiB     4 MiB     8 MiB
+        2   693 ms                                700 ms    701 ms    701 ms    697 ms
+        3  1402 ms   1395 ms                      710 ms    710 ms    730 ms    788 ms
+        4  2085 ms   1436 ms                      706 ms    721 ms    767 ms    900 ms
+
+Without such a limit the CPU is the limit, and all ways cost about the same (2 hosts, 128 MiB: Gloo 134 ms; send and receive
+by buckets of 1, 2, 4, 8, 16 MiB: 182, 162, 135, 139, 133 ms). Hence the sizes in :mod:`replicas.sidecar.buckets`.
+
+NCCL pipelines its own broadcast: it is used where all members of a group share a route.
 """
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass
-from math import prod
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from replicas.core.manifest import Manifest, Piece, item_nbytes
+from replicas.core.manifest import Manifest
+from replicas.sidecar.buckets import MAX_BUCKET_NBYTES, Bucket, Plan, image_run, make_plan
 from replicas.sidecar.groups import Group, Handle
 from replicas.sidecar.wire import TransferResult, TransferSpec
-from replicas.weights.digest import Digest, digest_of
+from replicas.weights.digest import Digest
 from replicas.weights.tensors import piece_view
 
-__all__ = ["BUCKET_NBYTES", "Bucket", "buckets_of_part", "run_transfer", "scatter", "split_piece"]
+__all__ = ["routes_of", "run_transfer", "scatter"]
 
-BUCKET_NBYTES = 32 << 20
-WINDOW = 2
-
-
-@dataclass(frozen=True)
-class Bucket:
-    """``nbytes`` bytes that lie together in their owner's memory, from ``start`` on; ``pieces`` of a part, whole."""
-
-    owner: int
-    start: int
-    nbytes: int
-    pieces: tuple[Piece, ...] = ()
-
-
-def split_piece(piece: Piece, item: int, limit: int) -> Iterator[Piece]:
-    """Cut a piece along its first dimensions until each part has at most ``limit`` bytes (or is one element)."""
-    nbytes = prod(piece.shape) * item
-    axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), None)
-    if nbytes <= limit or axis is None:
-        yield piece
-        return
-    row = nbytes // piece.shape[axis]
-    rows = max(1, limit // row)
-    for first in range(0, piece.shape[axis], rows):
-        offsets, shape = list(piece.offsets), list(piece.shape)
-        offsets[axis] += first
-        shape[axis] = min(rows, piece.shape[axis] - first)
-        cut = Piece(piece.tensor, tuple(offsets), tuple(shape), piece.source_offset + first * row)
-        yield from split_piece(cut, item, limit)
-
-
-def buckets_of_part(manifest: Manifest, part: int, owner: int, limit: int = BUCKET_NBYTES) -> list[Bucket]:
-    """The buckets of one part; each byte that the manifest takes from it is in exactly one of them."""
-    assert manifest.parts is not None
-    buckets: list[Bucket] = []
-    run: list[Piece] = []
-    start = end = 0
-
-    def close() -> None:
-        if run:
-            buckets.append(Bucket(owner, start, end - start, tuple(run)))
-
-    for whole in sorted(manifest.parts[part], key=lambda piece: piece.source_offset):
-        item = item_nbytes(manifest.tensors[whole.tensor].dtype)
-        for piece in split_piece(whole, item, limit):
-            nbytes = prod(piece.shape) * item
-            if not run or piece.source_offset != end or end + nbytes - start > limit:
-                close()
-                run, start, end = [], piece.source_offset, piece.source_offset
-            run.append(piece)
-            end += nbytes
-    close()
-    return buckets
+WINDOW = 4
+"""Buckets that a member has begun to receive, and as many that it has begun to send."""
 
 
 def scatter(staged: torch.Tensor, bucket: Bucket, data: torch.Tensor, manifest: Manifest) -> None:
@@ -101,33 +77,163 @@ def _elements(staged: torch.Tensor, first: int, like: torch.Tensor) -> torch.Ten
     return chunk.view(like.dtype).view(like.shape)
 
 
+def routes_of(spec: TransferSpec, manifest: Manifest, size: int) -> tuple[tuple[int, ...], ...]:
+    """The route of each part; without any in ``spec``, everybody in a group of ``size`` takes part in every part.
+
+    :raises ValueError: they do not fit the manifest or the group.
+    """
+    parts = 1 if spec.mode == "image" else len(manifest.parts or ())
+    everybody = range(size)
+    routes = spec.routes or tuple((owner, *(rank for rank in everybody if rank != owner)) for owner in spec.owners)
+    if len(routes) != parts:
+        raise ValueError(f"{len(routes)} routes do not fit {parts} part(s)")
+    for route in routes:
+        if len(set(route)) != len(route) or not all(rank in everybody for rank in route):
+            raise ValueError(f"the route {route} does not fit a group of {size}")
+    return routes
+
+
+class _Flight:
+    """One bucket on its way through this member."""
+
+    def __init__(self, number: int, bucket: Bucket, tensor: torch.Tensor, spare: torch.Tensor | None) -> None:
+        self.number = number
+        self.bucket = bucket
+        self.tensor = tensor
+        self.spare = spare
+        self.arriving: Handle | None = None
+        self.leaving: Handle | None = None
+        self.checked: Future[None] | None = None
+
+
+class _Checker:
+    """What is done with bytes beside the network, on a thread of its own, in the order of the buckets."""
+
+    def __init__(self, plan: Plan, manifest: Manifest, data: torch.Tensor, *, by_part: bool) -> None:
+        self._plan = plan
+        self._manifest = manifest
+        self._data = data
+        self._by_part = by_part
+        self._image = Digest()
+        self._parts: dict[int, Digest] = {}
+
+    def begin(self) -> None:
+        """Whatever no bucket will change."""
+        self._settle(0)
+
+    def receive(self, flight: _Flight) -> None:
+        if self._by_part:
+            self._parts.setdefault(flight.bucket.owner, Digest()).update(flight.tensor)
+        if flight.spare is not None:
+            scatter(flight.tensor, flight.bucket, self._data, self._manifest)
+        self._settle(flight.number + 1)
+
+    def send(self, flight: _Flight) -> None:
+        self._parts.setdefault(flight.bucket.owner, Digest()).update(flight.tensor)
+
+    def _settle(self, number: int) -> None:
+        self._image.update(self._data[self._image.nbytes : self._plan.settled[number]])
+
+    def image_digest(self) -> str:
+        assert self._image.nbytes == self._data.numel()
+        return self._image.hexdigest()
+
+    def part_digest(self, owner: int) -> str:
+        return self._parts.get(owner, Digest()).hexdigest()
+
+
 class _Mover:
     """One member's side of a transfer."""
 
-    def __init__(self, group: Group, spec: TransferSpec, manifest: Manifest, memory: torch.Tensor) -> None:
+    def __init__(
+        self,
+        group: Group,
+        spec: TransferSpec,
+        manifest: Manifest,
+        routes: Sequence[Sequence[int]],
+        memory: torch.Tensor,
+    ) -> None:
         self._group = group
-        self._spec = spec
         self._manifest = manifest
+        self._routes = routes
         self._deadline = time.monotonic() + spec.timeout_s
         self._receives = spec.role == "receive"
+        self._hashes = self._receives or not spec.digest
         holds_image = self._receives or spec.mode == "image"
         expected = manifest.image_nbytes if holds_image else None
         if expected is not None and memory.numel() != expected:
             raise ValueError(f"the slot has {memory.numel()} bytes, the image {expected}")
         self._memory = memory[manifest.data_offset :] if holds_image else memory
+        self._plan = make_plan(manifest, routes, group.rank, by_part=spec.mode == "parts")
         self._spare: list[torch.Tensor] = []
-        self.digests: dict[int, Digest] = {}
-        self.verify_s = 0.0
+        self._leaving: deque[_Flight] = deque()
+        self._checks: deque[Future[None]] = deque()
+        self.checker = _Checker(self._plan, manifest, self._memory, by_part=spec.mode == "parts")
 
-    def run(self, buckets: Iterator[Bucket]) -> None:
-        flying: deque[tuple[Bucket, torch.Tensor, torch.Tensor | None, Handle]] = deque()
-        for bucket in buckets:
-            tensor, spare = self._place(bucket)
-            flying.append((bucket, tensor, spare, self._group.broadcast(tensor, bucket.owner, self._deadline)))
-            if len(flying) > WINDOW:
-                self._finish(*flying.popleft())
-        while flying:
-            self._finish(*flying.popleft())
+    def run(self, thread: ThreadPoolExecutor) -> None:
+        """Return when nothing moves any more; ``thread``, which digests, may still be at work."""
+        if self._receives:
+            self._checks.append(thread.submit(self.checker.begin))
+        arriving: deque[_Flight] = deque()
+        for number, bucket in enumerate(self._plan.buckets):
+            arriving.append(self._take(number, bucket))
+            if len(arriving) > WINDOW:
+                self._pass_on(arriving.popleft(), thread)
+        while arriving:
+            self._pass_on(arriving.popleft(), thread)
+        while self._leaving:
+            self._end(self._leaving.popleft())
+
+    def finish(self) -> None:
+        """Wait until all is digested and in its place."""
+        self._look_at_checks(to_the_end=True)
+
+    def _look_at_checks(self, *, to_the_end: bool = False) -> None:
+        while self._checks and (to_the_end or self._checks[0].done()):
+            self._checks.popleft().result()
+
+    def _take(self, number: int, bucket: Bucket) -> _Flight:
+        """Begin to receive a bucket that is not ours."""
+        flight = _Flight(number, bucket, *self._place(bucket))
+        if self._shared(bucket):
+            flight.arriving = self._group.broadcast(flight.tensor, bucket.owner, self._deadline)
+        elif bucket.owner != self._group.rank:
+            route = self._routes[bucket.part]
+            before = route[route.index(self._group.rank) - 1]
+            flight.arriving = self._group.receive(flight.tensor, before, self._deadline)
+        return flight
+
+    def _pass_on(self, flight: _Flight, thread: ThreadPoolExecutor) -> None:
+        """Wait until a bucket is here; begin to send it, and to digest it."""
+        bucket, route = flight.bucket, self._routes[flight.bucket.part]
+        if flight.arriving is not None:
+            flight.arriving.wait()
+        place = route.index(self._group.rank)
+        if not self._shared(bucket) and place + 1 < len(route):
+            flight.leaving = self._group.send(flight.tensor, route[place + 1], self._deadline)
+        if bucket.owner == self._group.rank:
+            if self._hashes:
+                flight.checked = thread.submit(self.checker.send, flight)
+        elif self._receives:
+            flight.checked = thread.submit(self.checker.receive, flight)
+        if flight.checked is not None:
+            self._checks.append(flight.checked)
+        self._leaving.append(flight)
+        while len(self._leaving) > WINDOW:
+            self._end(self._leaving.popleft())
+
+    def _end(self, flight: _Flight) -> None:
+        if flight.leaving is not None:
+            flight.leaving.wait()
+        if flight.spare is not None:
+            if flight.checked is not None:
+                flight.checked.result()
+            self._spare.append(flight.spare)
+        self._look_at_checks()
+
+    def _shared(self, bucket: Bucket) -> bool:
+        """Whether it goes to all at once."""
+        return self._group.backend == "nccl" and len(self._routes[bucket.part]) == self._group.size
 
     def _place(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The memory that this member sends from or receives into, and the staging memory of which it is a part."""
@@ -135,58 +241,40 @@ class _Mover:
             if bucket.start + bucket.nbytes > self._memory.numel():
                 raise ValueError(f"the slot has {self._memory.numel()} bytes, less than its part of the manifest")
             return self._memory[bucket.start : bucket.start + bucket.nbytes], None
-        if self._receives and not bucket.pieces:
-            return self._memory[bucket.start : bucket.start + bucket.nbytes], None
-        if self._receives and len(bucket.pieces) == 1:
-            view = piece_view(self._memory, self._manifest, bucket.pieces[0])
-            if view.is_contiguous():
-                return view.view(-1).view(torch.uint8), None
-        spare = self._spare.pop() if self._spare else torch.empty(BUCKET_NBYTES, dtype=torch.uint8)
+        start = image_run(self._manifest, bucket) if self._receives else None
+        if start is not None:
+            return self._memory[start : start + bucket.nbytes], None
+        spare = self._spare.pop() if self._spare else torch.empty(MAX_BUCKET_NBYTES, dtype=torch.uint8)
         return spare[: bucket.nbytes], spare
-
-    def _finish(self, bucket: Bucket, tensor: torch.Tensor, spare: torch.Tensor | None, handle: Handle) -> None:
-        handle.wait()
-        mine = bucket.owner == self._group.rank
-        if mine or self._receives:
-            started = time.monotonic()
-            self.digests.setdefault(bucket.owner, Digest()).update(tensor)
-            self.verify_s += time.monotonic() - started
-            if spare is not None:
-                scatter(tensor, bucket, self._memory, self._manifest)
-        if spare is not None:
-            self._spare.append(spare)
-
-    def image_digest(self) -> str:
-        """Of the data section as it lies in memory now."""
-        started = time.monotonic()
-        digest = digest_of(self._memory)
-        self.verify_s += time.monotonic() - started
-        return digest
 
 
 def run_transfer(group: Group, spec: TransferSpec, manifest: Manifest, memory: torch.Tensor) -> TransferResult:
     """Send or receive one version.
 
-    :param memory: uint8: an image slot, or the packed part of a sender in mode ``"parts"``.
+    :param memory: uint8: an image slot, or the packed part of a sender in mode ``"parts"``. A sender's may be read-only.
     :raises RuntimeError: a peer failed, or the timeout passed; ``memory`` of a receiver is undefined then.
     :raises ValueError: ``spec`` does not fit the manifest, the group or the memory.
     """
-    parts = 1 if spec.mode == "image" else len(manifest.parts or ())
-    if len(spec.owners) != parts or not all(0 <= owner < group.size for owner in spec.owners):
-        raise ValueError(f"owners {spec.owners} do not fit {parts} part(s) in a group of {group.size}")
+    routes = routes_of(spec, manifest, group.size)
     started = time.monotonic()
-    mover = _Mover(group, spec, manifest, memory)
-    if spec.mode == "image":
-        owner, total = spec.owners[0], manifest.data_nbytes
-        starts = range(0, total, BUCKET_NBYTES)
-        mover.run(Bucket(owner, start, min(BUCKET_NBYTES, total - start)) for start in starts)
-        image_digest = mover.digests.get(owner, Digest()).hexdigest()
-        part_digests: dict[int, str] = {}
-    else:
-        numbered = enumerate(spec.owners)
-        mover.run(bucket for part, owner in numbered for bucket in buckets_of_part(manifest, part, owner))
-        seen = spec.owners if spec.role == "receive" else (group.rank,)
-        part_digests = {owner: mover.digests.get(owner, Digest()).hexdigest() for owner in seen}
-        image_digest = mover.image_digest() if spec.role == "receive" else ""
-    elapsed = time.monotonic() - started
-    return TransferResult(image_digest, part_digests, max(elapsed - mover.verify_s, 0.0), mover.verify_s)
+    mover = _Mover(group, spec, manifest, routes, memory)
+    thread = ThreadPoolExecutor(1, "digest")
+    try:
+        mover.run(thread)
+        moved = time.monotonic()
+        mover.finish()
+    finally:
+        thread.shutdown(cancel_futures=True)  # and nobody writes to the memory once we have answered
+    image_digest, part_digests = _digests(group.rank, spec, routes, mover)
+    return TransferResult(image_digest, part_digests, moved - started, time.monotonic() - moved)
+
+
+def _digests(
+    rank: int, spec: TransferSpec, routes: Sequence[Sequence[int]], mover: _Mover
+) -> tuple[str, dict[int, str]]:
+    """Of the image, and of each part by its owner, as far as this member has seen or knows them."""
+    if spec.role == "receive":
+        seen = {route[0] for route in routes if rank in route} if spec.mode == "parts" else set()
+        return mover.checker.image_digest(), {owner: mover.checker.part_digest(owner) for owner in seen}
+    mine = spec.digest or mover.checker.part_digest(rank)
+    return (mine, {}) if spec.mode == "image" else ("", {rank: mine})

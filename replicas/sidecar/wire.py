@@ -74,7 +74,7 @@ HEAD_NBYTES = 5
 MAX_FRAME_NBYTES = 256 << 20
 MAX_PACKET_NBYTES = 4096
 _MAX_FDS = 4
-_CHUNK_NBYTES = 1 << 20
+_CHUNK_NBYTES = 64 << 10
 _HEAD = struct.Struct("<IB")
 
 
@@ -117,8 +117,12 @@ class TransferSpec(msgspec.Struct, frozen=True):
     :param role: of this member. A sender's buffer is read, a receiver's is an image slot to fill.
     :param mode: ``"image"``: the one owner has the whole image. ``"parts"``: each owner has a packed part.
     :param manifest: :meth:`replicas.core.manifest.Manifest.encode`.
-    :param owners: lane rank of each part's sender (one for mode ``"image"``).
+    :param owners: lane rank of each part's sender (one for mode ``"image"``); not used when there are ``routes``.
     :param part: index of my part, when I send in mode ``"parts"``.
+    :param routes: for each part (one for mode ``"image"``) the lane ranks that it goes through, its owner first. A member
+        that is not in a part's route has nothing to do with it (a receiver has its bytes in place already); a route
+        may be empty. None at all: all members take part in all parts.
+    :param digest: of what I send, if it is known: it is not computed again then.
     """
 
     transfer: int
@@ -128,12 +132,15 @@ class TransferSpec(msgspec.Struct, frozen=True):
     owners: tuple[int, ...]
     part: int | None
     timeout_s: float
+    routes: tuple[tuple[int, ...], ...] = ()
+    digest: str = ""
 
 
 class TransferResult(msgspec.Struct, frozen=True):
     """``image_digest``: of the data section (senders of an image, every receiver; else empty).
 
     ``part_digests``: by owner's lane rank, of each part sent or received (mode ``"parts"``).
+    ``transfer_s``: until the last byte had moved; ``verify_s``: from then until all was digested and in its place.
     """
 
     image_digest: str
@@ -216,10 +223,19 @@ class RunTransfer(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunCollective(msgspec.Struct, frozen=True, tag=True):
+    """``ledger``: a buffer, for an operation that runs ahead in a free lane, as ``turn``.
+
+    When the result is there, the number of the turn is noted in the first eight bytes of the ledger, which outlive the
+    sidecar; then all members vote: ``mark`` stands for what each was asked to do, and must be the same. Answered after that.
+    """
+
     id: int
     inputs: int | None
     outputs: int | None
     spec: CollectiveSpec
+    ledger: int | None = None
+    turn: int = 0
+    mark: int = 0
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):

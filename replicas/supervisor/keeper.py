@@ -3,10 +3,10 @@
 Theory of operation
 ===================
 
-A forkserver that dies is started again, later each time. One that froze (SIGSTOP), or does nothing while it should load
-torch, is killed, and that is a death like any other; until its first byte on the *ready* pipe it counts as starting
-(:mod:`replicas.stalls`). A hang of one that is ready shows when a rank asks it to fork: the rank kills it then. After
-``TRIES`` starts within a steady minute the replica cannot sync, and the shim ends it.
+A forkserver that dies, or for which there is no process just now, is started again, later each time. One that froze
+(SIGSTOP), or does nothing while it should load torch, is killed, and that is a death like any other; until its first byte on
+the *ready* pipe it counts as starting (:mod:`replicas.stalls`). A hang of one that is ready shows when a rank asks it to
+fork: the rank kills it then. After ``TRIES`` starts within a steady minute the replica cannot sync, and the shim ends it.
 """
 
 from __future__ import annotations
@@ -78,21 +78,30 @@ class ForkserverKeeper:
         assert self._child is not None
         self._child.ended(code)
         self._look_at = None
-        now = time.monotonic()
+        return self._again(time.monotonic(), "died")
+
+    def on_time(self, now: float) -> str:
+        """Do what is due. Returns why it is not tried again, if so."""
+        if self._start_at is not None and now >= self._start_at:
+            try:
+                self.start()
+            except OSError as error:
+                print(f"the forkserver cannot be started: {error}", file=sys.stderr, flush=True)
+                return self._again(now, f"cannot be started ({error}), or died,")
+        if self._look_at is not None and now >= self._look_at:
+            self._look(now)
+        return ""
+
+    def _again(self, now: float, what: str) -> str:
+        """Start another one, later each time; or why not."""
         if self._over:
             return ""
         if now - self._began > _STEADY_S:
             self._starts = 1
         if self._starts >= TRIES:
-            return f"died {self._starts} times"
+            return f"{what} {self._starts} times"
         self._start_at = now + 0.1 * 2 ** (self._starts - 1)
         return ""
-
-    def on_time(self, now: float) -> None:
-        if self._start_at is not None and now >= self._start_at:
-            self.start()
-        if self._look_at is not None and now >= self._look_at:
-            self._look(now)
 
     def stop(self) -> None:
         """Start no other one."""

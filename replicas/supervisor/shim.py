@@ -238,11 +238,14 @@ class Shim:
                 self._main.ended(exit_code(status))
                 self._main_ended(self._main)
             elif self._forkserver is not None and pid == self._forkserver.pid:
-                reason = self._forkserver.ended(exit_code(status))
-                if reason:  # a replica that cannot sync is of no use
-                    assert self.spec is not None
-                    self._broken = f"the sidecar forkserver of node {self.spec.node} {reason}"
-                    self._stop(self.spec.stop_timeout_s)
+                self._without_forkserver(self._forkserver.ended(exit_code(status)))
+
+    def _without_forkserver(self, reason: str) -> None:
+        """A replica that cannot sync is of no use."""
+        if reason:
+            assert self.spec is not None
+            self._broken = f"the sidecar forkserver of node {self.spec.node} {reason}"
+            self._stop(self.spec.stop_timeout_s)
 
     # ------------------------------------------------------------ ending
 
@@ -279,7 +282,7 @@ class Shim:
 
     def _on_time(self, now: float) -> None:
         if self._forkserver is not None:
-            self._forkserver.on_time(now)
+            self._without_forkserver(self._forkserver.on_time(now))
         if self._stopped is not None and self._main is not None and not self._sweeping and self._stopped.blind(now):
             assert self.spec is not None
             self._stopped = None

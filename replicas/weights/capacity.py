@@ -7,7 +7,10 @@ from pathlib import Path
 
 from replicas.errors import NoCapacity
 
-__all__ = ["available_nbytes", "check_capacity"]
+__all__ = ["RESERVE_NBYTES", "available_nbytes", "check_capacity"]
+
+RESERVE_NBYTES = 32 << 20
+"""What a large buffer must leave: the page tables of its mappings, and a little for everything else that runs here."""
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _UNLIMITED_NBYTES = 1 << 60
@@ -20,10 +23,16 @@ def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_
 
 
 def check_capacity(nbytes: int, what: str) -> None:
-    """Raise :class:`NoCapacity` when ``nbytes`` more cannot be allocated for ``what``."""
+    """Raise :class:`NoCapacity` when ``nbytes`` more cannot be allocated for ``what``.
+
+    The kernel would not say so: beyond the limit of a cgroup it kills a process, and it counts shared memory to whoever
+    touches it first.
+    """
     available, limit = available_nbytes()
-    if nbytes > available:
-        raise NoCapacity(f"{what} needs {nbytes} bytes, but {limit} leaves {available}")
+    reserve = RESERVE_NBYTES if nbytes >= RESERVE_NBYTES else 0
+    if nbytes + reserve > available:
+        kept = f", of which {reserve} are kept for others" if reserve else ""
+        raise NoCapacity(f"{what} needs {nbytes} bytes, but {limit} leaves {available}{kept}")
 
 
 def _machine(proc: Path) -> Iterator[tuple[int, str]]:
@@ -38,17 +47,21 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
     for line in _read(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "":
-            base, limit_name, usage_name = root, "memory.max", "memory.current"
+            # Beyond memory.high nothing is refused, but every page is slowed down to a standstill.
+            base, limit_names, usage_name = root, ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
-            base, limit_name, usage_name = root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+            base, limit_names, usage_name = root / "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"
         else:
             continue
         folder = base / path.lstrip("/")
         for place in [folder, *folder.parents]:
-            limit, usage = _read(place / limit_name).strip(), _read(place / usage_name).strip()
-            if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED_NBYTES:
-                room = int(limit) - int(usage) + _reclaimable(place)
-                yield max(0, min(room, int(limit))), f"the memory limit of cgroup {path}"
+            usage = _read(place / usage_name).strip()
+            for name in limit_names:
+                limit = _read(place / name).strip()
+                if limit.isdigit() and usage.isdigit() and int(limit) < _UNLIMITED_NBYTES:
+                    room = int(limit) - int(usage) + _reclaimable(place)
+                    group = "/" if place == base else f"/{place.relative_to(base)}"
+                    yield max(0, min(room, int(limit))), f"{name} of cgroup {group}"
             if place == base:
                 break
 

@@ -1,6 +1,13 @@
 """DTensors: which of them is one, and where a rank's local tensor lies in the global one.
 
 Importing ``torch.distributed.tensor`` takes as long as importing torch, so it is only done where a DTensor can exist.
+
+Where a shard lies is asked of torch.distributed.checkpoint's planning (``__create_chunk_list__``, by which its planner learns
+what each rank saves), and not computed here. The rest of that planner is of no use: its public overlap arithmetic
+(``planner_helpers.create_read_items_for_chunk_list``) pairs the chunks of a file with those of a reader, while here each box
+of an update goes to its place in a whole image, and a DTensor parameter takes its own box out of that image by ``narrow``.
+Nothing overlaps but identical boxes, of which one is taken (:func:`replicas.core.manifest.merge_parts`, which has no torch).
+Its deduplication of replicas needs all SavePlans in one place: a collective that pickles.
 """
 
 from __future__ import annotations
@@ -33,7 +40,6 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
     :raises ManifestMismatch: the local tensor is no box of the global one (partial sums, strided shards).
     """
     from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
     if any(placement.is_partial() for placement in tensor.placements):
         raise ManifestMismatch(
@@ -44,13 +50,14 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
         return None
     if all(isinstance(placement, Replicate) for placement in tensor.placements):
         return (0,) * tensor.ndim, tuple(tensor.shape)
-    shape, offsets = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    if tuple(shape) != tuple(tensor.to_local().shape) or not _is_contiguous_block(tensor):
+    chunks = tensor.__create_chunk_list__()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    offsets, shape = (tuple(chunks[0].offsets), tuple(chunks[0].sizes)) if len(chunks) == 1 else ((), ())
+    if shape != tuple(tensor.to_local().shape) or not _is_contiguous_block(tensor):
         raise ManifestMismatch(
             f"tensor {name!r}: the local shard under placements {tensor.placements} is not one box of the tensor",
             hint="redistribute it to plain Shard placements, or pass it as Shard(tensor, offsets, shape)",
         )
-    return (tuple(offsets), tuple(shape)) if all(shape) else None
+    return (offsets, shape) if all(shape) else None
 
 
 def _is_contiguous_block(tensor: DTensor) -> bool:

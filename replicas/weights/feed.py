@@ -64,18 +64,21 @@ class Feed:
     :ivar finished: the end was reached, or the user's code raised: there is nothing left to drain.
     :ivar user_error: what the user's own code raised, if it did.
     :ivar device: type of the device on which tensors were seen so far: ``"cpu"`` as long as all were there.
+    :ivar sources: all tensors to copy, in the order of their bytes, when a :class:`~replicas.weights.packing.Packer` found
+        that they are all there already.
     """
 
     def __init__(self, weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> None:
         if dtype is not None and not is_castable(dtype):
             raise UsageError(f"publish cannot cast to {dtype}", hint="name a plain floating dtype")
         self.mode: Mode = mode
+        self.dtype = dtype
         self.finished = False
         self.user_error: BaseException | None = None
         self.device = "cpu"
+        self.sources: list[torch.Tensor] | None = None
         self._weights = weights
-        self._dtype = dtype
-        self._known: list[tuple[str, object]] | None = None
+        self._known: dict[str, object] | None = None
         self._source: Iterator[Any] | None = None
         self._ties: Ties | None = None
 
@@ -84,15 +87,34 @@ class Feed:
 
         :raises ManifestMismatch: a value cannot be published. The feed still has to be drained.
         """
-        self._open()
-        if self._known is not None:
-            ties = Ties()
-            steps = [(name, value, ties.alias(name, value)) for name, value in self._known if value is not None]
-            return layout([self._entry(*step, gather=False) for step in steps], self.mode)
+        entries = self.known_entries()
+        if entries is not None:
+            return layout(entries, self.mode)
         rows = declared(self._weights) if self.mode == "image" else None
         if rows is None:
             return None
         return PartManifest(tuple(TensorSpec(name, self._published(dtype), shape) for name, dtype, shape in rows))
+
+    def known(self) -> dict[str, object] | None:
+        """All names and values, when they are all there (a module or a mapping); None for a stream."""
+        self._open()
+        return self._known
+
+    def known_entries(self) -> list[Entry] | None:
+        """What :meth:`known` gives as entries, without any gather: the ``tensor`` of a DTensor may be missing.
+
+        :raises ManifestMismatch: a value cannot be published. The feed still has to be drained.
+        """
+        known = self.known()
+        if known is None:
+            return None
+        ties = Ties()
+        steps = [(name, value, ties.alias(name, value)) for name, value in known.items() if value is not None]
+        return [self._entry(*step, gather=False) for step in steps]
+
+    def take_known(self) -> None:
+        """The known values were all used at once: there is nothing left to walk."""
+        self._end(None)
 
     def __iter__(self) -> Iterator[Entry]:
         """The entries. Raises what the user's code raises, and :class:`ManifestMismatch` for a value of no use."""
@@ -118,7 +140,7 @@ class Feed:
         if self._source is None:
             try:
                 self._known = known_values(self._weights)
-                self._source = iter(self._known) if self._known is not None else streamed_values(self._weights)
+                self._source = iter(self._known.items()) if self._known is not None else streamed_values(self._weights)
             except BaseException as error:
                 self._end(error)
                 raise
@@ -191,7 +213,7 @@ class Feed:
         return Entry(name, value.tensor.detach(), self._published(value.tensor.dtype), value.shape, box)
 
     def _published(self, dtype: torch.dtype) -> str:
-        return dtype_name(self._dtype if self._dtype is not None and is_castable(dtype) else dtype)
+        return dtype_name(self.dtype if self.dtype is not None and is_castable(dtype) else dtype)
 
 
 def _check_plain(name: str, tensor: torch.Tensor) -> None:

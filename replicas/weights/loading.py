@@ -8,10 +8,11 @@ import torch
 
 from replicas.core.manifest import Manifest, PartManifest
 from replicas.errors import ManifestMismatch
+from replicas.weights.copying import copy_pairs
 from replicas.weights.dtensor import is_dtensor, local_box
-from replicas.weights.layout import copy_elements
+from replicas.weights.places import Places
 from replicas.weights.sources import Ties, known_values
-from replicas.weights.tensors import is_castable, torch_dtype, typed
+from replicas.weights.tensors import bits, is_castable, is_copied, torch_dtype
 
 __all__ = ["load_into", "views"]
 
@@ -22,10 +23,11 @@ def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, t
     :param image: uint8 of shape ``[manifest.image_nbytes]``, header included: ``slot.buffer.tensor()`` or ``.private()``.
     """
     whole = manifest.whole if isinstance(manifest, PartManifest) else manifest
-    data = image[whole.data_offset :]
+    places = Places(PartManifest(whole.tensors, whole.aliases))
+    found = dict(zip(places.order, places.views(image[whole.data_offset :], as_bits=False), strict=True))
     return {
-        spec.name: typed(data, offset, torch_dtype(spec.dtype), spec.shape)
-        for spec, offset in zip(whole.tensors, whole.offsets, strict=True)
+        spec.name: found[number] if number in found else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        for number, spec in enumerate(whole.tensors)
     }
 
 
@@ -33,6 +35,8 @@ def load_into(
     model: torch.nn.Module | Mapping[str, torch.Tensor],
     tensors: Mapping[str, torch.Tensor],
     aliases: Sequence[tuple[str, str]] = (),
+    *,
+    sharing: int = 1,
 ) -> None:
     """Copy ``tensors`` into the parameters and persistent buffers of ``model``, in place.
 
@@ -40,6 +44,7 @@ def load_into(
     and may come under any of their names. A DTensor parameter gets its local part, without communication. Everything is
     checked before the first byte is written.
 
+    :param sharing: how many processes of this machine are known to load at the same time.
     :raises ManifestMismatch: naming what is missing, unknown, or of another shape or dtype; ``model`` is unchanged.
     """
     given = dict(tensors)
@@ -50,7 +55,7 @@ def load_into(
             f"cannot load into a {type(model).__name__}", hint="give a module or a mapping of tensors"
         )
     ties = Ties()
-    first_names = {name: ties.alias(name, value) or name for name, value in targets if value is not None}
+    first_names = {name: ties.alias(name, value) or name for name, value in targets.items() if value is not None}
     served: dict[str, torch.Tensor] = {}
     for name, first in first_names.items():
         if name in given:
@@ -62,10 +67,8 @@ def load_into(
         raise ManifestMismatch(
             f"the weights do not fit the model ({'; '.join(parts)})", hint="rename them, or load them by hand"
         )
-    values = dict(targets)
-    pairs = [_pair(name, values[name], source) for name, source in served.items()]
-    for target, source in pairs:
-        copy_elements(target, source)
+    pairs = [_pair(name, targets[name], source) for name, source in served.items()]
+    copy_pairs(pairs, sharing=sharing)
 
 
 def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -88,7 +91,10 @@ def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor,
         for axis, (offset, extent) in enumerate(zip(*box, strict=True)):
             source = source.narrow(axis, offset, extent)
         return local, source
-    return value.detach(), source
+    target = value.detach()
+    if target.dtype == source.dtype and not is_copied(source.dtype):
+        return bits(target), bits(source)
+    return target, source
 
 
 def _some(names: Sequence[str], limit: int = 5) -> str:

@@ -8,6 +8,14 @@ A publish walks the weights once (:class:`replicas.weights.feed.Feed`). What is 
 A plain iterable tells nothing beforehand: give :func:`pack` the manifest of the last publish of the same channel, or keep
 private copies of everything with :func:`stage`, which then knows its manifest.
 
+A module or a mapping of which nothing has to be gathered is copied *at once*: all its tensors exist, so they are taken in
+the order of their bytes, in large steps, by several threads (:mod:`replicas.weights.copying`). A :class:`Packer` remembers
+from one publish to the next what it looked like (:mod:`replicas.weights.planned`) and the views of each slot, so that a
+repeated publish of many small tensors costs little beside the copy. Anything else is copied step by step, before the next
+step is asked for.
+
+Either way the digest of the bytes is made beside the copy, by another thread: :class:`Packing` has it a moment later.
+
 Both drain the feed to its end before they raise an error of ours, because its steps may be collectives of the user's
 group; the user's own exceptions (``feed.user_error``) come through as they are.
 
@@ -17,18 +25,52 @@ others only call :meth:`Feed.drain`). Mode ``"parts"``: each rank writes its own
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
+from concurrent.futures import Future
 from dataclasses import dataclass
+from weakref import WeakKeyDictionary
 
 import torch
 
 from replicas.core.manifest import PartManifest
+from replicas.weights.arena import Buffer, Slot
+from replicas.weights.copying import Copier
+from replicas.weights.crew import cores
 from replicas.weights.feed import Feed, Mode, Shard
-from replicas.weights.layout import Entry, Writer, copy_elements, layout
+from replicas.weights.layout import Entry, copy_elements, layout
 from replicas.weights.loading import load_into, views
-from replicas.weights.tensors import torch_dtype
+from replicas.weights.places import Places, Writer, steps
+from replicas.weights.planned import Planned
+from replicas.weights.tensors import bits, torch_dtype
 
-__all__ = ["Entry", "Feed", "Mode", "Shard", "Staged", "iter_tensors", "load_into", "pack", "plan", "stage", "views"]
+__all__ = [
+    "Entry",
+    "Feed",
+    "Mode",
+    "Packer",
+    "Packing",
+    "Shard",
+    "Staged",
+    "iter_tensors",
+    "load_into",
+    "pack",
+    "plan",
+    "stage",
+    "views",
+]
+
+
+@dataclass(frozen=True, eq=False)
+class Packing:
+    """Weights that are copied.
+
+    :param digest: of all of the slot's data; set a moment later, on another thread.
+    :param copy_s: how long the caller was held.
+    """
+
+    digest: Future[str]
+    copy_s: float
 
 
 def iter_tensors(weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> Iterator[Entry]:
@@ -41,7 +83,7 @@ def plan(weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "ima
     return Feed(weights, dtype=dtype, mode=mode).plan()
 
 
-def pack(feed: Feed, manifest: PartManifest, data: torch.Tensor) -> None:
+def pack(feed: Feed, manifest: PartManifest, data: torch.Tensor) -> Packing:
     """Walk ``feed`` and copy each tensor to its place before the next one is asked for.
 
     :param manifest: of this feed, from :meth:`Feed.plan` or from an earlier publish of the same weights.
@@ -49,13 +91,98 @@ def pack(feed: Feed, manifest: PartManifest, data: torch.Tensor) -> None:
     :raises ManifestMismatch: the feed gave something else than ``manifest`` says; the feed has been drained.
     """
     try:
-        writer = Writer(manifest, data)
-        for entry in feed:
-            writer.write(entry)
-        writer.finish()
+        places = Places(manifest)
+        return _walk(feed, manifest, places, places.views(data), data)
     except BaseException:
         feed.drain()
         raise
+
+
+def _walk(
+    feed: Feed, manifest: PartManifest, places: Places, destinations: list[torch.Tensor], data: torch.Tensor
+) -> Packing:
+    started = time.monotonic()
+    with Copier(data, beside=torch.get_num_threads() < cores()) as copier:  # torch copies with its own threads here
+        writer = Writer(manifest, places, destinations, copier)
+        for entry in feed:
+            writer.write(entry)
+        writer.finish()
+        copier.finish()
+    return Packing(copier.digest, time.monotonic() - started)
+
+
+def _copy(places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor], data: torch.Tensor) -> Packing:
+    """Copy tensors that all exist; both in the order of their bytes."""
+    started = time.monotonic()
+    with Copier(data) as copier:
+        if all(source.is_cpu for source in sources):
+            copier.run(steps(places, destinations, sources))
+        else:
+            copier.run_here(steps(places, destinations, sources))
+        copier.finish()
+    return Packing(copier.digest, time.monotonic() - started)
+
+
+class Packer:
+    """Packs one publish after the other, and remembers what they have in common. One thread at a time."""
+
+    def __init__(self) -> None:
+        self._planned: Planned | None = None
+        self._places: tuple[PartManifest, Places] | None = None
+        self._views: WeakKeyDictionary[Buffer, tuple[str, list[torch.Tensor]]] = WeakKeyDictionary()
+
+    def plan(self, feed: Feed) -> PartManifest | None:
+        """Like :meth:`Feed.plan`; cheap when the weights look like those of the last call.
+
+        :raises ManifestMismatch: a value cannot be published. The feed still has to be drained.
+        """
+        planned = self._planned
+        if planned is not None and (sources := planned.sources(feed)) is not None:
+            feed.sources = sources
+            return planned.manifest
+        entries = feed.known_entries()
+        if entries is None:
+            return feed.plan()
+        manifest = layout(entries, feed.mode)
+        if planned is not None and planned.manifest.hash == manifest.hash:
+            manifest = planned.manifest  # whose hash and offsets are known already
+        self._planned = Planned(feed, entries, manifest)
+        feed.sources = self._planned.first_sources(entries)
+        return manifest
+
+    def pack(self, feed: Feed, manifest: PartManifest, slot: Slot) -> Packing:
+        """Copy everything to its place in ``slot``; see :func:`pack`.
+
+        :param manifest: from :meth:`plan`, or of an earlier publish of the same weights.
+        """
+        sources, feed.sources = feed.sources, None
+        try:
+            if sources is None or self._planned is None or manifest is not self._planned.manifest:
+                places = self._places_of(manifest)
+                return _walk(feed, manifest, places, self._destinations(manifest, places, slot), slot.data)
+            places = self._planned.places
+            packing = _copy(places, self._destinations(manifest, places, slot), sources, slot.data)
+            feed.take_known()
+        except BaseException:
+            feed.drain()
+            raise
+        return packing
+
+    def forget(self) -> None:
+        """Keep no views of any slot."""
+        self._views.clear()
+
+    def _places_of(self, manifest: PartManifest) -> Places:
+        if self._places is None or self._places[0].hash != manifest.hash:
+            self._places = manifest, Places(manifest)
+        return self._places[1]
+
+    def _destinations(self, manifest: PartManifest, places: Places, slot: Slot) -> list[torch.Tensor]:
+        known_hash, destinations = self._views.get(slot.buffer, ("", []))
+        if known_hash != manifest.hash:
+            destinations = places.views(slot.data)
+            self._views[slot.buffer] = manifest.hash, destinations
+        return destinations
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,12 +192,15 @@ class Staged:
     manifest: PartManifest
     entries: tuple[Entry, ...]
 
-    def write(self, data: torch.Tensor) -> None:
+    def write(self, data: torch.Tensor) -> Packing:
         """Copy everything to its place in ``data`` (see :func:`pack`)."""
-        writer = Writer(self.manifest, data)
-        for entry in self.entries:
-            writer.write(entry)
-        writer.finish()
+        places = Places(self.manifest)
+        full = self.manifest.pieces is not None
+        tensors = [one.tensor for one in self.entries if one.alias_of is None and (one.box is not None or not full)]
+        sources = [tensor for tensor in (tensors[number] for number in places.order) if tensor is not None]
+        for index in places.odd:
+            sources[index] = bits(sources[index])
+        return _copy(places, places.views(data), sources, data)
 
 
 def stage(feed: Feed) -> Staged:

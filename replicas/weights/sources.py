@@ -27,13 +27,13 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
             return module
 
 
-def known_values(weights: object) -> list[tuple[str, object]] | None:
+def known_values(weights: object) -> dict[str, object] | None:
     """All values of a module (parameters and persistent buffers) or a mapping; None for anything that is a stream."""
     if isinstance(weights, torch.nn.Module):
         state = unwrapped(weights).state_dict(keep_vars=True)
-        return [(name, value) for name, value in state.items() if not name.endswith("_extra_state")]
+        return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
     if isinstance(weights, Mapping):
-        return list(weights.items())
+        return dict(weights.items())
     return None
 
 
@@ -101,4 +101,5 @@ class Ties:
     def _key(tensor: torch.Tensor) -> object:
         # The storage object rather than its address: also a rank whose shard is empty must see the tie.
         storage = tensor.untyped_storage()._cdata
-        return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+        lazy = tensor.is_conj(), tensor.is_neg()
+        return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, lazy

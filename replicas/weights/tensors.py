@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 
 import torch
@@ -9,12 +10,17 @@ import torch
 from replicas.core.manifest import Manifest, Piece, item_nbytes
 from replicas.errors import ManifestMismatch
 
-__all__ = ["bits", "dtype_name", "is_castable", "piece_view", "torch_dtype", "typed"]
+__all__ = ["bits", "dtype_name", "is_castable", "is_copied", "piece_view", "torch_dtype", "typed"]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_COPIED = {
+    *_CASTABLE,
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
+}
 
 
+@cache
 def dtype_name(dtype: torch.dtype) -> str:
     """torch's name of ``dtype`` without ``torch.``; :class:`ManifestMismatch` for one that cannot be moved."""
     name = str(dtype).removeprefix("torch.")
@@ -22,6 +28,7 @@ def dtype_name(dtype: torch.dtype) -> str:
     return name
 
 
+@cache
 def torch_dtype(name: str) -> torch.dtype:
     """The dtype called ``name``; :class:`ManifestMismatch` when this torch does not have it."""
     item_nbytes(name)
@@ -34,6 +41,11 @@ def torch_dtype(name: str) -> torch.dtype:
 def is_castable(dtype: torch.dtype) -> bool:
     """Whether ``dtype=`` applies: plain floating types only; float8 and others carry meaning in their bits."""
     return dtype in _CASTABLE
+
+
+def is_copied(dtype: torch.dtype) -> bool:
+    """Whether every torch copies this dtype as it is; others are copied as :func:`bits`."""
+    return dtype in _COPIED
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:

@@ -499,7 +499,7 @@ async def test_buffers_are_closed_with_the_channel() -> None:
     async with channel_world() as world:
         trainer, rollout = await world.trainer_and_rollouts()
         await publish(trainer, weights(1))
-        slots = [*trainer._hub.arena.slots, *rollout._hub.arena.slots]
+        slots = [*trainer._hub.arena.slots, *rollout._hub.arena.foreign]
         buffers = [slot._buffer for slot in slots if isinstance(slot._buffer, Buffer)]
         assert len(buffers) == 2
         for channel in (trainer, rollout):

@@ -29,6 +29,7 @@ from tests.support.sidecars import (
     mapped_by,
     read_segments,
     segments_of,
+    shared_forkserver,
     start_forkserver,
     threads_of,
 )
@@ -62,12 +63,8 @@ def same(first: Sequence[torch.Tensor], second: Sequence[torch.Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Name of a forkserver that the tests share."""
-    name = f"replicas-test-{secrets.token_hex(8)}"
-    process = start_forkserver(name)
-    yield name
-    process.kill()
-    process.communicate()
+    with shared_forkserver() as name:
+        yield name
 
 
 # ---------------------------------------------------------------- collectives

@@ -28,7 +28,7 @@ from replicas.weights import Arena, Slot
 from tests.support.channels import channel_world, wait_until
 from tests.support.processes import name_of
 from tests.support.runs import eventually, running
-from tests.support.sidecars import LoopbackStore, children_of, gone, lane, start_forkserver
+from tests.support.sidecars import LoopbackStore, children_of, gone, lane, shared_forkserver, start_forkserver
 
 pytestmark = pytest.mark.anyio
 
@@ -37,12 +37,8 @@ FROZEN = rf"it gave no sign of life for {pulse.SILENCE_S:g} s and was killed"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Name of a forkserver that the tests share."""
-    name = f"replicas-test-{secrets.token_hex(8)}"
-    process = start_forkserver(name)
-    yield name
-    process.kill()
-    process.communicate()
+    with shared_forkserver() as name:
+        yield name
 
 
 def slot_for(manifest: Manifest) -> Slot:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import re
-import secrets
 import time
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager
@@ -16,8 +15,9 @@ import torch
 
 from replicas.sidecar.client import CollectiveSpec, Forkserver, GroupSpec, Sidecar, SidecarFailed
 from replicas.weights import Buffer
-from tests.support.networks import Machine, network, remote_forkservers, remote_store, why_no_networks
-from tests.support.sidecars import Lane, lane, read_segments, segments_of, start_forkserver, write_segments
+from tests.support.networks import Machine, network, why_no_networks
+from tests.support.remote_sidecars import remote_forkservers, remote_store
+from tests.support.sidecars import Lane, lane, read_segments, segments_of, shared_forkserver, write_segments
 
 pytestmark = pytest.mark.anyio
 
@@ -31,12 +31,8 @@ _prefixes = itertools.count()
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[str]:
-    """Name of a forkserver that the tests share."""
-    name = f"replicas-test-{secrets.token_hex(8)}"
-    process = start_forkserver(name)
-    yield name
-    process.kill()
-    process.communicate()
+    with shared_forkserver() as name:
+        yield name
 
 
 async def failures(builds: Sequence[Any]) -> list[SidecarFailed]:

@@ -51,6 +51,7 @@ class OpenPublish:
 class SimMember:
     """A rank.
 
+    ``pid``: by which others of its ``machine`` find its memory; ``unmappable``: they cannot open it.
     ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte. ``breaks``: its process
     groups form (unless ``World.bad_pairs`` says otherwise) and fail as soon as bytes move. ``granted``: versions, in order.
     """
@@ -58,9 +59,13 @@ class SimMember:
     member: Member
     world: World
     hello: wire.Hello
+    pid: int = 0
+    machine: str = ""
+    unmappable: bool = False
     outbox: deque[wire.FromMember] = field(default_factory=deque)
     inbox: deque[wire.FromCoordinator] = field(default_factory=deque)
     held: set[int] = field(default_factory=set)
+    published: set[int] = field(default_factory=set)
     incoming: dict[int, wire.TransferOffer] = field(default_factory=dict)
     granted: list[int] = field(default_factory=list)
     verdicts: dict[int, wire.PublishEnd] = field(default_factory=dict)
@@ -95,7 +100,8 @@ class SimMember:
             self.outbox.append(wire.Packed(publish, "", 0, "cpu", 0.0, 0.0))
             return
         self.outbox.append(wire.UploadManifest(manifest.hash, manifest.encode()))
-        self.outbox.append(wire.Packed(publish, manifest.hash, 16, "cpu", 0.0, 0.1))
+        kind = "digest" if manifest.pieces is None else "part"
+        self.outbox.append(wire.Packed(publish, manifest.hash, 16, "cpu", 0.0, 0.1, kind))
 
     def ask(self) -> None:
         if not self.asked:
@@ -130,6 +136,10 @@ class SimMember:
 
     # ---------------------------------------------------------- what its library does
 
+    def place(self, version: int) -> wire.SlotPlace | None:
+        """Where its slot of ``version`` lies."""
+        return wire.SlotPlace(self.pid, 3, version, 16, version) if self.machine else None
+
     def handle(self, message: wire.FromCoordinator) -> None:
         self.seen.append(message)
         match message:
@@ -157,8 +167,11 @@ class SimMember:
                     return
                 assert not self.commits or message.version > self.commits[-1], "a commit went backwards"
                 self.commits.append(message.version)
+                if self.machine:
+                    self._drop_older(message.version)
             case wire.Discard():
                 self.held.discard(message.version)
+                self.published.discard(message.version)
             case wire.ReceiveGrant():
                 assert message.version in self.held, f"granted {message.version}, holds {self.held}"
                 assert message.version > max(self.granted, default=0)
@@ -171,8 +184,23 @@ class SimMember:
             case _ if not self.mute:
                 self._answer(message)
 
+    def _drop_older(self, version: int) -> None:
+        """What is mapped is let go of as soon as nobody needs it; a source has two slots."""
+        for old in [old for old in self.held if old < version and old != self.assigned]:
+            self.held.discard(old)
+            self.outbox.append(wire.Dropped(old))
+        for old in sorted(self.published)[:-2]:
+            self.published.discard(old)
+            self.outbox.append(wire.Dropped(old))
+
     def _answer(self, message: wire.FromCoordinator) -> None:
         match message:
+            case wire.Locate():
+                here = {f"nonce-{sim.pid}" for sim in self.world.members.values() if sim.machine == self.machine}
+                found = (index for index, beacon in enumerate(message.beacons) if beacon.nonce in here)
+                self.outbox.append(wire.Located(next(found, -1)))
+            case wire.TransferOffer(role="map"):
+                self._map(message)
             case wire.LaneForm():
                 pair = frozenset(message.names)
                 if message.probe and pair in self.world.bad_pairs:
@@ -193,6 +221,8 @@ class SimMember:
                 self._transfer(self.incoming.pop(message.transfer), message)
             case wire.TransferCancel():
                 self.incoming.pop(message.transfer, None)
+            case wire.LaneRecall():  # it never runs ahead
+                self.outbox.append(wire.LaneUsed(message.free, 0, 0, None, True))
             case wire.OperationGo() if self.world.broken(message.lane):
                 error = wire.WireError("SyncError", "connection reset", phase="transfer")
                 self.outbox.append(wire.OperationFailed(message.operation, error))
@@ -209,17 +239,42 @@ class SimMember:
         if self.bad_digest and offer.role == "receive":
             digest = "broken"
         image = digest if offer.mode == "image" or offer.role == "receive" else ""
-        parts = {owner: f"part-{offer.version}-{owner}" for owner in go.owners} if offer.mode == "parts" else {}
-        if offer.mode == "parts" and offer.role == "send":
+        parts = {}
+        if offer.mode == "parts":
             rank = self.world.lane_rank(go.lane, self.member)
-            parts = {rank: f"part-{offer.version}-{rank}"}
+            seen = [part for part, route in enumerate(go.routes) if rank in route]
+            mine = [part for part in seen if offer.role == "receive" or go.routes[part][0] == rank]
+            parts = {part: f"part-{offer.version}-{part}" for part in mine}
+        for place in go.places:
+            assert self.world.lender(place, self) is not None, "a part that lies on another machine"
         if offer.role == "receive":
             self.held.add(offer.version)
-        self.outbox.append(wire.TransferDone(go.transfer, image, parts, 0.1, 0.01))
+        self.outbox.append(wire.TransferDone(go.transfer, image, parts, 0.1, 0.01, self.place(offer.version)))
+
+    def _map(self, offer: wire.TransferOffer) -> None:
+        """Open the place: what is there must be that version, on this machine."""
+        assert offer.place is not None
+        lender = self.world.lender(offer.place, self)
+        if self.unmappable:
+            error = wire.WireError("WorldError", "permission denied")
+        elif lender is None:
+            error = wire.WireError("Gone", "it is not there")
+        elif self.refuse is not None:
+            error = self.refuse
+        elif self.stuck:
+            return
+        else:
+            self.held.add(offer.version)
+            place = self.place(offer.version)
+            self.outbox.append(wire.TransferDone(offer.transfer, offer.digest, {}, 0.001, 0.0, place))
+            return
+        self.outbox.append(wire.TransferFailed(offer.transfer, error))
 
 
 class World:
-    """A channel and its members. Time is :attr:`now`."""
+    """A channel and its members. Time is :attr:`now`. ``member_type``: what a joining member is simulated by."""
+
+    member_type: type[SimMember] = SimMember
 
     def __init__(self, config: ChannelConfig | None = None, groups: dict[str, GroupShape] | None = None) -> None:
         self.config = config or channel_config()
@@ -240,6 +295,12 @@ class World:
 
     def lane_rank(self, lane: str, member: Member) -> int:
         return self._lanes.get(lane, {}).get(member, 0)
+
+    def lender(self, place: wire.SlotPlace, reader: SimMember) -> SimMember | None:
+        """Whose memory the reader finds there: of a living process of its own machine."""
+        known = (sim for sim in self.members.values() if sim.pid == place.pid and sim.machine == reader.machine)
+        found = next(known, None)
+        return found if found is not None and place.serial in (found.held | found.published) else None
 
     def broken(self, lane: str) -> bool:
         """Whether two members of the lane cannot reach each other."""
@@ -292,8 +353,14 @@ class World:
         self._collect()
         sim.announce()
 
-    def join(self, name: str, *, world_size: int = 1, generation: int = 1, **changes: object) -> SimMember:
+    def join(
+        self, name: str, *, world_size: int = 1, generation: int = 1, machine: str = "", **changes: object
+    ) -> SimMember:
+        """``machine``: where its memory can be shared; empty: nowhere."""
         group, replica, rank = name.split("/")
+        nonce = next(self._nonces)
+        if machine:
+            changes.setdefault("beacon", wire.Beacon(nonce, 3, f"nonce-{nonce}", 0))
         hello = wire.Hello(
             protocol=wire.PROTOCOL,
             run="run",
@@ -302,7 +369,7 @@ class World:
             replica=int(replica),
             rank=int(rank),
             world_size=world_size,
-            incarnation=f"n{next(self._nonces)}",
+            incarnation=f"n{nonce}",
             generation=generation,
             process=ProcessIdentity(1, 1, "boot", 1),
             **changes,  # type: ignore[arg-type]  # the test names valid fields
@@ -310,7 +377,7 @@ class World:
         state, older = self.state.join(hello, "127.0.0.1", self.now)
         if older is not None:
             self.members.pop(older.member, None)
-        sim = SimMember(state.member, self, hello)
+        sim = self.member_type(state.member, self, hello, nonce, machine)
         sim.publishes = self.state.welcome(state, 0).publishes
         self.members[state.member] = sim
         self._collect()
@@ -356,9 +423,25 @@ class World:
         """Deliver one message of the member to the coordinator."""
         if not sim.outbox or sim.member not in self.members:
             return False
-        self.state.receive(sim.member, sim.outbox.popleft(), self.now)
+        message = sim.outbox[0]
+        if isinstance(message, wire.Packed):
+            if self.state.recovery.active and self.state.commits.publishes.get(sim.member, message.publish) is None:
+                return False  # it has no number yet, and is not packed before it has one
+            message = self._numbered(sim, message)
+        sim.outbox.popleft()
+        self.state.receive(sim.member, message, self.now)
         self._collect()
         return True
+
+    def _numbered(self, sim: SimMember, packed: wire.Packed) -> wire.Packed:
+        """A test may have it packed before it is admitted: now its number is known, by which digests are told apart."""
+        known = self.state.commits.publishes.get(sim.member, packed.publish)
+        if known is None or not packed.digest:
+            return packed
+        sim.published.add(known.version)
+        digest = f"{packed.digest}-{known.version}"
+        digest += f"-{sim.member.rank}" if packed.digest == "part" else ""
+        return msgspec.structs.replace(packed, digest=digest, place=sim.place(known.version))
 
     def down(self, sim: SimMember) -> bool:
         """Deliver one message of the coordinator to the member."""

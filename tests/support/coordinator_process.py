@@ -38,6 +38,9 @@ MOMENTS: dict[str, Callable[[object], bool]] = {
     "admitting": _sends(wire.PublishAdmitted),
     "packed": _hears(wire.Packed),
     "going": _sends(wire.TransferGo),
+    "mapping": lambda what: isinstance(what, Send)
+    and isinstance(what.message, wire.TransferOffer)
+    and what.message.role == "map",
     "first done": _hears(wire.TransferDone),
     "decided": lambda what: isinstance(what, Record),
     "telling": _sends(wire.Commit),

@@ -21,7 +21,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from replicas.core.manifest import PartManifest, merge_parts
 from replicas.errors import ManifestMismatch
-from replicas.sidecar.transfer import buckets_of_part, scatter
+from replicas.sidecar.buckets import buckets_of_part
+from replicas.sidecar.transfer import scatter
 from replicas.weights import Feed, load_into, pack, plan, stage, views
 
 WORLD = 4

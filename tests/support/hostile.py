@@ -23,12 +23,19 @@ _TAME_INTEGERS = st.integers(0, 5)
 _WILD_INTEGERS = st.integers(-(2**63), 2**64 - 1)
 
 
+def _places(integers: st.SearchStrategy[int]) -> st.SearchStrategy[wire.SlotPlace]:
+    return st.builds(wire.SlotPlace, pid=integers, fd=integers, inode=integers, nbytes=integers, serial=integers)
+
+
 def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
     """Values for a field, by its name: the same names mean the same in all messages."""
     integers = _WILD_INTEGERS if wild else _TAME_INTEGERS
     known: dict[str, st.SearchStrategy[Any]] = {
         "process": st.just(ProcessIdentity(1, 1, "elsewhere", 1)),
         "held": st.just(()),
+        "lent": st.lists(integers, max_size=3).map(tuple),
+        "beacon": st.none() | st.builds(wire.Beacon, pid=integers, fd=integers, nonce=_TEXTS, uid=integers),
+        "place": st.none() | _places(integers),
         "info": st.just({}),
         "nccl_env": st.just({}),
         "cuda_devices": st.just(()),

@@ -1,139 +1,237 @@
-"""Machines of a small network that is made for a test: one network namespace each, joined by a bridge. Needs root."""
+"""Machines of a small network that is made for a test, joined by a bridge. Needs root.
+
+Theory of operation
+===================
+
+Each machine is a process that holds its namespaces: of the network, and for a *host* also of mounts and processes, with a
+``/proc`` of its own. Nothing has a name in any file system. The holder ends when its standard input does, so also when the
+test run is killed by SIGKILL; the kernel then kills whatever still runs on a host, and takes the network away.
+
+The switch is one more machine: the bridge, and an address for what the others share. With ``attach`` the test itself gets
+an address on the bridge (:attr:`Network.address`), so that the machines can reach a coordinator in the test's process.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import functools
 import os
+import random
 import secrets
 import shutil
-import socket
 import subprocess
-import sys
-from collections.abc import AsyncIterator, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
-from replicas.sidecar.client import Forkserver
+__all__ = [
+    "Machine",
+    "Network",
+    "Traffic",
+    "hosts",
+    "network",
+    "why_no_hosts",
+    "why_no_networks",
+]
 
-__all__ = ["Machine", "network", "remote_forkservers", "remote_store", "why_no_networks"]
+TIMEOUT_S = 20.0
+LINK = "eth0"
+_TOOLS = ("ip", "nsenter", "unshare", "setpriv")
+_HOLD = "echo; cat; exit"
+"""The first process of a host must reap those whose parents have ended, as a shell does while it waits for a child."""
 
-_STORE = """
-import socket, sys
-from datetime import timedelta
-from torch.distributed import TCPStore
 
-listener = socket.create_server((sys.argv[1], 0))
-port = listener.getsockname()[1]
-store = TCPStore(
-    sys.argv[1], port, None, True, timedelta(seconds=10), wait_for_workers=False, master_listen_fd=listener.detach()
-)
-print(port, flush=True)
-sys.stdin.read()
-"""
+class Traffic(NamedTuple):
+    """Bytes on a machine's link, with the headers of the packets."""
+
+    received: int
+    sent: int
+
+    def since(self, before: Traffic) -> Traffic:
+        return Traffic(self.received - before.received, self.sent - before.sent)
 
 
 @dataclass(frozen=True)
 class Machine:
-    """``namespace``: its name; ``address``: its own on the network."""
+    """``holder``: the process that holds its namespaces; ``address``: its own on the network.
 
-    namespace: str
+    ``is_host``: it has processes and mounts of its own. Every ``/proc/PID`` of it is seen from here too, by another pid.
+    """
+
+    holder: int
     address: str
+    is_host: bool = False
 
     def command(self, *words: str) -> list[str]:
-        """A command that runs in it."""
-        return ["nsenter", f"--net=/run/netns/{self.namespace}", *words]
+        """A command that runs in it. On a host it is the child of a process, which it does not outlive."""
+        spaces = f"/proc/{self.holder}/ns"
+        if not self.is_host:
+            return ["nsenter", f"--net={spaces}/net", *words]
+        enter = [f"--net={spaces}/net", f"--mount={spaces}/mnt", f"--pid={spaces}/pid_for_children"]
+        return ["nsenter", *enter, "setpriv", "--pdeathsig", "KILL", "env", f"--chdir={Path.cwd()}", *words]
+
+    def processes(self, name: str = "") -> list[int]:
+        """Those that run on a host (called ``name``, if it is given), by the pids that they have here."""
+        space = Path(f"/proc/{self.holder}/ns/pid_for_children").readlink()
+        return [pid for pid, found in _processes().items() if found == space and name in ("", _name_of(pid))]
+
+    @staticmethod
+    def pid_of(process: int) -> int:
+        """What a process that was started on a host with :meth:`command` has become, by the pid that it has here."""
+        (child,) = Path(f"/proc/{process}/task/{process}/children").read_text().split()
+        return int(child)
+
+    def traffic(self) -> Traffic:
+        """What has gone over its link so far."""
+        for line in Path(f"/proc/{self.holder}/net/dev").read_text().splitlines():
+            name, _, fields = line.partition(":")
+            if name.strip() == LINK:
+                return Traffic(int(fields.split()[0]), int(fields.split()[8]))
+        raise LookupError(f"{self} has no link")
+
+    @contextmanager
+    def limited(self, rate: str) -> Iterator[None]:
+        """What it sends takes its time: ``rate`` in the words of tc, such as ``"800mbit"``."""
+        shape = f"tbf rate {rate} burst 1mb latency 50ms".split()
+        _run(*self._ip("tc", "qdisc", "add", "dev", LINK, "root", *shape))
+        try:
+            yield
+        finally:
+            _run(*self._ip("tc", "qdisc", "del", "dev", LINK, "root"))
 
     def cut_off(self, other: Machine) -> None:
         """Nothing that it sends reaches ``other`` any more."""
-        _ip("-n", self.namespace, "route", "add", "blackhole", f"{other.address}/32")
+        _run(*self._ip("ip", "route", "add", "blackhole", f"{other.address}/32"))
 
     def join_again(self, other: Machine) -> None:
-        _ip("-n", self.namespace, "route", "del", "blackhole", f"{other.address}/32")
+        _run(*self._ip("ip", "route", "del", "blackhole", f"{other.address}/32"))
+
+    def _ip(self, *words: str) -> list[str]:
+        return ["nsenter", f"--net=/proc/{self.holder}/ns/net", *words]
 
 
-def _ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+@dataclass(frozen=True)
+class Network:
+    """``address``: of this process on it; empty when it is not attached."""
+
+    machines: tuple[Machine, ...]
+    switch: Machine
+    address: str = ""
 
 
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True, capture_output=True, timeout=TIMEOUT_S)
+
+
+def _processes() -> dict[int, Path]:
+    """The pid namespace of every process that is seen from here and has not ended."""
+    found: dict[int, Path] = {}
+    for path in Path("/proc").glob("[0-9]*"):
+        try:
+            if (path / "stat").read_text().rpartition(")")[2].split()[0] in "ZX":
+                continue
+            found[int(path.name)] = (path / "ns/pid").readlink()
+        except (FileNotFoundError, ProcessLookupError, PermissionError):  # it ended meanwhile, or is none of ours
+            continue
+    return found
+
+
+def _name_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except (FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+        return ""
+
+
+@functools.cache
 def why_no_networks() -> str:
     """Why this machine cannot make such a network; empty when it can."""
+    return _why_not(is_host=False)
+
+
+@functools.cache
+def why_no_hosts() -> str:
+    """Why this machine cannot make hosts; empty when it can."""
+    return _why_not(is_host=True)
+
+
+def _why_not(*, is_host: bool) -> str:
     if os.geteuid() != 0:
         return "network namespaces need root"
-    if not shutil.which("ip") or not shutil.which("nsenter"):
-        return "needs ip and nsenter"
+    missing = [tool for tool in _TOOLS if not shutil.which(tool)]
+    if missing:
+        return f"needs {', '.join(missing)}"
     try:
-        with network(1):
+        with _network(1, is_host=is_host, attach=is_host) as made:
+            for machine in made.machines:
+                subprocess.run(machine.command("true"), check=True, capture_output=True, timeout=TIMEOUT_S)
             return ""
+    except subprocess.CalledProcessError as error:
+        return f"namespaces cannot be made: {' '.join(error.cmd)}: {error.stderr.decode().strip()}"
     except (subprocess.SubprocessError, OSError) as error:
-        return f"network namespaces cannot be made: {error}"
+        return f"namespaces cannot be made: {error}"
 
 
 @contextmanager
 def network(size: int) -> Iterator[list[Machine]]:
-    """So many machines, and one more, the last, for what they share. Everything is removed at the end."""
-    mark = secrets.token_hex(3)
-    switch = Machine(f"replicas-{mark}-s", "10.77.0.254")
-    members = [Machine(f"replicas-{mark}-{index}", f"10.77.0.{index + 1}") for index in range(size)]
-    made: list[Machine] = []
-    try:
-        _add(switch, made)
-        _ip("-n", switch.namespace, "link", "add", "bridge", "type", "bridge")
-        _ip("-n", switch.namespace, "addr", "add", f"{switch.address}/24", "dev", "bridge")
-        _ip("-n", switch.namespace, "link", "set", "bridge", "up")
-        for index, member in enumerate(members):
-            _add(member, made)
-            ours, theirs = f"v{mark}{index}a", f"v{mark}{index}b"
-            _ip("-n", switch.namespace, "link", "add", ours, "type", "veth", "peer", "name", theirs)
-            _ip("-n", switch.namespace, "link", "set", theirs, "netns", member.namespace)
-            _ip("-n", switch.namespace, "link", "set", ours, "master", "bridge", "up")
-            _ip("-n", member.namespace, "addr", "add", f"{member.address}/24", "dev", theirs)
-            _ip("-n", member.namespace, "link", "set", theirs, "up")
-        yield [*members, switch]
-    finally:
-        for machine in made:
-            _ip("netns", "del", machine.namespace)
+    """So many machines, and one more, the last, for what they share."""
+    with _network(size, is_host=False, attach=False) as made:
+        yield [*made.machines, made.switch]
 
 
-def _add(machine: Machine, made: list[Machine]) -> None:
-    _ip("netns", "add", machine.namespace)
-    made.append(machine)
-    _ip("-n", machine.namespace, "link", "set", "lo", "up")
+@contextmanager
+def hosts(size: int) -> Iterator[Network]:
+    """So many hosts, on a network that this process can reach."""
+    with _network(size, is_host=True, attach=True) as made:
+        yield made
 
 
-@asynccontextmanager
-async def _forkserver(machine: Machine) -> AsyncIterator[Forkserver]:
-    """A forkserver in ``machine``: a socket pair that it inherits reaches across namespaces, a named one does not."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        fd = theirs.fileno()
-        command = machine.command(sys.executable, "-m", "replicas.sidecar.forkserver", "--fd", str(fd))
-        process = subprocess.Popen(command, pass_fds=[fd], stdin=subprocess.DEVNULL)  # noqa: ASYNC220  # returns at once
-    forkserver = await Forkserver(ours, process)._attached(60.0, 60.0)
-    try:
-        yield forkserver
-    finally:
-        await forkserver.aclose()
+@contextmanager
+def _network(size: int, *, is_host: bool, attach: bool) -> Iterator[Network]:
+    net = f"10.{random.randint(64, 127)}.{random.randint(0, 255)}"
+    with ExitStack() as stack:
+        switch = Machine(stack.enter_context(_holder(is_host=False)), f"{net}.254")
+        _run(*switch._ip("ip", "link", "add", "bridge", "type", "bridge"))
+        _run(*switch._ip("ip", "addr", "add", f"{switch.address}/24", "dev", "bridge"))
+        _run(*switch._ip("ip", "link", "set", "bridge", "up"))
+        made: list[Machine] = []
+        for index in range(size):
+            machine = Machine(stack.enter_context(_holder(is_host=is_host)), f"{net}.{index + 1}", is_host)
+            _join(switch, f"port{index}", LINK, str(machine.holder))
+            _run(*machine._ip("ip", "addr", "add", f"{machine.address}/24", "dev", LINK))
+            _run(*machine._ip("ip", "link", "set", LINK, "up"))
+            made.append(machine)
+        ours = f"{net}.253" if attach else ""
+        if attach:
+            link = f"rt{secrets.token_hex(4)}"
+            _join(switch, "test", link, str(os.getpid()))
+            stack.callback(_run, *switch._ip("ip", "link", "del", "test"))  # and the other end with it
+            _run("ip", "addr", "add", f"{ours}/24", "dev", link)
+            _run("ip", "link", "set", link, "up")
+        yield Network(tuple(made), switch, ours)
 
 
-@asynccontextmanager
-async def remote_store(machine: Machine) -> AsyncIterator[int]:
-    """The port of a store that listens on the address of ``machine``."""
-    process = await asyncio.create_subprocess_exec(
-        *machine.command(sys.executable, "-c", _STORE, machine.address),
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
+def _join(switch: Machine, port: str, link: str, process: str) -> None:
+    """A cable from the bridge to the network of a process."""
+    _run(*switch._ip("ip", "link", "add", port, "type", "veth", "peer", "name", link, "netns", process))
+    _run(*switch._ip("ip", "link", "set", port, "master", "bridge", "up"))
+
+
+@contextmanager
+def _holder(*, is_host: bool) -> Iterator[int]:
+    """A process that holds new namespaces until its standard input ends."""
+    own = ["--mount", "--pid", "--fork", "--kill-child", "--mount-proc"] if is_host else []
+    command = ["unshare", "--net", *own, "sh", "-c", _HOLD]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
     try:
         assert process.stdout is not None
-        async with asyncio.timeout(60):
-            yield int(await process.stdout.readline())
+        if not process.stdout.readline():
+            _, complaint = process.communicate(timeout=TIMEOUT_S)
+            raise OSError(complaint.decode().strip())
+        machine = Machine(process.pid, "")
+        _run(*machine._ip("ip", "link", "set", "lo", "up"))
+        yield process.pid
     finally:
         process.kill()
-        await process.communicate()
-
-
-@asynccontextmanager
-async def remote_forkservers(machines: Sequence[Machine]) -> AsyncIterator[list[Forkserver]]:
-    """One in each."""
-    async with AsyncExitStack() as stack:
-        yield [await stack.enter_async_context(_forkserver(machine)) for machine in machines]
+        process.communicate(timeout=TIMEOUT_S)

@@ -98,6 +98,7 @@ class Session:
         self.sent: list[wire.FromMember] = []
         self.connected = True
         self.endpoint = "coordinator"
+        self.term = 1
         self._news = asyncio.Event()
 
     def send(self, message: wire.FromMember) -> None:
@@ -109,7 +110,7 @@ class Session:
 
     async def next(self, kind: type[Any]) -> Any:
         """The next message of this kind; what came before it is dropped."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while True:
                 while self.sent:
                     message = self.sent.pop(0)
@@ -145,6 +146,7 @@ class World:
         meanwhile()
         self.session.sent.clear()
         self.welcome = msgspec.structs.replace(self.welcome, term=self.welcome.term + 1, latest=latest)
+        self.session.term = self.welcome.term
         self.hub.welcomed(self.welcome, False)
         return hello
 
@@ -153,7 +155,7 @@ class World:
         self.hub.session_over(errors.Gone("the test is over"))
         for sidecar in self.loop.sidecars:
             sidecar.dead.set()
-        await asyncio.wait_for(asyncio.gather(*self.loop.tasks), 10)
+        await asyncio.wait_for(asyncio.gather(*self.loop.tasks), 30)
 
     async def lane(self, name: str = "a") -> Sidecar:
         self.tell(wire.LaneForm(name, "prefix", "host", 1, 0, 1, "gloo", ("127.0.0.1",), 5.0))
@@ -170,10 +172,10 @@ class World:
         self.offer(version, version)
         await self.session.next(wire.TransferReady)
         sidecar.gate.set_result(None)
-        self.tell(wire.TransferGo(version, f"lane {version}", (1,), 5.0))
+        self.tell(wire.TransferGo(version, f"lane {version}", ((0, 1),), 5.0))
         assert (await self.session.next(wire.TransferDone)).image_digest == "digest"
         if commit:
             self.tell(wire.Commit(version, "digest", "hash"))
 
     def slots(self) -> dict[int, str]:
-        return {slot.version: slot.state for slot in self.hub.arena.slots if slot.state != "free"}
+        return {slot.version: slot.state for slot in self.hub.arena.slots if slot.state not in ("free", "closed")}

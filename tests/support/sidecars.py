@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import itertools
 import os
+import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from datetime import timedelta
 from math import prod
 from pathlib import Path
@@ -34,6 +35,7 @@ __all__ = [
     "mapped_by",
     "read_segments",
     "segments_of",
+    "shared_forkserver",
     "start_forkserver",
     "threads_of",
     "write_segments",
@@ -191,6 +193,18 @@ def start_forkserver(name: str) -> subprocess.Popen[str]:
     """A forkserver that listens on ``name``; it dies with this process."""
     command = [sys.executable, "-m", "replicas.sidecar.forkserver", "--name", name]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+
+
+@contextmanager
+def shared_forkserver() -> Iterator[str]:
+    """Name of a forkserver that several tests share."""
+    name = f"replicas-test-{secrets.token_hex(8)}"
+    process = start_forkserver(name)
+    try:
+        yield name
+    finally:
+        process.kill()
+        process.communicate()
 
 
 @asynccontextmanager

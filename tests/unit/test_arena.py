@@ -1,132 +1,26 @@
-"""Buffers and slots."""
+"""Slots."""
 
 from __future__ import annotations
 
-import gc
-import os
+import random
 import threading
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
 from replicas.core.manifest import Manifest, PartManifest, Piece, TensorSpec
-from replicas.errors import NoCapacity
-from replicas.weights import Arena, Buffer, Slot, digest_of
-from replicas.weights import arena as arena_module
-from replicas.weights.capacity import available_nbytes
+from replicas.errors import Gone
+from replicas.weights import Arena, Buffer, Slot
+from replicas.weights.pool import SPARE_BEATS
+from tests.support.memory import MANIFEST, fill, memory_left
 
-MANIFEST = Manifest((TensorSpec("x", "float32", (8,)),))
 OTHER = Manifest((TensorSpec("x", "float32", (9,)),))
-
-
-def filled(arena: Arena, version: int) -> Slot:
-    slot = arena.acquire(version, MANIFEST)
-    assert slot is not None
-    slot.data.fill_(version)
-    arena.hold(slot, digest_of(slot.data))
-    return slot
-
-
-def memory_left() -> bool:
-    """Whether this process still has any buffer called "test", as a descriptor or as a mapping."""
-    gc.collect(0)
-    names = [str(path.readlink()) if path.is_symlink() else "" for path in Path("/proc/self/fd").iterdir()]
-    return any("memfd:test" in name for name in names) or "memfd:test" in Path("/proc/self/maps").read_text()
-
-
-def test_a_buffer_is_shared_and_a_private_view_is_not() -> None:
-    buffer = Buffer.allocate(10_000, "test")
-    shared, private = buffer.tensor(), buffer.private()
-    shared.fill_(7)
-    assert private[9_999] == 7
-    private[0] = 1
-    assert shared[0] == 7
-    assert Path(buffer.path).stat().st_size == 10_000
-    assert not os.get_inheritable(buffer.fd)
-    buffer.close()
-
-
-def test_a_mapping_outlives_its_buffer_and_nothing_outlives_the_mapping() -> None:
-    buffer = Buffer.allocate(4096, "test")
-    tensor = buffer.tensor()
-    buffer.close()
-    buffer.close()
-    tensor.fill_(3)
-    assert memory_left()
-    del tensor
-    assert not memory_left()
-    with pytest.raises(ValueError, match="closed"):
-        buffer.tensor()
-
-
-def test_a_descriptor_from_elsewhere_is_the_same_memory() -> None:
-    buffer = Buffer.allocate(64, "test")
-    other = Buffer.adopt(os.dup(buffer.fd))
-    buffer.tensor().fill_(5)
-    assert other.nbytes == 64
-    assert bool((other.tensor() == 5).all())
-    buffer.close()
-    other.close()
-
-
-def test_an_empty_buffer_has_an_empty_tensor() -> None:
-    buffer = Buffer.allocate(0, "test")
-    assert buffer.tensor().numel() == 0
-    assert buffer.private().numel() == 0
-    buffer.close()
-
-
-def test_watchers_hear_of_the_end_once() -> None:
-    class Watcher:
-        def __init__(self) -> None:
-            self.keys: list[int] = []
-
-        def buffer_closed(self, key: int) -> None:
-            self.keys.append(key)
-
-    watcher, buffer = Watcher(), Buffer.allocate(1, "test")
-    buffer.watchers.add(watcher)
-    buffer.close()
-    buffer.close()
-    assert watcher.keys == [buffer.key]
-
-
-def test_too_much_memory_is_a_clear_error_beforehand() -> None:
-    available, _ = available_nbytes()
-    with pytest.raises(NoCapacity, match=r"the buffer 'weights' needs \d+ bytes, but .* leaves \d+"):
-        Buffer.allocate(available * 2, "weights")
-
-
-def test_memory_that_runs_out_while_allocating_is_a_clear_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(fd: int, offset: int, nbytes: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "posix_fallocate", fail)
-    with pytest.raises(NoCapacity, match=r"'test' of 4096 bytes cannot be allocated: .*No space left"):
-        Buffer.allocate(4096, "test")
-    assert not memory_left()
-
-
-def test_the_tightest_limit_counts(tmp_path: Path) -> None:
-    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (groups / "pod/box").mkdir(parents=True)
-    (proc / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable: 8000 kB\n")
-    (proc / "self/cgroup").write_text("0::/pod/box\n")
-    (groups / "pod/box/memory.max").write_text("max\n")
-    (groups / "pod/box/memory.current").write_text("10\n")
-    assert available_nbytes(proc=proc, cgroup_root=groups) == (8000 * 1024, "the machine's memory")
-    (groups / "pod/memory.max").write_text("5000000\n")
-    (groups / "pod/memory.current").write_text("4000000\n")
-    (groups / "pod/memory.stat").write_text("anon 3\ninactive_file 100000\nactive_file 50000\n")
-    assert available_nbytes(proc=proc, cgroup_root=groups) == (1150000, "the memory limit of cgroup /pod/box")
 
 
 def test_a_slot_is_a_safetensors_file() -> None:
     arena = Arena(1, name="test")
-    slot = filled(arena, 1)
+    slot = fill(arena, 1)
     slot.data.view(torch.float32).copy_(torch.arange(8.0))
     assert torch.equal(load_file(slot.buffer.path)["x"], torch.arange(8.0))
     arena.close()
@@ -145,7 +39,7 @@ def test_a_part_slot_has_no_header() -> None:
 def test_the_oldest_version_that_nobody_needs_makes_room() -> None:
     dropped: list[int] = []
     arena = Arena(3, name="test", on_drop=dropped.append)
-    one, two, three = filled(arena, 1), filled(arena, 2), filled(arena, 3)
+    one, two, three = fill(arena, 1), fill(arena, 2), fill(arena, 3)
     arena.pin(one)
     arena.protected.add(2)
     slot = arena.acquire(4, MANIFEST)
@@ -183,7 +77,7 @@ def test_memory_is_reused_when_it_fits_exactly() -> None:
 def test_a_waiter_is_told_when_a_slot_may_be_had() -> None:
     changes: list[None] = []
     arena = Arena(1, name="test", on_change=lambda: changes.append(None))
-    slot = filled(arena, 1)
+    slot = fill(arena, 1)
     arena.pin(slot)
     arena.pin(slot)
     arena.unpin(slot)
@@ -195,22 +89,9 @@ def test_a_waiter_is_told_when_a_slot_may_be_had() -> None:
     arena.close()
 
 
-def test_a_slot_that_cannot_be_had_stays_free(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(nbytes: int, what: str) -> None:
-        raise NoCapacity("no")
-
-    arena = Arena(1, name="test")
-    with monkeypatch.context() as patch, pytest.raises(NoCapacity):
-        patch.setattr(arena_module, "check_capacity", refuse)
-        arena.acquire(1, MANIFEST)
-    assert arena.slots[0].state == "free"
-    assert arena.acquire(1, MANIFEST) is arena.slots[0]
-    arena.close()
-
-
 def test_closing_leaves_memory_that_is_being_written_until_it_is_freed() -> None:
     arena = Arena(2, name="test")
-    filled(arena, 1)
+    fill(arena, 1)
     writing = arena.acquire(2, MANIFEST)
     assert writing is not None
     arena.close()
@@ -222,7 +103,7 @@ def test_closing_leaves_memory_that_is_being_written_until_it_is_freed() -> None
 
 def test_memory_goes_with_an_arena_that_nobody_closed() -> None:
     arena = Arena(2, name="test")
-    filled(arena, 1)
+    fill(arena, 1)
     arena.acquire(2, MANIFEST)
     assert memory_left()
     del arena
@@ -258,4 +139,287 @@ def test_threads_never_get_the_same_slot() -> None:
     assert sorted(taken) == [0, 1, 2, 3]
     for slot in arena.slots:
         arena.free(slot)
+    arena.close()
+
+
+# ---------------------------------------------------------------- readers
+
+
+def reader_of(slot: Slot) -> Buffer:
+    """As another member of this host would."""
+    return Buffer.open(slot.place, slot.version)
+
+
+def test_an_own_view_that_is_kept_never_changes_and_its_memory_comes_back() -> None:
+    arena = Arena(1, name="test")
+    slot = fill(arena, 1)
+    first = slot.buffer
+    view = first.private()[MANIFEST.data_offset :].view(torch.float32)
+    fill(arena, 2)
+    assert view.tolist() == [1.0] * 8
+    assert arena.statistics()[3:5] == (1, 0)
+    second = slot.buffer.private()
+    del view
+    fill(arena, 3)
+    assert slot.buffer is first
+    assert arena.statistics()[3:5] == (1, 0)
+    del second
+    arena.close()
+    assert not memory_left()
+
+
+def test_a_version_that_nobody_reads_is_rather_evicted() -> None:
+    arena = Arena(2, name="test")
+    one, two = fill(arena, 1), fill(arena, 2)
+    view = one.buffer.private()
+    assert fill(arena, 3) is two
+    assert arena.find(1) is one
+    assert arena.statistics().retired == 0
+    del view
+    arena.close()
+
+
+def test_no_more_memory_is_left_to_readers_than_there_are_slots() -> None:
+    arena = Arena(2, name="test")
+    views = []
+    for version in range(1, 5):
+        views.append(fill(arena, version).buffer.private())
+    assert arena.statistics() == (2, 2, 0, 2, 0, 4 * MANIFEST.image_nbytes, 0)
+    assert arena.acquire(5, MANIFEST) is None
+    assert arena.in_use() == (
+        "the 2 slots have version 3 (kept), version 4 (kept); 2 older buffers are still mapped by readers"
+    )
+    assert [float(view[MANIFEST.data_offset :].view(torch.float32)[0]) for view in views] == [1.0, 2.0, 3.0, 4.0]
+    views.pop(0)
+    fill(arena, 5)
+    views.clear()
+    arena.close()
+
+
+def test_memory_that_no_slot_needs_is_closed_after_a_while() -> None:
+    arena = Arena(1, name="test")
+    view = fill(arena, 1).buffer.private()
+    fill(arena, 2)
+    del view
+    for version in range(3, 3 + SPARE_BEATS):
+        fill(arena, version)
+        assert arena.statistics()[3:5] == (0, 1)
+    fill(arena, 100)
+    fill(arena, 101)
+    assert arena.statistics()[3:5] == (0, 0)
+    arena.close()
+
+
+def test_a_slot_whose_version_is_read_elsewhere_is_not_given_away() -> None:
+    dropped: list[int] = []
+    arena = Arena(2, name="test", on_drop=dropped.append)
+    one, two = fill(arena, 1), fill(arena, 2)
+    first, second = reader_of(one), reader_of(two)
+    assert arena.acquire(3, MANIFEST) is None
+    assert dropped == []
+    Buffer.open(one.place, 1).close()  # it can still be had
+    second.close()
+    assert fill(arena, 3) is two
+    arena.free(one)
+    assert arena.acquire(4, MANIFEST) is two
+    assert dropped == [2, 3]
+    first.close()
+    arena.close()
+
+
+def test_released_versions_are_not_waited_for() -> None:
+    changes: list[None] = []
+    arena = Arena(1, name="test", on_change=lambda: changes.append(None))
+    slot = fill(arena, 1)
+    reader = reader_of(slot)
+    arena.released(9)
+    assert arena.acquire(2, MANIFEST) is None
+    changes.clear()
+    arena.released(1)
+    assert changes == [None]
+    fill(arena, 2)
+    assert arena.statistics().retired == 1
+    again = reader_of(slot)
+    assert arena.acquire(3, MANIFEST) is None  # that was about version 1
+    assert float(reader.readable()[MANIFEST.data_offset :].view(torch.float32)[0]) == 1.0
+    reader.close()
+    again.close()
+    fill(arena, 3)
+    arena.close()
+
+
+def test_a_failed_filling_is_offered_to_nobody() -> None:
+    arena = Arena(1, name="test")
+    slot = fill(arena, 1)
+    place = slot.place
+    again = arena.acquire(2, MANIFEST)
+    assert again is slot
+    with pytest.raises(Gone):
+        Buffer.open(place, 1)
+    arena.free(slot)
+    with pytest.raises(Gone):
+        Buffer.open(place, 1)
+    with pytest.raises(Gone):
+        Buffer.open(slot.place, 2)
+    arena.close()
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_whatever_readers_do_no_view_ever_changes(seed: int) -> None:
+    chance, arena, version = random.Random(seed), Arena(2, name="test"), 0
+    readers: list[Buffer] = []
+    views: list[tuple[int, torch.Tensor]] = []
+    for _ in range(400):
+        match chance.choice(["publish", "publish", "open", "view", "close", "drop", "released"]):
+            case "publish":
+                slot = arena.acquire(version + 1, MANIFEST)
+                if slot is None:
+                    continue
+                version += 1
+                slot.data.view(torch.float32).fill_(version)
+                arena.hold(slot, "")
+                arena.protected = {version}
+            case "open" if version:
+                slot = arena.find(version)
+                assert slot is not None
+                readers.append(reader_of(slot))
+            case "view" if readers:
+                reader = chance.choice(readers)
+                views.append((reader.offered, reader.private()[MANIFEST.data_offset :].view(torch.float32)))
+            case "close" if readers:
+                readers.pop(chance.randrange(len(readers))).close()
+            case "drop" if views:
+                views.pop(chance.randrange(len(views)))
+            case "released":
+                arena.released(chance.randint(1, version + 1))
+        assert all(bool((view == number).all()) for number, view in views)
+        assert all(float(reader.readable()[-4:].view(torch.float32)) == reader.offered for reader in readers)
+        assert arena.statistics().retired <= 2
+    for reader in readers:
+        reader.close()
+    views.clear()
+    fill(arena, version + 1)
+    assert arena.statistics().retired == 0
+    arena.close()
+    del slot, reader
+    readers.clear()
+    assert not memory_left()
+
+
+# ---------------------------------------------------------------- memory of others
+
+
+def foreign(arena: Arena, owner: Arena, version: int) -> Slot:
+    slot = owner.find(version) or fill(owner, version)
+    return arena.adopt(version, MANIFEST, reader_of(slot), f"digest {version}")
+
+
+def test_a_foreign_slot_is_held_beside_the_own_ones() -> None:
+    owner, arena = Arena(2, name="test"), Arena(1, name="test")
+    own = fill(arena, 1)
+    slot = foreign(arena, owner, 2)
+    assert slot.foreign
+    assert slot.state == "held"
+    assert list(arena.slots) == [own]
+    assert list(arena.foreign) == [slot]
+    assert arena.find(2) is slot
+    assert arena.held() == {1: "digest 1", 2: "digest 2"}
+    assert arena.images() == {1: MANIFEST, 2: MANIFEST}
+    assert slot.data.view(torch.float32).tolist() == [2.0] * 8
+    assert repr(slot) == "<Slot 2 foreign held version=2 pins=0>"
+    fill(arena, 3)
+    assert arena.find(2) is slot
+    owner.close()
+    arena.close()
+    assert not memory_left()
+
+
+def test_a_foreign_slot_goes_when_nobody_needs_it() -> None:
+    dropped: list[int] = []
+    owner, arena = Arena(4, name="test"), Arena(1, name="test", on_drop=dropped.append)
+    two, three, four = (foreign(arena, owner, version) for version in (2, 3, 4))
+    arena.protected = {2}
+    arena.pin(four)
+    arena.trim()
+    assert dropped == [3]
+    assert list(arena.foreign) == [two, four]
+    arena.unpin(four)
+    assert dropped == [3, 4]
+    assert three.state == four.state == "closed"
+    arena.pin(two)
+    arena.unpin(two)
+    assert list(arena.foreign) == [two]
+    arena.free(two)
+    assert dropped == [3, 4]
+    assert arena.held() == {}
+    for version in range(5, 9):  # nobody holds any of the four
+        fill(owner, version)
+    owner.close()
+    arena.close()
+
+
+def test_adopting_keeps_the_mapping_for_the_next_version() -> None:
+    owner, arena = Arena(1, name="test"), Arena(1, name="test")
+    address = 0
+    for version in (1, 2, 3):
+        slot = foreign(arena, owner, version)
+        assert address in (0, slot.data.data_ptr())
+        assert slot.data.view(torch.float32)[0] == version
+        address = slot.data.data_ptr()
+        arena.trim()
+    assert arena.statistics().kept == 1
+    owner.close()
+    arena.trim()
+    assert arena.statistics().kept == 0
+    arena.close()
+
+
+def test_what_is_adopted_wrongly_is_let_go() -> None:
+    owner, arena = Arena(1, name="test"), Arena(1, name="test")
+    foreign(arena, owner, 1)
+    buffer = reader_of(owner.slots[0])
+    with pytest.raises(ValueError, match="version 1 is held here already"):
+        arena.adopt(1, MANIFEST, buffer)
+    assert buffer.fd == -1
+    arena.close()
+    buffer = reader_of(owner.slots[0])
+    with pytest.raises(Gone, match="the arena is closed"):
+        arena.adopt(2, MANIFEST, buffer)
+    assert buffer.fd == -1
+    fill(owner, 2)
+    owner.close()
+
+
+def test_closing_leaves_what_is_read_until_it_is_let_go() -> None:
+    owner, arena = Arena(1, name="test"), Arena(1, name="test")
+    own, slot = fill(arena, 1), foreign(arena, owner, 2)
+    arena.pin(own)
+    arena.pin(slot)
+    arena.close()
+    assert slot.data.view(torch.float32)[0] == 2
+    assert owner.acquire(3, MANIFEST) is None
+    arena.unpin(slot)
+    arena.unpin(own)
+    assert (own.state, slot.state) == ("closed", "closed")
+    fill(owner, 3)
+    owner.close()
+    assert not memory_left()
+
+
+def test_a_version_that_is_released_while_it_is_read_goes_with_its_last_reader() -> None:
+    changes: list[None] = []
+    arena = Arena(2, name="test", on_change=lambda: changes.append(None))
+    one, _ = fill(arena, 1), fill(arena, 2)
+    arena.pin(one)
+    assert arena.release(1)
+    assert not arena.release(1)
+    assert [slot.state for slot in arena.slots] == ["leaving", "held"]
+    assert arena.held() == {2: "digest 2"}
+    assert arena.find(1) is None
+    assert changes == []
+    arena.unpin(one)
+    assert arena.release(2)
+    assert [slot.state for slot in arena.slots] == ["free", "free"]
+    assert len(changes) == 2
+    assert arena.in_use() == "none"
     arena.close()

@@ -7,15 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+import sysconfig
 import time
+from pathlib import Path
 
 import anyio
 import pytest
 
+from bench import bench_hold, sync_report
 from bench.bench_faults import Lines
+from bench.hold_scene import within
+from bench.peers import FOLDER, python_with
 from bench.processes import Progress, children_of, held, send
-from bench.shapes import FULL, SMALL, nbytes_of, shapes
-from bench.support import Spread, machine, rotated, threads_for
+from bench.shapes import FULL, SETS, SMALL, nbytes_of, nbytes_of_set, shapes
+from bench.support import Bar, Spread, available_nbytes, machine, rotated, threads_for
 
 
 def test_the_set_of_tensors_is_the_real_models() -> None:
@@ -26,6 +31,16 @@ def test_the_set_of_tensors_is_the_real_models() -> None:
     assert nbytes_of(FULL) == 269_030_016
     assert [name for name, _ in shapes(SMALL)] == [name for name, _ in full]
     assert nbytes_of(SMALL) == pytest.approx(nbytes_of(FULL) / 9, rel=0.01)
+
+
+def test_the_other_sets() -> None:
+    assert nbytes_of_set("smollm2") == nbytes_of(FULL)
+    assert nbytes_of_set("few") == 1 << 30
+    assert nbytes_of_set("many") == 100_000 * 256
+    for make in SETS.values():
+        names = [name for name, _ in make()]
+        assert len(names) == len(set(names))
+    assert sum(1 for _ in SETS["many"]()) == 100_000
 
 
 def test_figures_of_samples() -> None:
@@ -45,6 +60,89 @@ def test_the_machine_is_described() -> None:
     assert all(facts[key] for key in ("cpu", "memory_nbytes", "kernel", "python", "torch"))
     assert threads_for(1) == facts["cores"]
     assert threads_for(10_000) == 1
+
+
+def test_memory_that_is_left(tmp_path: Path) -> None:
+    (tmp_path / "meminfo").write_text("MemTotal: 9 kB\nMemFree: 1 kB\nMemAvailable:    5 kB\n")
+    assert available_nbytes(tmp_path / "meminfo") == 5 * 1024
+    assert available_nbytes() > 0
+
+
+def test_the_interpreter_of_a_peer(tmp_path: Path) -> None:
+    assert python_with("msgspec", tmp_path) == sys.executable
+    assert python_with("no_such_package", tmp_path) is None
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path)}))
+    (packages / "no_such_package").mkdir(parents=True)
+    assert python_with("no_such_package", tmp_path) == str(tmp_path / "bin" / "python")
+
+
+def test_peers_agree_with_the_project_about_what_both_need() -> None:
+    def pins(path: Path) -> dict[str, str]:
+        lines = (line.partition("#")[0].strip() for line in path.read_text().splitlines())
+        return dict(line.split("==") for line in lines if line)
+
+    peers, project = pins(FOLDER / "peers.txt"), pins(FOLDER.parent / "constraints.txt")
+    assert {"ray", "torchft", "safetensors"} <= set(peers)
+    assert {name: project[name] for name in peers if name in project} == {
+        name: pin for name, pin in peers.items() if name in project
+    }
+
+
+def sync_results() -> sync_report.Results:
+    def of(readable: float, loaded: float) -> dict[str, list[float]]:
+        return {"readable": [readable] * 3, "loaded": [loaded] * 3}
+
+    return {
+        targets: {
+            "limit": {"copied": [0.05], "loaded": [0.1]},
+            "replicas, read": {"held": [0.06], "readable": [0.05]},
+            "replicas, load": {"held": [0.06], "loaded": [0.1]},
+            "Gloo, flat": of(gloo, gloo),
+            "Ray, put and get": of(0.1, 0.2),
+            "Gloo, flat, with Ray up": of(0.4, 0.4),
+        }
+        for targets, gloo in ((1, 0.08), (3, 0.25))
+    }
+
+
+def test_ratios_of_a_sync() -> None:
+    rows = {(row["targets"], row["contender"], row["reached"]): row for row in sync_report.rows(sync_results())}
+    assert rows[3, "replicas, read", "readable"]["gloo_ratio"] == pytest.approx(5)
+    assert rows[3, "replicas, load", "loaded"]["gloo_ratio"] == pytest.approx(2.5)
+    assert rows[3, "replicas, load", "loaded"]["limit_ratio"] == pytest.approx(1)
+    assert rows[3, "Ray, put and get", "loaded"]["gloo_ratio"] == pytest.approx(2)  # to the broadcast beside it
+    assert "gloo_ratio" not in rows[3, "limit", "copied"]
+    assert "limit_ratio" not in rows[3, "replicas, read", "readable"]
+
+
+def test_bars_of_a_sync() -> None:
+    bars = sync_report.bars(sync_results())
+    assert [(bar.figure, bar.kept) for bar in bars] == [
+        (pytest.approx(5), True),
+        (pytest.approx(1), True),
+        (pytest.approx(2.5), True),
+        (pytest.approx(0.8), False),
+    ]
+    assert Bar("as fast as light", 0.5, False).line() == "NO  as fast as light: 0.50"
+
+
+def test_bars_of_a_publish() -> None:
+    samples = {"memcpy": [0.1], "loop": [0.2], "foreach": [0.15], "publish": [0.12]}
+    rows = bench_hold.held_rows(3, samples, tensors=100)
+    assert [row["copy_ratio"] for row in rows] == pytest.approx([1, 2, 1.5, 1.2])
+    assert rows[-1]["each_s"] == pytest.approx(0.0012)
+    (large,) = bench_hold.bars("few", rows)
+    (small,) = bench_hold.bars("many", rows)
+    assert (large.figure, large.kept) == (pytest.approx(1.2), True)
+    assert (small.figure, small.kept) == (pytest.approx(0.6), True)
+
+
+def test_steps_within_a_time() -> None:
+    stamps = [0.0, 1.0, 3.0, 6.0, 7.0]
+    assert within(stamps, 1.5, 4.0) == pytest.approx(2.5)
+    assert within(stamps, 6.0, 6.0) == pytest.approx(1.0)  # nothing: the next step
+    rows = bench_hold.step_rows(1, {"alone": [2.0], "commit": [3.0]}, {"alone": [9.0], "commit": [4.0]})
+    assert [(row["what"], row["alone_ratio"], row["lasted_s"]) for row in rows] == [("alone", 1, 9), ("commit", 1.5, 4)]
 
 
 def test_a_line_says_whether_its_bar_is_kept() -> None:

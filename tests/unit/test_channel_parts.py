@@ -82,7 +82,7 @@ async def test_a_slot_is_free_only_when_its_sidecar_is_dead(target: World) -> No
     sidecar = await target.lane("x")
     target.offer(1, 1)
     await target.session.next(wire.TransferReady)
-    target.tell(wire.TransferGo(1, "x", (1,), 5.0))
+    target.tell(wire.TransferGo(1, "x", ((0, 1),), 5.0))
     await asyncio.sleep(0)
     target.tell(wire.TransferCancel(1), wire.LaneDrop("x"))
     assert sidecar.killed
@@ -249,10 +249,10 @@ async def test_publish_packs_pins_and_lets_go() -> None:
     assert packed.manifest_hash == upload.manifest_hash
     pending = await publishing
     assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 1)]
-    world.tell(wire.Commit(5, "d", "h"), wire.PublishEnd(1, wire.ReceiptData(1, (), (), 16, 0.1, {}, version=5)))
+    world.tell(wire.Commit(5, packed.digest, "h"), wire.PublishEnd(1, wire.ReceiptData(1, (), (), 16, 0.1, {}, version=5)))
     assert (await pending).version == 5
     assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 0)]
-    assert world.hub.holdings.held() == (wire.HeldVersion(5, "d", MANIFEST.hash),)
+    assert world.hub.holdings.held() == (wire.HeldVersion(5, packed.digest, MANIFEST.hash, packed.place),)
     world.hub.arena.close()
 
 

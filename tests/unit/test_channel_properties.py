@@ -14,6 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from replicas import messages as wire
 from replicas.core.roster import GroupShape
 from tests.support.channel_world import SimMember, World
+from tests.support.rosters import check_roster
 
 NAMES = ("trainer/0/0", "rollout/0/0", "rollout/0/1", "rollout/1/0", "rollout/1/1")
 WORLD_SIZES = {"trainer": 1, "rollout": 2}
@@ -32,15 +33,21 @@ class Channel(RuleBasedStateMachine):
     def _sims(self) -> list[SimMember]:
         return [sim for sim in self.world.members.values() if sim not in self.frozen]
 
-    def _join(self, name: str) -> None:
+    def _join(self, name: str, machine: str = "") -> None:
         self.away = [sim for sim in self.away if sim.member.name != name]
         before = {sim.member for sim in self.world.members.values()}
-        sim = self.world.join(name, world_size=WORLD_SIZES[name.split("/")[0]])
+        sim = self.world.join(name, world_size=WORLD_SIZES[name.split("/")[0]], machine=machine)
         assert sim.member not in before
 
-    @rule(name=st.sampled_from(NAMES))
-    def join(self, name: str) -> None:
-        self._join(name)
+    @rule(name=st.sampled_from(NAMES), machine=st.sampled_from(("", "a", "b")))
+    def join(self, name: str, machine: str) -> None:
+        self._join(name, machine)
+
+    @precondition(lambda self: self._sims())
+    @rule(data=st.data(), unmappable=st.booleans())
+    def shut_memory(self, data: st.DataObject, unmappable: bool) -> None:
+        """From now on it cannot open the memory of others; or can again."""
+        data.draw(st.sampled_from(self._sims())).unmappable = unmappable
 
     @precondition(lambda self: self.world.members)
     @rule(data=st.data())
@@ -138,6 +145,10 @@ class Channel(RuleBasedStateMachine):
     def failed_publishes_are_never_committed(self) -> None:
         committed = {decision.version for decision in self.world.decisions}
         assert not committed & self.world.aborted
+
+    @invariant()
+    def indices_agree_with_the_members(self) -> None:
+        check_roster(self.world.state.roster)
 
     @invariant()
     def grants_are_committed_and_grow(self) -> None:

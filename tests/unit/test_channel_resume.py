@@ -81,13 +81,13 @@ async def outcome(pending: Pending[Receipt]) -> Receipt | BaseException:
 async def test_a_packed_publish_is_announced_again_and_gets_its_receipt(source: World) -> None:
     job = await packed(source, 5)
     hello = source.new_coordinator()
-    assert (hello.publishes, hello.held) == (1, (wire.HeldVersion(5, "", MANIFEST.hash),))
     begun, upload, full, resumed = source.session.sent
+    assert isinstance(full, wire.Packed)
+    assert (hello.publishes, hello.held) == (1, (wire.HeldVersion(5, full.digest, MANIFEST.hash, full.place),))
     assert isinstance(begun, wire.PublishBegin)
     assert (begun.publish, begun.version, begun.resumed, begun.meta) == (1, 5, True, {"a": 1})
     assert 20 < begun.deadline_s < 30
     assert isinstance(upload, wire.UploadManifest)
-    assert isinstance(full, wire.Packed)
     assert full.manifest_hash == upload.manifest_hash
     assert resumed == wire.Resumed()
     assert pins(source) == {5: 1}
@@ -186,7 +186,7 @@ async def test_a_late_verdict_settles_what_was_unknown(
         begun = await source.session.next(wire.PublishBegin)
         assert (begun.publish, begun.version, begun.resumed) == (1, 5, True)
         assert isinstance(source.session.sent[1], wire.Packed)
-    source.tell(wire.Commit(5, "d", "h"), wire.PublishEnd(1, receipt(5)))
+    source.tell(wire.Commit(5, source.hub.holdings.digest(5), "h"), wire.PublishEnd(1, receipt(5)))
     assert (await pending).nbytes == 16
     assert (source.hub.loaded, pins(source)) == (5, {5: 0})
     assert source.hub.take_failure() is None
@@ -206,7 +206,7 @@ async def test_a_commit_or_discard_settles_it_when_no_verdict_comes(
     source: World, monkeypatch: pytest.MonkeyPatch, committed: bool
 ) -> None:
     pending = await unknown(source, 5, monkeypatch)
-    source.tell(wire.Commit(5, "d", "h") if committed else wire.Discard(5))
+    source.tell(wire.Commit(5, source.hub.holdings.digest(5), "h") if committed else wire.Discard(5))
     assert isinstance(await outcome(pending), errors.OutcomeUnknown)
     await wait_until(lambda: not pending._unknown, "it is settled")
     found = await outcome(pending)
@@ -268,7 +268,9 @@ async def test_hello_says_what_is_known(target: World) -> None:
     update = await granted(target, 3)
     await target.hold(4, commit=False)
     hello = target.new_coordinator()
-    assert hello.held == (wire.HeldVersion(3, "digest", MANIFEST.hash), wire.HeldVersion(4, "digest", MANIFEST.hash))
+    held = [(known.version, known.digest, known.manifest_hash) for known in hello.held]
+    assert held == [(3, "digest", MANIFEST.hash), (4, "digest", MANIFEST.hash)]
+    assert all(known.place is not None for known in hello.held)
     assert (hello.epoch, hello.latest, hello.latest_digest, hello.assigned, hello.loaded) == (7, 3, "digest", 3, 0)
     assert target.session.sent == [wire.Resumed()]
     assert target.hub.arena.protected == {3, 4}
@@ -358,7 +360,7 @@ async def test_an_old_transfer_does_not_end_a_new_one_of_the_same_number(target:
     sidecar = await target.lane("x")
     target.offer(1, 1)
     await target.session.next(wire.TransferReady)
-    target.tell(wire.TransferGo(1, "x", (1,), 5.0))
+    target.tell(wire.TransferGo(1, "x", ((0, 1),), 5.0))
     await asyncio.sleep(0)
     target.new_coordinator()
     target.offer(1, 2)
@@ -369,7 +371,7 @@ async def test_an_old_transfer_does_not_end_a_new_one_of_the_same_number(target:
     assert not [message for message in target.session.sent if isinstance(message, wire.TransferFailed)]
     second = await target.lane("y")
     second.gate.set_result(None)
-    target.tell(wire.TransferGo(1, "y", (1,), 5.0))
+    target.tell(wire.TransferGo(1, "y", ((0, 1),), 5.0))
     await target.session.next(wire.TransferDone)
 
 
@@ -379,7 +381,7 @@ async def test_a_discarded_version_goes_with_its_last_reader(target: World) -> N
     slot = target.hub.arena.find_pinned(4)
     assert slot is not None
     target.tell(wire.Discard(4))
-    assert target.slots() == {3: "held", 4: "held"}
+    assert target.slots() == {3: "held", 4: "leaving"}
     assert [held.version for held in target.hub.holdings.held()] == [3]
     target.hub.arena.unpin(slot)
     await asyncio.sleep(0)
@@ -454,7 +456,7 @@ async def test_nothing_piles_up_over_many_publishes(leader: bool, monkeypatch: p
         await world.session.next(wire.Packed)
         await task
         if number % 3:
-            world.tell(wire.Commit(number, "d", "h"), wire.PublishEnd(number, receipt(number)))
+            world.tell(wire.Commit(number, world.hub.holdings.digest(number), "h"), wire.PublishEnd(number, receipt(number)))
             await job.pending
         else:
             world.tell(wire.Discard(number), wire.PublishEnd(number, None, wire.WireError("SyncError", "no")))
@@ -471,7 +473,7 @@ async def test_a_target_that_is_caught_up_while_versions_go_on_ends_with_the_new
     slow = await target.lane("catch-up")
     target.offer(100, 5)
     await target.session.next(wire.TransferReady)
-    target.tell(wire.TransferGo(100, "catch-up", (1,), 60.0))
+    target.tell(wire.TransferGo(100, "catch-up", ((0, 1),), 60.0))
     await target.hold(6)
     assert target.slots() == {5: "filling", 6: "held"}
     target.offer(101, 7)
@@ -489,7 +491,7 @@ async def test_a_catch_up_that_ends_late_is_the_first_to_make_room(target: World
     slow = await target.lane("catch-up")
     target.offer(100, 5)
     await target.session.next(wire.TransferReady)
-    target.tell(wire.TransferGo(100, "catch-up", (1,), 60.0))
+    target.tell(wire.TransferGo(100, "catch-up", ((0, 1),), 60.0))
     await target.hold(6)
     slow.gate.set_result(None)
     await target.session.next(wire.TransferDone)

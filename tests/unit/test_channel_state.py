@@ -225,7 +225,7 @@ def test_what_all_targets_have_verified_is_committed_when_the_source_dies_before
     assert [target.commits for target in targets] == [[1], [1]]
 
 
-def test_what_one_target_lacks_is_not_committed_when_the_source_dies() -> None:
+def test_what_one_target_has_whole_goes_on_to_the_others_when_the_source_dies() -> None:
     world = World()
     trainer, first, second = [world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
     publish(world, trainer)
@@ -233,8 +233,19 @@ def test_what_one_target_lacks_is_not_committed_when_the_source_dies() -> None:
     world.run(frozen=(trainer, second))
     world.lose(trainer)
     world.run()
+    assert [decision.digest for decision in world.decisions] == ["digest-1"], "the source had told its digest"
+    assert first.commits == second.commits == [1]
+
+
+def test_what_no_target_has_whole_is_not_committed_when_the_source_dies() -> None:
+    world = World()
+    trainer, first, second = [world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    publish(world, trainer)
+    moving(world, trainer)
+    world.lose(trainer)
+    world.run()
     assert not world.decisions
-    assert first.held == set()
+    assert first.held == second.held == set()
     again = world.join("trainer/0/0")
     publish(world, again)
     world.run()

@@ -6,8 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,6 +19,7 @@ from replicas.sidecar.client import SidecarDied, SidecarFailed
 from replicas.sidecar.meeting import blame
 from replicas.sidecar.pulse import IDLE_S, INTERVAL_S, SILENCE_S, Pulse
 from replicas.stalls import LOOK_INTERVAL_S, STARTING_S, STOPPED_S, StallWatch
+from tests.support.runs import eventually
 
 # ---------------------------------------------------------------- pings
 
@@ -79,14 +78,14 @@ def test_nobody_is_judged_after_our_own_pause() -> None:
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    process = subprocess.Popen(
-        [sys.executable, "-S", "-c", "print(flush=True); input()"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
+    process = subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert process.stdin is not None
     assert process.stdout is not None
-    process.stdout.readline()
-    stat, seen = Path(f"/proc/{process.pid}/stat"), ""
-    while seen != (seen := stat.read_text()) or ") S " not in seen:  # until it is in its input(), and does nothing
-        time.sleep(0.02)
+    process.stdin.write(b"\n")
+    process.stdin.flush()
+    process.stdout.read(1)
+    stat = Path(f"/proc/{process.pid}/stat")
+    eventually(lambda: "(cat) S " in stat.read_text(), "a process that waits for input")
     yield process
     process.kill()
     process.communicate()

@@ -15,7 +15,8 @@ from torch import nn
 
 from replicas.core.manifest import ITEM_NBYTES, Manifest, PartManifest, Piece, TensorSpec, item_nbytes, merge_parts
 from replicas.errors import ManifestMismatch, UsageError
-from replicas.sidecar.transfer import Bucket, buckets_of_part, scatter, split_piece
+from replicas.sidecar.buckets import Bucket, buckets_of_part, split_piece
+from replicas.sidecar.transfer import scatter
 from replicas.weights import Arena, Feed, Mode, Shard, Slot, load_into, pack, plan, stage, views
 from replicas.weights.tensors import bits, torch_dtype
 

@@ -31,6 +31,7 @@ from replicas.messages import (
     MemberFrame,
     Refused,
     ServerFrame,
+    View,
     Welcome,
     WireError,
     decode_member_frame,
@@ -85,11 +86,11 @@ class Coordinator:
         await websocket.send(encode(ServerFrame(self.sent, self.received, body)))
 
     async def frame(self) -> MemberFrame:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return await self.frames.get()
 
     async def connection(self) -> ServerConnection:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             return await self.connections.get()
 
 
@@ -179,6 +180,17 @@ async def test_opens_sends_and_says_goodbye(world: World) -> None:
     assert world.coordinator.frames.empty()
 
 
+async def test_heartbeats_come_as_often_as_the_coordinator_says(world: World) -> None:
+    await world.session.open(5)
+    connection = await world.coordinator.connection()
+    await world.coordinator.send(connection, View(2, (), heartbeat_interval_s=5.0))
+    await world.handler.messages.get()
+    assert world.session.heartbeat_interval_s == 5.0
+    await world.coordinator.send(connection, View(3, ()))
+    assert await world.handler.messages.get() == View(3, ()), "says nothing of it: as before"
+    assert world.session.heartbeat_interval_s == 5.0
+
+
 async def test_resumes_after_a_broken_connection(world: World) -> None:
     await world.session.open(5)
     first = await world.coordinator.connection()
@@ -210,7 +222,7 @@ async def test_a_new_term_starts_from_scratch(world: World) -> None:
     world.coordinator.term = 8
     world.handler.welcome.clear()
     first.transport.abort()
-    await asyncio.wait_for(world.handler.welcome.wait(), 5)
+    await asyncio.wait_for(world.handler.welcome.wait(), 30)
     assert world.handler.welcomes == [False, False]
     world.session.send(LaneFormed("b", 1.0))
     assert _bodies([await world.coordinator.frame()]) == [(1, LaneFormed("b", 1.0))]
@@ -234,7 +246,7 @@ async def test_fenced_later(world: World) -> None:
     await world.session.open(5)
     connection = await world.coordinator.connection()
     await connection.send(encode(ServerFrame(0, 0, Refused(WireError.of(errors.Fenced("another one"))))))
-    assert isinstance(await asyncio.wait_for(world.handler.over, 5), errors.Fenced)
+    assert isinstance(await asyncio.wait_for(world.handler.over, 30), errors.Fenced)
     assert not world.session.connected
 
 
@@ -248,7 +260,7 @@ async def test_a_spoiled_frame_costs_a_connection_and_no_more(world: World, garb
     await connection.send(garbage)
     again = await world.coordinator.connection()
     await again.send(encode(ServerFrame(1, 0, Commit(9, "x", "m"))))
-    assert await asyncio.wait_for(world.handler.messages.get(), 5) == Commit(9, "x", "m")
+    assert await asyncio.wait_for(world.handler.messages.get(), 30) == Commit(9, "x", "m")
     assert not world.handler.over.done()
 
 
@@ -258,7 +270,7 @@ async def test_nothing_but_garbage_ends_the_session_with_a_clear_error(world: Wo
     for _ in range(MALFORMED_MAX):
         connection = await world.coordinator.connection()
         await connection.send(garbage)
-    error = await asyncio.wait_for(world.handler.over, 5)
+    error = await asyncio.wait_for(world.handler.over, 30)
     assert isinstance(error, errors.InternalError)
     assert "sent a malformed frame" in str(error)
 

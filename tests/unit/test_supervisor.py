@@ -243,7 +243,7 @@ async def living(
         replica.stop()
         for shim in world.shims:
             shim.ended(shim.report or ExitReport("stopped"))
-        await asyncio.wait_for(task, 5)
+        await asyncio.wait_for(task, 30)
     finally:
         task.cancel()
         world.state.release()
@@ -379,7 +379,7 @@ async def test_a_shim_that_does_not_end_is_killed_and_then_given_up(
     async with living(tmp_path, stop_timeout_s=0.0) as (replica, world):
         world.shims[0].started()
         replica.restart()
-        await asyncio.wait_for(world.failed.wait(), 5)
+        await asyncio.wait_for(world.failed.wait(), 30)
         assert world.shims[0].told == [0.0, "kill", "abandon"]
         assert replica.life.reason == "processes of it survive SIGKILL"
 

@@ -1,0 +1,54 @@
+"""Whether two processes are on one host: by what one can read in the other's memory.
+
+Each process that joins has a *beacon*, a memfd with a random nonce in it, and tells everybody its pid, descriptor and nonce.
+Who opens ``/proc/PID/fd/FD`` and reads that nonce is on the same host, in the same pid namespace, and allowed to map the
+other's memory. Names, addresses and boot ids prove none of this: network namespaces share a kernel, containers share names.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Sequence
+
+from replicas.messages import Beacon
+
+__all__ = ["find", "own_beacon"]
+
+_NONCE_NBYTES = 32
+_beacon: Beacon | None = None
+
+
+def own_beacon() -> Beacon:
+    """The beacon of this process; a forked child has another one. Its memory lives as long as the process."""
+    global _beacon  # one for each process, whatever it joins
+    if _beacon is None or _beacon.pid != os.getpid():
+        nonce = secrets.token_hex(_NONCE_NBYTES // 2)
+        fd = os.memfd_create("replicas-beacon", os.MFD_CLOEXEC)
+        os.write(fd, nonce.encode())
+        _beacon = Beacon(os.getpid(), fd, nonce, os.geteuid())
+    return _beacon
+
+
+def find(beacons: Sequence[Beacon]) -> int:
+    """Index of the first one that can be opened and has its nonce; -1 if there is none."""
+    return next((index for index, beacon in enumerate(beacons) if _read(beacon) == beacon.nonce.encode()), -1)
+
+
+def _read(beacon: Beacon) -> bytes:
+    """What the descriptor shows; nothing where it cannot be opened, or is not a plain file (opening may then block)."""
+    try:
+        path = os.open(f"/proc/{beacon.pid}/fd/{beacon.fd}", os.O_PATH | os.O_CLOEXEC)
+        try:
+            if not stat.S_ISREG(os.fstat(path).st_mode):
+                return b""
+            fd = os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                return os.pread(fd, _NONCE_NBYTES, 0)
+            finally:
+                os.close(fd)
+        finally:
+            os.close(path)
+    except OSError:
+        return b""

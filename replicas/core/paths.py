@@ -1,0 +1,126 @@
+"""Who gets a version from where: a plan for one attempt of a transfer.
+
+Theory of operation
+===================
+
+On a host where somebody holds the version, all others *map* that memory. On a host without a holder one member, its *leader*
+for this attempt, *receives* it over the lane into a slot of its own; the others of that host *wait*, and map it in the next
+attempt. So a host gets every byte once, and members that only map are in no process group.
+
+A version that nobody holds whole, only its source ranks in parts (``ranks = "all"``), is put together by the leaders: each
+copies the parts that lie on its own host from there, and receives the others over the lane.
+
+The lane is a chain for each part (:attr:`Plan.routes`): the owner first, then the leaders, in order of their hosts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from replicas.core.identity import Member
+from replicas.core.roster import MemberState
+
+__all__ = ["Plan", "plan"]
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One attempt.
+
+    :param mode: ``"image"``: from a holder; ``"parts"``: from the ranks of a source.
+    :param senders: members of the lane that send, in its order.
+    :param receivers: the leaders, which fill slots of their own.
+    :param maps: who maps whose memory.
+    :param routes: for each part (one of an image) the members that it goes through; empty: nobody needs it sent.
+    :param local: numbers of the parts that a receiver copies on its own host.
+    :param owners: of the parts, in order.
+    :param waiting: those whose turn is the next attempt.
+    """
+
+    mode: Literal["image", "parts"]
+    senders: tuple[Member, ...] = ()
+    receivers: tuple[Member, ...] = ()
+    maps: dict[Member, Member] = field(default_factory=dict)
+    routes: tuple[tuple[Member, ...], ...] = ()
+    local: dict[Member, tuple[int, ...]] = field(default_factory=dict)
+    owners: tuple[Member, ...] = ()
+    waiting: frozenset[Member] = frozenset()
+
+    @property
+    def lane(self) -> tuple[Member, ...]:
+        """Who must form a process group, senders first."""
+        routed = {member for route in self.routes for member in route}
+        return (*self.senders, *(member for member in self.receivers if member in routed))
+
+    @property
+    def lenders(self) -> frozenset[Member]:
+        """Members whose memory others of their host read."""
+        parts = {self.owners[part] for numbers in self.local.values() for part in numbers}
+        return frozenset({*self.maps.values(), *parts})
+
+    @property
+    def concerned(self) -> tuple[Member, ...]:
+        """Everyone who has something to do."""
+        return (*self.senders, *self.receivers, *self.maps)
+
+
+def plan(
+    version: int, needers: Sequence[MemberState], holders: Sequence[MemberState], owners: Sequence[MemberState]
+) -> Plan | None:
+    """How ``needers`` get it now; None when nobody has all of it.
+
+    :param holders: of the whole version, the preferred ones first.
+    :param owners: of its parts, in order, if all of them are there; not looked at when there is a holder.
+    """
+    ordered = sorted(needers, key=lambda state: (state.host, state.member))
+    if holders:
+        return _from_holders(version, ordered, holders)
+    if owners:
+        return _from_parts(version, ordered, owners)
+    return None
+
+
+def _from_holders(version: int, needers: Sequence[MemberState], holders: Sequence[MemberState]) -> Plan:
+    on_host = {state.host: state.member for state in reversed(holders) if version in state.places}
+    maps = {state.member: on_host[state.host] for state in needers if state.host in on_host}
+    others = [state for state in needers if state.host not in on_host]
+    receivers = _leaders(others)
+    senders = (holders[0].member,) if receivers else ()
+    return Plan(
+        mode="image",
+        senders=senders,
+        receivers=receivers,
+        maps=maps,
+        routes=((*senders, *receivers),) if receivers else (),
+        waiting=frozenset(state.member for state in others) - set(receivers),
+    )
+
+
+def _from_parts(version: int, needers: Sequence[MemberState], owners: Sequence[MemberState]) -> Plan:
+    receivers = _leaders(needers)
+    hosts = {state.member: state.host for state in needers}
+    readable = [(part, owner.host) for part, owner in enumerate(owners) if version in owner.places]
+    local = {member: tuple(part for part, host in readable if host == hosts[member]) for member in receivers}
+    routes = []
+    for part, owner in enumerate(owners):
+        remote = tuple(member for member in receivers if part not in local[member])
+        routes.append((owner.member, *remote) if remote else ())
+    return Plan(
+        mode="parts",
+        senders=tuple(route[0] for route in routes if route),
+        receivers=receivers,
+        routes=tuple(routes),
+        local={member: numbers for member, numbers in local.items() if numbers},
+        owners=tuple(owner.member for owner in owners),
+        waiting=frozenset(hosts) - set(receivers),
+    )
+
+
+def _leaders(states: Sequence[MemberState]) -> tuple[Member, ...]:
+    """The first member of each host."""
+    first: dict[int, Member] = {}
+    for state in states:
+        first.setdefault(state.host, state.member)
+    return tuple(first.values())

@@ -1,0 +1,196 @@
+"""What a version is cut into on its way between hosts; pure arithmetic on its manifest.
+
+Theory of operation
+===================
+
+Every member of a lane makes the same plan from the manifest and the routes, without a word: buckets, in one order for all.
+An image is cut from its start to its end. The pieces of a part come in the order in which they lie in the owner's memory;
+pieces are cut along their first dimension until they fit a bucket, and runs of small ones that lie together share one. The
+buckets of several parts are mixed so that they fill the image from its start, as far as the order within each part allows:
+all owners send at the same time, and a receiver can digest the image behind the last byte that will still change
+(:attr:`Plan.settled`).
+
+The size of a bucket depends on the route, which is the chain of lane ranks through which a part goes. Every member but the
+first and the last passes on what it has received, so the last one has everything (members - 2) buckets after the first one:
+small buckets, then. With one receiver nothing is passed on, and large ones cost the least. (Measured; see
+:mod:`replicas.sidecar.transfer`.)
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+
+from replicas.core.manifest import Manifest, Piece, item_nbytes
+
+__all__ = [
+    "MAX_BUCKET_NBYTES",
+    "Bucket",
+    "Plan",
+    "bucket_limit",
+    "buckets_of_part",
+    "image_run",
+    "make_plan",
+    "split_piece",
+]
+
+MAX_BUCKET_NBYTES = 8 << 20
+CHAIN_BUCKET_NBYTES = 4 << 20
+MIN_BUCKET_NBYTES = 512 << 10
+FILL_RATIO = 16
+"""The buckets that fill a chain are at most this part of the bytes, unless they would be too small."""
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """``nbytes`` bytes that lie together in their owner's memory, from ``start`` on; ``pieces`` of a part, whole.
+
+    :ivar part: which part (0 for an image).
+    """
+
+    owner: int
+    start: int
+    nbytes: int
+    pieces: tuple[Piece, ...] = ()
+    part: int = 0
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Those buckets that one member has to do with, in order.
+
+    :ivar settled: one more than ``buckets``: before the first and after each of them, up to which byte of the image's data
+        nothing will change any more.
+    """
+
+    buckets: tuple[Bucket, ...]
+    settled: tuple[int, ...]
+
+
+def bucket_limit(nbytes: int, members: int) -> int:
+    """The size of the buckets in which ``nbytes`` go through a chain of so many ``members``."""
+    passing = members - 2
+    if passing < 1:
+        return MAX_BUCKET_NBYTES
+    return max(MIN_BUCKET_NBYTES, min(CHAIN_BUCKET_NBYTES, nbytes // (FILL_RATIO * passing)))
+
+
+def make_plan(manifest: Manifest, routes: Sequence[Sequence[int]], rank: int, *, by_part: bool) -> Plan:
+    """What lane rank ``rank`` has to do when each part takes its route, or (not ``by_part``) the whole image the only one.
+
+    Parts whose route leaves ``rank`` out are of no concern to it: whatever it has of them is in place.
+    """
+    mine = [(part, route) for part, route in enumerate(routes) if rank in route]
+    if not by_part:
+        limits = [bucket_limit(manifest.data_nbytes, len(route)) for _, route in mine]
+        total = manifest.data_nbytes
+        buckets = [
+            Bucket(route[0], start, min(limit, total - start))
+            for (_, route), limit in zip(mine, limits, strict=True)
+            for start in range(0, total, limit)
+        ]
+        firsts = [bucket.start for bucket in buckets]
+    else:
+        numbered = [
+            (part, buckets_of_part(manifest, part, route[0], bucket_limit(manifest.part_nbytes(part), len(route))))
+            for part, route in mine
+        ]
+        firsts, buckets = _mixed(manifest, numbered)
+    settled = [manifest.data_nbytes]
+    for first in reversed(firsts):
+        settled.append(min(settled[-1], first))
+    return Plan(tuple(buckets), tuple(reversed(settled)))
+
+
+def _mixed(manifest: Manifest, parts: Sequence[tuple[int, list[Bucket]]]) -> tuple[list[int], list[Bucket]]:
+    """All buckets by where in the image they begin, those of one part in their own order; and where that is."""
+    heap: list[tuple[int, int, int]] = []
+    of_part = dict(parts)
+
+    def offer(part: int, index: int) -> None:
+        if index < len(of_part[part]):
+            first = min(_image_offset(manifest, piece) for piece in of_part[part][index].pieces)
+            heapq.heappush(heap, (first, part, index))
+
+    for part in of_part:
+        offer(part, 0)
+    firsts: list[int] = []
+    buckets: list[Bucket] = []
+    while heap:
+        first, part, index = heapq.heappop(heap)
+        firsts.append(first)
+        buckets.append(of_part[part][index])
+        offer(part, index + 1)
+    return firsts, buckets
+
+
+def split_piece(piece: Piece, item: int, limit: int) -> Iterator[Piece]:
+    """Cut a piece along its first dimensions until each part has at most ``limit`` bytes (or is one element)."""
+    nbytes = prod(piece.shape) * item
+    axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), None)
+    if nbytes <= limit or axis is None:
+        yield piece
+        return
+    row = nbytes // piece.shape[axis]
+    rows = max(1, limit // row)
+    for first in range(0, piece.shape[axis], rows):
+        offsets, shape = list(piece.offsets), list(piece.shape)
+        offsets[axis] += first
+        shape[axis] = min(rows, piece.shape[axis] - first)
+        cut = Piece(piece.tensor, tuple(offsets), tuple(shape), piece.source_offset + first * row)
+        yield from split_piece(cut, item, limit)
+
+
+def buckets_of_part(manifest: Manifest, part: int, owner: int, limit: int = MAX_BUCKET_NBYTES) -> list[Bucket]:
+    """The buckets of one part; each byte that the manifest takes from it is in exactly one of them."""
+    assert manifest.parts is not None
+    buckets: list[Bucket] = []
+    run: list[Piece] = []
+    start = end = 0
+
+    def close() -> None:
+        if end > start:
+            buckets.append(Bucket(owner, start, end - start, tuple(run), part))
+
+    for whole in sorted(manifest.parts[part], key=lambda piece: piece.source_offset):
+        item = item_nbytes(manifest.tensors[whole.tensor].dtype)
+        for piece in split_piece(whole, item, limit):
+            nbytes = prod(piece.shape) * item
+            if not run or piece.source_offset != end or end + nbytes - start > limit:
+                close()
+                run, start, end = [], piece.source_offset, piece.source_offset
+            run.append(piece)
+            end += nbytes
+    close()
+    return buckets
+
+
+def image_run(manifest: Manifest, bucket: Bucket) -> int | None:
+    """Where the bucket's bytes start in the data section, if they lie there together and in the same order; else None."""
+    if not bucket.pieces:
+        return bucket.start
+    first = _image_offset(manifest, bucket.pieces[0])
+    for piece in bucket.pieces:
+        expected = first + piece.source_offset - bucket.start
+        if not prod(piece.shape):
+            continue
+        if _image_offset(manifest, piece) != expected or not _in_one_run(manifest.tensors[piece.tensor].shape, piece):
+            return None
+    return first
+
+
+def _in_one_run(whole: tuple[int, ...], piece: Piece) -> bool:
+    """Whether a box of a tensor of shape ``whole`` is one run of bytes: after the first axis with extent > 1 all is taken."""
+    axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), len(whole))
+    return piece.shape[axis + 1 :] == whole[axis + 1 :]
+
+
+def _image_offset(manifest: Manifest, piece: Piece) -> int:
+    """Of the first byte of a piece in the data section."""
+    spec = manifest.tensors[piece.tensor]
+    index = 0
+    for offset, extent in zip(piece.offsets, spec.shape, strict=True):
+        index = index * extent + offset
+    return manifest.offsets[piece.tensor] + index * item_nbytes(spec.dtype)

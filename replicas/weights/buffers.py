@@ -1,0 +1,289 @@
+"""Anonymous shared memory: one's own, and that of others on the same host.
+
+Theory of operation
+===================
+
+A :class:`Buffer` is a memfd: it has no name in any file system, so that nothing is left when every process that has it
+is killed. Its pages are allocated at once (``posix_fallocate``: a clean error in place of a SIGBUS later) and mapped at
+once (the first touch of a page is ten times slower than the next).
+
+Sidecars get its descriptor, and so share it. Other members *open* it (:meth:`Buffer.open`) through ``/proc`` of the process
+that has it, read-only, and get locks of their own (see :mod:`replicas.weights.locks`). Such a buffer is for reading: by
+ourselves through :meth:`Buffer.readable`, which is never handed out, and by users through :meth:`Buffer.private`.
+
+The owner *claims* its buffer before it writes, *offers* it when a version is complete in it, and asks before the next claim
+whether somebody's mapping of it is still alive.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import stat
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Literal, Protocol
+
+import torch
+
+from replicas.errors import Gone, NoCapacity, WorldError
+from replicas.messages import SlotPlace
+from replicas.weights import locks
+from replicas.weights.capacity import check_capacity
+from replicas.weights.mappings import KeptMappings, map_private, map_readable, map_shared
+
+__all__ = ["AllocationStopped", "Buffer", "BufferWatcher", "Claim"]
+
+_ALLOCATE_NBYTES = 64 << 20
+
+Claim = Literal["claimed", "held", "in sight"]
+
+
+class AllocationStopped(Exception):  # not an error: somebody asked for it
+    """``stop`` said so."""
+
+
+class BufferWatcher(Protocol):
+    """Someone who has a mapping of a buffer in another process."""
+
+    def buffer_closed(self, key: int) -> None: ...
+
+
+class Buffer:
+    """Anonymous shared memory.
+
+    :ivar fd: its descriptor (close-on-exec), owned by this object.
+    :ivar nbytes: its size, and the size of the file.
+    :ivar key: a number that no other buffer of this process ever has.
+    :ivar watchers: told (``buffer_closed(key)``, on the closing thread) when it is closed; held weakly.
+    :ivar writable: False for the memory of somebody else.
+    :ivar serial: how often it has been filled.
+    :ivar offered: the version that came of the last time, for others to hold; 0: none.
+    :ivar released: nobody who can be heard of still needs that version.
+    """
+
+    _keys = itertools.count(1)
+
+    def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
+        """``fd`` is owned from now on. Its locks are left alone: they may be those of the process that it came from."""
+        self.fd = fd
+        self.nbytes = nbytes
+        self.key = next(self._keys)
+        self.watchers: weakref.WeakSet[BufferWatcher] = weakref.WeakSet()
+        self.writable = writable
+        self.serial = 0
+        self.offered = 0
+        self.released = False
+        self._locks_in = 0
+        self._lock = threading.Lock()
+        self._mapped: torch.Tensor | None = None
+        self._origin: SlotPlace | None = None
+        self._kept: KeptMappings | None = None
+
+    @classmethod
+    def allocate(cls, nbytes: int, name: str, *, stop: Callable[[], bool] = lambda: False) -> Buffer:
+        """A new buffer whose pages are all there. ``name`` shows in ``/proc/PID/maps``.
+
+        :param stop: asked every few megabytes whether to give up.
+        :raises NoCapacity: the machine or the cgroup has less than ``nbytes`` left.
+        :raises AllocationStopped: ``stop`` said so.
+        """
+        what = f"the buffer {name!r}"
+        check_capacity(nbytes, what)
+        buffer = cls(os.memfd_create(name[:200], os.MFD_CLOEXEC), nbytes)
+        buffer._locks_in = os.getpid()
+
+        def check() -> None:
+            if stop():
+                raise AllocationStopped
+
+        try:
+            for start in range(0, nbytes, _ALLOCATE_NBYTES):
+                check()
+                check_capacity(nbytes - start, what)  # others allocate, too
+                os.posix_fallocate(buffer.fd, start, min(_ALLOCATE_NBYTES, nbytes - start))
+            if nbytes:
+                buffer._mapped = map_shared(buffer.fd, nbytes, check)
+        except (OSError, ValueError) as error:
+            buffer.close()
+            raise NoCapacity(f"{what} of {nbytes} bytes cannot be allocated: {error}") from error
+        except BaseException:
+            buffer.close()
+            raise
+        return buffer
+
+    @classmethod
+    def adopt(cls, fd: int) -> Buffer:
+        """A buffer that came as a descriptor from another process; ``fd`` is owned from now on."""
+        mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
+        return cls(fd, os.fstat(fd).st_size, writable=mode == os.O_RDWR)
+
+    @classmethod
+    def open(cls, place: SlotPlace, version: int) -> Buffer:
+        """The memory of another process on this host, held: it cannot be refilled until it is closed.
+
+        That the process is the one that is meant must be known beforehand.
+
+        :param place: as its owner, or another one that holds it, has named it.
+        :param version: what is in it, for texts.
+        :raises Gone: the process has ended, or the memory is not there any more, or is used for something else.
+        :raises WorldError: it cannot be opened here, though it may be there.
+        """
+        what = f"version {version} in the memory of process {place.pid}"
+        try:
+            fd = _open_exactly(place)
+        except (FileNotFoundError, ProcessLookupError):
+            raise Gone(f"{what} is gone", version=version) from None
+        except OSError as error:
+            hint = 'run its processes as one user, or set transport = "group" on the channel'
+            raise WorldError(f"{what} cannot be mapped: {error}", version=version, hint=hint) from error
+        buffer = cls(fd, place.nbytes, writable=False)
+        buffer._locks_in = os.getpid()
+        try:
+            if not locks.hold_shared(fd):
+                raise Gone(f"{what} is being replaced by another version", version=version)
+            if not locks.marked(fd, place.serial):
+                raise Gone(f"{what} was replaced by another version", version=version)
+            locks.mark(fd, place.serial)
+        except OSError as error:
+            buffer.close()
+            raise WorldError(f"{what} cannot be mapped: locks do not work on it: {error}", version=version) from error
+        except Gone:
+            buffer.close()
+            raise
+        buffer.serial, buffer.offered, buffer._origin = place.serial, version, place
+        return buffer
+
+    # ------------------------------------------------------------ for the owner
+
+    def claim(self) -> Claim:
+        """Before writing: nobody can come and hold it from now on, and nobody looks at it.
+
+        "held": somebody holds what is in it. "in sight": nobody does, but a private mapping of it may be alive somewhere,
+        this process included. Nothing has changed then.
+        """
+        if not locks.hold_exclusive(self._open_fd):
+            return "held"
+        if self._in_sight():
+            locks.let_go(self.fd)
+            return "in sight"
+        if self.offered:
+            locks.unmark(self.fd, self.serial)
+        self.offered, self.released = 0, False
+        return "claimed"
+
+    def abandon(self) -> None:
+        """Undo a claim: there is nothing in it."""
+        locks.let_go(self._open_fd)
+
+    def offer(self, version: int) -> None:
+        """``version`` is complete in it: others may come and hold it."""
+        self.serial += 1
+        locks.mark(self._open_fd, self.serial)
+        self.offered, self.released = version, False
+        locks.let_go(self.fd)
+
+    def _in_sight(self) -> bool:
+        try:
+            return locks.marked(self.fd, locks.MAPPED)
+        except (
+            OSError
+        ):  # no such locks here: nobody else can have mapped it, and our own users know until when they may
+            return False
+
+    # ------------------------------------------------------------ for all
+
+    @property
+    def place(self) -> SlotPlace:
+        """Where others of this host can open it."""
+        fd = self._open_fd
+        return SlotPlace(os.getpid(), fd, os.fstat(fd).st_ino, self.nbytes, self.serial)
+
+    @property
+    def path(self) -> str:
+        """A path that opens this buffer as a file, while this process lives and the buffer is open."""
+        return f"/proc/{os.getpid()}/fd/{self.fd}"
+
+    def tensor(self) -> torch.Tensor:
+        """The shared bytes to read and write, uint8 of shape ``[nbytes]``; the mapping lives as long as a tensor uses it.
+
+        :raises ValueError: it is somebody else's memory, or closed.
+        """
+        if not self.writable:
+            raise ValueError("the buffer is the memory of somebody else: it can only be read")
+        return self.readable()
+
+    def readable(self) -> torch.Tensor:
+        """The shared bytes, uint8 of shape ``[nbytes]``. To write to those of a buffer that is not writable is a SIGSEGV."""
+        with self._lock:
+            if self._mapped is None:
+                fd = self._open_fd
+                if not self.nbytes:
+                    self._mapped = torch.empty(0, dtype=torch.uint8)
+                elif self.writable:
+                    self._mapped = map_shared(fd, self.nbytes, lambda: None)
+                else:
+                    self._mapped = self._map_readable(fd)
+            return self._mapped
+
+    def private(self) -> torch.Tensor:
+        """A copy-on-write view, uint8 of shape ``[nbytes]``: writes stay with the caller.
+
+        What it shows stays as it is for as long as a tensor uses it, also when the buffer was closed.
+        """
+        fd = self._open_fd
+        return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def keep_mappings_in(self, kept: KeptMappings) -> None:
+        """Where the mapping of somebody else's memory outlives this buffer, for the next one of the same memory."""
+        self._kept = kept
+
+    def close(self) -> None:
+        """Let go of it; the memory goes when the last mapping and the last descriptor anywhere have gone."""
+        fd, self.fd = self.fd, -1
+        self._mapped = None
+        if fd < 0:
+            return
+        if self._locks_in == os.getpid():  # a forked child shares the locks, and must not end them
+            locks.let_go(fd)
+            if self.offered:
+                locks.unmark(fd, self.serial)
+        os.close(fd)
+        for watcher in list(self.watchers):
+            watcher.buffer_closed(self.key)
+
+    def __del__(self) -> None:
+        self.close()
+
+    @property
+    def _open_fd(self) -> int:
+        if self.fd < 0:
+            raise ValueError("the buffer is closed")
+        return self.fd
+
+    def _map_readable(self, fd: int) -> torch.Tensor:
+        if self._kept is None or self._origin is None:
+            return map_readable(fd, self.nbytes)
+        found = self._kept.find(self._origin.inode, self.nbytes)
+        if found is None:
+            found = map_readable(fd, self.nbytes)
+            self._kept.keep(self._origin, found)
+        return found
+
+
+def _open_exactly(place: SlotPlace) -> int:
+    """Open this very file and nothing else: the number may be another file's by now, a terminal's or a pipe's.
+
+    :raises FileNotFoundError: it is another file's.
+    """
+    path = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        found = os.fstat(path)
+        regular = stat.S_ISREG(found.st_mode)
+        if not regular or (found.st_ino, found.st_size) != (place.inode, place.nbytes):
+            raise FileNotFoundError
+        return os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_CLOEXEC)
+    finally:
+        os.close(path)

@@ -1,0 +1,163 @@
+"""Mappings of shared memory as tensors, populated without Python's lock.
+
+Theory of operation
+===================
+
+The first touch of a page through a new mapping costs a fault, and of a page that nobody has touched yet a page: together
+ten times the copy. ``madvise`` gets both done for many pages at once. It is called through ctypes, which lets the other
+threads of the process run meanwhile, as ``mmap.madvise`` does not.
+
+Every mapping is made through a descriptor *of its own description* (opened anew), as Python's mmap keeps a duplicate of the
+descriptor: the locks that a buffer holds must end with the buffer, not with the last tensor.
+
+*Kept mappings.* An owner alternates between a few buffers, and a reader maps each of them again and again. A mapping for
+reading shows whatever the owner writes, so it stays as good as new, and :class:`KeptMappings` keeps it: the next time that
+the same file (the same inode) is mapped, it costs nothing. What is kept keeps memory alive that its owner may have closed,
+therefore a mapping that no held slot uses goes when the owner's descriptor is no longer that file, or when it was not used
+for :data:`KEPT_USES` versions. A file whose mapping is kept cannot end, so its inode number is not given to another one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import threading
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+import numpy
+import torch
+
+from replicas.messages import SlotPlace
+from replicas.weights import locks
+
+__all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared", "reopen"]
+
+KEPT_USES = 8
+"""A kept mapping goes when so many others were used since."""
+
+_MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module of Python 3.11 has no names for them
+_MADV_POPULATE_WRITE = 23
+_POPULATE_NBYTES = 32 << 20
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a new description of the same file."""
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def map_shared(fd: int, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
+    """Shared, to read and write, with all of its pages there. ``check`` is called every few megabytes, and may raise."""
+    own = reopen(fd, os.O_RDWR)
+    try:
+        mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(own)
+    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    _populate(tensor.data_ptr(), nbytes, _MADV_POPULATE_WRITE, check)
+    return tensor
+
+
+def map_readable(fd: int, nbytes: int) -> torch.Tensor:
+    """Shared, to read only, with all of its pages there. Whoever writes to the tensor is killed by SIGSEGV."""
+    own = reopen(fd)
+    try:
+        mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+    finally:
+        os.close(own)
+    address = numpy.frombuffer(mapping, dtype=numpy.uint8).ctypes.data
+    # torch has no read-only tensors, and warns of every buffer that says it is one; this array does not say so.
+    array = (ctypes.c_ubyte * nbytes).from_address(address)
+    array.mapping = mapping  # type: ignore[attr-defined]  # lives as long as the array, which the tensor keeps
+    tensor = torch.frombuffer(array, dtype=torch.uint8)
+    _populate(address, nbytes, _MADV_POPULATE_READ, lambda: None)
+    return tensor
+
+
+def map_private(fd: int, nbytes: int) -> torch.Tensor:
+    """Copy-on-write, marked as mapped for as long as it lives, here or in a forked child.
+
+    It is not populated: to fault the pages in as they are read costs less than to do it beforehand.
+    """
+    own = reopen(fd)
+    try:
+        locks.mark(own, locks.MAPPED)
+        # The mapping keeps a duplicate of `own`, and so the mark, until it is gone.
+        mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_PRIVATE, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(own)
+    return torch.frombuffer(mapping, dtype=torch.uint8)
+
+
+def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None]) -> None:
+    for start in range(0, nbytes, _POPULATE_NBYTES):
+        check()
+        if _libc.madvise(address + start, min(_POPULATE_NBYTES, nbytes - start), advice):
+            number = ctypes.get_errno()
+            if number != errno.EINVAL:
+                raise OSError(number, os.strerror(number))
+            return  # a kernel before 5.14 has no such advice. It is an optimisation; the pages come at first touch
+
+
+class _Kept:
+    def __init__(self, tensor: torch.Tensor, place: SlotPlace, used: int) -> None:
+        self.tensor = tensor
+        self.place = place
+        self.used = used
+
+
+class KeptMappings:
+    """Mappings for reading, by inode. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: dict[int, _Kept] = {}
+        self._uses = 0
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def find(self, inode: int, nbytes: int) -> torch.Tensor | None:
+        """The mapping of this file, if it is kept."""
+        with self._lock:
+            kept = self._kept.get(inode)
+            if kept is None or kept.tensor.numel() != nbytes:
+                return None
+            self._uses += 1
+            kept.used = self._uses
+            return kept.tensor
+
+    def keep(self, place: SlotPlace, tensor: torch.Tensor) -> None:
+        """Keep the mapping of the file at ``place``."""
+        with self._lock:
+            self._uses += 1
+            if not self._closed:
+                self._kept[place.inode] = _Kept(tensor, place, self._uses)
+
+    def sweep(self, needed: Iterable[int]) -> None:
+        """Drop what is of no more use. ``needed``: inodes of the slots that are held."""
+        wanted = set(needed)
+        with self._lock:
+            for inode, kept in list(self._kept.items()):
+                if inode not in wanted and (self._uses - kept.used >= KEPT_USES or not _is_there(kept.place)):
+                    del self._kept[inode]
+
+    def close(self) -> None:
+        """Drop all, and keep nothing more."""
+        with self._lock:
+            self._closed = True
+            self._kept.clear()
+
+
+def _is_there(place: SlotPlace) -> bool:
+    """Whether the owner still has this file under that descriptor."""
+    with contextlib.suppress(OSError):  # the process is gone, or not to be looked into any more
+        return Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode
+    return False

@@ -1,0 +1,192 @@
+"""From a manifest to places in memory, and the steps in which they are filled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import groupby
+from math import prod
+
+import torch
+
+from replicas.core.manifest import PartManifest, TensorSpec, item_nbytes
+from replicas.errors import ManifestMismatch
+from replicas.weights.copying import STEP_NBYTES, Copier, Step
+from replicas.weights.layout import Entry
+from replicas.weights.tensors import bits, is_copied, torch_dtype
+
+__all__ = ["Cut", "PlaceKey", "Places", "Writer", "steps"]
+
+PlaceKey = tuple[int, tuple[int, ...], tuple[int, ...]]
+"""Number of a tensor, and a box of it."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Some pieces that are copied in one step, or some rows of one: bytes from ``start`` to ``end``.
+
+    :param first: the first piece, ``last`` the one behind the last, in the order of their bytes.
+    :param axis: -1: whole pieces; else ``rows`` indices of this axis of piece ``first``, from ``row`` on.
+    """
+
+    start: int
+    end: int
+    first: int
+    last: int
+    axis: int = -1
+    row: int = 0
+    rows: int = 0
+
+    def of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
+        """What it takes from tensors that stand for all pieces."""
+        if self.axis < 0:
+            return tensors[self.first : self.last]
+        return [tensors[self.first].narrow(self.axis, self.row, self.rows)]
+
+
+class Places:
+    """Where the pieces of a manifest lie, in the order of their bytes; pieces without elements are left out.
+
+    :ivar order: of each piece, its place in the order in which they were given: among the tensors of an image, or among
+        the pieces of a part.
+    """
+
+    def __init__(self, manifest: PartManifest) -> None:
+        specs = manifest.tensors
+        if manifest.pieces is None:
+            given = [(start, spec.dtype, spec.shape) for start, spec in zip(manifest.whole.offsets, specs, strict=True)]
+            self._keys = [(number, (0,) * len(spec.shape), spec.shape) for number, spec in enumerate(specs)]
+        else:
+            given = [(piece.source_offset, specs[piece.tensor].dtype, piece.shape) for piece in manifest.pieces]
+            self._keys = [(piece.tensor, piece.offsets, piece.shape) for piece in manifest.pieces]
+        order = [number for number, (_, _, shape) in enumerate(given) if all(shape)]
+        order.sort(key=lambda number: given[number][0])
+        self.order = order
+        self._starts = [given[number][0] for number in order]
+        self._dtypes = [given[number][1] for number in order]
+        self._shapes = [given[number][2] for number in order]
+        self._counts = [prod(shape) for shape in self._shapes]
+
+    @cached_property
+    def index(self) -> dict[PlaceKey, int]:
+        """Number of each piece in this order, by its tensor's number, offsets and shape."""
+        return {self._keys[number]: index for index, number in enumerate(self.order)}
+
+    @cached_property
+    def odd(self) -> tuple[int, ...]:
+        """Pieces of dtypes that not every torch can copy: they are copied as integers."""
+        return tuple(index for index, dtype in enumerate(self._dtypes) if not is_copied(torch_dtype(dtype)))
+
+    @cached_property
+    def cuts(self) -> list[Cut]:
+        """Steps of about :data:`STEP_NBYTES`, which together copy everything."""
+        cuts: list[Cut] = []
+        first = start = behind = 0
+        for index in range(len(self._shapes)):
+            begin, end = self.extent(index)
+            if index > first and end - start > STEP_NBYTES:
+                cuts.append(Cut(start, behind, first, index))
+                first, start = index, begin
+            if end - begin > STEP_NBYTES:
+                cuts.extend(_rows(index, begin, end - begin, self._shapes[index]))
+                first, start = index + 1, end
+            behind = end
+        if first < len(self._shapes):
+            cuts.append(Cut(start, behind, first, len(self._shapes)))
+        return cuts
+
+    def extent(self, index: int) -> tuple[int, int]:
+        """From which byte to which piece ``index`` lies."""
+        start = self._starts[index]
+        return start, start + self._counts[index] * item_nbytes(self._dtypes[index])
+
+    def views(self, data: torch.Tensor, *, as_bits: bool = True) -> list[torch.Tensor]:
+        """All pieces, as views of ``data`` (uint8: the data section of an image, or a packed part).
+
+        :param as_bits: :attr:`odd` ones as integers.
+        """
+        found: list[torch.Tensor] = []
+        for dtype, indices in groupby(range(len(self._dtypes)), key=self._dtypes.__getitem__):
+            run = list(indices)
+            first, last = run[0], run[-1]
+            end = self._starts[last] + self._counts[last] * item_nbytes(dtype)
+            flat = data[self._starts[first] : end].view(torch_dtype(dtype))
+            parts = flat.split_with_sizes(self._counts[first : last + 1])
+            found += [part.view(shape) for part, shape in zip(parts, self._shapes[first : last + 1], strict=True)]
+        for index in self.odd if as_bits else ():
+            found[index] = bits(found[index])
+        return found
+
+
+def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...]) -> Iterator[Cut]:
+    """One piece, cut along its first axis that has more than one index: each cut is one run of bytes."""
+    axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
+    row_nbytes = nbytes // shape[axis]
+    rows = max(1, STEP_NBYTES // row_nbytes)
+    for row in range(0, shape[axis], rows):
+        count = min(rows, shape[axis] - row)
+        yield Cut(start, start + count * row_nbytes, index, index + 1, axis, row, count)
+        start += count * row_nbytes
+
+
+def steps(places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> Iterator[Step]:
+    """All steps that copy ``sources`` to ``destinations``; both in the order of the bytes."""
+    for cut in places.cuts:
+        yield Step(cut.start, cut.end, cut.of(destinations), cut.of(sources))
+
+
+class Writer:
+    """Copies entries to the places that a manifest gives them, one by one.
+
+    :param places: of ``manifest``.
+    :param destinations: ``places.views(data)``.
+    :param copier: of the same ``data``.
+    """
+
+    def __init__(
+        self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor], copier: Copier
+    ) -> None:
+        self._manifest = manifest
+        self._places = places
+        self._destinations = destinations
+        self._copier = copier
+        self._specs = {spec.name: (number, spec) for number, spec in enumerate(manifest.tensors)}
+        self._aliases = dict(manifest.aliases)
+        self._missing = dict(places.index)
+        self._odd = set(places.odd)
+        self._unseen = set(self._specs)
+
+    def write(self, entry: Entry) -> None:
+        """Put one entry into its place; :class:`ManifestMismatch` when the manifest has none for it."""
+        if entry.alias_of is not None:
+            if self._aliases.get(entry.name) != entry.alias_of:
+                raise ManifestMismatch(f"tensor {entry.name!r} is tied to {entry.alias_of!r}, which it was not before")
+            return
+        number, spec = self._specs.get(entry.name, (-1, None))
+        if spec is None:
+            raise ManifestMismatch(f"tensor {entry.name!r} is not in the manifest")
+        if entry.dtype != spec.dtype or entry.shape != spec.shape:
+            raise ManifestMismatch(
+                f"tensor {entry.name!r} is {TensorSpec(entry.name, entry.dtype, entry.shape)}, the manifest says {spec}"
+            )
+        self._unseen.discard(entry.name)
+        if entry.box is None or entry.tensor is None:
+            return
+        index = self._missing.pop((number, *entry.box), None)
+        if index is None:
+            known = (number, *entry.box) in self._places.index
+            what = "came twice" if known else f"has another part than before: {entry.box[1]} at {entry.box[0]}"
+            raise ManifestMismatch(f"tensor {entry.name!r} {what}")
+        self._copy(index, entry.tensor)
+
+    def _copy(self, index: int, source: torch.Tensor) -> None:
+        self._destinations[index].copy_(bits(source) if index in self._odd else source)
+        self._copier.filled(*self._places.extent(index))
+
+    def finish(self) -> None:
+        """Check that everything came; :class:`ManifestMismatch` names the first that did not."""
+        absent = self._unseen | {self._manifest.tensors[key[0]].name for key in self._missing}
+        if absent:
+            first = next(spec.name for spec in self._manifest.tensors if spec.name in absent)
+            raise ManifestMismatch(f"tensor {first!r} did not come ({len(absent)} missing in all)")

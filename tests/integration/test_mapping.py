@@ -1,0 +1,335 @@
+"""Members of one host map each other's memory. All ranks are processes of their own."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicas.coordinator import GroupShape
+from tests.support.channels import POLICY, ChannelWorld, channel_world, wait_until
+from tests.support.coordinator_process import CoordinatorProcess
+from tests.support.memfds import Memory, mapped_anywhere, memories, ownerless
+from tests.support.processes import children
+from tests.support.ranks import RankProcess
+
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
+
+SHORT_LEASE = GroupShape(3, heartbeat_timeout_s=6.0)
+SLACK_NBYTES = 6 * 2**20
+"""By how much the memory of a process may differ: what malloc and Python keep for later."""
+
+
+class World:
+    """Ranks, of a coordinator in this process or in one of its own."""
+
+    def __init__(self, endpoint: str, token: str, coordinator: ChannelWorld | None = None) -> None:
+        self._endpoint = endpoint
+        self._token = token
+        self._inside = coordinator
+        self.ranks: list[RankProcess] = []
+
+    async def join(self, group: str, replica: int = 0, rank: int = 0, world_size: int = 1) -> RankProcess:
+        found = await RankProcess.start(self._endpoint, self._token, group, replica, rank, world_size)
+        self.ranks.append(found)
+        return found
+
+    async def trainer_and_rollouts(self, rollouts: int = 2) -> list[RankProcess]:
+        joining = [self.join("trainer"), *(self.join("rollout", index) for index in range(rollouts))]
+        return list(await asyncio.gather(*joining))
+
+    @property
+    def channel(self) -> Any:
+        """What the coordinator knows of it."""
+        assert self._inside is not None
+        return self._inside.coordinator.engine.channels["policy"]
+
+    def assert_no_group(self) -> None:
+        """Nobody has a lane, nor a process that could be in one."""
+        assert not len(self.channel.lanes)
+        assert [children(rank.pid) for rank in self.ranks] == [[]] * len(self.ranks)
+
+    async def packing(self, version: int) -> None:
+        """Wait until this version has begun; that it waits for a slot then shows by its staying there."""
+
+        def begun() -> bool:
+            return any(one.version == version for one in self.channel.commits.publishes.open())
+
+        await wait_until(begun, f"the publish of version {version} begins")
+
+    async def lost(self, name: str) -> None:
+        await wait_until(lambda: self.channel.roster.holder_of(name) is None, f"{name} is lost")
+
+
+@asynccontextmanager
+async def world_of(config: dict[str, Any] | None = None, **groups: int | GroupShape) -> AsyncIterator[World]:
+    async with channel_world(config, **groups) as inside:
+        world = World(inside.endpoint, inside.coordinator.token, inside)
+        try:
+            yield world
+        finally:
+            await asyncio.gather(*(rank.clean_up() for rank in world.ranks))
+
+
+def owned(rank: RankProcess) -> dict[int, Memory]:
+    return {inode: memory for inode, memory in memories(rank.pid).items() if memory.owned}
+
+
+def looked_at(rank: RankProcess) -> set[int]:
+    """Memory of which it has private mappings."""
+    return {inode for inode, memory in memories(rank.pid).items() if "rw-p" in memory.modes}
+
+
+async def still_waits(rank: RankProcess) -> bool:
+    """Whether what it was told last is not done yet, after a while."""
+    done, _ = await asyncio.wait([asyncio.create_task(_peek(rank))], timeout=0.5)
+    return not done
+
+
+async def _peek(rank: RankProcess) -> None:
+    reader = rank.process.stdout
+    assert reader is not None
+    while not reader._buffer:  # type: ignore[attr-defined]  # a line read here would be lost
+        await asyncio.sleep(0.01)
+
+
+async def test_targets_map_the_memory_of_the_source() -> None:
+    async with world_of(rollout=3) as world:
+        trainer, *targets = await world.trainer_and_rollouts()
+        published = await trainer.ask("publish", value=5)
+        assert (published["version"], published["lost"]) == (1, [])
+        assert "map" in published["phases"]
+        for target in targets:
+            assert await target.ask("receive") == {"version": 1, "values": [5.0]}
+        world.assert_no_group()
+
+        mine = owned(trainer)
+        (shared,) = {inode for target in targets for inode in looked_at(target)}
+        assert shared in mine
+        for target in targets:
+            assert not owned(target), "a reader needs no memory of its own"
+            assert not memories(target.pid)[shared].owned
+            assert (await target.ask("arena"))["nbytes"] == 0
+
+        assert await targets[0].ask("scribble", value=-1.0) == [-1.0]
+        assert await targets[0].ask("again") == [5.0], "the memory itself is as it was"
+        assert await targets[1].ask("values") == [5.0]
+        late = await world.join("rollout", 2)
+        assert await late.ask("receive") == {"version": 1, "values": [5.0]}
+        assert looked_at(late) == {shared}
+
+        for target in (*targets, late):
+            await target.ask("loaded")
+        assert (await trainer.ask("publish", value=6))["lost"] == []
+        assert [await target.ask("load_into") for target in (*targets, late)] == [[6.0]] * 3
+        world.assert_no_group()
+
+
+async def test_an_open_update_stays_as_it_is_and_the_trainer_waits_for_it() -> None:
+    async with world_of(rollout=2) as world:
+        trainer, reader, other = await world.trainer_and_rollouts()
+        await trainer.ask("publish", value=1)
+        assert await reader.ask("receive") == {"version": 1, "values": [1.0]}
+        await other.ask("load_until", version=1)
+        assert (await trainer.ask("publish", value=2))["lost"] == []
+        await other.ask("load_until", version=2)
+
+        trainer.tell("publish", value=3)
+        await world.packing(3)
+        assert await still_waits(trainer), "both slots are used: version 1 is read, and 2 is the newest"
+        assert await reader.ask("again") == [1.0]
+        assert await reader.ask("loaded") == 1
+        assert (await trainer.answer())["version"] == 3
+        assert await other.ask("load_until", version=3) == [3]
+
+        assert await reader.ask("receive") == {"version": 3, "values": [3.0]}
+        assert (await trainer.ask("publish", value=4))["version"] == 4
+        refused = await trainer.ask("publish", value=5, deadline=2.0)
+        assert refused["error"] == "Busy"
+        assert f"version 3 (read by process {reader.pid})" in refused["text"]
+        assert await reader.ask("values") == await reader.ask("again") == [3.0]
+        await reader.ask("loaded")
+        assert (await trainer.ask("publish", value=6))["version"] == 6
+        world.assert_no_group()
+
+
+async def test_tensors_that_are_kept_too_long_are_left_alone() -> None:
+    """They are not valid by the contract any more, but nobody waits for them, and nothing is written under them."""
+    async with world_of(rollout=1) as world:
+        trainer, reader = await world.trainer_and_rollouts(1)
+        await trainer.ask("publish", value=1)
+        await reader.ask("receive")
+        await reader.ask("loaded", forget=False)
+        for value in range(2, 8):
+            assert (await trainer.ask("publish", value=value))["lost"] == []
+        assert await reader.ask("values") == [1.0]
+        assert (await trainer.ask("arena"))["retired"] == 1
+        await reader.ask("forget")
+        await trainer.ask("publish_many", first=8, count=3)
+        assert (await trainer.ask("arena"))["retired"] == 0
+
+
+async def test_a_version_outlives_its_source_and_goes_with_its_last_reader() -> None:
+    async with world_of(rollout=2) as world:
+        trainer, first = await asyncio.gather(world.join("trainer"), world.join("rollout"))
+        await trainer.ask("publish", value=1)
+        assert (await first.ask("receive"))["values"] == [1.0]
+        memory = owned(trainer).keys()
+        (shared,) = looked_at(first)
+        await trainer.kill()
+        world.ranks.remove(trainer)
+
+        late = await world.join("rollout", 1)
+        assert await late.ask("receive") == {"version": 1, "values": [1.0]}
+        assert looked_at(late) == {shared}, "there is no other copy"
+        world.assert_no_group()
+        await first.kill()
+        assert await late.ask("again") == [1.0]
+        third = await world.join("rollout", 0)
+        assert await third.ask("load_until", version=1) == [1]
+
+        await third.kill()
+        await late.close()
+        assert mapped_anywhere(memory) == {}
+
+
+async def test_the_next_source_takes_over_and_the_memory_of_the_dead_one_goes() -> None:
+    async with world_of(rollout=2) as world:
+        trainer, *targets = await world.trainer_and_rollouts()
+        await trainer.ask("publish", value=1)
+        for target in targets:
+            await target.ask("load_until", version=1)
+        memory = owned(trainer).keys()
+        await trainer.kill()
+        world.ranks.remove(trainer)
+        again = await world.join("trainer")
+        assert (await again.ask("publish", value=2))["version"] == 2
+        for target in targets:
+            await target.ask("load_until", version=2)
+        await wait_until(lambda: mapped_anywhere(memory) == {}, "nobody has the dead source's memory")
+        assert ownerless(rank.pid for rank in world.ranks) == {}
+
+
+async def test_a_frozen_reader_is_left_its_memory_and_holds_up_nobody() -> None:
+    async with world_of({"deadline": "20s"}, rollout=SHORT_LEASE) as world:
+        trainer, other, frozen = await world.trainer_and_rollouts()
+        await trainer.ask("publish", value=1)
+        await other.ask("load_until", version=1)
+        assert await frozen.ask("receive") == {"version": 1, "values": [1.0]}
+        frozen.signal(signal.SIGSTOP)
+        try:
+            assert (await trainer.ask("publish", value=2))["lost"] == ["rollout/1/0"]
+            for value in range(3, 7):
+                assert "version" in await trainer.ask("publish", value=value)
+                await other.ask("load_until", version=value)
+            assert (await trainer.ask("arena"))["retired"] == 1
+            await world.lost("rollout/1/0")
+            again = await world.join("rollout", 1)
+            assert await again.ask("load_until", version=6) == [6]
+            await trainer.ask("publish", value=7)
+        finally:
+            frozen.signal(signal.SIGCONT)
+        assert await frozen.ask("values") == [1.0]
+        assert (await frozen.ask("loaded", forget=False))["error"] == "Fenced"
+        await trainer.ask("publish_many", first=8, count=4)
+        assert await frozen.ask("values") == [1.0]
+        await frozen.ask("forget")
+        await trainer.ask("publish_many", first=12, count=3)
+        assert (await trainer.ask("arena"))["retired"] == 0
+        assert memories(frozen.pid) == {}
+        assert await again.ask("load_until", version=14) == [14]
+        world.assert_no_group()
+
+
+async def test_a_reader_that_is_killed_lets_go() -> None:
+    async with world_of(rollout=2) as world:
+        trainer, reader, other = await world.trainer_and_rollouts()
+        await trainer.ask("publish", value=1)
+        assert (await reader.ask("receive"))["values"] == [1.0]
+        await other.ask("load_until", version=1)
+        await trainer.ask("publish", value=2)
+        trainer.tell("publish", value=3)
+        await world.packing(3)
+        assert await still_waits(trainer)
+        await reader.kill()
+        assert (await trainer.answer())["version"] == 3
+        assert (await trainer.ask("arena"))["retired"] == 0
+        assert await other.ask("load_until", version=3) == [3]
+
+
+@pytest.mark.parametrize("log", [True, False])
+async def test_a_coordinator_that_starts_again(log: bool, tmp_path: Path) -> None:
+    coordinator = CoordinatorProcess(POLICY, {"trainer": 1, "rollout": 1}, tmp_path if log else None)
+    await coordinator.start()
+    world = World(coordinator.endpoint, coordinator.token)
+    try:
+        trainer, *targets = await world.trainer_and_rollouts()
+        version = 0
+        for moment, times in (("packed", 1), ("mapping", 1), ("mapping", 2), ("first done", 2), ("decided", 1)):
+            version += 1
+            await trainer.ask("publish", value=version)
+            assert (await targets[0].ask("receive"))["values"] == [float(version)]
+            await targets[1].ask("load_until", version=version)
+            await coordinator.arm(moment, times)
+            version += 1
+            trainer.tell("publish", value=version)
+            await coordinator.died()
+            await coordinator.start()
+            published = await trainer.answer()
+            assert (published["version"], published["lost"]) == (version, []), moment
+            assert await targets[0].ask("again") == [version - 1.0], "it was open all the time"
+            await targets[0].ask("loaded")
+            for target in targets:
+                assert await target.ask("load_until", version=version) == [version]
+        late = await world.join("rollout", 2)
+        assert (await late.ask("receive"))["values"] == [float(version)]
+        assert [children(rank.pid) for rank in world.ranks] == [[]] * 4
+    finally:
+        await asyncio.gather(*(rank.clean_up() for rank in world.ranks))
+        await coordinator.clean_up()
+
+
+async def test_a_source_in_parts() -> None:
+    config = {"sources": [{"group": "trainer", "ranks": "all"}]}
+    async with world_of(config, trainer=GroupShape(1, 2), rollout=2) as world:
+        joining = [world.join("trainer", 0, rank, 2) for rank in range(2)]
+        *trainers, first, second = await asyncio.gather(*joining, *(world.join("rollout", index) for index in range(2)))
+        for value in (1, 2, 3):
+            for trainer in trainers:
+                trainer.tell("publish", value=value)
+            assert [(await trainer.answer())["lost"] for trainer in trainers] == [[], []]
+            for target in (first, second):
+                assert (await target.ask("receive"))["values"] == [value, value + 0.5]
+                await target.ask("loaded")
+        world.assert_no_group()
+        assert sorted(bool(owned(target)) for target in (first, second)) == [False, True], "one puts it together for both"
+
+
+async def test_nothing_piles_up() -> None:
+    async with world_of(rollout=2) as world:
+        ranks = trainer, *targets = await world.trainer_and_rollouts()
+
+        async def go_on(first: int, count: int) -> list[dict[str, int]]:
+            """What each process has after these publishes."""
+            last = first + count - 1
+            trainer.tell("publish_many", first=first, count=count)
+            for target in targets:
+                target.tell("load_until", version=last)
+            assert [await rank.answer() for rank in ranks][0] == last
+            return [await rank.ask("usage") for rank in ranks]
+
+        before = await go_on(1, 40)
+        after = await go_on(41, 300)
+        for then, now in zip(before, after, strict=True):
+            assert now["fds"] <= then["fds"] + 2, (then, now)
+            assert now["maps"] <= then["maps"] + 2, (then, now)
+            assert now["threads"] <= then["threads"] + 2, (then, now)
+            assert now["memory"] <= then["memory"] + SLACK_NBYTES, (then, now)
+        assert (await trainer.ask("arena"))["retired"] == 0
+        assert ownerless(rank.pid for rank in ranks) == {}
+        world.assert_no_group()

@@ -1,0 +1,83 @@
+"""Arenas under test, and readers of their memory in processes of their own."""
+
+from __future__ import annotations
+
+import gc
+import os
+import select
+import signal
+import socket
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from replicas.core.manifest import Manifest, TensorSpec
+from replicas.weights import Arena, Slot
+
+__all__ = ["MANIFEST", "Child", "fill", "memory_left"]
+
+MANIFEST = Manifest((TensorSpec("x", "float32", (8,)),))
+PATIENCE_S = 30
+
+
+def fill(arena: Arena, version: int, manifest: Manifest = MANIFEST) -> Slot:
+    """A slot that holds ``version``: every element of it is its number."""
+    slot = arena.acquire(version, manifest)
+    assert slot is not None, arena.in_use()
+    slot.data.view(torch.float32).fill_(version)
+    arena.hold(slot, f"digest {version}")
+    return slot
+
+
+def memory_left() -> bool:
+    """Whether this process still has any buffer called "test", as a descriptor or as a mapping."""
+    gc.collect(0)
+    names = [str(path.readlink()) if path.is_symlink() else "" for path in Path("/proc/self/fd").iterdir()]
+    return any("memfd:test" in name for name in names) or "memfd:test" in Path("/proc/self/maps").read_text()
+
+
+class Child:
+    """A forked process that calls ``answer(word)`` for each word that it is sent, and sends back what comes of it."""
+
+    def __init__(self, answer: Callable[[str], object]) -> None:
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.settimeout(PATIENCE_S)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: there are other threads; the child needs none
+            self.pid = os.fork()
+        if self.pid == 0:
+            self._socket.close()
+            _serve(theirs, answer)
+        theirs.close()
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def ask(self, word: str) -> str:
+        """What comes of ``word``, as text."""
+        self._socket.send(word.encode())
+        return self._socket.recv(4096).decode()
+
+    def kill(self, *, reap: bool = True) -> None:
+        """Kill it with -9, and wait for its end; without ``reap`` it stays a zombie until the next call."""
+        if self._pidfd < 0:
+            return
+        signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+        assert select.select([self._pidfd], [], [], PATIENCE_S)[0]
+        if not reap:
+            return
+        os.waitpid(self.pid, 0)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._socket.close()
+
+
+def _serve(channel: socket.socket, answer: Callable[[str], object]) -> None:
+    try:
+        while word := channel.recv(4096).decode():
+            try:
+                channel.send(str(answer(word)).encode())
+            except Exception as error:  # noqa: BLE001  # the answer is the error
+                channel.send(f"{type(error).__name__}: {error}".encode())
+    finally:
+        os._exit(0)

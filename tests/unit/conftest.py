@@ -1,0 +1,20 @@
+"""What the fast tests share: settings that make them fast, and do not let a busy machine fail them."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+from hypothesis import settings
+
+settings.register_profile("unit", max_examples=50, deadline=None)
+settings.load_profile("unit")
+
+gc.disable()  # until all is imported: there is no garbage in it, and a lot to look through
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """What is imported by now stays: torch alone makes every full collection slow."""
+    gc.enable()
+    gc.collect()
+    gc.freeze()

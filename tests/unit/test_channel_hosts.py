@@ -1,0 +1,343 @@
+"""Members of one host map one memory; between hosts every byte goes once; who uses whose memory is known."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas import messages as wire
+from replicas.config import Party
+from replicas.core.hosts import LOCATE_S
+from replicas.core.identity import Member
+from replicas.core.manifest import PartManifest, Piece, TensorSpec
+from replicas.core.paths import plan
+from replicas.core.roster import GroupShape, MemberState
+from tests.support.channel_world import SimMember, World, channel_config
+
+
+def publish(world: World, *trainers: SimMember) -> wire.PublishEnd | None:
+    world.run()
+    numbers = [trainer.publish() for trainer in trainers]
+    for trainer, number in zip(trainers, numbers, strict=True):
+        trainer.pack(number)
+    world.run()
+    return trainers[0].verdicts.get(numbers[0])
+
+
+def host_of(world: World, sim: SimMember) -> int:
+    state = world.state.roster.get(sim.member)
+    assert state is not None
+    return state.host
+
+
+def kinds(sim: SimMember) -> list[str]:
+    """What it was asked to do for transfers, in order."""
+    roles = [m.role if isinstance(m, wire.TransferOffer) else "lane" for m in sim.seen if _moves(m)]
+    return list(dict.fromkeys(roles))
+
+
+def _moves(message: wire.FromCoordinator) -> bool:
+    return isinstance(message, wire.TransferOffer | wire.LaneForm)
+
+
+def released(sim: SimMember) -> list[int]:
+    return [message.version for message in sim.seen if isinstance(message, wire.Released)]
+
+
+def committed(world: World) -> list[int]:
+    return [decision.version for decision in world.decisions]
+
+
+# ---------------------------------------------------------------- who is where
+
+
+def test_members_of_one_host_map_and_form_no_group() -> None:
+    world = World()
+    trainer, *targets = [world.join(name, machine="a") for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    world.run()
+    assert len({host_of(world, sim) for sim in (trainer, *targets)}) == 1
+    end = publish(world, trainer)
+    assert end is not None
+    assert end.receipt is not None
+    assert len(end.receipt.members) == 2
+    assert end.receipt.phases["map"] == 0.001
+    assert kinds(trainer) == [], "a publisher's slot is pinned, and nothing is asked of it"
+    assert [kinds(target) for target in targets] == [["map"], ["map"]]
+
+
+def test_a_host_gets_every_byte_once() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0", machine="a")
+    near = world.join("rollout/0/0", machine="a")
+    far = [world.join(f"rollout/{number}/0", machine="b") for number in (1, 2, 3)]
+    world.run()
+    end = publish(world, trainer)
+    assert end is not None
+    assert end.receipt is not None
+    assert kinds(near) == ["map"]
+    assert kinds(trainer) == ["send", "lane"]
+    assert sorted(map(tuple, (kinds(sim) for sim in far))) == [("map",), ("map",), ("receive", "lane")]
+    publish(world, trainer)
+    assert committed(world) == [1, 2]
+    lanes = [message for message in trainer.seen if isinstance(message, wire.LaneForm)]
+    assert len(lanes) == 1, "the lane of the leaders is kept"
+    assert lanes[0].size == 2
+
+
+def test_transport_group_forces_the_process_group() -> None:
+    world = World(channel_config(transport="group"))
+    trainer, target = [world.join(name, machine="a") for name in ("trainer/0/0", "rollout/0/0")]
+    publish(world, trainer)
+    assert kinds(target) == ["lane", "receive"] or kinds(target) == ["receive", "lane"]
+    assert not any(isinstance(message, wire.Locate) for message in target.seen)
+
+
+def test_what_looks_alike_is_not_one_host_unless_memory_can_be_read() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="b")
+    world.run()
+    assert any(isinstance(message, wire.Locate) for message in target.seen), "boot id, namespace and user are equal"
+    assert host_of(world, trainer) != host_of(world, target)
+
+
+def test_a_newcomer_that_does_not_say_where_it_is_gets_everything_sent() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
+    target.mute = True
+    world.run()
+    assert host_of(world, target) == 0
+    assert not world.state.roster.targets, "it is not admitted before it is known where it is"
+    world.advance(LOCATE_S + 1)
+    target.mute = False
+    assert host_of(world, target) != host_of(world, trainer)
+    publish(world, trainer)
+    assert target.commits == [1]
+
+
+def test_the_host_is_found_though_its_first_members_have_gone() -> None:
+    world = World()
+    first = world.join("rollout/0/0", machine="a")
+    world.run()
+    late = world.join("rollout/1/0", machine="a")
+    world.lose(first)
+    world.run()
+    third = world.join("rollout/2/0", machine="a")
+    world.run()
+    assert host_of(world, late) == host_of(world, third) != 0
+
+
+def test_one_that_cannot_map_is_sent_the_bytes() -> None:
+    world = World()
+    trainer, good, bad = [world.join(name, machine="a") for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    bad.unmappable = True
+    end = publish(world, trainer)
+    assert end is not None
+    assert end.receipt is not None
+    assert not end.receipt.lost
+    assert set(kinds(bad)) == {"map", "receive", "lane"}
+    assert kinds(good) == ["map"]
+    assert host_of(world, bad) != host_of(world, good)
+    publish(world, trainer)
+    assert committed(world) == [1, 2]
+    assert kinds(bad).count("map") == 1
+
+
+def test_one_without_descriptors_left_is_left_behind() -> None:
+    world = World()
+    trainer, _, poor = [world.join(name, machine="a") for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    poor.refuse = wire.WireError("NoCapacity", "too many open files")
+    end = publish(world, trainer)
+    assert end is not None
+    assert end.receipt is not None
+    assert end.receipt.lost == ("rollout/1/0",)
+    assert "too many open files" in end.receipt.reasons["rollout/1/0"]
+
+
+# ---------------------------------------------------------------- losses
+
+
+def test_a_frozen_reader_holds_up_nobody_but_itself() -> None:
+    world = World()
+    trainer, good, frozen = [world.join(name, machine="a") for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    world.run()
+    number = trainer.publish()
+    trainer.pack(number)
+    for _ in range(20):
+        world.run(frozen=(frozen,))
+        world.advance(0.5, frozen=(frozen,))
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert receipt.lost == (frozen.member.name,)
+    assert receipt.seconds < 3.5 + 1.5, "three heartbeats"
+    offers = [message for message in good.seen if isinstance(message, wire.TransferOffer)]
+    assert len(offers) == 1, "the others had it long since"
+
+
+def test_the_death_of_a_reader_restarts_nothing() -> None:
+    world = World()
+    trainer, near, far = (
+        world.join("trainer/0/0", machine="a"),
+        world.join("rollout/0/0", machine="a"),
+        world.join("rollout/1/0", machine="b"),
+    )
+    near.stuck = True
+    world.run()
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run()
+    assert number not in trainer.verdicts
+    world.lose(near)
+    world.run()
+    assert trainer.verdicts[number].receipt is not None
+    assert sum(isinstance(message, wire.LaneForm) for message in far.seen) == 1
+
+
+def test_the_committed_version_survives_its_source_on_the_host() -> None:
+    world = World()
+    trainer, first = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
+    publish(world, trainer)
+    world.lose(trainer)
+    late = world.join("rollout/1/0", machine="a")
+    world.run()
+    assert kinds(late) == ["map"], "from the other reader"
+    world.lose(first)
+    third = world.join("rollout/2/0", machine="a")
+    world.run()
+    assert kinds(third) == ["map"]
+    far = world.join("rollout/3/0", machine="b")
+    world.run()
+    assert set(kinds(far)) == {"receive", "lane"}
+
+
+def test_the_source_dies_before_anyone_has_mapped_it() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
+    publish(world, trainer)
+    number = trainer.publish()
+    trainer.pack(number)
+    while not isinstance(target.inbox[-1] if target.inbox else None, wire.TransferOffer):
+        assert world.up(trainer) or world.down(trainer)
+    world.lose(trainer)
+    world.run()
+    assert committed(world) == [1]
+    again = world.join("trainer/0/0", machine="a")
+    end = publish(world, again)
+    assert end is not None
+    assert end.receipt is not None
+    assert end.receipt.version == 3
+
+
+# ---------------------------------------------------------------- memory that is lent
+
+
+def test_the_owner_is_told_when_nobody_uses_an_older_version() -> None:
+    world = World()
+    trainer, target = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
+    publish(world, trainer)
+    assert released(trainer) == []
+    publish(world, trainer)
+    assert released(trainer) == [1], "the target let go of it when the second was committed"
+    assert released(target) == []
+
+
+def test_a_frozen_readers_memory_is_not_waited_for() -> None:
+    world = World(groups={"rollout": GroupShape(heartbeat_timeout_s=10.0)})
+    trainer, frozen = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
+    world.join("rollout/1/0", machine="a")
+    publish(world, trainer)
+    number = trainer.publish()
+    trainer.pack(number)
+    for _ in range(10):
+        world.run(frozen=(frozen,))
+        world.advance(0.5, frozen=(frozen,))
+    assert trainer.verdicts[number].receipt is not None
+    world.run(frozen=(frozen,))
+    assert released(trainer) == [1], "the frozen one may have it mapped for ever"
+
+
+# ---------------------------------------------------------------- parts
+
+
+PARTS = [
+    PartManifest((TensorSpec("weight", "float32", (4,)),), (), (Piece(0, (2 * rank,), (2,), 0),)) for rank in range(2)
+]
+
+
+def publish_parts(world: World, trainers: list[SimMember]) -> wire.PublishEnd | None:
+    world.run()
+    numbers = [trainer.publish() for trainer in trainers]
+    for trainer, number, part in zip(trainers, numbers, PARTS, strict=True):
+        trainer.pack(number, manifest=part)
+    world.run()
+    return trainers[0].verdicts.get(numbers[0])
+
+
+def parts_world(machines: tuple[str, str]) -> tuple[World, list[SimMember]]:
+    world = World(channel_config(sources=(Party("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    trainers = [world.join(f"trainer/0/{rank}", world_size=2, machine=machines[rank]) for rank in range(2)]
+    return world, trainers
+
+
+def test_parts_of_ones_own_host_are_copied_there() -> None:
+    world, trainers = parts_world(("a", "a"))
+    targets = [world.join(f"rollout/{number}/0", machine="a") for number in range(2)]
+    end = publish_parts(world, trainers)
+    assert end is not None
+    assert end.receipt is not None
+    assert [kinds(target) for target in targets] == [["receive"], ["map"]]
+    goes = [message for message in targets[0].seen if isinstance(message, wire.TransferGo)]
+    assert [(go.lane, [place.part for place in go.places]) for go in goes] == [("", [0, 1])]
+    assert [kinds(trainer) for trainer in trainers] == [[], []]
+
+
+@pytest.mark.parametrize("target_machine", ["a", "b", "c"])
+def test_parts_of_other_hosts_are_sent_by_their_owners(target_machine: str) -> None:
+    world, trainers = parts_world(("a", "b"))
+    target = world.join("rollout/0/0", machine=target_machine)
+    second = world.join("rollout/1/0", machine=target_machine)
+    end = publish_parts(world, trainers)
+    assert end is not None
+    assert end.receipt is not None
+    assert kinds(second) == ["map"]
+    (go,) = [message for message in target.seen if isinstance(message, wire.TransferGo)]
+    local = [place.part for place in go.places]
+    assert local == {"a": [0], "b": [1], "c": []}[target_machine]
+    assert [bool(route) for route in go.routes] == [part not in local for part in range(2)]
+    assert [bool(kinds(trainer)) for trainer in trainers] == [part not in local for part in range(2)]
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def state(name: str, host: int, *, place: bool = True) -> MemberState:
+    world = World()
+    sim = world.join(name)
+    found = world.state.roster.get(sim.member)
+    assert found is not None
+    found.host = host
+    if place:
+        found.places[1] = wire.SlotPlace(1, 1, 1, 1, 1)
+    return found
+
+
+def names(members: tuple[Member, ...] | frozenset[Member]) -> set[str]:
+    return {member.name for member in members}
+
+
+def test_a_holder_whose_place_is_unknown_only_sends() -> None:
+    holder, needer = state("trainer/0/0", 1, place=False), state("rollout/0/0", 1)
+    found = plan(1, [needer], [holder], [])
+    assert found is not None
+    assert (names(found.senders), names(found.receivers), found.maps) == ({"trainer/0/0"}, {"rollout/0/0"}, {})
+
+
+def test_nobody_has_it() -> None:
+    assert plan(1, [state("rollout/0/0", 1)], [], []) is None
+
+
+def test_the_chain_goes_from_host_to_host() -> None:
+    needers = [state(f"rollout/{number}/0", host) for number, host in enumerate((4, 2, 4, 3, 2))]
+    found = plan(1, needers, [state("trainer/0/0", 1)], [])
+    assert found is not None
+    assert [member.name for member in found.routes[0]] == ["trainer/0/0", "rollout/1/0", "rollout/3/0", "rollout/0/0"]
+    assert names(found.waiting) == {"rollout/2/0", "rollout/4/0"}
+    assert found.lane == found.routes[0]

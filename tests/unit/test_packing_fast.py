@@ -1,0 +1,415 @@
+"""Packing at once: threads, digests beside the copy, and what one publish leaves to the next."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from replicas.core.manifest import Manifest, PartManifest, Piece, TensorSpec
+from replicas.errors import ManifestMismatch, UsageError
+from replicas.weights import Arena, Digest, Feed, Shard, Slot, digest_of, pack, stage, views
+from replicas.weights.copying import STEP_NBYTES, Copier, Step, copy_pairs
+from replicas.weights.crew import ALONE_NBYTES, Crew, helpers_for, one_thread
+from replicas.weights.digest import BLOCK_NBYTES
+from replicas.weights.packing import Packer, Packing
+from replicas.weights.parts import scatter_parts
+from replicas.weights.places import Places
+from replicas.weights.writable import WritableSlot
+
+WAIT_S = 60.0
+
+
+def ints(*shape: int, start: int = 0) -> torch.Tensor:
+    return torch.arange(start, start + torch.Size(shape).numel(), dtype=torch.int32).view(shape)
+
+
+LARGE = BLOCK_NBYTES + STEP_NBYTES + 4096
+
+
+# ---------------------------------------------------------------- crews
+
+
+def test_a_crew_does_every_task_once_and_leaves_no_thread() -> None:
+    before = threading.active_count()
+    crew, done, lock = Crew(3), list[int](), threading.Lock()
+
+    def note(number: int) -> None:
+        with lock:
+            done.append(number)
+
+    for _ in range(3):
+        done.clear()
+        crew.run([lambda number=number: note(number) for number in range(50)])  # type: ignore[misc]  # it infers no default
+        assert sorted(done) == list(range(50))
+    threads = [thread for thread in threading.enumerate() if thread.name.startswith("replicas-crew")]
+    crew.close()
+    for thread in threads:
+        thread.join(WAIT_S)
+    assert threading.active_count() <= before
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+def test_a_task_that_fails_ends_the_run_and_is_raised(helpers: int) -> None:
+    crew = Crew(helpers)
+
+    def fail() -> None:
+        raise KeyError("mine")
+
+    try:
+        with pytest.raises(KeyError, match="mine"):
+            crew.run([fail, *[lambda: None] * 5])
+    finally:
+        crew.close()
+
+
+def test_one_thread_holds_for_this_thread_alone() -> None:
+    before = torch.get_num_threads()
+    elsewhere: list[int] = []
+    with one_thread():
+        here = torch.get_num_threads()
+        other = threading.Thread(target=lambda: elsewhere.append(torch.get_num_threads()))
+        other.start()
+        other.join(WAIT_S)
+    assert torch.get_num_threads() == before
+    assert elsewhere == [before]
+    assert here in (1, before)
+
+
+def test_helpers_by_size_and_by_who_else_is_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicas.weights.crew.os.sched_getaffinity", lambda pid: set(range(8)))
+    assert helpers_for(ALONE_NBYTES - 1) == 0
+    assert helpers_for(2 * ALONE_NBYTES) == 2
+    assert helpers_for(1 << 30) == 7
+    assert helpers_for(1 << 30, sharing=4) == 1
+    assert helpers_for(1 << 30, sharing=100) == 0
+
+
+# ---------------------------------------------------------------- the digest
+
+
+@pytest.mark.parametrize("nbytes", [0, 1, BLOCK_NBYTES, LARGE])
+def test_a_digest_does_not_depend_on_how_the_stream_was_cut(nbytes: int) -> None:
+    data = torch.zeros(nbytes, dtype=torch.uint8)
+    data[::997] = 7
+    cut = Digest()
+    for start in range(0, nbytes, 10_000_019):
+        cut.update(data[start : start + 10_000_019])
+    assert cut.nbytes == nbytes
+    assert cut.hexdigest() == digest_of(data) == digest_of(data.numpy().tobytes())
+    if nbytes:
+        data[nbytes // 2] += 1
+        assert digest_of(data) != cut.hexdigest()
+
+
+@pytest.mark.parametrize("helpers", [0, 1, 3])
+@pytest.mark.parametrize("beside", [False, True])
+def test_the_digest_is_of_what_was_copied_in_any_order(helpers: int, beside: bool) -> None:
+    source = torch.zeros(LARGE, dtype=torch.uint8)
+    source[::991] = 3
+    data = torch.zeros(LARGE, dtype=torch.uint8)
+    runs = [(start, min(start + STEP_NBYTES + 777, LARGE)) for start in range(0, LARGE, STEP_NBYTES + 777)]
+    with Copier(data, helpers=helpers, beside=beside) as copier:
+        copier.run(Step(start, end, [data[start:end]], [source[start:end]]) for start, end in reversed(runs))
+        copier.finish()
+    assert torch.equal(data, source)
+    assert copier.digest.result(WAIT_S) == digest_of(source)
+
+
+def test_a_copy_that_is_not_finished_has_no_digest() -> None:
+    data = torch.zeros(LARGE, dtype=torch.uint8)
+    with Copier(data) as copier:
+        copier.filled(0, BLOCK_NBYTES)
+        with pytest.raises(ValueError, match="bytes were not filled"):
+            copier.finish()
+    assert copier.digest.cancelled()
+
+
+# ---------------------------------------------------------------- a packer
+
+
+class Versions:
+    """An arena with two slots that are filled in turn."""
+
+    def __init__(self) -> None:
+        self.arena = Arena(2, name="test")
+        self.packer = Packer()
+        self.version = 0
+        self.quick = 0
+
+    def publish(
+        self, weights: object, manifest: PartManifest | None = None, dtype: torch.dtype | None = None
+    ) -> tuple[Slot, Packing]:
+        feed = Feed(weights, dtype=dtype)
+        known = self.packer._planned
+        found = self.packer.plan(feed) or manifest
+        assert found is not None
+        self.quick += known is not None and self.packer._planned is known
+        self.version += 1
+        slot = self.arena.acquire(self.version, found)
+        assert slot is not None
+        packing = self.packer.pack(feed, found, slot)
+        assert feed.finished
+        assert packing.digest.result(WAIT_S) == digest_of(slot.data)
+        self.arena.hold(slot, "")
+        return slot, packing
+
+
+def found_in(slot: Slot) -> dict[str, torch.Tensor]:
+    assert slot.manifest is not None
+    return views(slot.buffer.private(), slot.manifest)
+
+
+def test_the_second_publish_of_a_module_is_not_planned_anew() -> None:
+    model = nn.Sequential(nn.Linear(5, 3), nn.BatchNorm1d(3), nn.Linear(3, 5, bias=False))
+    versions = Versions()
+    for step in range(4):
+        with torch.no_grad():
+            for value in model.parameters():
+                value.fill_(step)
+        slot, _ = versions.publish(model)
+        found = found_in(slot)
+        assert found.keys() == model.state_dict().keys()
+        assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+    assert versions.quick == 3
+
+
+def tied() -> dict[str, torch.Tensor]:
+    weight = torch.rand(4, 4)
+    return {"a": weight, "b": weight, "c": torch.rand(4, 4), "d": torch.rand(2)}
+
+
+CHANGES: dict[str, Callable[[dict[str, torch.Tensor]], object]] = {
+    "the tie is gone": lambda was: was | {"b": was["a"].clone()},
+    "another tie": lambda was: was | {"c": was["a"]},
+    "a tie to the transposed": lambda was: was | {"b": was["a"].t()},
+    "another shape": lambda was: was | {"d": torch.rand(3)},
+    "another dtype": lambda was: was | {"d": torch.ones(2, dtype=torch.int32)},
+    "one more": lambda was: was | {"e": torch.rand(1)},
+    "one less": lambda was: {name: value for name, value in was.items() if name != "d"},
+    "another order": lambda was: dict(reversed(was.items())),
+    "a parameter": lambda was: was | {"d": nn.Parameter(torch.rand(2))},
+    "none": lambda was: was | {"d": None},
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_whatever_differs_is_planned_anew(change: str) -> None:
+    versions, before = Versions(), tied()
+    versions.publish(before)
+    after = CHANGES[change](before)
+    slot, _ = versions.publish(after)
+    assert versions.quick == 0
+    assert slot.manifest == Feed(after).plan()
+    assert versions.packer.plan(Feed(after)) == Feed(after).plan()
+    assert all(torch.equal(value, after[name]) for name, value in found_in(slot).items())  # type: ignore[index]  # a mapping
+
+
+def test_other_tensors_that_look_alike_are_not_planned_anew() -> None:
+    versions = Versions()
+    for _ in range(3):
+        given = tied()
+        given["c"] = given["c"].t()
+        slot, _ = versions.publish(given, dtype=torch.bfloat16)
+        assert all(torch.equal(value, given[name].bfloat16()) for name, value in found_in(slot).items())
+    assert versions.quick == 2
+    versions.publish(tied())
+    assert versions.quick == 2
+
+
+def test_a_value_of_no_use_is_refused_also_the_second_time() -> None:
+    versions, given = Versions(), tied()
+    versions.publish(given)
+    for bad in (torch.zeros(2).to_sparse(), torch.zeros(2, device="meta"), 3):
+        with pytest.raises(ManifestMismatch):
+            versions.publish(given | {"d": bad})
+
+
+def test_a_conjugate_view_is_no_tie() -> None:
+    value = torch.tensor([1 + 2j])
+    slot, _ = Versions().publish({"a": value, "b": value.conj()})
+    assert found_in(slot)["b"].item() == 1 - 2j
+
+
+def test_a_packer_keeps_no_tensor_and_no_memory() -> None:
+    versions = Versions()
+    given = {"a": torch.zeros(10)}
+    kept = weakref.ref(given["a"])
+    slot, _ = versions.publish(given)
+    memory = weakref.ref(slot.buffer)
+    del given
+    gc.collect()
+    assert kept() is None
+    assert len(versions.packer._views) == 1
+    versions.arena.close()
+    del slot
+    gc.collect()
+    assert memory() is None
+    assert not versions.packer._views
+
+
+def test_large_tensors_are_cut_and_small_ones_batched() -> None:
+    given = {
+        "large": ints(3, 1024, 1024),
+        **{f"small{number}": ints(number, start=number) for number in range(1, 200)},
+        "long": ints(1, 4 * STEP_NBYTES // 4 + 3),
+        "bytes": torch.zeros(5, dtype=torch.uint8),
+        "wide": torch.ones(2, 3, dtype=torch.float64),
+    }
+    places = Places(Feed(given).plan())  # type: ignore[arg-type]  # a mapping has a plan
+    cuts = places.cuts
+    assert [cut.start for cut in cuts[1:]] == [cut.end for cut in cuts[:-1]]
+    assert all(cut.end - cut.start <= STEP_NBYTES for cut in cuts)
+    assert len(cuts) < 20
+    slot, _ = Versions().publish(given)
+    assert all(torch.equal(value, given[name]) for name, value in found_in(slot).items())
+
+
+def test_a_stream_with_the_last_manifest_is_copied_step_by_step() -> None:
+    given = {"a": torch.rand(7), "b": torch.rand(3, 3)}
+    alive: list[str] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, value in given.items():
+            passing = value.clone()
+            yield name, passing
+            passing.fill_(-1)
+            alive.append(name)
+
+    slot, _ = Versions().publish(stream(), Feed(given).plan())
+    assert alive == ["a", "b"]
+    assert all(torch.equal(value, given[name]) for name, value in found_in(slot).items())
+
+
+def test_a_part_twice_is_refused() -> None:
+    shard = Shard(torch.zeros(2), (0,), (4,))
+    with pytest.raises(ManifestMismatch, match="tensor 'w' came twice"):
+        stage(Feed(iter([("w", shard), ("w", shard)]), mode="parts"))
+
+
+def test_parts_are_packed_at_once_and_scattered_to_their_places() -> None:
+    whole = ints(6, 5)
+    odd = torch.arange(8, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    halves: list[dict[str, object]] = [
+        {"w": Shard(whole[:4], (0, 0), (6, 5)), "o": odd},
+        {"w": Shard(whole[4:], (4, 0), (6, 5)), "o": None},
+    ]
+    slots = []
+    for half in halves:
+        packer = Packer()
+        for _ in range(2):
+            feed = Feed(half, mode="parts")
+            manifest = packer.plan(feed)
+            assert manifest is not None
+            assert feed.sources is not None
+            slot = Arena(1).acquire(1, manifest)
+            assert slot is not None
+            assert packer.pack(feed, manifest, slot).digest.result(WAIT_S) == digest_of(slot.data)
+        slots.append(slot)
+    merged = Manifest(
+        (TensorSpec("w", "int32", (6, 5)), TensorSpec("o", "float8_e4m3fn", (8,))),
+        (),
+        ((Piece(0, (0, 0), (4, 5), 0), Piece(1, (0,), (8,), 80)), (Piece(0, (4, 0), (2, 5), 0),)),
+    )
+    data = torch.zeros(merged.data_nbytes, dtype=torch.uint8)
+    for part, slot in enumerate(slots):
+        assert slot is not None
+        scatter_parts(merged, part, slot.data, data)
+    assert torch.equal(data[:120].view(torch.int32).view(6, 5), whole)
+    assert data[120:].tolist() == list(range(8))
+
+
+def test_an_error_leaves_no_helper_at_work() -> None:
+    given = {"a": torch.zeros(ALONE_NBYTES, dtype=torch.uint8), "b": torch.zeros(3)}
+    manifest = Feed(given).plan()
+    assert manifest is not None
+    data = torch.zeros(manifest.whole.data_nbytes, dtype=torch.uint8)
+    feed = Feed(iter([("a", given["a"]), ("b", torch.zeros(4))]))
+    with pytest.raises(ManifestMismatch):
+        pack(feed, manifest, data)
+    for thread in threading.enumerate():
+        if thread.name.startswith("replicas-crew"):
+            thread.join(WAIT_S)
+            assert not thread.is_alive()
+
+
+# ---------------------------------------------------------------- pairs
+
+
+def test_pairs_are_cast_cut_and_batched() -> None:
+    sources = [torch.rand(3, 1_000_000), torch.rand(7).double(), torch.rand(4, 4).t(), torch.rand(0, 3)]
+    targets = [torch.zeros(source.shape, dtype=torch.float32) for source in sources]
+    copy_pairs([(targets[3], sources[3]), *zip(targets[:3], sources[:3], strict=True)])
+    assert all(torch.equal(target, source.float()) for target, source in zip(targets, sources, strict=True))
+    copy_pairs([])
+
+
+# ---------------------------------------------------------------- slots to write into
+
+
+def writable(weights: object, dtype: torch.dtype | None = None) -> tuple[Arena, Slot, WritableSlot]:
+    manifest = Feed(weights, dtype=dtype).plan()
+    assert manifest is not None
+    arena = Arena(1)
+    slot = arena.acquire(0, manifest)
+    assert slot is not None
+    return arena, slot, WritableSlot(slot, manifest, arena.free)
+
+
+def test_what_is_written_in_place_is_what_is_published() -> None:
+    shared = torch.rand(3, 2)
+    given = {"w": shared, "tied": shared, "e": torch.zeros(0, 4), "n": torch.ones(5, dtype=torch.int64)}
+    arena, slot, written = writable(given, torch.bfloat16)
+    with written:
+        assert list(written) == ["w", "e", "n", "tied"]
+        assert len(written) == 4
+        assert written["tied"] is written["w"]
+        kept = written["w"]
+        for name, value in given.items():
+            assert written[name].shape == value.shape
+            written[name].copy_(value)
+        assert written.take() is slot
+        arena.assign(slot, 7)
+        assert written.digest().digest.result(WAIT_S) == digest_of(slot.data)
+        arena.hold(slot, "")
+    assert arena.find(7) is slot
+    found = found_in(slot)
+    assert torch.equal(found["w"], shared.bfloat16())
+    assert torch.equal(found["n"], given["n"])
+    with pytest.raises(RuntimeError, match=r"must match the size"):
+        kept.copy_(shared)
+    with pytest.raises(UsageError, match="was published"):
+        written["w"]
+    with pytest.raises(UsageError, match="was published"):
+        written.take()
+
+
+def test_a_block_that_is_left_gives_the_slot_back() -> None:
+    arena, slot, written = writable({"w": torch.zeros(3)})
+    with pytest.raises(KeyError, match="mine"), written:
+        raise KeyError("mine")
+    assert slot.state == "free"
+    with pytest.raises(UsageError, match="given back"):
+        written["w"]
+    written.drop()
+    with pytest.raises(UsageError, match="given back"):
+        written.__enter__()
+    arena.close()
+
+
+def test_a_part_is_written_in_place() -> None:
+    whole = ints(4, 3)
+    manifest = Feed({"w": Shard(whole[2:], (2, 0), (4, 3)), "x": Shard(whole[:0], (0, 0), (4, 3))}, mode="parts").plan()
+    assert manifest is not None
+    slot = Arena(1).acquire(0, manifest)
+    assert slot is not None
+    with WritableSlot(slot, manifest, lambda slot: None) as written:
+        assert written["w"].shape == (2, 3)
+        assert written["x"].numel() == 0
+        written["w"].copy_(whole[2:])
+        assert torch.equal(slot.data.view(torch.int32), whole[2:].flatten())

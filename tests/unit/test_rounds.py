@@ -1,0 +1,256 @@
+"""The round of a target replica: its life by the table, under any history."""
+
+from __future__ import annotations
+
+import random
+
+import msgspec
+import pytest
+
+from replicas import messages as wire
+from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
+from replicas.core.identity import Member, ProcessIdentity
+from replicas.core.membership import ROUND
+from replicas.core.roster import MemberState
+from replicas.core.rounds import ReplicaView, Rounds
+from replicas.core.tables import InvalidStep
+
+HELLO = wire.Hello(1, "", "policy", "rollout", 0, 0, 2, "", 1, ProcessIdentity(1, 2, "b", 3))
+SETTINGS = wire.ChannelSettings("target", 5.0, 2, "leader", "all", "auto", 1.0)
+
+
+class Replica:
+    """Two ranks of one target replica; each holds all that is committed until it is told otherwise."""
+
+    def __init__(self) -> None:
+        self.rounds = Rounds("policy")
+        self.ranks: dict[int, MemberState] = {}
+        self.out: list[Effect] = []
+        self.latest = 0
+        self.incarnations = 0
+
+    @property
+    def state(self) -> str:
+        return self.rounds.of("rollout", 0).state
+
+    def view(self) -> ReplicaView:
+        return ReplicaView([self.ranks[rank] for rank in sorted(self.ranks)], 2)
+
+    def join(self, rank: int, **from_before: int) -> None:
+        """``from_before``: what it says in its Hello of the coordinator before."""
+        self.incarnations += 1
+        member = Member("rollout", 0, rank, str(self.incarnations))
+        term = 1 if from_before else 0
+        hello = msgspec.structs.replace(HELLO, rank=rank, incarnation=member.incarnation, resume_term=term, **from_before)
+        state = MemberState(member, hello, SETTINGS, "127.0.0.1", 0.0, loaded=hello.loaded)
+        if self.latest:
+            state.held[self.latest] = "digest"
+        self.ranks[rank] = state
+        self.rounds.joined(state, self.view(), self.out)
+        self.advance()
+
+    def lose(self, rank: int) -> None:
+        state = self.ranks.pop(rank)
+        self.rounds.lost(state.member, self.view(), self.out)
+        self.advance()
+
+    def commit(self) -> None:
+        self.latest += 1
+        for state in self.ranks.values():
+            state.held[self.latest] = "digest"
+        self.advance()
+
+    def ask(self, *ranks: int) -> None:
+        for rank in ranks:
+            state = self.ranks[rank]
+            self.rounds.ask(state.member, wire.ReceiveAsk(1, state.loaded))
+        self.advance()
+
+    def loaded(self, rank: int, version: int) -> None:
+        self.rounds.loaded(self.ranks[rank], version, self.view(), self.out)
+        self.advance()
+
+    def failed(self, rank: int) -> None:
+        self.rounds.failed(self.ranks[rank], self.view(), self.out)
+        self.advance()
+
+    def advance(self) -> None:
+        self.rounds.advance(self.view(), self.latest, self.out)
+
+    def granted(self) -> dict[int, int]:
+        """The newest grant of each rank."""
+        found = [sent for sent in self.out if isinstance(sent, Send) and isinstance(sent.message, wire.ReceiveGrant)]
+        return {sent.member.rank: sent.message.version for sent in found if isinstance(sent.message, wire.ReceiveGrant)}
+
+    def served(self) -> list[int]:
+        """Versions that the whole replica served, in order."""
+        told = [effect.event for effect in self.out if isinstance(effect, Emit)]
+        return [event.version for event in told if isinstance(event, ReplicaLoaded)]
+
+
+@pytest.fixture
+def replica() -> Replica:
+    one = Replica()
+    for rank in range(2):
+        one.join(rank)
+    return one
+
+
+def test_from_the_first_ask_to_loaded_by_all(replica: Replica) -> None:
+    assert replica.state == "idle"
+    replica.ask(0)
+    assert replica.state == "idle"  # nothing is committed
+    replica.commit()
+    assert replica.state == "loading"
+    assert replica.granted() == {0: 1}
+    replica.loaded(0, 1)
+    assert replica.state == "loading"
+    replica.commit()
+    replica.ask(0)
+    assert replica.granted() == {0: 1}, "the other rank has yet to load version 1"
+    replica.ask(1)
+    assert replica.granted() == {0: 1, 1: 1}
+    replica.loaded(1, 1)
+    assert replica.granted() == {0: 2, 1: 1}
+    replica.ask(1)
+    replica.loaded(1, 2)
+    replica.loaded(0, 2)
+    assert replica.state == "loaded"
+    assert replica.served() == [1, 0, 2]
+
+
+def test_an_assigned_version_waits_for_its_ranks(replica: Replica) -> None:
+    replica.ask(0)
+    replica.ranks[1].held[1] = "digest"
+    replica.latest = 1
+    replica.advance()
+    assert replica.state == "idle", "a rank does not hold it"
+    replica.ranks[0].held[1] = "digest"
+    replica.advance()
+    assert replica.state == "loading"
+
+
+def test_a_lost_rank_tears_a_loaded_round_and_the_new_one_loads_the_newest(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    replica.loaded(0, 1)
+    replica.loaded(1, 1)
+    assert replica.state == "loaded"
+    replica.lose(1)
+    assert replica.state == "loading"
+    assert replica.rounds.of("rollout", 0).loaded == 0
+    replica.join(1)
+    replica.ask(1)
+    replica.loaded(1, 1)
+    assert replica.state == "loaded"
+    assert replica.served() == [1, 0, 1]
+
+
+def test_partial_until_all_serve_the_same(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    replica.loaded(0, 1)
+    replica.failed(1)
+    assert replica.rounds.of("rollout", 0).partial
+    replica.commit()
+    replica.ask(0, 1)
+    assert replica.granted() == {0: 2, 1: 2}
+    assert replica.state == "partial"
+    replica.loaded(0, 2)
+    assert replica.state == "partial"
+    replica.loaded(1, 2)
+    assert replica.state == "loaded"
+
+
+def test_a_rank_that_comes_back_with_the_old_version_makes_it_whole_again(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    replica.loaded(0, 1)
+    replica.loaded(1, 1)
+    replica.commit()
+    replica.ask(0)
+    replica.failed(1)
+    assert replica.state == "partial"
+    replica.lose(1)
+    replica.join(1, loaded=1)
+    assert replica.state == "assigned"
+    assert replica.rounds.of("rollout", 0).loaded == 1
+    replica.ask(1)
+    assert replica.state == "loading"
+
+
+def test_under_a_new_coordinator_the_round_goes_on() -> None:
+    replica = Replica()
+    replica.latest = 4
+    replica.join(0, loaded=3, assigned=4)
+    assert replica.state == "loading"
+    replica.join(1, loaded=4)
+    replica.loaded(0, 4)
+    assert replica.state == "loaded"
+    replica = Replica()
+    replica.latest = 4
+    replica.join(0, loaded=4)
+    assert replica.state == "assigned"
+    replica.join(1, loaded=4)
+    assert replica.state == "loaded"
+
+
+def test_without_ranks_it_is_over_and_the_next_ones_begin_anew(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    replica.failed(0)
+    round_ = replica.rounds.of("rollout", 0)
+    replica.lose(0)
+    replica.lose(1)
+    assert round_.state == "over"
+    assert not replica.rounds.all()
+    replica.join(0)
+    replica.join(1)
+    assert replica.state == "idle"
+    replica.ask(0, 1)
+    assert replica.state == "loading"
+
+
+def test_what_cannot_happen_has_no_row() -> None:
+    with pytest.raises(
+        InvalidStep, match="a round that is idle cannot take grant; possible: assign, load_failed, emptied"
+    ):
+        ROUND.next("idle", "grant")
+    with pytest.raises(InvalidStep, match="a round that is loaded cannot take grant"):
+        ROUND.next("loaded", "grant")
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_any_history_has_its_rows(seed: int) -> None:
+    """Also one that no honest member makes: no message may end in a step that the table does not know."""
+    choose = random.Random(seed)
+    replica = Replica()
+    for _ in range(200):
+        rank, version = choose.randrange(2), choose.randint(0, replica.latest)
+        match choose.choice(("join", "lose", "commit", "ask", "loaded", "loaded", "failed", "drop")):
+            case "join" if rank not in replica.ranks:
+                before = {"loaded": version, "assigned": choose.randint(0, replica.latest + 1)}
+                replica.join(rank, **(before if choose.random() < 0.5 else {}))
+            case "lose" if rank in replica.ranks and choose.random() < 0.5:
+                replica.lose(rank)
+            case "commit":
+                replica.commit()
+            case "ask" if rank in replica.ranks:
+                replica.ask(rank)
+            case "loaded" if rank in replica.ranks:
+                replica.loaded(rank, version)
+            case "failed" if rank in replica.ranks and choose.random() < 0.3:
+                replica.failed(rank)
+            case "drop" if rank in replica.ranks:
+                replica.ranks[rank].held.pop(version, None)
+        loaded = {state.loaded for state in replica.ranks.values()}
+        if replica.state == "loaded":
+            assert loaded == {replica.rounds.of("rollout", 0).version}
+            assert len(replica.ranks) == 2
+    for rank in set(range(2)) - set(replica.ranks):
+        replica.join(rank)
+    replica.commit()
+    for rank in range(2):  # whatever it was: from here on it is served
+        replica.ask(rank)
+        replica.loaded(rank, replica.latest)
+    assert replica.state == "loaded"
