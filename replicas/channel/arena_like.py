@@ -7,14 +7,12 @@ import time
 import torch
 
 from replicas import errors
+from replicas.channel.free_slot import free_slot
 from replicas.channel.hub import Hub
 from replicas.weights.feed import Feed, Mode
 from replicas.weights.writable import WritableSlot
 
 __all__ = ["arena_like"]
-
-BEAT_S = 0.03
-"""How often it looks again: nobody is told when a reader in another process lets go of its memory."""
 
 
 def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, deadline_s: float) -> WritableSlot:
@@ -33,21 +31,11 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, deadline_s:
             f"arena_like: a {type(weights).__name__} does not tell its tensors beforehand",
             hint="give a module, a mapping, or an object with metadata()",
         )
-    deadline = time.monotonic() + deadline_s
-    while True:
-        with hub.holdings.changed:
-            seen = hub.holdings.generation
-        slot = hub.arena.acquire(0, manifest)
-        if slot is not None:
-            break
+    def check() -> None:
         if hub.over is not None:
             raise hub.over.with_traceback(None)
-        left = deadline - time.monotonic()
-        if left <= 0:
-            text = f"no free slot to write into within {deadline_s:g} s: {hub.arena.in_use()}"
-            raise hub.error(errors.Busy, text, phase="wait", members=[hub.member.name])
-        with hub.holdings.changed:
-            hub.holdings.changed.wait_for(lambda: hub.holdings.generation != seen, min(left, BEAT_S))  # noqa: B023  # used at once
+
+    slot = free_slot(hub, 0, manifest, what="writing in place", until=time.monotonic() + deadline_s, check=check)
     try:
         return WritableSlot(slot, manifest, hub.arena.free)
     except BaseException:

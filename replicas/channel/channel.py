@@ -16,6 +16,7 @@ import msgspec
 import torch
 
 from replicas import errors
+from replicas.channel.arena_like import arena_like
 from replicas.channel.collectives import Collectives
 from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
 from replicas.channel.lanes import Lanes
@@ -31,6 +32,7 @@ from replicas.channel.update import Update
 from replicas.channel.watches import Watches
 from replicas.core.identity import Member
 from replicas.messages import Hello, Meta
+from replicas.weights.writable import WritableSlot
 
 __all__ = ["Channel"]
 
@@ -127,7 +129,7 @@ class Channel(Collectives):
         A publish that is under way goes on when the coordinator is started again. One that has no verdict by its deadline
         ends with OutcomeUnknown, and its Pending tells what became of it as soon as that is known: wait for it again.
 
-        :param weights: a module (tied storage once), a mapping, an iterable of ``(name, Tensor | DTensor | Shard | None)``,
+        :param weights: a slot of :meth:`arena_like`, a module (tied storage once), a mapping, an iterable of ``(name, Tensor | DTensor | Shard | None)``,
             or an object with ``metadata()`` and iteration; tensors of any dtype, shape, strides and device.
         :param version: its number, greater than every earlier one; None: the next one.
         :param dtype: cast plain floating tensors to this on the way.
@@ -140,13 +142,9 @@ class Channel(Collectives):
         :raises replicas.errors.Busy: no slot became free in time.
         :raises replicas.errors.ReplicasError: an earlier publish or operation failed, and nobody had waited for it.
         """
-        self._check_open()
-        if self.role not in ("source", "both"):
-            raise self._usage(f"publish: this rank is a {self.role} of the channel", "publish from a source group")
+        self._check_source("publish", dtype)
         if version is not None and version < 1:
             raise self._usage(f"publish: version must be 1 or more, not {version}", "leave version=None")
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise self._usage(f"publish: dtype must be a torch.dtype, not {dtype!r}", "pass e.g. torch.bfloat16")
         try:
             checked = msgspec.convert(dict(meta or {}), Meta)
         except (msgspec.ValidationError, TypeError, ValueError) as error:
@@ -155,6 +153,32 @@ class Channel(Collectives):
             ) from error
         job = PublishJob(version, self._deadline_s(deadline), checked, new_manifest, self.name)
         return self._publisher.publish(weights, job, dtype)
+
+    def arena_like(
+        self, weights: object, *, dtype: torch.dtype | None = None, deadline: float | None = None
+    ) -> WritableSlot:
+        """A free slot as a mapping of names to CPU tensors, to write the next version into: publishing it copies nothing.
+
+        Use it in a ``with`` block, write every tensor (their contents are undefined), and pass the mapping to
+        :meth:`publish` inside the block; leaving the block without a publish gives the slot back. From the publish on its
+        tensors are empty, and what is in the slot is read by others: keep no views of it. Channels need ``slots`` >= 2.
+
+        :param weights: names, shapes and dtypes: a module, a mapping, or an object with ``metadata()``.
+        :param dtype: of plain floating tensors; default: as they are.
+        :param deadline: seconds to wait for a free slot; default: the channel's.
+        :raises replicas.errors.ManifestMismatch: a value cannot be published.
+        :raises replicas.errors.NoCapacity: there is no memory for a slot.
+        :raises replicas.errors.Busy: no slot became free in time.
+        """
+        self._check_source("arena_like", dtype)
+        return arena_like(self._hub, weights, dtype, self._deadline_s(deadline))
+
+    def _check_source(self, what: str, dtype: torch.dtype | None) -> None:
+        self._check_open()
+        if self.role not in ("source", "both"):
+            raise self._usage(f"{what}: this rank is a {self.role} of the channel", "publish from a source group")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise self._usage(f"{what}: dtype must be a torch.dtype, not {dtype!r}", "pass e.g. torch.bfloat16")
 
     def receive(self, *, deadline: float | None = None) -> Pending[Update]:
         """The newest committed version, newer than the one loaded here, and the same for all ranks of this replica.

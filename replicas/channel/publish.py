@@ -44,20 +44,19 @@ from typing import Any
 import torch
 
 from replicas import errors
+from replicas.channel.free_slot import free_slot
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.publish_job import PublishJob
 from replicas.core.manifest import PartManifest
 from replicas.messages import PackFailed, PublishAdmitted, PublishEnd, UploadManifest
-from replicas.weights.arena import Slot
-from replicas.weights.packing import Feed, Mode, Packer, stage
+from replicas.weights.packing import Feed, Mode, Packer, Packing, stage
+from replicas.weights.writable import WritableSlot
 
 __all__ = ["Publisher"]
 
 LATE_S = 15.0
 """How long a publish whose own time is over may still take, once a new coordinator has heard of it."""
-BEAT_S = 0.03
-"""How often one who waits for a slot looks again: nobody is told when a reader in another process lets go of its memory."""
 
 
 class Publisher:
@@ -117,6 +116,29 @@ class Publisher:
             hub.call(self._send_packed, job)
             return
         started = time.monotonic()
+        if isinstance(feed.weights, WritableSlot):
+            manifest, packing = self._take_written(job, feed, feed.weights)
+        else:
+            manifest, packing = self._pack(job, feed)
+        job.pack_s = time.monotonic() - started - job.wait_s
+        copied = time.monotonic()
+        hub.call(self._filled, job, manifest, feed.device)
+        packing.digest.add_done_callback(lambda done: hub.call(self._digested, job, done, time.monotonic() - copied))
+
+    def _take_written(self, job: PublishJob, feed: Feed, written: WritableSlot) -> tuple[PartManifest, Packing]:
+        """A slot that the trainer has filled in place: nothing is copied."""
+        if feed.dtype is not None:
+            raise self._hub.error(
+                errors.UsageError, "publish: this slot has its dtypes already", hint="pass dtype to arena_like"
+            )
+        job.fills = True
+        feed.take_known()
+        job.slot = written.take()
+        self._hub.arena.assign(job.slot, job.version)
+        return written.manifest, written.digest()
+
+    def _pack(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
+        """Copy the weights into a free slot."""
         manifest = self._packer.plan(feed)
         if manifest is None and not job.new_manifest:
             manifest = self._last
@@ -125,37 +147,17 @@ class Publisher:
             manifest = staged.manifest
         assert manifest is not None
         job.fills = True
-        job.slot = slot = self._slot(job, manifest)
-        packing = staged.write(slot.data) if staged is not None else self._packer.pack(feed, manifest, slot)
-        job.pack_s = time.monotonic() - started - job.wait_s
-        copied = time.monotonic()
-        hub.call(self._filled, job, manifest, feed.device)
-        packing.digest.add_done_callback(lambda done: hub.call(self._digested, job, done, time.monotonic() - copied))
-
-    def _slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
-        """A free slot, waited for until the deadline or until the publish has failed elsewhere."""
-        hub = self._hub
         started = time.monotonic()
-        while True:
-            with hub.holdings.changed:
-                seen = hub.holdings.generation
-            slot = hub.arena.acquire(job.version, manifest)
-            if slot is not None:
-                job.wait_s = time.monotonic() - started
-                return slot
-            if job.pending.done():
-                job.pending.wait()
-            left = job.deadline - time.monotonic()
-            if left <= 0:
-                raise hub.error(
-                    errors.Busy,
-                    f"no free slot for version {job.version} within {job.deadline_s:g} s: {hub.arena.in_use()}",
-                    version=job.version,
-                    phase="wait",
-                    members=[hub.member.name],
-                )
-            with hub.holdings.changed:
-                hub.holdings.changed.wait_for(lambda: hub.holdings.generation != seen, min(left, BEAT_S))  # noqa: B023  # used at once
+        job.slot = slot = free_slot(
+            self._hub,
+            job.version,
+            manifest,
+            what=f"version {job.version}",
+            until=job.deadline,
+            check=lambda: job.pending.done() and job.pending.wait(),
+        )
+        job.wait_s = time.monotonic() - started
+        return manifest, staged.write(slot.data) if staged is not None else self._packer.pack(feed, manifest, slot)
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
         """What all ranks of the replica are told; our own error when nobody can tell."""

@@ -243,16 +243,17 @@ class Transfers:
             self._let_go(transfer)
             return
         known = self._hub.holdings
-        done = msgspec.structs.replace(done, place=slot.place)
         if transfer.sends:
+            place = slot.place
             if done.image_digest:
                 known.note(transfer.offer.version, digest=done.image_digest)
             self._hub.arena.unpin(slot)
         else:
             device = "cuda" if lane is not None and lane.backend == "nccl" else "cpu"
             known.received(slot, done.image_digest, transfer.offer.meta, device)
+            place = slot.place  # others may map it from now on
             self._hub.version_held()
-        self._hub.send(done)
+        self._hub.send(msgspec.structs.replace(done, place=place))
 
     async def _through(self, lane: Lane, transfer: _Transfer, slot: Slot, go: TransferGo) -> TransferDone:
         if lane.sidecar is None:

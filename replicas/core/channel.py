@@ -351,7 +351,7 @@ class ChannelState:
                 self.hosts.located(state, message)
             case wire.Dropped():
                 state.forget(message.version)
-                self.hosts.release(self.commits.latest, now)
+                self.hosts.release(self.commits.latest, now, host=state.host)
             case wire.ReceiveAsk() if state.is_target and state.carries:  # nobody else is ever granted one
                 self.rounds.ask(member, message)
             case wire.ReceiveCancel():

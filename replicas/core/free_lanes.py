@@ -216,6 +216,7 @@ class FreeLanes:
             for turn in free.of(member):
                 if turn.post.message.post == message.post:
                     self._told(free, turn, message.outcome, now)
+                    self._end_if_told(free, now)
                     return
         stray = self._strays.pop((member, message.post), None)
         if stray is not None:
@@ -240,6 +241,7 @@ class FreeLanes:
             self._pairing.passed(free.domain, message.step)
         if message.recalled:
             free.used[member] = message.turn
+            self._end_if_told(free, now)
 
     def _named(self, name: str) -> _Free | None:
         return next((free for free in self._free.values() if free.name == name), None)
@@ -255,8 +257,7 @@ class FreeLanes:
                 self._recall(free, now)
             elif free.recalled_at is None and self._pairing.joins_wait(now):
                 self._recall(free, now)
-            if free.recalled_at is not None:
-                self._end_if_told(free, now)
+            self._end_if_told(free, now)
 
     def _recall(self, free: _Free, now: float) -> None:
         if free.recalled_at is None:
@@ -289,7 +290,7 @@ class FreeLanes:
 
     def _end_if_told(self, free: _Free, now: float) -> None:
         awaited = self._awaited(free)
-        if any(member not in free.used for member in awaited):
+        if free.recalled_at is None or any(member not in free.used for member in awaited):
             return
         if len({free.used[member] for member in awaited}) > 1:
             self._break(free, "recalled", now)  # some have begun what the others never will

@@ -161,9 +161,9 @@ class Hosts:
 
     # ------------------------------------------------------------ whose memory is used
 
-    def release(self, latest: int, now: float) -> None:
-        """Tell the owners of older versions than ``latest`` which of them nobody uses any more."""
-        for state in self._roster:
+    def release(self, latest: int, now: float, *, host: int | None = None) -> None:
+        """Tell the owners of older versions than ``latest`` which of them nobody uses any more: all, or those of a host."""
+        for state in self._roster if host is None else self.on(host):
             old = [version for version in state.lent if version < latest]
             for version in old:
                 if not self._used(state, version, now):

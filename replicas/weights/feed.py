@@ -77,7 +77,7 @@ class Feed:
         self.user_error: BaseException | None = None
         self.device = "cpu"
         self.sources: list[torch.Tensor] | None = None
-        self._weights = weights
+        self.weights = weights
         self._known: dict[str, object] | None = None
         self._source: Iterator[Any] | None = None
         self._ties: Ties | None = None
@@ -90,7 +90,7 @@ class Feed:
         entries = self.known_entries()
         if entries is not None:
             return layout(entries, self.mode)
-        rows = declared(self._weights) if self.mode == "image" else None
+        rows = declared(self.weights) if self.mode == "image" else None
         if rows is None:
             return None
         return PartManifest(tuple(TensorSpec(name, self._published(dtype), shape) for name, dtype, shape in rows))
@@ -139,8 +139,8 @@ class Feed:
     def _open(self) -> None:
         if self._source is None:
             try:
-                self._known = known_values(self._weights)
-                self._source = iter(self._known.items()) if self._known is not None else streamed_values(self._weights)
+                self._known = known_values(self.weights)
+                self._source = iter(self._known.items()) if self._known is not None else streamed_values(self.weights)
             except BaseException as error:
                 self._end(error)
                 raise

@@ -505,3 +505,30 @@ async def test_buffers_are_closed_with_the_channel() -> None:
         for channel in (trainer, rollout):
             await asyncio.to_thread(channel.close)
         assert [buffer.fd for buffer in buffers] == [-1, -1]
+
+
+async def test_a_slot_that_is_written_in_place_is_published_without_a_copy() -> None:
+    async with channel_world() as world:
+        trainer, rollout = await world.trainer_and_rollouts()
+        given = {"w": torch.zeros(1000), "b": torch.zeros(3)}
+        for value in (1.0, 2.0, 3.0):
+            with trainer.arena_like(given) as slot:
+                for tensor in slot.values():
+                    tensor.fill_(value)
+                kept = slot["w"]
+                receipt = await (await asyncio.to_thread(trainer.publish, slot))
+                assert kept.numel() == 0, "what was published is not the trainer's any more"
+            with await rollout.receive(deadline=20) as update:
+                assert update.version == receipt.version
+                assert {number for _, tensor in update for number in tensor.tolist()} == {value}
+        with trainer.arena_like(given) as slot:
+            slot["w"].fill_(9.0)
+        with pytest.raises(errors.UsageError, match="given back"):
+            await asyncio.to_thread(trainer.publish, slot)
+        with trainer.arena_like(given) as slot, pytest.raises(errors.UsageError, match="dtypes already"):
+            await asyncio.to_thread(trainer.publish, slot, dtype=torch.bfloat16)
+        with pytest.raises(errors.UsageError, match="does not tell its tensors"):
+            trainer.arena_like(iter(given.items()))
+        with pytest.raises(errors.UsageError, match="target of the channel"):
+            rollout.arena_like(given)
+        assert (await publish(trainer, given)).version > receipt.version
