@@ -1,0 +1,180 @@
+"""What a member does on its own host: it finds out where it is, maps what others hold, and lets go of it again."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Iterator
+
+import msgspec
+import pytest
+import torch
+
+from replicas import messages as wire
+from replicas.channel import beacon
+from replicas.weights.arena import Arena, Slot
+from replicas.weights.digest import digest_of
+from tests.support.scripted import MANIFEST, World
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def target() -> AsyncIterator[World]:
+    world = World("target", 2)
+    yield world
+    await world.end()
+
+
+@pytest.fixture
+def lender() -> Iterator[Arena]:
+    """The arena of another member; that it is of this very process makes no difference."""
+    arena = Arena(2)
+    yield arena
+    arena.close()
+
+
+def fill(arena: Arena, version: int) -> Slot:
+    slot = arena.acquire(version, MANIFEST)
+    assert slot is not None
+    slot.data.view(torch.float32).fill_(float(version))
+    arena.hold(slot, digest_of(slot.data))
+    return slot
+
+
+def offer(number: int, version: int, place: wire.SlotPlace | None, digest: str = "digest") -> wire.TransferOffer:
+    return wire.TransferOffer(
+        number, version, "map", "image", "hash", MANIFEST.encode(), {"n": version}, 5.0, digest, place
+    )
+
+
+async def mapped(world: World, slot: Slot, number: int = 1) -> wire.TransferDone:
+    world.tell(offer(number, slot.version, slot.place, slot.digest))
+    done: wire.TransferDone = await world.session.next(wire.TransferDone)
+    return done
+
+
+async def test_a_version_is_mapped_read_and_let_go_of(target: World, lender: Arena) -> None:
+    first = fill(lender, 1)
+    done = await mapped(target, first)
+    assert (done.transfer, done.image_digest) == (1, first.digest)
+    assert done.place is not None
+    assert done.place.inode == first.place.inode
+    target.tell(wire.Commit(1, first.digest, "hash"))
+    pending = target.receiver.receive(None)
+    target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 1))
+    update = await pending
+    assert update.meta == {"n": 1}
+    views = dict(update)
+    views["w"][0] = 9.0
+    assert first.data.view(torch.float32).tolist() == [1.0] * 4, "what a reader writes stays with it"
+    del views
+
+    lender.free(first)
+    second = fill(lender, 2)
+    assert second is not first, "the memory of an open update is not written to"
+    await mapped(target, second, 2)
+    target.tell(wire.Commit(2, second.digest, "hash"))
+    lender.released(1)
+    update.loaded()
+    assert (await target.session.next(wire.Dropped)).version == 1
+    assert sorted(target.hub.arena.held()) == [2]
+    assert not target.slots(), "nothing of its own was needed"
+
+
+async def test_nothing_is_mapped_that_is_not_there(target: World, lender: Arena) -> None:
+    slot = fill(lender, 1)
+    place = slot.place
+    gone = msgspec.structs.replace(place, pid=2**22 + 1)  # beyond any pid that can be
+    other = msgspec.structs.replace(place, inode=place.inode + 1)
+    lender.free(slot)
+    refilled = lender.acquire(2, MANIFEST)
+    assert refilled is slot
+    for number, wrong in enumerate((gone, other, place), 1):
+        target.tell(offer(number, 1, wrong))
+        failed = await target.session.next(wire.TransferFailed)
+        assert (failed.transfer, failed.error.kind) == (number, "Gone")
+    lender.hold(refilled, "another")
+    target.tell(offer(4, 1, place))
+    failed = await target.session.next(wire.TransferFailed)
+    assert failed.error.kind == "Gone"
+    assert "was replaced by another version" in failed.error.message
+    target.tell(offer(5, 1, None))
+    assert (await target.session.next(wire.TransferFailed)).error.kind == "InternalError"
+    assert not target.hub.arena.held()
+
+
+async def test_an_offer_without_a_digest_has_it_computed(target: World, lender: Arena) -> None:
+    slot = fill(lender, 1)
+    target.tell(offer(1, 1, slot.place, digest=""))
+    assert (await target.session.next(wire.TransferDone)).image_digest == slot.digest
+
+
+async def test_a_version_that_was_discarded_is_let_go_of(target: World, lender: Arena) -> None:
+    slot = fill(lender, 1)
+    await mapped(target, slot)
+    target.tell(wire.Discard(1))
+    assert not target.hub.arena.held()
+    lender.free(slot)
+    assert lender.acquire(2, MANIFEST) is slot
+
+
+async def test_a_second_offer_of_a_held_version_takes_the_new_place(target: World, lender: Arena) -> None:
+    await mapped(target, fill(lender, 1))
+    other = Arena(1)
+    try:
+        slot = fill(other, 1)
+        done = await mapped(target, slot, 2)
+        assert done.place is not None
+        assert done.place.inode == slot.place.inode
+        assert len(target.hub.arena.foreign) == 1
+    finally:
+        other.close()
+
+
+async def test_a_mapped_version_is_lent_on(target: World, lender: Arena) -> None:
+    done = await mapped(target, fill(lender, 1))
+    lender.close()
+    late = World("target", 2)
+    try:
+        late.tell(offer(1, 1, done.place))
+        assert (await late.session.next(wire.TransferDone)).transfer == 1
+        hello = late.hub.introduce(late.hello)
+        assert [(held.version, held.place is not None) for held in hello.held] == [(1, True)]
+    finally:
+        await late.end()
+
+
+async def test_a_new_coordinator_hears_what_was_lent() -> None:
+    world = World("source", 2)
+    arena = world.hub.arena
+    fill(arena, 1)
+    arena.release(1)
+    assert world.hub.introduce(world.hello).lent == (1,)
+    await world.end()
+
+
+# ---------------------------------------------------------------- where one is
+
+
+async def test_who_can_be_read_is_on_this_host(target: World) -> None:
+    own = beacon.own_beacon()
+    assert own == beacon.own_beacon()
+    forged = msgspec.structs.replace(own, nonce="0" * len(own.nonce))
+    nowhere = msgspec.structs.replace(own, pid=2**22 + 1)
+    target.tell(wire.Locate((forged, nowhere, own)))
+    assert (await target.session.next(wire.Located)).found == 2
+    target.tell(wire.Locate((forged, nowhere)))
+    assert (await target.session.next(wire.Located)).found == -1
+
+
+async def test_a_descriptor_that_would_block_is_not_opened(target: World) -> None:
+    read, write = os.pipe()
+    try:
+        pipe = msgspec.structs.replace(beacon.own_beacon(), fd=read)
+        async with asyncio.timeout(5):
+            target.tell(wire.Locate((pipe,)))
+            assert (await target.session.next(wire.Located)).found == -1
+    finally:
+        os.close(read)
+        os.close(write)
