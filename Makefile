@@ -7,13 +7,16 @@ UNIT := tests/unit
 # Real processes are mostly waited for: two tests at a time. The faults of the chaos suite are timed, and run alone.
 SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
 
+# With the peers' environment, which sees .venv too, the benchmarks have all that they compare with.
+BENCH_PYTHON = $(or $(wildcard $(VENV)/peers/bin/python),$(BIN)/python)
+
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test unit integration chaos check format bench diagrams clean
+.PHONY: help demo test unit integration chaos check format bench bench-peers diagrams clean
 
 help: ## show this list
-	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  make \1\t/' | expand -t 22
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -59,8 +62,13 @@ format: $(VENV)/.dev ## format the code
 	@$(BIN)/ruff check --fix .
 	@$(BIN)/ruff format .
 
-bench: $(VENV)/.dev ## run the benchmarks; tables to the terminal, JSON to bench-results/
-	@for file in bench/bench_*.py; do echo "== $$file"; $(BIN)/python $$file $(ARGS) || exit 1; done
+bench: $(VENV)/.dev ## run the benchmarks, in short with QUICK=1; tables to the terminal, JSON to bench-results/
+	@failed=; for file in bench/bench_*.py; do \
+	  echo "== $$file"; $(BENCH_PYTHON) $$file $(if $(QUICK),--quick) $(ARGS) || failed="$$failed $$file"; \
+	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
+
+bench-peers: $(VENV)/.dev ## install what the benchmarks compare with (torchft, Ray) into an environment beside .venv
+	@$(BIN)/python -m bench.peers
 
 diagrams: $(VENV)/.dev ## write the state tables of the code into ARCHITECTURE.md
 	@$(BIN)/python tests/support/diagrams.py

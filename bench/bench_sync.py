@@ -1,14 +1,19 @@
-"""How long does a weight sync take on one host, and how long does it hold the trainer?
+"""How long does a weight sync take on one host?
 
-    python bench/bench_sync.py [--quick] [--repetitions N] [--threads N]
+    python bench/bench_sync.py [--quick] [--repetitions N] [--threads N] [--only SET …]
 
-One source, then 1, 2 and 3 targets, each a process of its own, and 272 tensors of 269 MB in all (``bench/shapes.py``).
-Measured from the call of ``publish`` to: its return, the version readable at every target, and loaded into every
-target's own parameters. Beside it, in the same run and in rotating order: one copy of the same bytes in warm memory, and
-a broadcast of one flat buffer by ProcessGroupGloo between as many plain processes. The first rounds, which allocate every
-slot of the arenas and form the group, are kept apart as ``cold``.
+One source, then 1, 2 and 3 targets, each a process of its own: 272 tensors of 269 MB in all, and 1 GiB in 8 tensors
+(``bench/shapes.py``). From the call of ``publish`` until all targets can read the version, and until all have it in
+parameters of their own, against (``sync_contenders.py`` says exactly what):
 
-All processes have the same number of torch threads; default: the cores divided by the members, at least 1.
+* the limit: one copy into warm shared memory, and as many copies out of it at once as there are targets;
+* ProcessGroupGloo: a broadcast of one flat buffer, and one for each tensor;
+* files in /dev/shm: torch.save with torch.load, and safetensors;
+* torchft's ProcessGroupBabyGloo, and Ray's object store, where ``make bench-peers`` has installed them.
+
+The order changes with every repetition. Ray's own processes need a part of a core even when they do nothing: it comes
+at the end, with Gloo's flat broadcast beside it once more, to which it is compared. All processes have the same
+number of threads (OMP_NUM_THREADS), by default the cores divided by the members, at least 1.
 """
 
 from __future__ import annotations
@@ -16,173 +21,181 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-import statistics
-from collections.abc import Awaitable, Callable
+import shutil
+from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from typing import Any
 
-from bench.shapes import FULL, SMALL, nbytes_of
-from bench.support import Rank, Spread, busy_ratio, machine, rotated, show, threads_for, together, until, write
+from bench.peers import HOW, python_with
+from bench.shapes import nbytes_of_set
+from bench.support import (
+    Rank,
+    available_nbytes,
+    busy_ratio,
+    machine,
+    rank,
+    rotated,
+    run_bench,
+    scratch,
+    threads_for,
+    together,
+    write,
+)
+from bench.sync_contenders import (
+    Contender,
+    Each,
+    Files,
+    Flat,
+    Library,
+    Limit,
+    Load,
+    Ray,
+    Read,
+    Torchft,
+    groups,
+    share,
+)
+from bench.sync_report import BESIDE_RAY, Results, report
 from replicas import Coordinator
 
 TARGETS = 3
 SLOTS = 2
-WARM_UPS = SLOTS + 1
-LABELS = {
-    "memcpy": "memory copy",
-    "gloo": "Gloo, flat buffer",
-    "held": "publish returns",
-    "readable": "readable everywhere",
-    "loaded": "loaded everywhere",
-}
-Samples = dict[str, list[float]]
+SETS = ("smollm2", "few")
+SHARED_FOLDER = "/dev/shm"
+ROOM_NBYTES = 1 << 30
+"""Memory that is left to others."""
 
 
-class Library:
-    """Trainer and rollouts on a channel."""
-
-    def __init__(self, coordinator: Coordinator, ranks: list[Rank]) -> None:
-        self._coordinator = coordinator
-        self._trainer, *self._rollouts = ranks
-        self._changed = asyncio.Event()
-        self._published = False
-        self.phases: list[dict[str, float]] = []
-        coordinator.subscribe(lambda event: self._changed.set())
-
-    async def join(self, rank: Rank, group: str, replica: int) -> None:
-        where = {"endpoint": self._coordinator.endpoint, "token": self._coordinator.token}
-        await rank.ask("join", group=group, replica=replica, **where)
-
-    async def join_trainer(self) -> None:
-        await self.join(self._trainer, "trainer", 0)
-
-    async def add(self, number: int) -> None:
-        """One more rollout, which has loaded the newest version."""
-        await self.join(self._rollouts[number], "rollout", number)
-        await until(lambda: self._live() == number + 2, self._changed, f"rollout {number} is live")
-        if self._published:
-            await self._rollouts[number].ask("receive")
-            await self._rollouts[number].hear()
-
-    def _live(self) -> int:
-        (channel,) = self._coordinator.channel_statuses()
-        return sum(member.state == "live" for member in channel.members)
-
-    async def sync(self, targets: int, samples: Samples) -> None:
-        """One version to all of them; they must end up with equal bytes."""
-        rollouts = self._rollouts[:targets]
-        await asyncio.gather(*(one.ask("receive") for one in rollouts))  # all wait for it now
-        said, *replies = await asyncio.gather(self._trainer.ask("publish"), *(one.hear() for one in rollouts))
-        self._published = True
-        samples["held"].append(said["held"] - said["began"])
-        samples["readable"].append(max(reply["readable"] for reply in replies) - said["began"])
-        samples["loaded"].append(max(reply["loaded"] for reply in replies) - said["began"])
-        self.phases.append(said["phases"])
-        digests = await asyncio.gather(*(one.ask("digest") for one in (self._trainer, *rollouts)))
-        if len({reply["digest"] for reply in digests}) != 1:
-            raise RuntimeError(f"the targets hold other bytes than the trainer: {digests}")
-
-
-class Plain:
-    """Processes that share a Gloo group and nothing else."""
-
-    def __init__(self, ranks: list[Rank]) -> None:
-        self._ranks = ranks
-
-    async def prepare(self, nbytes: int) -> None:
-        await asyncio.gather(*(one.ask("buffers", nbytes=nbytes) for one in self._ranks))
-        port = (await self._ranks[0].ask("host"))["port"]
-        for size in range(2, len(self._ranks) + 1):
-            ranks = enumerate(self._ranks[:size])
-            await asyncio.gather(*(one.ask("form", port=port, rank=rank, size=size) for rank, one in ranks))
-
-    async def broadcast(self, targets: int, samples: Samples) -> None:
-        source, *rest = self._ranks[: targets + 1]
-        await asyncio.gather(*(one.ask("broadcast", size=targets + 1, source=False) for one in rest))
-        asks = (source.ask("broadcast", size=targets + 1, source=True), *(one.hear() for one in rest))
-        said, *replies = await asyncio.gather(*asks)
-        samples["gloo"].append(max(reply["ended"] for reply in (said, *replies)) - said["began"])
-
-    async def memcpy(self, targets: int, samples: Samples) -> None:
-        samples["memcpy"].append((await self._ranks[0].ask("memcpy"))["seconds"])
-
-
-async def measure(library: Library, plain: Plain, repetitions: int) -> tuple[dict[int, Samples], Samples]:
-    """All samples by number of targets and kind, and those of the first warm-ups of all."""
-    results: dict[int, Samples] = {}
-    cold: Samples = {}
-    contenders: list[Callable[[int, Samples], Awaitable[None]]] = [library.sync, plain.broadcast, plain.memcpy]
+async def measure(contenders: Sequence[Contender], repetitions: int, results: Results) -> None:
+    """Rounds of all to 1, 2 and 3 targets, in turn; the first ones of each are not counted."""
     for targets in range(1, TARGETS + 1):
-        await library.add(targets - 1)
-        samples: Samples = {kind: [] for kind in LABELS}
-        warm_ups: Samples = {kind: [] for kind in LABELS}
-        for _ in range(WARM_UPS):
-            for contender in contenders:
-                await contender(targets, warm_ups)
-        cold = cold or warm_ups
-        library.phases.clear()
+        found = results.setdefault(targets, {})
+        for contender in contenders:
+            await contender.prepare(targets)
+            for _ in range(contender.warm_ups):
+                await contender.sync(targets)
         for repetition in range(repetitions):
             for contender in rotated(contenders, repetition):
-                await contender(targets, samples)
-        results[targets] = samples
-    return results, cold
+                for reached, seconds in (await contender.sync(targets)).items():
+                    found.setdefault(contender.name, {}).setdefault(reached, []).append(seconds)
 
 
-async def run(quick: bool, repetitions: int, threads: int) -> None:
+class Field:
+    """One set of tensors and everyone who moves it."""
+
+    def __init__(self, what: str, threads: int, with_peers: bool) -> None:
+        self.what = what
+        self._with_peers = with_peers
+        self.nbytes = nbytes_of_set(what)
+        self.missing: dict[str, str] = {}
+        self.results: Results = {}
+        self.facts: dict[str, Any] = {}
+        self.cold: dict[str, float] = {}
+        self.phases: list[dict[str, float]] = []
+        self._environment = {"OMP_NUM_THREADS": str(threads)}
+        self._names = ["source", *(f"target {number}" for number in range(TARGETS))]
+
+    async def run(self, repetitions: int) -> None:
+        channels = {"policy": {"sources": ["trainer"], "targets": ["rollout"], "slots": SLOTS}}
+        async with (
+            Coordinator(channels, groups={"trainer": 1, "rollout": TARGETS}) as coordinator,
+            together("contest_rank", self._names, **self._environment) as ranks,
+        ):
+            made = [one.ask("fill", what=self.what, seed=seed) for seed, one in enumerate(ranks)]
+            self.facts = (await asyncio.gather(*made))[0]
+            port = await groups(ranks)
+            await share(ranks)
+            library = Library(coordinator, ranks)
+            await library.grow(1)
+            self.cold = await Load(library).sync(1)
+            async with AsyncExitStack() as stack:
+                contenders: list[Contender] = [Limit(ranks), Read(library), Load(library), Flat(ranks), Each(ranks)]
+                folder = stack.enter_context(scratch(SHARED_FOLDER))
+                contenders += [Files(ranks, kind, folder) for kind in self._formats()]
+                contenders += await self._torchft(stack, port)
+                library.phases.clear()
+                await measure(contenders, repetitions, self.results)
+            self.phases = library.phases
+            async with AsyncExitStack() as stack:
+                if ray := await self._ray(stack):
+                    await measure([*ray, Flat(ranks, BESIDE_RAY)], repetitions, self.results)
+            await asyncio.gather(*(one.ask("leave") for one in ranks))
+
+    # ------------------------------------------------------------ those who may be missing
+
+    def _formats(self) -> list[str]:
+        free = shutil.disk_usage(SHARED_FOLDER).free
+        if free < self.nbytes + ROOM_NBYTES // 16:
+            self.missing["files"] = f"{SHARED_FOLDER} has {free / 1e6:.0f} MB left"
+            return []
+        if python_with("safetensors") is None:
+            self.missing["safetensors"] = f"not installed: {HOW}"
+            return ["torch.save"]
+        return ["torch.save", "safetensors"]
+
+    def _interpreter(self, name: str, copies: float) -> str | None:
+        """That which has the package, if memory for so many copies of the weights is left, too."""
+        python = python_with(name)
+        needed = int(self.nbytes * copies) + ROOM_NBYTES
+        if not self._with_peers:
+            self.missing[name] = "one set only, in a quick run"
+        elif python is None:
+            self.missing[name] = f"not installed: {HOW}"
+        elif (available := available_nbytes()) < needed:
+            self.missing[name] = f"{needed / 1e9:.0f} GB of memory needed, {available / 1e9:.0f} available"
+        else:
+            return python
+        return None
+
+    async def _torchft(self, stack: AsyncExitStack, port: int) -> list[Contender]:
+        python = self._interpreter("torchft", TARGETS + 2)
+        if python is None:
+            return []
+        ranks = await stack.enter_async_context(
+            together("torchft_rank", [f"torchft: {name}" for name in self._names], python, **self._environment)
+        )
+        await asyncio.gather(*(one.ask("fill", what=self.what, seed=seed) for seed, one in enumerate(ranks)))
+        stack.push_async_callback(_close, ranks)
+        return [Torchft(ranks, port)]
+
+    async def _ray(self, stack: AsyncExitStack) -> list[Contender]:
+        python = self._interpreter("ray", TARGETS + 4)
+        if python is None:
+            return []
+        folder = stack.enter_context(scratch())
+        one = await stack.enter_async_context(rank("ray_rank", "Ray", python, **self._environment))
+        stack.push_async_callback(_close, [one])
+        try:
+            await one.ask("start", what=self.what, targets=TARGETS, nbytes=self.nbytes, folder=folder)
+        except RuntimeError as error:
+            self.missing["ray"] = f"it did not start: {str(error).splitlines()[-1]}"
+            return []
+        return [Ray(one)]
+
+
+async def _close(ranks: Sequence[Rank]) -> None:
+    await asyncio.gather(*(one.ask("close") for one in ranks))
+
+
+async def run(sets: Sequence[str], quick: bool, repetitions: int | None, threads: int) -> None:
     busy, load = await busy_ratio(), os.getloadavg()
-    nbytes = nbytes_of(SMALL if quick else FULL)
-    channels = {"policy": {"sources": ["trainer"], "targets": ["rollout"], "slots": SLOTS}}
-    environment = {"OMP_NUM_THREADS": str(threads)}
-    names = ["source", *(f"target {number}" for number in range(TARGETS))]
-    async with (
-        Coordinator(channels, groups={"trainer": 1, "rollout": TARGETS}) as coordinator,
-        together("sync_rank", [f"member: {name}" for name in names], **environment) as members,
-        together("sync_rank", [f"plain: {name}" for name in names], **environment) as others,
-    ):
-        library, plain = Library(coordinator, members), Plain(others)
-        made = await asyncio.gather(*(one.ask("tensors", quick=quick, seed=seed) for seed, one in enumerate(members)))
-        if made[0]["nbytes"] != nbytes:
-            raise RuntimeError(f"the set has {made[0]['nbytes']} bytes, not {nbytes}")
-        await plain.prepare(nbytes)
-        await library.join_trainer()
-        results, cold = await measure(library, plain, repetitions)
-        await asyncio.gather(*(one.ask("leave") for one in members))
-    facts = made[0] | {"busy_before": busy, "load": load, "quick": quick}
-    report(results, cold, library.phases, facts)
-
-
-def report(results: dict[int, Samples], cold: Samples, phases: list[dict[str, float]], facts: dict[str, Any]) -> None:
-    table: list[list[str] | None] = []
-    rows: list[dict[str, Any]] = []
-    for targets, samples in results.items():
-        spreads = {kind: Spread(found) for kind, found in samples.items()}
-        for kind, spread in spreads.items():
-            table.append([str(targets), LABELS[kind], *spread.cells(spreads["memcpy"], spreads["gloo"])])
-            ratios = {f"ratio_to_{name}": spread.median / spreads[name].median for name in ("memcpy", "gloo")}
-            rows.append({"targets": targets, "what": kind, **spread.report(), **ratios})
-        table.append(None)
-    medians = {phase: statistics.median(one[phase] for one in phases) for phase in phases[0]}
-    shown = ", ".join(f"{phase} {seconds * 1e3:.0f}" for phase, seconds in medians.items())
-    megabytes = facts["nbytes"] / 1e6
-    show(
-        f"Weight sync on one host: {facts['tensors']} tensors, {megabytes:.0f} MB bf16",
-        ["to", "", "median", "range", "x copy", "x Gloo"],
-        table,
-        f"The first publish of all held the trainer {cold['held'][0]:.2f} s and was loaded after {cold['loaded'][0]:.2f} s."
-        f"\nPhases at {max(results)} targets, ms: {shown}."
-        f"\n{facts['threads']} torch thread(s) in each process; others used {facts['busy_before']:.0%} of the cores before.",
-    )
-    phase_key = f"phases_at_{max(results)}_targets_s"
-    write("bench_sync", {"machine": machine(), **facts, "rows": rows, "cold_s": cold, phase_key: medians})
+    found: list[dict[str, Any]] = []
+    for name in sets:
+        field = Field(f"{name}-small" if quick else name, threads, with_peers=not quick or name == sets[0])
+        await field.run(repetitions or (3 if quick or name == "few" else 5))
+        found.append(report(field.results, field.facts, field.cold, field.phases, field.missing))
+    facts = {"OMP_NUM_THREADS": threads, "busy_before": busy, "load": load, "quick": quick}
+    write("bench_sync", {"machine": machine(), **facts, "sets": dict(zip(sets, found, strict=True))})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Weight sync on one host, against a memory copy and Gloo.")
+    parser = argparse.ArgumentParser(description="Weight sync on one host, against the limit, Gloo, files and others.")
     parser.add_argument("--quick", action="store_true", help="a ninth of the bytes, 3 repetitions")
-    parser.add_argument("--repetitions", type=int, default=None, help="default 5")
-    parser.add_argument("--threads", type=int, default=threads_for(TARGETS + 1), help="torch threads of each process")
+    parser.add_argument("--repetitions", type=int, default=None, help="default 5; 3 of the large set")
+    parser.add_argument("--threads", type=int, default=threads_for(TARGETS + 1), help="OMP_NUM_THREADS of each process")
+    parser.add_argument("--only", nargs="+", choices=SETS, default=SETS, help="sets of tensors; default: all")
     options = parser.parse_args()
-    repetitions = options.repetitions or (3 if options.quick else 5)
-    asyncio.run(run(options.quick, repetitions, options.threads))
+    run_bench(run(options.only, options.quick, options.repetitions, options.threads))
 
 
 if __name__ == "__main__":

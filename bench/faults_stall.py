@@ -24,14 +24,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import statistics
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AsyncExitStack, contextmanager
+from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
-from bench.processes import Forkserver, Progress, forkservers
+from bench.processes import Forkserver, Progress, forkservers, one_core_left
 from bench.support import Rank, rank, rotated, until
 from replicas import Coordinator
 
@@ -161,21 +160,6 @@ class Scene:
             stamps += [said["began"], reply["ended"]]
         await inside
         return stamps[0], stamps[-1]
-
-
-@contextmanager
-def one_core_left() -> Iterator[int | None]:
-    """Keep this process, and all that it starts, off one core, and say which; None where there is only one."""
-    before = os.sched_getaffinity(0)
-    *others, core = sorted(before)
-    if not others:
-        yield None
-        return
-    os.sched_setaffinity(0, others)
-    try:
-        yield core
-    finally:
-        os.sched_setaffinity(0, before)
 
 
 async def measure(nbytes: int, quick: bool, repetitions: int, done: Callable[[StallSample], None]) -> list[StallSample]:

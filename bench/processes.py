@@ -25,7 +25,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-__all__ = ["Forkserver", "Hit", "Progress", "children_of", "forkservers", "held", "send"]
+__all__ = ["Forkserver", "Hit", "Progress", "children_of", "forkservers", "held", "one_core_left", "send"]
 
 FORKSERVER_TIMEOUT_S = 60.0
 SAMPLE_S = 0.0002
@@ -70,11 +70,27 @@ def send(pidfds: Sequence[int], number: signal.Signals) -> float:
     return began
 
 
+@contextmanager
+def one_core_left() -> Iterator[int | None]:
+    """Keep this process, and all that it starts, off one core, and say which; None where there is only one."""
+    before = os.sched_getaffinity(0)
+    *others, core = sorted(before)
+    if not others:
+        yield None
+        return
+    os.sched_setaffinity(0, others)
+    try:
+        yield core
+    finally:
+        os.sched_setaffinity(0, before)
+
+
 class Forkserver:
     """One that a shim would start: its children are the sidecars of one rank."""
 
     def __init__(self, name: str, process: asyncio.subprocess.Process) -> None:
         self.name = name
+        self.pid = process.pid
         self._process = process
 
     def sidecars(self) -> list[int]:

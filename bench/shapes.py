@@ -1,14 +1,19 @@
-"""The tensors of a real model, as a rule: 272 of SmolLM2-135M, 269 MB in bfloat16 (tied embeddings come once)."""
+"""The sets of tensors that are moved, as data: names and shapes, all in bfloat16.
+
+The first is that of a real model, as a rule: 272 tensors of SmolLM2-135M, 269 MB (tied embeddings come once). The others are
+a few large ones, and very many small ones.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from math import prod
 from typing import NamedTuple
 
-__all__ = ["FULL", "SMALL", "Model", "nbytes_of", "shapes"]
+__all__ = ["FULL", "ITEM_NBYTES", "SETS", "SMALL", "Model", "Shape", "nbytes_of", "nbytes_of_set", "shapes"]
 
 ITEM_NBYTES = 2  # bfloat16
+Shape = tuple[str, tuple[int, ...]]
 
 
 class Model(NamedTuple):
@@ -26,7 +31,7 @@ SMALL = Model(layers=30, hidden=192, intermediate=512, kv=64, vocabulary=16384)
 """As many tensors, a ninth of the bytes: for ``--quick``."""
 
 
-def shapes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes(model: Model) -> Iterator[Shape]:
     """Names and shapes, in the order of the model's file."""
     hidden, inner, kv = model.hidden, model.intermediate, model.kv
     yield "model.embed_tokens.weight", (model.vocabulary, hidden)
@@ -49,3 +54,30 @@ def shapes(model: Model) -> Iterator[tuple[str, tuple[int, ...]]]:
 def nbytes_of(model: Model) -> int:
     """Bytes of all its tensors in bfloat16."""
     return sum(prod(shape) for _, shape in shapes(model)) * ITEM_NBYTES
+
+
+def _few(count: int, rows: int, columns: int) -> Iterator[Shape]:
+    for number in range(count):
+        yield f"blocks.{number}.weight", (rows, columns)
+
+
+def _many(count: int) -> Iterator[Shape]:
+    """Tensors of 256 bytes each."""
+    for number in range(count):
+        yield f"experts.{number // 1000}.scales.{number % 1000}", (128,)
+
+
+SETS: dict[str, Callable[[], Iterator[Shape]]] = {
+    "smollm2": lambda: shapes(FULL),
+    "smollm2-small": lambda: shapes(SMALL),
+    "few": lambda: _few(8, 8192, 8192),  # 1 GiB
+    "few-small": lambda: _few(8, 2048, 2048),
+    "many": lambda: _many(100_000),
+    "many-small": lambda: _many(10_000),
+}
+"""By name; ``NAME-small`` is for ``--quick``."""
+
+
+def nbytes_of_set(name: str) -> int:
+    """Bytes of all its tensors."""
+    return sum(prod(shape) for _, shape in SETS[name]()) * ITEM_NBYTES

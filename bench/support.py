@@ -16,11 +16,15 @@ import asyncio
 import json
 import os
 import platform
+import shutil
+import signal
 import statistics
 import sys
+import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -29,13 +33,17 @@ from rich.console import Console
 from rich.table import Table
 
 __all__ = [
+    "Bar",
     "Rank",
     "Spread",
+    "available_nbytes",
     "busy_ratio",
     "in_words",
     "machine",
     "rank",
     "rotated",
+    "run_bench",
+    "scratch",
     "show",
     "threads_for",
     "together",
@@ -47,6 +55,7 @@ ROOT = Path(__file__).resolve().parent.parent
 REPLY_TIMEOUT_S = 120.0
 END_TIMEOUT_S = 20.0
 REPLY_NBYTES = 1 << 20
+WIDTH = 150  # of a table that is written to a file
 
 
 class Rank:
@@ -101,11 +110,17 @@ class Rank:
 
 
 @asynccontextmanager
-async def rank(module: str, name: str, **environment: str) -> AsyncIterator[Rank]:
-    """A process with the commands of ``bench.MODULE``; it ends with the block, killed if that failed."""
+async def rank(
+    module: str, name: str, python: str = sys.executable, within: Sequence[str] = (), **environment: str
+) -> AsyncIterator[Rank]:
+    """A process with the commands of ``bench.MODULE``; it ends with the block, killed if that failed.
+
+    :param python: the interpreter, which may be that of another virtual environment (:mod:`bench.peers`).
+    :param within: the words before it, of a command that starts it elsewhere.
+    """
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     process = await asyncio.create_subprocess_exec(
-        *(sys.executable, "-m", "bench.rank", module),
+        *(*within, python, "-m", "bench.rank", module),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         cwd=ROOT,
@@ -123,10 +138,12 @@ async def rank(module: str, name: str, **environment: str) -> AsyncIterator[Rank
 
 
 @asynccontextmanager
-async def together(module: str, names: Sequence[str], **environment: str) -> AsyncIterator[list[Rank]]:
+async def together(
+    module: str, names: Sequence[str], python: str = sys.executable, **environment: str
+) -> AsyncIterator[list[Rank]]:
     """Several such processes, started at once; they end at once, too."""
     async with AsyncExitStack() as stack:
-        found = [await stack.enter_async_context(rank(module, name, **environment)) for name in names]
+        found = [await stack.enter_async_context(rank(module, name, python, **environment)) for name in names]
         try:
             yield found
         except BaseException:
@@ -172,6 +189,55 @@ class Spread:
             "max_s": max(self.samples),
             "samples_s": self.samples,
         }
+
+
+@dataclass(frozen=True)
+class Bar:
+    """Something that is promised, the figure found, and whether that keeps the promise."""
+
+    text: str
+    figure: float
+    kept: bool
+
+    def line(self) -> str:
+        return f"{'yes' if self.kept else 'NO':<4}{self.text}: {self.figure:.2f}"
+
+
+def run_bench(main: Coroutine[Any, Any, None]) -> None:
+    """Run it to its end; SIGTERM ends it as Ctrl-C does, with all its processes."""
+
+    async def ended_by_signals() -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
+        await main
+
+    try:
+        asyncio.run(ended_by_signals())
+    except asyncio.CancelledError:
+        sys.exit(128 + signal.SIGTERM)
+
+
+@contextmanager
+def scratch(parent: str | None = None) -> Iterator[str]:
+    """A folder that ends with the block; those of programs that were killed are removed first.
+
+    :param parent: default: that for temporary files.
+    """
+    prefix = "bench-"
+    for stale in Path(parent or tempfile.gettempdir()).glob(f"{prefix}*-*"):
+        owner = stale.name.split("-")[1]
+        if owner.isdecimal() and not Path("/proc", owner).exists():
+            shutil.rmtree(stale)
+    made = tempfile.TemporaryDirectory(prefix=f"{prefix}{os.getpid()}-", dir=parent, ignore_cleanup_errors=True)
+    with made as folder:  # somebody who is being killed may still write there: the next program removes it
+        yield folder
+
+
+def available_nbytes(path: Path = Path("/proc/meminfo")) -> int:
+    """Memory that can be had without swapping."""
+    line = next(line for line in path.read_text().splitlines() if line.startswith("MemAvailable"))
+    return int(line.split()[1]) * 1024
 
 
 def in_words(value: float) -> str:
@@ -222,8 +288,7 @@ def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[str] | None
             table.add_section()
         else:
             table.add_row(*row)
-    console = Console()
-    console.print(table)
+    Console(width=None if sys.stdout.isatty() else WIDTH).print(table)
 
 
 def write(name: str, result: dict[str, Any]) -> Path:

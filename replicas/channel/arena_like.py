@@ -31,6 +31,7 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, deadline_s:
             f"arena_like: a {type(weights).__name__} does not tell its tensors beforehand",
             hint="give a module, a mapping, or an object with metadata()",
         )
+
     def check() -> None:
         if hub.over is not None:
             raise hub.over.with_traceback(None)

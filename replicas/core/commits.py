@@ -38,6 +38,7 @@ __all__ = ["Commits"]
 LAST_WORDS_S = 0.4
 """A rank that gives up at its deadline knows better why (no free slot, say): its word is waited for so long."""
 
+
 class Commits:
     """Publishes, transfers and decisions of one channel."""
 

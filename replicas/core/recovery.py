@@ -175,7 +175,7 @@ class Recovery:
             return
         if self._described is not None and self._described in channel.roster:
             return
-        holder = next((s.member for s in sorted(channel.roster, key=lambda s: s.member) if version in s.held), None)
+        holder = min((state.member for state in channel.roster.holders(version)), default=None)
         self._described = holder
         if holder is not None:
             channel.out.append(Send(holder, wire.Describe(version)))

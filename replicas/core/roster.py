@@ -11,13 +11,10 @@ An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on
 served and admitted only after a while, twice as long each time, so that a program that dies right after each start does not
 interrupt the others each time.
 
-Members send heartbeats every second; beyond :data:`BEATS_PER_S` members of a channel less often, at most every
-:data:`HEARTBEAT_MAX_S`, so that the coordinator's part in it stays small. Each member is told in its Welcome, and again in
-the View of a new epoch.
-
-A member whose last sign of life is older than the suspicion time (three missed heartbeats) is *suspect*: transfers go on
-without it. One older than its lease is lost. The shell extends both by the pauses of its own loop (:meth:`Roster.forgive`),
-so that a stopped coordinator evicts nobody.
+A member whose last sign of life is older than the suspicion time (three missed heartbeats, of which
+:mod:`replicas.core.heartbeats` tells how often they come) is *suspect*: transfers go on without it. One older than its lease
+is lost. The shell extends both by the pauses of its own loop (:meth:`Roster.forgive`), so that a stopped coordinator evicts
+nobody.
 """
 
 from __future__ import annotations
@@ -30,6 +27,7 @@ import msgspec
 
 from replicas import errors
 from replicas.config import ChannelConfig, Party
+from replicas.core.heartbeats import Heartbeats
 from replicas.core.identity import Member
 from replicas.core.membership import MEMBER, MemberEvent, Standing
 from replicas.core.preflight import carries_bytes, check_join
@@ -38,14 +36,6 @@ from replicas.messages import ChannelSettings, Hello, SlotPlace
 
 __all__ = ["GroupShape", "MemberState", "Roster"]
 
-HEARTBEAT_S = 1.0
-HEARTBEAT_MAX_S = 3.0
-BEATS_PER_S = 300
-LEASE_BEATS = 4
-"""A member can send so many heartbeats within its lease."""
-MISSED_BEATS = 3
-SLACK_S = 0.5
-"""Beyond so many missed heartbeats, and this, transfers no longer wait for a member."""
 FLAPS = 3
 FLAP_WINDOW_S = 60.0
 PROBATION_S = 1.0
@@ -165,9 +155,7 @@ class Roster:
         self._live: tuple[MemberState, ...] = ()
         self._targets: tuple[MemberState, ...] = ()
         self._cached_epoch = -1
-        self._slowest_s = HEARTBEAT_S
-        """The longest interval at which any member may still send its heartbeats."""
-        self._slow_until = 0.0
+        self._heartbeats = Heartbeats()
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
         self.left: dict[str, tuple[int, float]] = {}
@@ -367,33 +355,28 @@ class Roster:
     @property
     def heartbeat_interval_s(self) -> float:
         """How often members send a heartbeat, from now on."""
-        longest_s = max(HEARTBEAT_S, min(HEARTBEAT_MAX_S, self.shortest_lease_s / LEASE_BEATS))
-        return min(longest_s, HEARTBEAT_S * max(1, -(-len(self._members) // BEATS_PER_S)))
+        return self._heartbeats.interval_s(len(self._members), self.shortest_lease_s)
 
     def welcome_settings(self, state: MemberState) -> ChannelSettings:
         """What it is told whenever its session begins."""
         interval_s = self.heartbeat_interval_s
-        self._slowest_s = max(self._slowest_s, interval_s)
+        self._heartbeats.told_one(interval_s)
         return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s)
 
     def tell_interval(self, now: float) -> float:
-        """The interval that all members are told now. A shorter one is not expected of them at once."""
+        """The interval that all members are told now."""
         interval_s = self.heartbeat_interval_s
-        if interval_s >= self._slowest_s:
-            self._slowest_s, self._slow_until = interval_s, 0.0
-        elif not self._slow_until:
-            self._slow_until = now + 2 * self._slowest_s
+        self._heartbeats.told_all(interval_s, now)
         return interval_s
 
     def suspect(self, state: MemberState, now: float) -> bool:
         """Whether it has missed three heartbeats."""
-        return now - state.last_seen > MISSED_BEATS * self._slowest_s + SLACK_S
+        return now - state.last_seen > self._heartbeats.patience_s
 
     def keep_time(self, now: float) -> None:
         """Time passes: what is long past is forgotten."""
         self._forget_losses(now)
-        if self._slow_until and now > self._slow_until:
-            self._slowest_s, self._slow_until = self.heartbeat_interval_s, 0.0
+        self._heartbeats.tick(self.heartbeat_interval_s, now)
 
     def expired(self, now: float) -> list[MemberState]:
         """Members whose lease has run out."""

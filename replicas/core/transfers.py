@@ -503,9 +503,7 @@ class Transfer:
 
     def store_moved(self, now: float) -> None:
         """A lane that is forming over the old store never will: form another one over the new one."""
-        if self.blame.probing is not None or (
-            not self.over and self.lane is not None and self.lane.state == "forming"
-        ):
+        if self.blame.probing is not None or (not self.over and self.lane is not None and self.lane.state == "forming"):
             self.again("store", now)
 
     def _suspects(self, members: Iterable[Member], now: float) -> set[Member]:

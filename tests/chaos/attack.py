@@ -55,6 +55,8 @@ def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Vi
         bodies = [body for body in bodies if body.name.startswith("trainer") == (fault.group == "source")]
     if fault.target == "torchrun":
         bodies = [body for body in bodies if body.launcher]
+    if fault.target == "sidecar" and world.shape.transport == "auto":  # nobody else has any
+        bodies = [body for body in bodies if body.name in world.shape.peers]
     if not bodies:
         return None
     body = bodies[int(fault.pick * len(bodies))]

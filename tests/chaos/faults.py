@@ -9,11 +9,11 @@ address space beyond what it has; ``half-close``, ``delay`` and ``garbage`` are 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from tests.chaos.moments import MOMENTS, OUTER_MOMENTS
+from tests.chaos.moments import OUTER_MOMENTS
 
 __all__ = ["PAIRS", "Cost", "Fault", "deck"]
 
@@ -36,7 +36,7 @@ PAIRS: tuple[tuple[str, str], ...] = (
     *((kind, "guest") for kind in ("kill", "freeze", "usurp")),
 )
 
-LASTING = ("forming", "packing", "mid-bucket", "catching up", "idle")
+LASTING = ("forming", "packing", "mapping", "mid-bucket", "catching up", "idle")
 """Moments that last for some milliseconds, of which any may be chosen; the others are there and gone."""
 
 LONG_PAUSE_S = 5.0
@@ -76,14 +76,14 @@ class Fault:
         return self.target.partition(" ")[0] if self.target in RANKS else ""
 
 
-def deck(rng: random.Random, *, torchrun: bool, only: str = "") -> Iterator[Fault]:
+def deck(rng: random.Random, of_weights: Sequence[str], *, torchrun: bool, only: str = "") -> Iterator[Fault]:
     """Faults without end: each pair comes before any comes again, each moment of a pair before that one comes again.
 
-    ``only``: pairs and moments with this in their text.
+    ``of_weights``: those of weights. ``only``: pairs and moments with this in their text.
     """
     pairs = [pair for pair in PAIRS if torchrun or pair[1] != "torchrun"]
     moments: dict[tuple[str, str], list[tuple[str, str]]] = {}
-    every = [*(("policy", moment) for moment in MOMENTS), *(("outer", moment) for moment in OUTER_MOMENTS)]
+    every = [*(("policy", moment) for moment in of_weights), *(("outer", moment) for moment in OUTER_MOMENTS)]
     cards = [(*pair, *moment) for pair in pairs for moment in every if only in " ".join((*pair, *moment))]
     pairs = list(dict.fromkeys(card[:2] for card in cards))
     while True:

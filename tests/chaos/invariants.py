@@ -13,7 +13,8 @@ from typing import Any
 
 from replicas.status import ReplicaStatus
 from tests.chaos.anatomy import Anatomy
-from tests.chaos.rig import DEADLINE_S, GUEST, World
+from tests.chaos.rig import DEADLINE_S, GUEST, SLOTS, World
+from tests.support.memfds import mapped_anywhere, memories, ownerless
 from tests.support.runs import eventually
 
 __all__ = ["Invariants"]
@@ -25,6 +26,8 @@ ALLOWED = {"PeersLost", "DeadlineExceeded", "OutcomeUnknown", "Busy", "Gone", "D
 SETTLE_S = 15.0
 FDS_GROWTH = 60
 STORE_KEYS = 600
+MEMORIES = 3 * SLOTS
+"""Buffers of one process: in its slots, left to readers, and spare."""
 
 Line = dict[str, Any]
 
@@ -45,6 +48,7 @@ class Invariants:
         self._decided: list[int] = []
         self._fds = {pid: _fds(pid) for body in base.bodies.values() for pid in body.ranks}
         self._typical_fds = max(self._fds.values())
+        self._memory: set[int] = set()
         self.keys = 0
         self.fds = self._typical_fds
 
@@ -114,6 +118,9 @@ class Invariants:
                 if "works" in line:
                     assert line["works"], (what, "I2: the ranks of a replica loaded different versions", line)
                     continue
+                if "kept" in line:
+                    assert line["values"] == [line["stamp"]], (what, "I2: it changed while it was open", name, line)
+                    continue
                 if "version" in line:
                     assert line["version"] in decided, (what, "I2: not committed", line)
                     self._served(name, line, what)
@@ -182,7 +189,24 @@ class Invariants:
         assert self.fds <= self._typical_fds + FDS_GROWTH, (what, "I5: descriptors pile up", counts)
         self.keys = self.world.run.status().store.keys
         assert self.keys < STORE_KEYS, (what, "I5: store keys pile up", self.keys)
+        self._memory_is_bounded(what)
         return found
+
+    def _memory_is_bounded(self, what: str) -> None:
+        """Nobody keeps the memory of a process that has ended, and nobody has more than the slots that it may have."""
+        run = self.world.run
+        eventually(
+            lambda: not ownerless(run.processes()), f"{what}: I5: no memory without an owner", timeout_s=SETTLE_S
+        )
+        for pid in run.processes():
+            found = memories(pid, "replicas-policy")
+            self._memory |= found.keys()
+            own = [memory for memory in found.values() if memory.owned]
+            assert len(own) <= MEMORIES, (what, "I5: memory piles up", pid, own)
+
+    def no_memory_left(self) -> None:
+        """The run is over."""
+        assert mapped_anywhere(self._memory) == {}, "I5: memory of the run is still there"
 
     def only_these(self, expected: Mapping[str, int], hit: set[str], before: Anatomy, now: Anatomy, what: str) -> None:
         """I6: restarts by status, generation and metrics tell one story, and nobody else was touched."""

@@ -4,13 +4,17 @@
 
     policy   LaneForm       forming        outer   LaneForm                 forming
              PublishAdmitted packing
+             an offer to map mapping
              TransferGo     mid-bucket             OperationGo              mid-bucket
              1st Done       verifying              1st OperationDone        verifying
              last Done      prepared               last OperationDone       prepared
              decision       committing             OperationEnd             committing, then idle
              ReceiveGrant   loading
              PublishEnd     idle
-             TransferGo of a catch-up: catching up
+             either of a catch-up: catching up
+
+Over process groups nothing is mapped; on one host no lane is formed for weights, and buckets are only copied where a version
+comes in parts (:func:`moments_of`).
 """
 
 from __future__ import annotations
@@ -28,21 +32,21 @@ from replicas.messages import (
     ReceiveGrant,
     TransferDone,
     TransferGo,
+    TransferOffer,
 )
 
-__all__ = ["MOMENTS", "OUTER_MOMENTS", "Moments"]
+__all__ = ["OUTER_MOMENTS", "Moments", "moments_of"]
 
-MOMENTS = (
-    "forming",
-    "packing",
-    "mid-bucket",
-    "verifying",
-    "prepared",
-    "committing",
-    "loading",
-    "catching up",
-    "idle",
-)
+ALWAYS = ("packing", "verifying", "prepared", "committing", "loading", "catching up", "idle")
+
+
+def moments_of(transport: str, *, parts: bool) -> tuple[str, ...]:
+    """Those of weights that come. ``parts``: all ranks of a source publish."""
+    if transport == "group":
+        return ("forming", "mid-bucket", *ALWAYS)
+    return ("mapping", *(("mid-bucket",) if parts else ()), *ALWAYS)
+
+
 OUTER_MOMENTS = ("forming", "mid-bucket", "verifying", "prepared", "committing")
 
 
@@ -70,12 +74,10 @@ class Moments:
                 return "forming"
             case Send(message=PublishAdmitted(version=version)) if self._first("admitted", version):
                 return "packing"
-            case Send(message=TransferGo(transfer=transfer, lane=lane)) if lane and self._first("go", transfer):
-                main = channel.commits.main
-                if main is None or main.id != transfer:
-                    return "catching up"
-                self._transfer, self._done, self._expected = transfer, 0, len(main.concerned)
-                return "mid-bucket"
+            case Send(message=TransferOffer(transfer=transfer, role="map")) if self._first("map", transfer):
+                return self._moving(channel, transfer, "mapping")
+            case Send(message=TransferGo(transfer=transfer)) if self._first("go", transfer):
+                return self._moving(channel, transfer, "mid-bucket")
             case Send(message=OperationGo(operation=operation, participants=those)) if self._first("go", operation):
                 self._transfer, self._done, self._expected = operation, 0, len(those)
                 return "mid-bucket"
@@ -89,6 +91,15 @@ class Moments:
                 return "idle"
             case _:
                 return ""
+
+    def _moving(self, channel: ChannelState, transfer: int, moment: str) -> str:
+        """A transfer of a publish, or of a catch-up."""
+        main = channel.commits.main
+        if main is None or main.id != transfer:
+            return "catching up"
+        if transfer != self._transfer:  # some may map in it, and others receive
+            self._transfer, self._done, self._expected = transfer, 0, len(main.concerned)
+        return moment
 
     def _message(self, channel: ChannelState, event: Effect | FromMember) -> str:
         match event:

@@ -52,7 +52,8 @@ class Recovery:
         return all(
             any(
                 line.get("stamp", 0) > self._since * 1e6 and (line["pid"] == self._guest or not name.startswith(GUEST))
-                for line in lines[-6:]
+                for line in lines[-9:]
+                if "version" in line
             )
             for name, lines in self._world.targets().items()
         )

@@ -19,6 +19,7 @@ from replicas.status import ReplicaStatus
 from tests.chaos.anatomy import Anatomy, Unfinished
 from tests.chaos.gateway import Gateway
 from tests.chaos.guest import Guest
+from tests.chaos.moments import moments_of
 from tests.support.runs import Run, eventually, running
 
 __all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "World", "open_world"]
@@ -29,14 +30,27 @@ LOAD_DEADLINE_S = 15.0
 """More than a replica needs to be ready again, on a machine that is busy with other things, too."""
 HERE = Path(__file__).parent
 GUEST = "serve-9"
+HOLDS = {"serve-1": 1.0, GUEST: 2.5}
+"""Slow readers: up to how many seconds these keep some updates open, and then read them again."""
+SLOTS = 3
+"""So many that a reader which keeps one of them open holds up no publish."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a run is made of. ``torchrun``: the trainer and one group of targets have two ranks under torchrun each."""
+    """What a run is made of. ``torchrun``: the trainer and one group of targets have two ranks under torchrun each.
+
+    ``transport``: of weights; ``auto`` maps them, as all are on one host.
+    """
 
     torchrun: bool
     source_ranks: str = "leader"
+    transport: str = "auto"
+
+    @property
+    def moments(self) -> tuple[str, ...]:
+        """Of weights."""
+        return moments_of(self.transport, parts=self.source_ranks == "all")
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -59,6 +73,7 @@ class Shape:
             "CHAOS_OUT": str(folder),
             "CHAOS_PEERS": " ".join(self.peers),
             "CHAOS_SOURCE_RANKS": self.source_ranks,
+            "CHAOS_HOLDS": " ".join(f"{name}={seconds}" for name, seconds in HOLDS.items()),
             "OMP_NUM_THREADS": "1",
         }
 
@@ -82,6 +97,8 @@ health = {{ heartbeat_timeout = "{LEASE_S:g}s", load_deadline = "{LOAD_DEADLINE_
 sources = [{{ group = "trainer", ranks = "{self.source_ranks}" }}]
 targets = {targets}
 deadline = "{DEADLINE_S:g}s"
+transport = "{self.transport}"
+slots = {SLOTS}
 [channels.outer]
 peers = {peers}
 deadline = "{DEADLINE_S:g}s"

@@ -1,5 +1,8 @@
 """A target: receives for ever, and writes down each version with all values that occur in it.
 
+A slow reader keeps some of its updates open for a while, reads the same tensors again, and then writes into them, of which
+nobody else may ever see anything.
+
 The ranks of a replica compare what they serve by a collective of their own process group. Ordered to rejoin, it leaves the
 channel and joins it again, which makes a new epoch, a new lane and a catch-up without the start of any process.
 """
@@ -7,15 +10,42 @@ channel and joins it again, which makes a new epoch, a new lane and a catch-up w
 from __future__ import annotations
 
 import os
+import random
+import time
+from collections.abc import Sequence
 from datetime import timedelta
 
+import torch
 import torch.distributed as dist
 
 import replicas
-from tests.chaos.member import Log, Orders, agreed, endpoint
+from tests.chaos.member import NAME, Log, Orders, agreed, endpoint
 from tests.chaos.peer import start_peer
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
+HOLDS_S = float(dict(hold.split("=") for hold in os.environ.get("CHAOS_HOLDS", "").split()).get(NAME, 0.0))
+
+HOLD_RATE = 0.3
+"""Not all: a replica is ready when it serves the newest, which a reader that is always slow never does."""
+
+
+def read(tensors: Sequence[torch.Tensor], orders: Orders) -> list[int]:
+    """All values that occur."""
+    values: set[int] = set()
+    for tensor in tensors:
+        orders.obey()
+        values |= {int(tensor.min()), int(tensor.max())}
+    return sorted(values)
+
+
+def keep_open(update: replicas.Update, tensors: Sequence[torch.Tensor], orders: Orders, log: Log) -> None:
+    until = time.monotonic() + random.uniform(0.0, HOLDS_S)
+    while time.monotonic() < until:
+        orders.obey()
+        time.sleep(0.02)
+    log.tell(kept=update.version, stamp=update.meta["stamp"], values=read(tensors, orders))
+    for tensor in tensors:
+        tensor.fill_(-1)
 
 
 def main() -> None:
@@ -35,12 +65,12 @@ def main() -> None:
                         orders.obey()
                         continue
                     with update:
-                        values: set[int] = set()
-                        for _, tensor in update:
-                            orders.obey()
-                            values |= {int(tensor.min()), int(tensor.max())}
-                    stamp = update.meta["stamp"]
-                    log.tell(version=update.version, stamp=stamp, values=sorted(values))
+                        tensors = [tensor for _, tensor in update]
+                        values = read(tensors, orders)
+                        if HOLDS_S and random.random() < HOLD_RATE:
+                            keep_open(update, tensors, orders, log)
+                    del tensors
+                    log.tell(version=update.version, stamp=update.meta["stamp"], values=values)
                     log.tell(own=update.version, works=agreed(update.version) == update.version)
 
 

@@ -2,8 +2,9 @@
 
 Without more it goes on for some 100 seconds, in two worlds. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or a
 longer one (``make chaos ROUNDS=500 SEED=3``): the same seed deals the same faults, targets, moments and delays.
-``CHAOS_WORLD``: ``exec``, ``torchrun`` or ``torchrun-all`` in place of the seed's choice. ``CHAOS_AT_ONCE``: up to so many
-faults in a round; ``CHAOS_ONLY="freeze store"``: only such. ``pytest -s`` shows each round and a table at the end.
+``CHAOS_WORLD``: ``exec``, ``torchrun`` or ``torchrun-all`` in place of the seed's choice. ``CHAOS_TRANSPORT``: ``auto`` or
+``group``; without it the weights are mapped (``auto``) with even seeds, and sent with odd ones. ``CHAOS_AT_ONCE``: up to so
+many faults in a round; ``CHAOS_ONLY="freeze store"``: only such. ``pytest -s`` shows each round and a table at the end.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import random
 import time
 from collections import defaultdict
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -56,7 +58,7 @@ class Chaos:
         self.restarts: dict[str, int] = defaultdict(int)
         self._maybe: set[str] = set()
         self._anatomy: Anatomy = world.anatomy()
-        self._invariants = Invariants(world, self._anatomy)
+        self.invariants = Invariants(world, self._anatomy)
 
     def round(self, number: int, faults: list[Fault]) -> None:
         """One fault, or several on different replicas."""
@@ -68,15 +70,15 @@ class Chaos:
             print(what, end="", flush=True)
             seconds = self._recovered(attacks, what)
         self._note(attacks, seconds)
-        self._invariants.check(what)
-        now = self._invariants.nothing_piles_up(what)
+        self.invariants.check(what)
+        now = self.invariants.nothing_piles_up(what)
         self._settle_maybes()
         hit = {attack.victim.replica for attack in attacks}
-        self._invariants.only_these(self.restarts, hit | self._maybe, self._anatomy, now, what)
+        self.invariants.only_these(self.restarts, hit | self._maybe, self._anatomy, now, what)
         if any(attack.refused for attack in attacks):
             assert sum(world.refusals().values()) > refused, (what, "I7: what was refused was not counted")
         self._anatomy = now
-        print(f" (keys {self._invariants.keys}, fds {self._invariants.fds})", flush=True)
+        print(f" (keys {self.invariants.keys}, fds {self.invariants.fds})", flush=True)
 
     def _attack(self, faults: list[Fault], undo: ExitStack) -> list[Attack]:
         attacks: list[Attack] = []
@@ -133,17 +135,18 @@ class Chaos:
             self.report.by_moment[attack.fault.moment].append(seconds)
 
 
-def worlds() -> list[str]:
-    """Those to be run through: of a long run one, by the seed if it is not named."""
-    if named := os.environ.get("CHAOS_WORLD"):
-        return [named]
-    return [random.Random(SEED).choice(sorted(WORLDS))] if ROUNDS else ["exec", "torchrun-all"]
+def worlds() -> list[tuple[str, str]]:
+    """Those to be run through, and how weights go: of a long run one, by the seed if it is not named."""
+    named, transport = os.environ.get("CHAOS_WORLD"), os.environ.get("CHAOS_TRANSPORT")
+    if not ROUNDS and not named:
+        return [("exec", transport or "group"), ("torchrun-all", transport or "auto")]
+    return [(named or random.Random(SEED).choice(sorted(WORLDS)), transport or ("group" if SEED % 2 else "auto"))]
 
 
 @pytest.mark.timeout(300 + 45 * ROUNDS)
-@pytest.mark.parametrize("name", worlds())
-def test_chaos(name: str, tmp_path: Path) -> None:
-    rng, shape = random.Random(SEED), WORLDS[name]
+@pytest.mark.parametrize(("name", "transport"), worlds())
+def test_chaos(name: str, transport: str, tmp_path: Path) -> None:
+    rng, shape = random.Random(SEED), replace(WORLDS[name], transport=transport)
     print(f"seed {SEED}: {shape}", flush=True)
     with open_world(tmp_path, shape) as world:
         run = world.run
@@ -152,7 +155,7 @@ def test_chaos(name: str, tmp_path: Path) -> None:
         eventually(lambda: world.log(f"{GUEST}.0"), "the guest", timeout_s=30)
         chaos = Chaos(world)
         try:
-            cards = deck(rng, torchrun=shape.torchrun, only=ONLY)
+            cards = deck(rng, shape.moments, torchrun=shape.torchrun, only=ONLY)
             until = time.monotonic() + SECONDS
             for number in itertools.count(1):
                 if number > ROUNDS if ROUNDS else time.monotonic() > until:
@@ -166,5 +169,6 @@ def test_chaos(name: str, tmp_path: Path) -> None:
         run.signal(15)
         assert run.wait(timeout_s=30) == 0, run.lines
         run.assert_nothing_left(int(status.endpoint.rpartition(":")[2]), status.store.port)  # I5
+        chaos.invariants.no_memory_left()
         told = [line for line in run.lines if "; starting again " in line]
         assert len(told) == sum(chaos.restarts.values()), told  # I6

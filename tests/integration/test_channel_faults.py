@@ -76,17 +76,23 @@ async def ended(process: asyncio.subprocess.Process) -> int:
     return process.returncode
 
 
-DIE_IN_TRANSFER = """
-from replicas.channel.transfers import Transfers
-channel._hub._handlers[__import__('replicas.messages').messages.TransferGo] = lambda go: os.kill(os.getpid(), signal.SIGKILL)
+DIE = """
+from replicas import messages
+hub, moment = channel._hub, messages.MOMENT
+send = hub.send
+def die(message): os.kill(os.getpid(), signal.SIGKILL)
+hub._handlers[moment] = die
+hub.send = lambda message: die(message) if isinstance(message, moment) else send(message)
 channel.receive().wait()
 """
+MOMENTS = [("group", "TransferGo"), ("group", "TransferDone"), ("auto", "TransferOffer"), ("auto", "TransferDone")]
 
 
-async def test_a_target_killed_in_the_middle_of_a_sync() -> None:
-    async with channel_world(rollout=2) as world:
+@pytest.mark.parametrize(("transport", "moment"), MOMENTS)
+async def test_a_target_killed_in_the_middle_of_a_sync(transport: str, moment: str) -> None:
+    async with channel_world({"transport": transport}, rollout=2) as world:
         trainer, rollout = await world.trainer_and_rollouts(1)
-        process = await start(world, DIE_IN_TRANSFER)
+        process = await start(world, DIE.replace("MOMENT", moment))
         receipt = await publish(trainer, weights(1))
         assert await ended(process) == -signal.SIGKILL
         assert receipt.lost == ("rollout/1/0",)
@@ -97,10 +103,11 @@ async def test_a_target_killed_in_the_middle_of_a_sync() -> None:
         assert not (await publish(trainer, weights(2))).lost
 
 
-async def test_a_target_killed_in_the_middle_with_on_lost_raise() -> None:
-    async with channel_world({"on_lost": "raise"}, rollout=2) as world:
+@pytest.mark.parametrize(("transport", "moment"), [MOMENTS[0], MOMENTS[2]])
+async def test_a_target_killed_in_the_middle_with_on_lost_raise(transport: str, moment: str) -> None:
+    async with channel_world({"on_lost": "raise", "transport": transport}, rollout=2) as world:
         trainer, rollout = await world.trainer_and_rollouts(1)
-        process = await start(world, DIE_IN_TRANSFER)
+        process = await start(world, DIE.replace("MOMENT", moment))
         with pytest.raises(errors.PeersLost, match="rollout/1/0") as caught:
             await publish(trainer, weights(1))
         assert await ended(process) == -signal.SIGKILL
@@ -110,9 +117,10 @@ async def test_a_target_killed_in_the_middle_with_on_lost_raise() -> None:
         assert await load(rollout) == (2, 2.0)
 
 
-async def test_a_frozen_target_is_left_behind_and_caught_up() -> None:
+@pytest.mark.parametrize("transport", ["auto", "group"])
+async def test_a_frozen_target_is_left_behind_and_caught_up(transport: str) -> None:
     code = "import sys\nwhile True:\n    with channel.receive().wait() as update: print(update.version, flush=True)\n"
-    async with channel_world({"deadline": "20s"}, rollout=2) as world:
+    async with channel_world({"deadline": "20s", "transport": transport}, rollout=2) as world:
         trainer, rollout = await world.trainer_and_rollouts(1)
         process = await start(world, code)
         assert process.stdout is not None
@@ -138,6 +146,7 @@ from replicas import errors
 from pathlib import Path
 def memory(): return Path("/proc/self/maps").read_text().count("/memfd:replicas-policy")
 with channel.receive().wait() as update:
+    tensors = dict(update)
     found = update.version, memory() > 0
 pending, watching = channel.receive(), channel.loaded(9)
 print(*found, flush=True)
@@ -146,7 +155,8 @@ for call in (pending.wait, watching.wait, channel.receive):
         call()
     except errors.Fenced as error:
         print("fenced", flush=True)
-del update
+print({value for tensor in tensors.values() for value in tensor.tolist()}, flush=True)
+del update, tensors
 import gc
 gc.collect()
 print(memory(), flush=True)
@@ -164,8 +174,9 @@ async def lost(world: ChannelWorld, name: str) -> None:
     await wait_until(lambda: roster.holder_of(name) is None, "its lease has run out")
 
 
-async def test_a_member_frozen_beyond_its_lease_is_fenced_and_frees_everything() -> None:
-    async with channel_world(rollout=SHORT_LEASE) as world:
+@pytest.mark.parametrize("transport", ["auto", "group"])
+async def test_a_member_frozen_beyond_its_lease_is_fenced_and_frees_everything(transport: str) -> None:
+    async with channel_world({"transport": transport}, rollout=SHORT_LEASE) as world:
         trainer, rollout = await world.trainer_and_rollouts(1)
         process = await start(world, FENCED)
         try:
@@ -179,6 +190,7 @@ async def test_a_member_frozen_beyond_its_lease_is_fenced_and_frees_everything()
             assert await load(again) == (2, 2.0)
             process.send_signal(signal.SIGCONT)
             assert [await line(process) for _ in range(3)] == ["fenced"] * 3
+            assert await line(process) == "{1.0}"
             assert await line(process) == "0"
             assert await ended(process) == 0
             assert (await publish(trainer, weights(3))).lost == ()
@@ -206,8 +218,10 @@ for given in (walk(), {"w": torch.ones(1000), "b": torch.ones(3)}):
 """
 
 
-async def test_a_source_frozen_in_the_middle_of_a_publish_harms_nothing_when_it_wakes() -> None:
-    async with channel_world({"targets": ["taker"], "sources": ["rollout"]}, rollout=SHORT_LEASE, taker=1) as world:
+@pytest.mark.parametrize("transport", ["auto", "group"])
+async def test_a_source_frozen_in_the_middle_of_a_publish_harms_nothing_when_it_wakes(transport: str) -> None:
+    config = {"targets": ["taker"], "sources": ["rollout"], "transport": transport}
+    async with channel_world(config, rollout=SHORT_LEASE, taker=1) as world:
         target = await world.join("taker")
         first = await world.join("rollout", 0)
         await publish(first, weights(1))
@@ -288,7 +302,7 @@ async def test_publishes_that_were_interrupted_harm_no_later_one() -> None:
 
 @pytest.mark.parametrize("whose", [0, 1])
 async def test_a_sidecar_killed_in_the_middle_of_a_sync(whose: int) -> None:
-    async with channel_world() as world:
+    async with channel_world({"transport": "group"}) as world:
         members = await world.trainer_and_rollouts(1)
         await publish(members[0], weights(1))
         victim = members[whose]
@@ -307,7 +321,7 @@ async def test_a_sidecar_killed_in_the_middle_of_a_sync(whose: int) -> None:
 
 
 async def test_a_killed_forkserver_is_replaced() -> None:
-    async with channel_world() as world:
+    async with channel_world({"transport": "group"}) as world:
         trainer, rollout = await world.trainer_and_rollouts(1)
         await publish(trainer, weights(1))
         task = trainer._hub.loop._forkservers[""]

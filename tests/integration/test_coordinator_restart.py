@@ -80,15 +80,21 @@ async def world_of(state_dir: Path | None, config: dict[str, Any] | None = None,
         await coordinator.clean_up()
 
 
-ALL = ["publish begun", "admitting", "packed", "going", "first done", "decided", "telling", "told"]
+MOMENTS = [
+    ("auto", True, ["publish begun", "admitting", "packed", "mapping"]),
+    ("auto", True, ["first done", "decided", "telling", "told"]),
+    ("auto", False, ["packed", "mapping", "decided", "telling"]),
+    ("group", True, ["packed", "going", "first done"]),
+    ("group", False, ["going", "decided"]),
+]
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize(
-    ("log", "moments"), [(True, ALL[:4]), (True, ALL[4:]), (False, ["packed", "going", "decided", "telling"])]
-)
-async def test_a_publish_outlives_its_coordinator_at_any_moment(log: bool, moments: list[str], tmp_path: Path) -> None:
-    async with world_of(tmp_path if log else None) as world:
+@pytest.mark.parametrize(("transport", "log", "moments"), MOMENTS)
+async def test_a_publish_outlives_its_coordinator_at_any_moment(
+    transport: str, log: bool, moments: list[str], tmp_path: Path
+) -> None:
+    async with world_of(tmp_path if log else None, {"transport": transport}) as world:
         trainer = await world.join("trainer")
         rollouts = [await world.join("rollout", replica) for replica in range(2)]
         await publish(trainer, 1)
@@ -109,8 +115,9 @@ async def test_a_publish_outlives_its_coordinator_at_any_moment(log: bool, momen
 
 
 @pytest.mark.timeout(300)
-async def test_all_ranks_of_a_source_get_one_verdict() -> None:
-    config = {"sources": [{"group": "trainer", "ranks": "all"}]}
+@pytest.mark.parametrize("transport", ["auto", "group"])
+async def test_all_ranks_of_a_source_get_one_verdict(transport: str) -> None:
+    config = {"sources": [{"group": "trainer", "ranks": "all"}], "transport": transport}
     async with world_of(None, config, trainer=2) as world:
         trainers = [await world.join("trainer", 0, rank, 2) for rank in range(2)]
         rollout = await world.join("rollout")
@@ -196,9 +203,12 @@ async def test_a_grant_and_a_load_that_nobody_heard_of(moment: str) -> None:
         assert await load(rollout) == (2, 2.0)
 
 
-@pytest.mark.parametrize("moment", ["going", "first done"])
-async def test_a_catch_up_begins_anew(moment: str) -> None:
-    async with world_of(None) as world:
+@pytest.mark.parametrize(
+    ("transport", "moment"),
+    [("group", "going"), ("group", "first done"), ("auto", "locating"), ("auto", "mapping"), ("auto", "first done")],
+)
+async def test_a_catch_up_begins_anew(transport: str, moment: str) -> None:
+    async with world_of(None, {"transport": transport}) as world:
         trainer, first = await world.join("trainer"), await world.join("rollout")
         await publish(trainer, 1)
         assert await load(first) == (1, 1.0)

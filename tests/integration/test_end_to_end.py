@@ -135,7 +135,7 @@ def test_ranks_of_a_target_never_hold_different_versions(tmp_path: Path, out: Pa
 @pytest.mark.timeout(180)
 def test_a_target_killed_in_the_middle_of_a_sync(tmp_path: Path, out: Path) -> None:
     """The sync hangs on a frozen sidecar of rollout/1, whose rank is then killed with -9."""
-    text = config(out, steps=3, size=1_000_000, replicas=2, gated=True)
+    text = config(out, steps=3, size=1_000_000, replicas=2, gated=True, more='transport = "group"')
     with running(tmp_path, text, stop_when='["trainer"]') as run:
         eventually(lambda: run.status().ready, "all groups ready", timeout_s=60)
         start(run, 1)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import pytest
 
 from replicas.coordinator import GroupShape
-from tests.support.host_ranks import ELEMENTS, TENSORS, HostRank, host_world
+from tests.support.host_rank import ELEMENTS, TENSORS
+from tests.support.host_ranks import HostRank, host_world
 from tests.support.networks import Machine, Traffic, why_no_hosts
 
 pytestmark = pytest.mark.anyio

@@ -171,7 +171,7 @@ async def test_two_that_claim_one_identity_fence_each_other_and_harm_nobody() ->
 
 async def test_a_store_that_freezes_costs_nobody_a_publish() -> None:
     """What runs goes on; what has to form waits for the new store."""
-    async with channel_world(rollout=2) as world, publishing(world) as publisher:
+    async with channel_world({"transport": "group"}, rollout=2) as world, publishing(world) as publisher:
         first = await world.join("rollout", 0)
         await publisher.more()
         pid = world.coordinator.store_pid

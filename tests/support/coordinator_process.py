@@ -37,10 +37,9 @@ MOMENTS: dict[str, Callable[[object], bool]] = {
     "publish begun": _hears(wire.PublishBegin),
     "admitting": _sends(wire.PublishAdmitted),
     "packed": _hears(wire.Packed),
+    "locating": _sends(wire.Locate),
     "going": _sends(wire.TransferGo),
-    "mapping": lambda what: isinstance(what, Send)
-    and isinstance(what.message, wire.TransferOffer)
-    and what.message.role == "map",
+    "mapping": lambda what: _sends(wire.TransferOffer)(what) and what.message.role == "map",  # type: ignore[attr-defined]  # a Send
     "first done": _hears(wire.TransferDone),
     "decided": lambda what: isinstance(what, Record),
     "telling": _sends(wire.Commit),

@@ -1,8 +1,4 @@
-"""Ranks on the hosts of a network that is made for a test: a program of one rank, and the test's side of it.
-
-``python -m tests.support.host_ranks`` reads a line of JSON and answers with one, until its standard input ends. It knows
-the commands that the methods of :class:`_Rank` are.
-"""
+"""Ranks on the hosts of a network that is made for a test, and a coordinator that they reach; the test's side."""
 
 from __future__ import annotations
 
@@ -12,22 +8,20 @@ import os
 import signal
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 from replicas.coordinator import Coordinator, GroupShape
 from tests.support.channels import wait_until
+from tests.support.host_rank import TIMEOUT_S
 from tests.support.networks import Machine, Network, hosts
 
 __all__ = ["HostRank", "HostWorld", "host_world"]
 
 ROOT = Path(__file__).resolve().parents[2]
-TIMEOUT_S = 60.0
-ELEMENTS = 1 << 20
-TENSORS = 4
-"""Of 4 MiB each."""
+PROGRAM = "tests.support.host_rank"
 
 
 class HostRank:
@@ -41,7 +35,7 @@ class HostRank:
     @classmethod
     async def start(cls, name: str, host: Machine) -> HostRank:
         process = await asyncio.create_subprocess_exec(
-            *host.command(sys.executable, "-m", __name__), stdin=PIPE, stdout=PIPE, cwd=ROOT
+            *host.command(sys.executable, "-m", PROGRAM), stdin=PIPE, stdout=PIPE, cwd=ROOT
         )
         return cls(name, host, process)
 
@@ -122,74 +116,11 @@ async def host_world(size: int, config: dict[str, Any] | None = None, **groups: 
     """So many hosts. ``config``: changes to a trainer and rollouts; ``groups``: their shapes."""
     settings = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "40s", **(config or {})}
     with hosts(size) as network:
-        where = {"host": network.address, "store_bind": network.address}
-        async with Coordinator({"policy": settings}, groups=groups, **where) as coordinator, AsyncExitStack() as stack:
+        address = network.address
+        coordinator = Coordinator({"policy": settings}, groups=groups, host=address, store_bind=address)
+        async with coordinator, AsyncExitStack() as stack:
             yield HostWorld(network, coordinator, stack)
 
 
 def parent_of(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-
-
-# ---------------------------------------------------------------- in the rank
-
-
-class _Rank:
-    """The commands. Torch is imported only here: the test's process has it anyway, its host's ranks need it late."""
-
-    def __init__(self) -> None:
-        self._channel: Any = None
-
-    def join(self, **where: Any) -> dict[str, Any]:
-        import replicas  # see above
-
-        self._channel = replicas.join("policy", **where)
-        return {}
-
-    def publish(self, seed: int, part: int = 0, parts: int = 1) -> dict[str, Any]:
-        """Tensors that follow from ``seed``; of several parts, the rows of one."""
-        import torch
-
-        from replicas import Shard
-
-        weights: dict[str, Any] = {}
-        for number in range(TENSORS):
-            whole = torch.arange(ELEMENTS, dtype=torch.int32).add_(seed + number).view(1 << 10, -1)
-            rows = whole.tensor_split(parts)[part]
-            first = sum(len(other) for other in whole.tensor_split(parts)[:part])
-            weights[f"w{number}"] = Shard(rows, (first, 0), tuple(whole.shape)) if parts > 1 else whole
-        receipt = self._channel.publish(weights).wait(TIMEOUT_S)
-        return {"version": receipt.version, "lost": receipt.lost, "nbytes": receipt.nbytes, "phases": receipt.phases}
-
-    def receive(self) -> dict[str, Any]:
-        """The newest version, once it is there; ``seed``: that of its tensors, all of whose values have been looked at."""
-        import torch
-
-        with self._channel.receive().wait(TIMEOUT_S) as update:
-            found = dict(update)
-            seed = int(found["w0"].flatten()[0])
-            for number in range(TENSORS):
-                expected = torch.arange(ELEMENTS, dtype=torch.int32).add_(seed + number).view(1 << 10, -1)
-                if not torch.equal(found[f"w{number}"], expected):
-                    raise RuntimeError(f"w{number} of version {update.version} has other values than those of {seed}")
-            return {"version": update.version, "seed": seed}
-
-    def leave(self) -> dict[str, Any]:
-        self._channel.close()
-        return {}
-
-
-def _main() -> None:
-    rank = _Rank()
-    for line in sys.stdin:
-        command = json.loads(line)
-        handler: Callable[..., dict[str, Any]] = getattr(rank, command.pop("do"))
-        try:
-            reply = handler(**command)
-        except Exception as error:  # noqa: BLE001  # the test is told, and fails
-            reply = {"failed": f"{type(error).__name__}: {error}"}
-        print(json.dumps(reply), flush=True)
-
-
-if __name__ == "__main__":
-    _main()

@@ -41,7 +41,7 @@ def memories(pid: int, name: str = "") -> dict[int, Memory]:
 def _descriptors(process: Path, found: dict[int, Memory]) -> None:
     for link in (process / "fd").iterdir():
         try:
-            target = os.readlink(link)
+            target = str(link.readlink())
             if not target.startswith(PREFIX):
                 continue
             inode = link.stat().st_ino

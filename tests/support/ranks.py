@@ -15,7 +15,7 @@ import re
 import signal
 import sys
 import threading
-from asyncio.subprocess import DEVNULL, PIPE, Process
+from asyncio.subprocess import PIPE, Process
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class RankProcess:
     def __init__(self, process: Process) -> None:
         self.process = process
         self._asked = 0
+        self._reading: asyncio.Task[bytes] | None = None
 
     @classmethod
     async def start(
@@ -78,10 +79,22 @@ class RankProcess:
     async def answer(self) -> Any:
         assert self._asked, "nothing was asked"
         self._asked -= 1
-        assert self.process.stdout is not None
-        line = await asyncio.wait_for(self.process.stdout.readline(), PATIENCE_S)
+        line = await asyncio.wait_for(self._line(), PATIENCE_S)
+        self._reading = None
         assert line, f"the rank ended: {self.process}"
         return json.loads(line)
+
+    async def still_at_it(self) -> bool:
+        """Whether what it was told last is not done, also after a while."""
+        _, waiting = await asyncio.wait([self._line()], timeout=0.5)
+        return bool(waiting)
+
+    def _line(self) -> asyncio.Task[bytes]:
+        """The next line, which :meth:`answer` takes."""
+        assert self.process.stdout is not None
+        if self._reading is None:
+            self._reading = asyncio.create_task(self.process.stdout.readline())
+        return self._reading
 
     def signal(self, signum: int) -> None:
         self.process.send_signal(signum)
@@ -139,7 +152,7 @@ class _Rank:
 
     def values(self) -> list[float]:
         """All values that occur in the kept tensors."""
-        return sorted({value for tensor in self._kept for value in tensor.unique().tolist()})
+        return sorted({value for tensor in self._kept for value in tensor.tolist()})
 
     def again(self) -> list[float]:
         """The values that the open update has now, read anew."""
@@ -180,7 +193,7 @@ class _Rank:
         with self._channel.receive(deadline=60).wait() as update:
             model = {name: torch.zeros_like(tensor) for name, tensor in update}
             update.load_into(model)
-        return sorted({value for tensor in model.values() for value in tensor.unique().tolist()})
+        return sorted({value for tensor in model.values() for value in tensor.tolist()})
 
     def usage(self) -> dict[str, int]:
         """What this process has. ``memory``: its own, not shared."""

@@ -249,7 +249,9 @@ async def test_publish_packs_pins_and_lets_go() -> None:
     assert packed.manifest_hash == upload.manifest_hash
     pending = await publishing
     assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 1)]
-    world.tell(wire.Commit(5, packed.digest, "h"), wire.PublishEnd(1, wire.ReceiptData(1, (), (), 16, 0.1, {}, version=5)))
+    world.tell(
+        wire.Commit(5, packed.digest, "h"), wire.PublishEnd(1, wire.ReceiptData(1, (), (), 16, 0.1, {}, version=5))
+    )
     assert (await pending).version == 5
     assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 0)]
     assert world.hub.holdings.held() == (wire.HeldVersion(5, packed.digest, MANIFEST.hash, packed.place),)

@@ -456,7 +456,9 @@ async def test_nothing_piles_up_over_many_publishes(leader: bool, monkeypatch: p
         await world.session.next(wire.Packed)
         await task
         if number % 3:
-            world.tell(wire.Commit(number, world.hub.holdings.digest(number), "h"), wire.PublishEnd(number, receipt(number)))
+            world.tell(
+                wire.Commit(number, world.hub.holdings.digest(number), "h"), wire.PublishEnd(number, receipt(number))
+            )
             await job.pending
         else:
             world.tell(wire.Discard(number), wire.PublishEnd(number, None, wire.WireError("SyncError", "no")))

@@ -139,7 +139,8 @@ class FreeLanes(RuleBasedStateMachine):
     @precondition(lambda self: len(self.world.sims()) > 1)
     @rule(data=st.data(), how=st.sampled_from(["dies", "leaves", "freezes", "breaks"]))
     def in_the_middle(self, data: st.DataObject, how: str) -> None:
-        """Everyone calls; the sidecars get to different points; one member has its fate."""
+        """All goes well for a while; everyone calls; the sidecars get to different points; one member has its fate."""
+        self._calm()
         self._all("all_reduce")
         if data.draw(st.booleans()):
             self._all("all_reduce")
@@ -155,6 +156,16 @@ class FreeLanes(RuleBasedStateMachine):
         elif how in ("dies", "leaves"):
             self.frozen.discard(sim)
             self.world.lose(sim, "exited" if how == "dies" else "left")
+
+    def _calm(self) -> None:
+        """What was called before ends, and the lane is free again."""
+        self.frozen.clear()
+        for _ in range(8):
+            if all(sim.lane is not None and not sim.ahead and not sim.normal for sim in self.world.sims()):
+                return
+            self.world.advance(11.0)
+            self._all("barrier", deadline_s=5.0)
+            self.world.advance(1.0)
 
     @rule(name=st.sampled_from(NAMES))
     def join(self, name: str) -> None:
@@ -207,8 +218,8 @@ class FreeLanes(RuleBasedStateMachine):
             lane.dead.update(lane.members)
         sims = self.world.restart()
         self.world.sim_lanes.clear()
-        for sim in sims:
-            self.world.rejoin(sim)
+        for other in sims:
+            self.world.rejoin(other)
 
     def _in_doubt(self, sim: FreeMember, go: wire.OperationGo) -> bool:
         if go.operation >= 0:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
@@ -51,7 +51,7 @@ def meshes(size: int) -> Iterator[list[Mesh]]:
             mesh.close()
 
 
-def together(work: list[Callable[[], Any]]) -> list[Future[Any]]:
+def together(work: Sequence[Callable[..., Any]]) -> list[Future[Any]]:
     with ThreadPoolExecutor(len(work)) as pool:
         return [pool.submit(one) for one in work]
 

@@ -41,7 +41,9 @@ class Replica:
         self.incarnations += 1
         member = Member("rollout", 0, rank, str(self.incarnations))
         term = 1 if from_before else 0
-        hello = msgspec.structs.replace(HELLO, rank=rank, incarnation=member.incarnation, resume_term=term, **from_before)
+        hello = msgspec.structs.replace(
+            HELLO, rank=rank, incarnation=member.incarnation, resume_term=term, **from_before
+        )
         state = MemberState(member, hello, SETTINGS, "127.0.0.1", 0.0, loaded=hello.loaded)
         if self.latest:
             state.held[self.latest] = "digest"
