@@ -13,8 +13,8 @@ supervisor gives it one. Measured:
 * a later barrier; and from kill -9 of one sidecar to the end of the next barrier that succeeds, for which every member takes
   another sidecar and the group is formed anew;
 * what is private to a sidecar (memory that no other process has, in ``/proc/PID/smaps``, without the buffers that it shares
-  with its rank), and what a forkserver, its sidecar and its spare cost together (the sum of their PSS, in which libraries that
-  other processes have, too, count in part).
+  with its rank), and what a forkserver, its sidecar and its spare cost together (the sum of their PSS, in which what other
+  processes have, too, counts in part).
 
 Beside it: starting as many Python processes that import torch, and torchft's ProcessGroupBabyGloo, first formed and formed
 anew, where it is installed (``make bench-peers``).

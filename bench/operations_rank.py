@@ -16,7 +16,7 @@ import replicas
 from bench.rank import Driver, Handler
 from bench.sync_rank import SyncRank
 
-WAIT_S = 30.0
+WAIT_S = 120.0
 HOST = "127.0.0.1"
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 

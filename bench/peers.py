@@ -35,7 +35,7 @@ def _packages(environment: Path) -> Path:
 
 def install() -> None:
     """Make the environment, or bring it up to date."""
-    venv.create(PEERS, with_pip=True)
+    venv.create(PEERS, with_pip=True, symlinks=True)
     own = sysconfig.get_path("purelib")
     (_packages(PEERS) / "project.pth").write_text(f"import site; site.addsitedir({own!r})\n")
     pip = (str(PEERS / "bin" / "python"), "-m", "pip", "--disable-pip-version-check", "install", "--quiet")

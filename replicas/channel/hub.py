@@ -98,6 +98,7 @@ class Hub:
         self.epoch = 0
         self.members: tuple[Member, ...] = ()
         self.publishes_made = 0
+        self.several_hosts = False
         self.over: errors.ReplicasError | None = None
         self._introduced = hello
         self._session: Session | None = None
@@ -106,6 +107,7 @@ class Hub:
         self._hold_listeners: list[Callable[[], None]] = []
         self._commit_listeners: list[Callable[[], None]] = []
         self._settle_listeners: list[Callable[[int, bool], None]] = []
+        self._fill_listeners: list[Callable[[int, int], None]] = []
         self._step = self._step_sent = 0
         self._down_since = 0.0
         self._down_reason = ""
@@ -217,6 +219,15 @@ class Hub:
     def on_settled(self, listener: Callable[[int, bool], None]) -> None:
         """Session thread: call ``listener(version, committed)`` at each commit and each discard."""
         self._settle_listeners.append(listener)
+
+    def on_fill(self, listener: Callable[[int, int], None]) -> None:
+        """Session thread: call ``listener(version, nbytes)`` when so much of the data of a version is packed."""
+        self._fill_listeners.append(listener)
+
+    def filled_up_to(self, version: int, nbytes: int) -> None:
+        """Session thread: the first ``nbytes`` of the data of ``version`` are in its slot."""
+        for listener in self._fill_listeners:
+            listener(version, nbytes)
 
     def version_held(self) -> None:
         """Session thread: another version has been received."""

@@ -72,6 +72,7 @@ class Lanes:
         return lane
 
     def _ahead(self, message: LaneAhead) -> None:
+        self._hub.several_hosts = True
         settings = self._hub.settings
         if settings.role != "source" or settings.source_ranks == "all" or self._hub.leader:
             self.prepare()

@@ -7,7 +7,7 @@ import time
 
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.results import Operation
-from replicas.messages import OperationGo
+from replicas.messages import OperationEnd, OperationGo
 from replicas.weights.arena import Buffer
 
 __all__ = ["Attempt", "Job"]
@@ -46,6 +46,7 @@ class Job:
         self.running = 0
         self.said_done = False
         self.ahead = False
+        self.verdict: OperationEnd | None = None
         self.over = False
         self.kept = False
         self.told = False

@@ -36,7 +36,6 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -48,6 +47,7 @@ from replicas.channel.operation_job import Attempt, Job
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.results import Operation
 from replicas.channel.scratch import Scratch, write_segments
+from replicas.channel.unknown import Unknown
 from replicas.core.free_lanes import FREE_KINDS
 from replicas.core.manifest import segment_layout
 from replicas.messages import (
@@ -66,8 +66,6 @@ __all__ = ["Operations"]
 
 logger = logging.getLogger("replicas.channel")
 
-KEPT_RESULTS = 4
-"""Operations of unknown outcome whose results are kept."""
 APPLIED = 16
 """How many of the newest refs a post names as applied; more than a member has operations under way at once."""
 
@@ -81,8 +79,8 @@ class Operations:
         self._scratch = Scratch(f"replicas-{hub.name}")
         self._posts = 0
         self._jobs: dict[int, Job] = {}
-        self._kept: tuple[Job, ...] = ()
         self._applied: deque[str] = deque(maxlen=APPLIED)
+        self._unknown = Unknown(hub, self._applied.append, self._release)
         self._turns: WeakKeyDictionary[Lane, asyncio.Lock] = WeakKeyDictionary()
         self._ahead = Ahead(hub, lanes, self)
         self._waiting: list[Job] = []
@@ -95,7 +93,8 @@ class Operations:
         :raises replicas.errors.NoCapacity: there is no memory for the copy; nothing was posted.
         :raises replicas.errors.Gone: an earlier operation did succeed, and its results have not been collected.
         """
-        self._check_collected(operation)
+        if operation.kind not in ("send", "recv"):
+            self._unknown.check_collected()
         job = Job(operation, deadline_s, self._hub.name)
         if operation.inputs:
             segments = operation.segments
@@ -110,29 +109,6 @@ class Operations:
         self._hub.call(self._post, job)
         return job.pending
 
-    def _check_collected(self, operation: Operation) -> None:
-        """Once for each operation that turned out to have succeeded: going on without its results must be a decision."""
-        if operation.kind in ("send", "recv"):
-            return
-        for job in self._kept:
-            if job.pending._uncollected and not job.told:
-                job.told = True
-                raise self._hub.error(
-                    errors.Gone,
-                    f"an earlier {job.operation.kind} (operation {job.ref}), whose outcome was unknown, did succeed, "
-                    "and its results have not been written here",
-                    phase="commit",
-                    members=[self._hub.member.name],
-                    hint="wait for its Pending again: its results are kept; or bring this peer to the present state; "
-                    "then call again",
-                )
-
-    def _collect(self, job: Job, attempt: Attempt, data: ReceiptData) -> Receipt:
-        """Write the results of an operation that turned out to have succeeded; on the thread that waits for it again."""
-        receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
-        self._hub.call(self._let_go, job)
-        return receipt
-
     def open_jobs(self) -> list[Pending[Receipt]]:
         """Operations that have not ended, for close(); from any thread."""
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
@@ -140,15 +116,12 @@ class Operations:
     # ------------------------------------------------------------ session thread
 
     def close(self) -> None:
-        error = self._hub.error(errors.Gone, "the channel was closed before the results were waited for", hint="")
-        for job in self._kept:
-            job.pending._abandon(error)
-            self._let_go(job)
+        self._unknown.close()
         self._scratch.close()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         ahead = self._ahead.handlers()
-        return {OperationGo: self._go, OperationEnd: self._ended, OperationSettled: self._settled, **ahead}
+        return {OperationGo: self._go, OperationEnd: self._ended, OperationSettled: self._unknown.settled, **ahead}
 
     def new_term(self) -> None:
         self._ahead.new_term()
@@ -181,7 +154,7 @@ class Operations:
         self._jobs[job.post] = job
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
         asked = any(not known.ahead for known in self._jobs.values() if known is not job)
-        if not asked and not self._kept and self._ahead.begin(job):
+        if not asked and not self._unknown and self._ahead.begin(job):
             return
         self._ahead.post_all()
         if not hub.session.connected:
@@ -197,7 +170,7 @@ class Operations:
 
     def _send(self, job: Job, free: str = "", turn: int = 0) -> None:
         operation = job.operation
-        job.unsettled = tuple(kept.ref for kept in self._kept if kept.ref and kept.pending._unknown)
+        job.unsettled = self._unknown.refs
         self._hub.send(
             OperationPost(
                 post=job.post,
@@ -224,13 +197,15 @@ class Operations:
     def applied(self, job: Job, data: ReceiptData) -> None:
         """It ran in a free lane, and everyone has its result."""
         if job.kept:
-            self._settle(job, data, None)
+            self._unknown.settle(job, data, None)
         elif not job.over:
             self._succeed(job, data)
 
     def undecided(self, job: Job, *, ready: bool) -> None:
         """It failed in a free lane: the coordinator says what becomes of it."""
         job.said_done = ready
+        if job.verdict is not None:
+            self._ended(job.verdict)
 
     def orphaned(self, job: Job, *, ready: bool) -> None:
         """It failed in a free lane, under a coordinator that is gone."""
@@ -345,16 +320,16 @@ class Operations:
     def _ended(self, message: OperationEnd) -> None:
         job = self._jobs.get(message.post)
         if job is None:
-            late = next((kept for kept in self._kept if kept.post == message.post), None)
-            if late is not None:
-                self._settle(late, message.receipt, message.error)
+            self._unknown.late_verdict(message.post, message.receipt, message.error)
+            return
+        if job.ahead:
+            job.verdict = message  # it counts if the lane does not say that all have their results
             return
         if message.receipt is None:
             if message.error is None:
                 raise errors.InternalError("OperationEnd without a verdict", channel=self._hub.name)
             if message.error.kind == "Gone":
-                for kept in self._kept:
-                    kept.told = kept.told or kept.ref in job.unsettled
+                self._unknown.heard(job.unsettled)
             self._fail(job, message.error.exception())
             return
         self._succeed(job, message.receipt)
@@ -366,6 +341,7 @@ class Operations:
         attempt = job.attempt
         if attempt is not None and job.operation.quick:
             self._write(job, data, attempt)
+            self._release(job)
         else:
             self._hub.spawn(self._finish(job, data), f"result of {job.operation.kind}")
 
@@ -373,9 +349,9 @@ class Operations:
         attempt = job.attempt
         if attempt is not None:
             await asyncio.to_thread(self._write, job, data, attempt)
-            return
-        job.over = True
-        job.pending._resolve(Receipt.of(data))
+        else:
+            job.over = True
+            job.pending._resolve(Receipt.of(data))
         self._release(job)
 
     def _write(self, job: Job, data: ReceiptData, attempt: Attempt) -> None:
@@ -388,7 +364,6 @@ class Operations:
         else:
             job.over = True
             job.pending._resolve(receipt)
-        self._hub.call(self._release, job)
 
     def _overdue(self, job: Job) -> None:
         error = self._hub.no_answer(f"the {job.operation.kind}", job.deadline_s)
@@ -427,41 +402,6 @@ class Operations:
         outputs, attempt.outputs = attempt.outputs, None
         self._scratch.give(outputs)
 
-    # ------------------------------------------------------------ outcomes that are unknown
-
     def _end_unknown(self, job: Job, text: str) -> None:
-        job.kept = True
-        self._kept = (*self._kept, job)
-        if len(self._kept) > KEPT_RESULTS:
-            oldest = self._kept[0]
-            text_of_oldest = f"the results of operation {oldest.ref} are no longer kept: {KEPT_RESULTS} newer ones are"
-            oldest.pending._abandon(self._hub.error(errors.Gone, text_of_oldest, phase="commit"))
-            self._let_go(oldest)
+        self._unknown.keep(job)
         self._fail(job, self._hub.error(errors.OutcomeUnknown, text, phase="commit"))
-
-    def _settled(self, message: OperationSettled) -> None:
-        job = next((kept for kept in self._kept if kept.ref == message.ref), None)
-        if job is None or job.attempt is None:
-            return
-        go, receipt, error = job.attempt.go, None, None
-        if message.applied:
-            seconds = time.monotonic() - job.began
-            receipt = ReceiptData(self._hub.epoch, go.participants, (), 0, seconds, {})
-        else:
-            text = f"the {job.operation.kind} did not happen: its coordinator was lost before it had told anyone"
-            error = WireError.of(self._hub.error(errors.SyncError, text, phase="commit", hint="call it again"))
-        self._settle(job, receipt, error)
-
-    def _settle(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
-        attempt = job.attempt
-        if attempt is not None and receipt is not None:
-            if job.pending._settle_by(partial(self._collect, job, attempt, receipt)):
-                self._applied.append(job.ref)
-        elif error is not None:
-            job.pending._settle(error.exception())
-            self._let_go(job)
-
-    def _let_go(self, job: Job) -> None:
-        self._kept = tuple(kept for kept in self._kept if kept is not job)
-        job.kept = False
-        self._release(job)

@@ -16,6 +16,10 @@ that called, because walking the weights may be made of collectives of the user'
                                              ...
                                          ◀── PublishEnd: unpin, resolve
 
+**Several hosts.** When all tensors are at hand before the first is copied (a module, a mapping), so that no code of the user's
+can hold it up, the version is sent to other hosts while it is packed: Packed(streaming) goes out as soon as the slot is
+there, and Filled when the digest is.
+
 **Failure of ours** (no memory, no slot, tensors of no use, not admitted): the weights are walked to their end all the
 same, then the error is raised. PackFailed goes out first, so that the others need not wait, and what is raised is the
 verdict that comes back, the same on all ranks of the replica. **The user's own exception** goes through as it is, after
@@ -157,7 +161,12 @@ class Publisher:
             check=lambda: job.pending.done() and job.pending.wait(),
         )
         job.wait_s = time.monotonic() - started
-        return manifest, staged.write(slot.data) if staged is not None else self._packer.pack(feed, manifest, slot)
+        if staged is not None:
+            return manifest, staged.write(slot.data)
+        if not (hasattr(self._packer, "knows") and self._hub.several_hosts and feed.mode == "image" and self._packer.knows(feed, manifest)):
+            return manifest, self._packer.pack(feed, manifest, slot)
+        self._hub.call(self._begun_to_fill, job, manifest, feed.device)
+        return manifest, self._packer.pack(feed, manifest, slot, progress=lambda n: self._hub.call(self._grown, job, n))
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
         """What all ranks of the replica are told; our own error when nobody can tell."""
@@ -183,6 +192,7 @@ class Publisher:
     def new_term(self) -> None:
         self._uploaded = ""
         for job in sorted((*self._unsettled.values(), *self._jobs.values()), key=lambda job: job.number):
+            job.streaming = False  # the new coordinator hears of it when it is packed
             self._hub.send(job.begin(job.left_s if job.number in self._jobs else LATE_S))
             if job.failed is not None:
                 self._hub.send(job.failed)
@@ -241,14 +251,32 @@ class Publisher:
             return
         if job.slot.image is not None:
             self._hub.holdings.note(job.version, digest=job.digest)
-        self._send_packed(job)
+        if job.streaming:
+            job.told = True
+            self._hub.send(job.now_filled(job.slot.place))
+        else:
+            self._send_packed(job)
+
+    def _begun_to_fill(self, job: PublishJob, manifest: PartManifest, device: str) -> None:
+        if job.number not in self._jobs:
+            return
+        job.streaming = True
+        self._upload(manifest)
+        self._hub.send(job.begun_to_fill(manifest, device))
+
+    def _grown(self, job: PublishJob, nbytes: int) -> None:
+        self._hub.filled_up_to(job.version, nbytes)
+
+    def _upload(self, manifest: PartManifest) -> None:
+        if manifest.hash != self._uploaded:
+            self._uploaded = manifest.hash
+            self._hub.send(UploadManifest(manifest.hash, manifest.encode()))
 
     def _send_packed(self, job: PublishJob) -> None:
         job.told = True
         manifest = job.manifest
-        if manifest is not None and manifest.hash != self._uploaded:
-            self._uploaded = manifest.hash
-            self._hub.send(UploadManifest(manifest.hash, manifest.encode()))
+        if manifest is not None:
+            self._upload(manifest)
         self._hub.send(job.filled())
 
     def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:

@@ -7,7 +7,7 @@ import time
 
 from replicas.channel.pending import Pending, Receipt
 from replicas.core.manifest import PartManifest
-from replicas.messages import Meta, Packed, PackFailed, PublishBegin
+from replicas.messages import Filled, Meta, Packed, PackFailed, PublishBegin, SlotPlace
 from replicas.weights.arena import Slot
 
 __all__ = ["PublishJob"]
@@ -20,6 +20,7 @@ class PublishJob:
     :ivar version: the number that the coordinator gave it; 0 until then.
     :ivar fills: this rank takes a slot for it.
     :ivar packed: its slot is filled; ``told``: the coordinator was told so, with the ``digest``.
+    :ivar streaming: the coordinator was told that it is being filled, and has it sent meanwhile.
     :ivar failed: what was said of a rank that could not pack; None: nothing went wrong here.
     :ivar settling: what is known without a verdict, once it has ended with its outcome unknown.
     """
@@ -37,6 +38,7 @@ class PublishJob:
         self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
         self.packed = False
         self.told = False
+        self.streaming = False
         self.digest = ""
         self.digest_s = 0.0
         self.failed: PackFailed | None = None
@@ -77,6 +79,13 @@ class PublishJob:
             place=self.slot.place if self.slot is not None else None,
             digest_s=self.digest_s,
         )
+
+    def begun_to_fill(self, manifest: PartManifest, device: str) -> Packed:
+        """It may be sent as far as it is there."""
+        return Packed(self.number, manifest.hash, manifest.nbytes, device, self.wait_s, 0.0, streaming=True)
+
+    def now_filled(self, place: SlotPlace) -> Filled:
+        return Filled(self.number, self.pack_s, self.digest, self.digest_s, place)
 
     def receipt(self, epoch: int) -> Receipt:
         """Of a version that is known to be committed, and nothing more of it."""

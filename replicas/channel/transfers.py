@@ -38,7 +38,7 @@ from replicas.messages import (
     TransferOffer,
     TransferReady,
 )
-from replicas.sidecar.client import TransferSpec
+from replicas.sidecar.client import Sidecar, TransferSpec
 from replicas.weights.arena import Buffer, Slot
 from replicas.weights.digest import digest_of
 from replicas.weights.parts import scatter_parts
@@ -58,6 +58,8 @@ class _Transfer:
     def __init__(self, offer: TransferOffer) -> None:
         self.offer = offer
         self.slot: Slot | None = None
+        self.pinned = False
+        self.sidecar: Sidecar | None = None
         self.manifest = b""
         self.running = False
         self.cancelled = False
@@ -76,6 +78,8 @@ class Transfers:
         self._transfers: dict[int, _Transfer] = {}
         self._manifests: dict[str, bytes] = {}
         self._decoded: tuple[str, Manifest] | None = None
+        self._filled: tuple[int, int] = (0, 0)
+        hub.on_fill(self._filled_up_to)
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         return {TransferOffer: self._offered, TransferGo: self._go, TransferCancel: self._cancel_asked}
@@ -177,6 +181,9 @@ class Transfers:
 
     def _pin(self, transfer: _Transfer) -> None:
         offer = transfer.offer
+        if offer.streaming and (filling := self._hub.arena.find_filling(offer.version)) is not None:
+            transfer.slot = filling  # its publish keeps it, and pins it when it is full
+            return
         slot = self._hub.arena.find_pinned(offer.version)
         if slot is not None and (slot.image is None) != (offer.mode == "parts"):
             self._hub.arena.unpin(slot)
@@ -185,7 +192,14 @@ class Transfers:
             raise self._hub.error(
                 errors.Gone, f"{self._hub.member} no longer holds version {offer.version}", version=offer.version
             )
-        transfer.slot = slot
+        transfer.slot, transfer.pinned = slot, True
+
+    def _filled_up_to(self, version: int, nbytes: int) -> None:
+        """So much of a version that is being packed may be sent."""
+        self._filled = version, nbytes
+        for transfer in self._transfers.values():
+            if transfer.offer.version == version and transfer.sidecar is not None:
+                transfer.sidecar.progress(transfer.offer.transfer, nbytes)
 
     async def _reserve(self, transfer: _Transfer) -> None:
         hub, offer = self._hub, transfer.offer
@@ -243,11 +257,11 @@ class Transfers:
             self._let_go(transfer)
             return
         known = self._hub.holdings
+        place = None
         if transfer.sends:
-            place = slot.place
             if done.image_digest:
                 known.note(transfer.offer.version, digest=done.image_digest)
-            self._hub.arena.unpin(slot)
+            self._unpin(transfer, slot)
         else:
             device = "cuda" if lane is not None and lane.backend == "nccl" else "cpu"
             known.received(slot, done.image_digest, transfer.offer.meta, device)
@@ -272,8 +286,15 @@ class Transfers:
             part=owned[0] if offer.mode == "parts" and transfer.sends else None,
             timeout_s=go.deadline_s,
             digest=offer.digest if transfer.sends else "",
+            streaming=offer.streaming,
         )
-        result = await lane.sidecar.transfer(spec, slot.buffer)
+        moving = lane.sidecar.transfer(spec, slot.buffer)
+        if offer.streaming:
+            transfer.sidecar = lane.sidecar
+            known = self._filled[1] if self._filled[0] == offer.version else 0
+            lane.sidecar.progress(go.transfer, slot.data.numel() if slot.state == "held" else known)
+        result = await moving
+        transfer.sidecar = None
         return TransferDone(
             transfer=go.transfer,
             image_digest=result.image_digest,
@@ -337,6 +358,11 @@ class Transfers:
         if slot is None:
             return
         if transfer.sends:
-            self._hub.arena.unpin(slot)
+            self._unpin(transfer, slot)
         else:
             self._hub.arena.free(slot)
+
+    def _unpin(self, transfer: _Transfer, slot: Slot) -> None:
+        if transfer.pinned:
+            transfer.pinned = False
+            self._hub.arena.unpin(slot)

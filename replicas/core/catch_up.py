@@ -113,6 +113,7 @@ class CatchUp:
             channel.close_lane(transfer.lane)
             transfer.lane = None
         self._bad_holder = transfer.givers[0] if error is not None and transfer.givers else None
+        channel.commits.assembled(transfer.payload)
         for state in channel.roster:
             if state.member in transfer.verified:
                 state.failures = 0

@@ -332,6 +332,8 @@ class ChannelState:
                 commits.begin(state, message, now)
             case wire.Packed():
                 commits.packed(state, message, now)
+            case wire.Filled():
+                commits.filled(state, message, now)
             case wire.PackFailed():
                 commits.pack_failed(state, message, now)
             case wire.TransferReady():

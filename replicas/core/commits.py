@@ -13,7 +13,6 @@ What another coordinator had begun comes in by :mod:`replicas.core.recovery`.
 
 from __future__ import annotations
 
-import hashlib
 from typing import TYPE_CHECKING
 
 from replicas import errors
@@ -120,6 +119,19 @@ class Commits:
             self._prepare(publish)
         except errors.ReplicasError as exc:
             self._fail(publish, exc, now)
+
+    def filled(self, state: MemberState, message: wire.Filled, now: float) -> None:
+        """What was sent while it was packed is all there now."""
+        publish = self.publishes.filled(state.member, message)
+        if publish is None or publish.payload is None:
+            return
+        publish.payload.filling = None
+        publish.payload.digest = message.digest
+        state.places[publish.version] = message.place
+        if publish.version in state.held:
+            state.held[publish.version] = message.digest
+        if publish.transfer is not None:
+            publish.transfer.filled(now)
 
     def pack_failed(self, state: MemberState, message: wire.PackFailed, now: float) -> None:
         if self._channel.recovery.defers(state, message, now):
@@ -229,7 +241,7 @@ class Commits:
     def _commit(self, publish: Publish, transfer: Transfer, now: float) -> None:
         channel, payload = self._channel, transfer.payload
         self._leave_behind(publish, transfer)
-        digest = payload.digest or _parts_digest(payload)
+        digest = payload.digest or self._held_digest(payload.version)
         self._vouch(payload.version, digest)
         payload.digest = digest
         self._manifests.committed(payload)
@@ -276,6 +288,16 @@ class Commits:
 
     def _holders(self, version: int) -> set[Member]:
         return {s.member for s in self._channel.roster if s.is_target and s.carries and version in s.held}
+
+    def _held_digest(self, version: int) -> str:
+        """What the holders say, whom another coordinator had it sent to. Empty: there is no image of it, only the parts."""
+        digests = {s.held[version] for s in self._channel.roster if s.held.get(version)}
+        return digests.pop() if len(digests) == 1 else ""
+
+    def assembled(self, payload: Payload) -> None:
+        """The first image has been made of a version that was committed in parts, when nobody was there to receive it."""
+        if payload is self.committed and not self.decided:
+            self.decided = payload.digest
 
     def _vouch(self, version: int, digest: str) -> None:
         """Write the digest down for holders that had none yet (the image's own source); others' must be equal."""
@@ -340,6 +362,9 @@ class Commits:
         if transfer is not None and transfer is self.main:
             self.main = None
             transfer.stop(complete=False)
+            if transfer.lane is not None:  # its bytes had all moved, and yet it is no version
+                self._channel.close_lane(transfer.lane)
+                transfer.lane = None
         if publish.state == "moving":
             channel = self._channel
             channel.out.append(
@@ -470,12 +495,6 @@ class Commits:
 
 def _accounted(publish: Publish, now: float) -> float:
     return sum(publish.phases(now, 0.0).values())
-
-
-def _parts_digest(payload: Payload) -> str:
-    """Digest of a version that exists only as parts: over the parts' digests, in order."""
-    joined = "\n".join(payload.part_digests.get(member, "") for member in payload.part_owners)
-    return f"parts:{hashlib.blake2b(joined.encode(), digest_size=16).hexdigest()}"
 
 
 def _snake(name: str) -> str:

@@ -82,6 +82,8 @@ class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class OperationEnded(msgspec.Struct, frozen=True, tag=True):
+    """Not told of operations that ran ahead in a free lane: these are only counted."""
+
     channel: str
     kind: str
     outcome: str

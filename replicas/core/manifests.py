@@ -74,6 +74,7 @@ class Manifests:
             meta=cast("Meta", publish.meta),
             part_owners=() if manifest.parts is None else tuple(carriers),
             digest=publish.packed[carriers[0]].digest if manifest.parts is None else "",
+            filling=next((one for one in carriers if publish.packed[one].streaming), None),
             part_digests={one: publish.packed[one].digest for one in carriers} if manifest.parts is not None else {},
         )
         return payload, carriers

@@ -67,26 +67,34 @@ class Plan:
 
 
 def plan(
-    version: int, needers: Sequence[MemberState], holders: Sequence[MemberState], owners: Sequence[MemberState]
+    version: int,
+    needers: Sequence[MemberState],
+    holders: Sequence[MemberState],
+    owners: Sequence[MemberState],
+    filling: Member | None = None,
 ) -> Plan | None:
     """How ``needers`` get it now; None when nobody has all of it.
 
     :param holders: of the whole version, the preferred ones first.
     :param owners: of its parts, in order, if all of them are there; not looked at when there is a holder.
+    :param filling: the holder that has not got all of it yet: those on its host wait until they can map it.
     """
     ordered = sorted(needers, key=lambda state: (state.host, state.member))
     if holders:
-        return _from_holders(version, ordered, holders)
+        return _from_holders(version, ordered, holders, filling)
     if owners:
         return _from_parts(version, ordered, owners)
     return None
 
 
-def _from_holders(version: int, needers: Sequence[MemberState], holders: Sequence[MemberState]) -> Plan:
+def _from_holders(
+    version: int, needers: Sequence[MemberState], holders: Sequence[MemberState], filling: Member | None
+) -> Plan:
     on_host = {state.host: state.member for state in reversed(holders) if version in state.places}
     maps = {state.member: on_host[state.host] for state in needers if state.host in on_host}
     others = [state for state in needers if state.host not in on_host]
-    receivers = _leaders(others)
+    soon = {state.host for state in holders if state.member == filling}
+    receivers = _leaders([state for state in others if state.host not in soon])
     senders = (holders[0].member,) if receivers else ()
     return Plan(
         mode="image",

@@ -16,7 +16,10 @@ __all__ = ["Payload", "TransferContext"]
 
 @dataclass(slots=True)
 class Payload:
-    """One version's bytes. ``digest`` is empty until somebody with the whole image has computed it."""
+    """One version's bytes. ``digest`` is empty until somebody with the whole image has computed it.
+
+    ``filling``: who still fills its slot with it, while it is sent already.
+    """
 
     version: int
     manifest_hash: str
@@ -27,6 +30,7 @@ class Payload:
     digest: str = ""
     part_digests: dict[Member, str] = field(default_factory=dict)
     part_owners: tuple[Member, ...] = ()
+    filling: Member | None = None
 
 
 class TransferContext(Protocol):

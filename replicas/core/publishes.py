@@ -21,12 +21,14 @@ from collections import OrderedDict
 from dataclasses import dataclass, field
 from typing import Literal
 
+import msgspec
+
 from replicas import errors
 from replicas.core.identity import Member
 from replicas.core.membership import PUBLISH, PublishState
 from replicas.core.payload import Payload
 from replicas.core.transfers import Transfer
-from replicas.messages import Packed, PackFailed, PublishBegin, ReceiptData, WireError
+from replicas.messages import Filled, Packed, PackFailed, PublishBegin, ReceiptData, WireError
 
 __all__ = ["Publish", "Publishes"]
 
@@ -210,6 +212,22 @@ class Publishes:
         publish.state = PUBLISH.next(publish.state, "packed_by_all")
         publish.packed_at = now
         self.queue.append(publish)
+        return publish
+
+    def filled(self, member: Member, message: Filled) -> Publish | None:
+        """A streaming rank has filled its slot; returns the publish while it has no verdict."""
+        publish = self.get(member, message.publish)
+        packed = publish.packed.get(member) if publish is not None else None
+        if publish is None or packed is None or publish.over or not packed.streaming:
+            return None
+        publish.packed[member] = msgspec.structs.replace(
+            packed,
+            pack_s=message.pack_s,
+            digest=message.digest,
+            digest_s=message.digest_s,
+            place=message.place,
+            streaming=False,
+        )
         return publish
 
     def pack_failed(self, member: Member, message: PackFailed) -> Publish | None:

@@ -175,15 +175,13 @@ class Transfer:
         if len(owners) < len(states):
             owners = []
         needers = [state for state in map(roster.get, self.needers) if state is not None]
-        return plan(version, needers, holders, owners)
+        return plan(version, needers, holders, owners, self.payload.filling)
 
     def _offer_all(self, remaining: float) -> None:
         found = self.plan
-        digest = self.payload.digest
+        digest = self.payload.digest if found.mode == "image" else ""  # of a part only what is taken from it is digested
         send, receive, place = (self._offers(role, remaining, digest) for role in ("send", "receive", "map"))
         for member in found.senders:
-            if found.mode == "parts":
-                send = self._offers("send", remaining, self.payload.part_digests.get(member, ""))
             self._offer(member, send)
         for member in found.receivers:
             self._offer(member, receive)
@@ -204,6 +202,7 @@ class Transfer:
             meta=payload.meta,
             deadline_s=remaining,
             digest=digest,
+            streaming=role == "send" and self.payload.filling is not None,
         )
         return [offer, msgspec.structs.replace(offer, manifest=payload.manifest)]
 
@@ -306,6 +305,8 @@ class Transfer:
         """Everyone has done what the plan says: believe only those whose digests are right; then the next step."""
         if self.state != "moving" or self._mapping or len(self._done) < len(self._movers):
             return
+        if self.payload.filling is not None:
+            return  # its digest is not known yet, and nobody can map it
         wrong = self._compare()
         if wrong:
             names = sorted(str(member) for member in wrong)
@@ -331,7 +332,7 @@ class Transfer:
                 payload.digest = images.pop()
         elif receivers:
             sender = self.plan.senders[0]
-            digest = self._done[sender].image_digest
+            digest = self._done[sender].image_digest or payload.digest  # who sent while it was filled told it before
             payload.digest = payload.digest or digest
             if digest != payload.digest:
                 self._forget_held(sender)
@@ -355,6 +356,11 @@ class Transfer:
             self.needers.discard(member)
         if lent:
             self._received |= replies.keys()
+
+    def filled(self, now: float) -> None:
+        """Its publisher has filled its slot: the digest is known, and the slot can be mapped."""
+        if not self.over and self.blame.probing is None:
+            self._end_attempt_if_done(now)
 
     def member_failed(self, member: Member, transfer: int, error: errors.ReplicasError, now: float) -> None:
         """A member cannot go on with this attempt."""
@@ -454,12 +460,14 @@ class Transfer:
             return
         self.needers.discard(member)
         self.verified.discard(member)
-        if member not in self.concerned | self.plan.lenders:
+        if member == self.payload.filling:
+            self.payload.filling = None
+        elif member not in self.concerned | self.plan.lenders:
             return
         if self.blame.probing is not None:
             self.blame.failures = 0
             self.blame.probing.lost(member, now)
-        elif member in self._movers or member in self._needed_lenders():
+        elif member in {*self._movers, *self._needed_lenders()} or not self.concerned:
             self.blame.failures = 0
             self.again("lost", now)
         else:

@@ -25,6 +25,8 @@ In between the coordinator moves the version with *transfers*:
 * On one host nothing is sent: an offer with the role ``map`` names the place of a holder's slot → the others open it there,
   lock it, see that it is still that version → :class:`TransferDone`, or :class:`TransferFailed`. :class:`Released` tells
   the owner of memory that no member uses it for that version any more.
+* Where there are several hosts, a publish whose weights are all at hand is sent while it is packed: ``Packed(streaming)`` as
+  soon as its slot is there, :class:`Filled` when it is full. Only then is it mapped, compared and committed.
 * Where all members are on one host nobody has a sidecar; :class:`LaneAhead` says that this has changed.
 * Who is on which host: a newcomer tries to open the beacons that :class:`Locate` names → :class:`Located`.
 * When every live target verified the version: :class:`Commit`, to everyone. :class:`Discard` takes a number back.
@@ -93,6 +95,7 @@ from replicas.messages.member import (
     Bye,
     Described,
     Dropped,
+    Filled,
     FromMember,
     Heartbeat,
     Hello,
@@ -147,6 +150,7 @@ __all__ = [
     "Described",
     "Discard",
     "Dropped",
+    "Filled",
     "FromCoordinator",
     "FromMember",
     "Heartbeat",

@@ -165,7 +165,7 @@ class TransferOffer(_FromCoordinator, frozen=True):
 
     A sender of mode ``"parts"`` sends its own publish slot, one of mode ``"image"`` a whole version that it holds. A mapper
     opens ``place`` and answers ``TransferDone`` at once. ``digest``: of the image's data (or of the sender's part), where
-    it is known.
+    it is known. ``streaming``: the sender's slot is still being filled by its own rank.
     """
 
     transfer: int
@@ -178,6 +178,7 @@ class TransferOffer(_FromCoordinator, frozen=True):
     deadline_s: float
     digest: str = ""
     place: SlotPlace | None = None
+    streaming: bool = False
 
 
 class TransferGo(_FromCoordinator, frozen=True):

@@ -22,6 +22,7 @@ __all__ = [
     "Bye",
     "Described",
     "Dropped",
+    "Filled",
     "FromMember",
     "Heartbeat",
     "Hello",
@@ -150,7 +151,8 @@ class PublishBegin(_FromMember, frozen=True):
 
 
 class Packed(_FromMember, frozen=True):
-    """The slot is filled, and stays pinned until the verdict.
+    """The slot is filled, and stays pinned until the verdict. ``streaming``: it is being filled, and may be sent meanwhile as
+    far as it is there; :class:`Filled` follows, with what is not known yet.
 
     ``manifest_hash`` is empty on a rank that carries no bytes (leader mode, not the leader); ``digest``: of what was packed
     (the data of an image, or a part), ready ``digest_s`` after the copy; ``place``: where it lies.
@@ -165,6 +167,17 @@ class Packed(_FromMember, frozen=True):
     digest: str = ""
     place: SlotPlace | None = None
     digest_s: float = 0.0
+    streaming: bool = False
+
+
+class Filled(_FromMember, frozen=True):
+    """The slot of a publish that was told to be streaming is full."""
+
+    publish: int
+    pack_s: float
+    digest: str
+    digest_s: float
+    place: SlotPlace
 
 
 class PackFailed(_FromMember, frozen=True):
@@ -315,6 +328,7 @@ FromMember = (
     | UploadManifest
     | PublishBegin
     | Packed
+    | Filled
     | PackFailed
     | LaneFormed
     | LaneFailed

@@ -21,8 +21,9 @@ may be writing is safe to reuse only after :meth:`Sidecar.wait_dead`, or after t
 
 from __future__ import annotations
 
+from replicas.sidecar.answers import Done, SidecarDied, SidecarFailed, Turn
 from replicas.sidecar.forks import Forkserver
-from replicas.sidecar.handle import Done, Sidecar, SidecarDied, SidecarFailed, Turn
+from replicas.sidecar.handle import Sidecar
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 
 __all__ = [

@@ -19,7 +19,8 @@ import tenacity
 
 import replicas
 from replicas.sidecar import wire
-from replicas.sidecar.handle import Sidecar, SidecarDied, SidecarFailed
+from replicas.sidecar.answers import SidecarDied, SidecarFailed
+from replicas.sidecar.handle import Sidecar
 from replicas.stalls import LOOK_INTERVAL_S, StallWatch
 
 __all__ = ["FORK_TIMEOUT_S", "HELPER_TRIES", "Forkserver"]

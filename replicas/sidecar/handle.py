@@ -9,19 +9,18 @@ import os
 import signal
 import socket
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import msgspec
 import torch
 
-from replicas import errors
 from replicas.sidecar import wire
+from replicas.sidecar.answers import Answer, Done, SidecarDied, SidecarFailed, Turn, failure
 from replicas.sidecar.pulse import SILENCE_S, Pulse
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 from replicas.weights.arena import Buffer
 
-__all__ = ["KILL_GRACE_S", "Done", "Sidecar", "SidecarDied", "SidecarFailed", "Turn"]
+__all__ = ["KILL_GRACE_S", "Sidecar"]
 
 KILL_GRACE_S = 1.0
 """A sidecar has its own timeouts; it is killed when it has not answered this much later."""
@@ -30,77 +29,6 @@ SMALL_NBYTES = 32 << 10
 """A request that a socket takes in one piece."""
 
 _R = TypeVar("_R")
-
-
-class SidecarFailed(RuntimeError):
-    """The sidecar said why it could not do it.
-
-    :ivar over: its group is of no use any more, and it exits by itself; else the request was refused and nothing moved.
-    :ivar kind: name of a class of :mod:`replicas.errors`, or empty. :ivar members: those concerned. :ivar hint: the remedy.
-    """
-
-    def __init__(
-        self, message: str, *, over: bool = True, kind: str = "", members: tuple[str, ...] = (), hint: str = ""
-    ) -> None:
-        super().__init__(message)
-        self.over = over
-        self.kind = kind
-        self.members = members
-        self.hint = hint
-
-    def as_error(self, **fields: Any) -> errors.ReplicasError:
-        """The same as an error of the library. ``fields``: channel, phase, version."""
-        kind = errors.error_class(self.kind) if self.kind else errors.SyncError
-        return kind(str(self), members=self.members, hint=self.hint or None, **fields)
-
-
-class SidecarDied(RuntimeError):
-    """The sidecar, or the forkserver, is gone (killed at a deadline too)."""
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Of a free lane. ``ledger``: where the sidecar notes the turn when it is ready; ``mark``: of what is asked for."""
-
-    ledger: Buffer
-    number: int
-    mark: int
-
-    @property
-    def ready(self) -> bool:
-        """Whether the sidecar had its result; certain once it is dead."""
-        return int(self.ledger.tensor()[:8].view(torch.int64)[0]) >= self.number
-
-
-Done = Callable[[float | Exception], None]
-
-
-class _Answer:
-    """Waits for the reply to a turn, as a future would."""
-
-    def __init__(self, done: Done, timer: asyncio.TimerHandle) -> None:
-        self._done: Done | None = done
-        self._timer = timer
-
-    def done(self) -> bool:
-        return self._done is None
-
-    def set_result(self, reply: wire.Reply) -> None:
-        if isinstance(reply, wire.Collected):
-            self._end(reply.seconds)
-        elif isinstance(reply, wire.Failed):
-            self._end(_failure(reply))
-        else:
-            self._end(SidecarFailed(f"a turn was answered with {type(reply).__name__}"))
-
-    def set_exception(self, error: Exception) -> None:
-        self._end(error)
-
-    def _end(self, outcome: float | Exception) -> None:
-        done, self._done = self._done, None
-        self._timer.cancel()
-        if done is not None:
-            done(outcome)
 
 
 class Sidecar:
@@ -117,7 +45,7 @@ class Sidecar:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[wire.Reply] | _Answer] = {}
+        self._pending: dict[int, asyncio.Future[wire.Reply] | Answer] = {}
         self._open = True
         self._mapped: set[int] = set()
         self._sending = asyncio.Lock()
@@ -160,6 +88,14 @@ class Sidecar:
         request = wire.RunTransfer(next(self._numbers), buffer.key, spec)
         return (await self._ask(request, (buffer,), spec.timeout_s, wire.Transferred)).result
 
+    def progress(self, transfer: int, nbytes: int) -> None:
+        """The first ``nbytes`` of the data that a streaming ``transfer`` sends are there; all of them in the end.
+
+        Never waits. What comes before :meth:`transfer` is kept; what comes after its end, or the sidecar's, does nothing.
+        """
+        if self.usable:
+            self._post(wire.TransferProgress(transfer, nbytes))
+
     async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
         """Run one operation; see :func:`replicas.sidecar.collectives.run_collective`. Returns seconds. Errors as of build."""
         buffers = tuple(buffer for buffer in (inputs, outputs) if buffer is not None)
@@ -178,7 +114,7 @@ class Sidecar:
         buffers = tuple(buffer for buffer in (inputs, outputs, turn.ledger) if buffer is not None)
         first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
         number = next(self._numbers)
-        answer = _Answer(done, self._loop.call_later(spec.timeout_s + KILL_GRACE_S, self._too_late, spec.timeout_s))
+        answer = Answer(done, self._loop.call_later(spec.timeout_s + KILL_GRACE_S, self._too_late, spec.timeout_s))
         if not self.usable:
             answer.set_exception(SidecarDied(self._end_text()))
             return
@@ -264,7 +200,7 @@ class Sidecar:
         finally:
             self._pending.pop(request.id, None)
         if isinstance(reply, wire.Failed):
-            raise _failure(reply)
+            raise failure(reply)
         if not isinstance(reply, kind):
             raise SidecarFailed(f"sidecar {self.pid} answered {type(request).__name__} with {type(reply).__name__}")
         return reply
@@ -412,10 +348,6 @@ class Sidecar:
         for future in pending.values():
             if not future.done():
                 future.set_exception(SidecarDied(self._end_text()))
-
-
-def _failure(reply: wire.Failed) -> SidecarFailed:
-    return SidecarFailed(reply.error, over=reply.over, kind=reply.kind, members=reply.members, hint=reply.hint)
 
 
 def _of_this_process(spec: GroupSpec) -> GroupSpec:

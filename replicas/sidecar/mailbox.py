@@ -1,16 +1,23 @@
-"""The sidecar's end of its channel, read by a thread of its own.
+"""The sidecar's end of its channel: requests in, replies out, and the end of either side.
 
 Theory of operation
 ===================
 
-The main thread may be stuck inside Gloo, NCCL or a store client for as long as it likes, so another thread reads the
-channel: it answers each :class:`~replicas.sidecar.wire.Ping` at once and queues every other request for the main thread. It
-needs Python's lock for that, so whatever the main thread calls must release it; what does not (pre-faulting memory,
+While the main thread has nothing to do, it reads the channel itself: no other thread has to hand it the request. Once it is
+at work it may be stuck inside Gloo, NCCL or a store client for as long as it likes. So a second thread, the *watch*, looks
+ten times a second whether the main thread has been at work for :data:`BUSY_S`, and then reads the channel in its place: it
+answers each :class:`~replicas.sidecar.wire.Ping` at once and queues every other request. When the main thread has done its
+work, it interrupts the watch and reads on. A sidecar that has had nothing to do for a while wakes up for nothing.
+
+A sender of an image that is still being packed reads the channel itself, too, while it waits in the midst of its transfer for
+a :class:`~replicas.sidecar.wire.TransferProgress` (:meth:`Mailbox.wait_packed`): it learns of it without delay.
+
+The watch needs Python's lock for that, so whatever the main thread calls must release it; what does not (pre-faulting memory,
 :func:`replicas.weights.arena._populate`) is done in small steps.
 
-The same thread ends the process at once when the channel ends or the rank is dead (its pidfd; a forked child of the rank
-may keep the channel open). Both are watched while a request is half read. Pings are one at a time, and replies are small,
-so that a write never waits for the rank to read.
+Whoever reads ends the process at once when the channel ends or the rank is dead (its pidfd; a forked child of the rank may
+keep the channel open). Both are watched while a request is half read. Pings are one at a time, and replies are small, so that
+a write never waits for the rank to read.
 """
 
 from __future__ import annotations
@@ -21,11 +28,18 @@ import select
 import socket
 import sys
 import threading
+import time
+from collections.abc import Callable
 
 from replicas.sidecar import wire
+from replicas.sidecar.progress import Progress
 
 __all__ = ["Mailbox"]
 
+BUSY_S = 0.1
+QUIET_LOOKS = 50
+"""Looks without work, after which the watch waits for the next request."""
+LONGEST_POLL_S = 60.0
 _POLL_END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
@@ -38,43 +52,130 @@ class Mailbox:
         self._frames = wire.FrameReader(channel)
         self._requests: queue.SimpleQueue[tuple[wire.Request, list[int]]] = queue.SimpleQueue()
         self._writing = threading.Lock()
-        threading.Thread(target=self._run, name="mailbox", daemon=True).start()
+        self._reading = threading.Lock()
+        self._progress = Progress()
+        self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
+        self._working = threading.Event()
+        self._busy_since: float | None = None
+        self._poller = self._new_poller()
+        threading.Thread(target=self._watch, name="mailbox", daemon=True).start()
 
     def get(self) -> tuple[wire.Request, list[int]]:
         """The next request and its descriptors, which are the caller's from now on; waits for it."""
-        return self._requests.get()
+        self._busy_since = None
+        self._take_over()
+        self._or_end(self._read_until_request)
+        self._reading.release()
+        self._busy_since = time.monotonic()
+        if not self._working.is_set():
+            self._working.set()
+        return self._requests.get_nowait()
 
     def reply(self, message: wire.Reply) -> None:
         with self._writing:
             wire.write_frame(self._channel, message)
 
-    def _run(self) -> None:
-        """Read until the end, which is the end of the process."""
+    def wait_packed(self, transfer: int, nbytes: int, deadline: float) -> None:
+        """For the main thread, in the midst of a request: return when the first ``nbytes`` of what it sends are there.
+
+        :param deadline: of the monotonic clock.
+        :raises TimeoutError: they were not by then.
+        """
+        if self._progress.of(transfer) >= nbytes:
+            return
+        self._take_over()
+        self._or_end(lambda: self._read_until_packed(transfer, nbytes, deadline))
+        self._reading.release()
+        packed = self._progress.of(transfer)
+        if packed < nbytes:
+            raise TimeoutError(f"the image was packed up to byte {packed}, not {nbytes}, when the time was up")
+
+    def transfer_ended(self, transfer: int) -> None:
+        """What was told of its progress is of no use any more."""
+        self._progress.forget(transfer)
+
+    # ------------------------------------------------------------ reading
+
+    def _take_over(self) -> None:
+        """The main thread reads from now on."""
+        if not self._reading.acquire(blocking=False):
+            os.eventfd_write(self._interrupt, 1)
+            self._reading.acquire()
+
+    def _read_until_packed(self, transfer: int, nbytes: int, deadline: float) -> None:
+        while self._progress.of(transfer) < nbytes and (left := deadline - time.monotonic()) > 0:
+            self._read(self._poller.poll(min(left, LONGEST_POLL_S) * 1000))
+
+    def _read_until_request(self) -> None:
+        poller = self._poller
+        while self._requests.empty():
+            self._read(poller.poll())
+
+    def _read_until_interrupted(self, poller: select.poll) -> None:
+        while True:
+            events = poller.poll()
+            if any(fd == self._interrupt for fd, _ in events):
+                os.eventfd_read(self._interrupt)
+                return
+            self._read(events)
+
+    def _new_poller(self) -> select.poll:
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        poller.register(self._channel, select.POLLIN | _POLL_END)
+        return poller
+
+    def _read(self, events: list[tuple[int, int]]) -> None:
+        """Take what has come; the end of the process when the rank or the channel has ended."""
+        for fd, event in events:
+            if fd == self._pidfd or event & _POLL_END:
+                os._exit(0)
+        frames = self._frames.receive()
+        if frames is None:
+            os._exit(0)
+        for body, fds in frames:
+            match wire.decode_request(body):
+                case wire.Ping(id=number):
+                    self.reply(wire.Pong(number))
+                case wire.TransferProgress(transfer=transfer, nbytes=nbytes):
+                    self._progress.tell(transfer, nbytes)
+                case request:
+                    self._requests.put((request, fds))
+
+    @staticmethod
+    def _or_end(do: Callable[[], None]) -> None:
+        """A channel that fails, or brings nonsense, is the end of the process, whichever thread sees it."""
         code = 1
         try:
-            self._read_all()
+            do()
             code = 0
         except OSError as error:
             print(f"sidecar {os.getpid()}: {error}", file=sys.stderr, flush=True)
         finally:
-            os._exit(code)
+            if code:
+                os._exit(code)
 
-    def _read_all(self) -> None:
-        poller = select.poll()
-        poller.register(self._pidfd, select.POLLIN)
-        poller.register(self._channel, select.POLLIN | _POLL_END)
+    # ------------------------------------------------------------ the watch
+
+    def _watch(self) -> None:
+        self._or_end(self._look)
+
+    def _look(self) -> None:
+        poller = self._new_poller()
+        poller.register(self._interrupt, select.POLLIN)
+        ticker = select.poll()  # of nothing: a timer
         while True:
-            events = dict(poller.poll())
-            if self._pidfd in events or events.get(self._channel.fileno(), 0) & _POLL_END:
-                return
-            frames = self._frames.receive()
-            if frames is None:
-                return
-            for body, fds in frames:
-                self._take(wire.decode_request(body), fds)
-
-    def _take(self, request: wire.Request, fds: list[int]) -> None:
-        if isinstance(request, wire.Ping):
-            self.reply(wire.Pong(request.id))
-        else:
-            self._requests.put((request, fds))
+            self._working.wait()
+            quiet = 0
+            while quiet < QUIET_LOOKS:
+                ticker.poll(BUSY_S * 1000)
+                since = self._busy_since
+                quiet = quiet + 1 if since is None else 0
+                if since is not None and time.monotonic() - since >= BUSY_S and self._reading.acquire(blocking=False):
+                    try:
+                        self._read_until_interrupted(poller)
+                    finally:
+                        self._reading.release()
+            self._working.clear()
+            if self._busy_since is not None:  # it began just now
+                self._working.set()

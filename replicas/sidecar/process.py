@@ -30,9 +30,10 @@ __all__ = ["SidecarProcess", "run"]
 
 
 class SidecarProcess:
-    """Handles requests; keeps the group and the mapped buffers."""
+    """Handles the requests that ``mailbox`` brings; keeps the group and the mapped buffers."""
 
-    def __init__(self) -> None:
+    def __init__(self, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
         self._group: Group | None = None
         self._address = ""
         self._mesh: Mesh | None = None
@@ -56,8 +57,8 @@ class SidecarProcess:
                 return self._answer(number, lambda: self._transfer(request))
             case wire.RunCollective(id=number):
                 return self._answer(number, lambda: self._collective(request))
-            case wire.Ping(id=number):
-                return wire.Pong(number)
+            case wire.Ping() | wire.TransferProgress():  # the mailbox's own
+                return None
 
     def _answer(self, number: int, do: Callable[[], wire.Reply]) -> wire.Reply:
         try:
@@ -79,9 +80,16 @@ class SidecarProcess:
         return wire.Built(request.id, time.monotonic() - started)
 
     def _transfer(self, request: wire.RunTransfer) -> wire.Reply:
-        buffer = self._buffers[request.buffer]
-        memory = buffer.readable() if request.spec.role == "send" else buffer.tensor()
-        result = run_transfer(self._built, request.spec, self._decoded(request.spec.manifest), memory)
+        buffer, spec, mailbox = self._buffers[request.buffer], request.spec, self._mailbox
+        memory = buffer.readable() if spec.role == "send" else buffer.tensor()
+
+        def wait_packed(nbytes: int, deadline: float) -> None:
+            mailbox.wait_packed(spec.transfer, nbytes, deadline)
+
+        try:
+            result = run_transfer(self._built, spec, self._decoded(spec.manifest), memory, wait_packed)
+        finally:
+            mailbox.transfer_ended(spec.transfer)
         return wire.Transferred(request.id, result)
 
     def _collective(self, request: wire.RunCollective) -> wire.Reply:
@@ -128,7 +136,7 @@ def run(channel: socket.socket, rank_pidfd: int) -> None:
     """Serve the rank at the other end of ``channel`` until it closes it or dies."""
     torch.set_num_threads(1)
     mailbox = Mailbox(channel, rank_pidfd)
-    sidecar = SidecarProcess()
+    sidecar = SidecarProcess(mailbox)
     while True:
         request, fds = mailbox.get()
         reply = sidecar.handle(request, fds)

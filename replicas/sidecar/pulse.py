@@ -3,8 +3,8 @@
 Theory of operation
 ===================
 
-A sidecar answers a ping on a thread of its own, within milliseconds, whatever its main thread is stuck in. One that does
-not answer is stopped (SIGSTOP, a frozen cgroup), or starved beyond use: it is killed and replaced.
+A sidecar answers a ping on a thread of its own, within two tenths of a second, whatever its main thread is stuck in. One that
+does not answer is stopped (SIGSTOP, a frozen cgroup), or starved beyond use: it is killed and replaced.
 
 ``SILENCE_S``: a thread that needs microseconds of CPU gets them within some 100 ms even on a machine that has ten busy
 processes for each core, and no call that the sidecar makes keeps Python's lock for so long (torch's, gloo's and xxhash's

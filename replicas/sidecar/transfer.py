@@ -19,6 +19,10 @@ A second thread digests what has arrived (and scatters what was staged) while th
 through the image from its start to the end, up to where nothing will change any more, so that little is left to do after the
 last bucket. A sender whose digest is known already reads nothing.
 
+A *streaming* sender begins while its rank still packs the image: before it sends a bucket it waits until its rank has said
+that the image is there up to the bucket's end. It digests nothing, as its rank does that beside the copy; so packing,
+sending, and verifying at the receivers overlap. Nobody else notices.
+
 Nothing is tried again here: a failed or late operation is the end of the group. (Gloo fails what is queued to or from a
 peer that has died at once, but not the one operation that was half done: that ends at its timeout, or when the sidecar is
 killed, because the coordinator has dropped the lane.)
@@ -44,7 +48,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
@@ -56,7 +60,10 @@ from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.digest import Digest
 from replicas.weights.tensors import piece_view
 
-__all__ = ["routes_of", "run_transfer", "scatter"]
+__all__ = ["WaitPacked", "routes_of", "run_transfer", "scatter"]
+
+WaitPacked = Callable[[int, float], None]
+"""Return when so many bytes of the image's data are there, or raise :class:`TimeoutError` at a deadline (monotonic)."""
 
 WINDOW = 4
 """Buckets that a member has begun to receive, and as many that it has begun to send."""
@@ -152,13 +159,17 @@ class _Mover:
         manifest: Manifest,
         routes: Sequence[Sequence[int]],
         memory: torch.Tensor,
+        wait_packed: WaitPacked,
     ) -> None:
+        if spec.streaming and (spec.role, spec.mode) != ("send", "image"):
+            raise ValueError(f"only the sender of an image can be streaming, not: {spec.role}, mode {spec.mode}")
+        self._wait_packed = wait_packed if spec.streaming else None
         self._group = group
         self._manifest = manifest
         self._routes = routes
         self._deadline = time.monotonic() + spec.timeout_s
         self._receives = spec.role == "receive"
-        self._hashes = self._receives or not spec.digest
+        self._hashes = self._receives or not (spec.digest or spec.streaming)
         holds_image = self._receives or spec.mode == "image"
         expected = manifest.image_nbytes if holds_image else None
         if expected is not None and memory.numel() != expected:
@@ -196,6 +207,7 @@ class _Mover:
         """Begin to receive a bucket that is not ours."""
         flight = _Flight(number, bucket, *self._place(bucket))
         if self._shared(bucket):
+            self._await_packing(bucket)
             flight.arriving = self._group.broadcast(flight.tensor, bucket.owner, self._deadline)
         elif bucket.owner != self._group.rank:
             route = self._routes[bucket.part]
@@ -210,6 +222,7 @@ class _Mover:
             flight.arriving.wait()
         place = route.index(self._group.rank)
         if not self._shared(bucket) and place + 1 < len(route):
+            self._await_packing(bucket)
             flight.leaving = self._group.send(flight.tensor, route[place + 1], self._deadline)
         if bucket.owner == self._group.rank:
             if self._hashes:
@@ -231,6 +244,10 @@ class _Mover:
             self._spare.append(flight.spare)
         self._look_at_checks()
 
+    def _await_packing(self, bucket: Bucket) -> None:
+        if self._wait_packed is not None:
+            self._wait_packed(bucket.start + bucket.nbytes, self._deadline)
+
     def _shared(self, bucket: Bucket) -> bool:
         """Whether it goes to all at once."""
         return self._group.backend == "nccl" and len(self._routes[bucket.part]) == self._group.size
@@ -248,16 +265,20 @@ class _Mover:
         return spare[: bucket.nbytes], spare
 
 
-def run_transfer(group: Group, spec: TransferSpec, manifest: Manifest, memory: torch.Tensor) -> TransferResult:
+def run_transfer(
+    group: Group, spec: TransferSpec, manifest: Manifest, memory: torch.Tensor, wait_packed: WaitPacked
+) -> TransferResult:
     """Send or receive one version.
 
     :param memory: uint8: an image slot, or the packed part of a sender in mode ``"parts"``. A sender's may be read-only.
+    :param wait_packed: what a streaming sender asks before it sends.
     :raises RuntimeError: a peer failed, or the timeout passed; ``memory`` of a receiver is undefined then.
+    :raises TimeoutError: the image of a streaming sender was not packed in time.
     :raises ValueError: ``spec`` does not fit the manifest, the group or the memory.
     """
     routes = routes_of(spec, manifest, group.size)
     started = time.monotonic()
-    mover = _Mover(group, spec, manifest, routes, memory)
+    mover = _Mover(group, spec, manifest, routes, memory, wait_packed)
     thread = ThreadPoolExecutor(1, "digest")
     try:
         mover.run(thread)
@@ -276,5 +297,5 @@ def _digests(
     if spec.role == "receive":
         seen = {route[0] for route in routes if rank in route} if spec.mode == "parts" else set()
         return mover.checker.image_digest(), {owner: mover.checker.part_digest(owner) for owner in seen}
-    mine = spec.digest or mover.checker.part_digest(rank)
+    mine = spec.digest if spec.digest or spec.streaming else mover.checker.part_digest(rank)
     return (mine, {}) if spec.mode == "image" else ("", {rank: mine})

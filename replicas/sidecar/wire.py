@@ -13,7 +13,7 @@ them (SCM_RIGHTS).
   an ``id`` and are handled one after another; each is answered by exactly one reply with the same ``id``. Buffers are
   sent once (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group has failed says so
   (:class:`Failed`, ``over``) and exits: its closed connections tell its peers, as a rule. A :class:`Ping` is answered at
-  once, whatever is being handled.
+  once, and a :class:`TransferProgress` noted at once, whatever is being handled.
 
 The end of either socket, or of the rank's process, ends the sidecar.
 """
@@ -54,6 +54,7 @@ __all__ = [
     "Request",
     "RunCollective",
     "RunTransfer",
+    "TransferProgress",
     "TransferResult",
     "TransferSpec",
     "Transferred",
@@ -123,6 +124,8 @@ class TransferSpec(msgspec.Struct, frozen=True):
         that is not in a part's route has nothing to do with it (a receiver has its bytes in place already); a route
         may be empty. None at all: all members take part in all parts.
     :param digest: of what I send, if it is known: it is not computed again then.
+    :param streaming: I send an image that is still being packed: its bytes may go only as far as :class:`TransferProgress`
+        has said. It is not digested here: whoever packs it does that.
     """
 
     transfer: int
@@ -134,10 +137,11 @@ class TransferSpec(msgspec.Struct, frozen=True):
     timeout_s: float
     routes: tuple[tuple[int, ...], ...] = ()
     digest: str = ""
+    streaming: bool = False
 
 
 class TransferResult(msgspec.Struct, frozen=True):
-    """``image_digest``: of the data section (senders of an image, every receiver; else empty).
+    """``image_digest``: of the data section (senders of a whole image, every receiver; else empty).
 
     ``part_digests``: by owner's lane rank, of each part sent or received (mode ``"parts"``).
     ``transfer_s``: until the last byte had moved; ``verify_s``: from then until all was digested and in its place.
@@ -222,6 +226,16 @@ class RunTransfer(msgspec.Struct, frozen=True, tag=True):
     spec: TransferSpec
 
 
+class TransferProgress(msgspec.Struct, frozen=True, tag=True):
+    """The first ``nbytes`` of the data section of what ``transfer`` sends are there; the last one says all of them.
+
+    Has no answer, may come before :class:`RunTransfer`, and is noted at once, before requests that came earlier.
+    """
+
+    transfer: int
+    nbytes: int
+
+
 class RunCollective(msgspec.Struct, frozen=True, tag=True):
     """``ledger``: a buffer, for an operation that runs ahead in a free lane, as ``turn``.
 
@@ -277,7 +291,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     hint: str = ""
 
 
-Request = MapBuffer | ForgetBuffer | BuildGroup | RunTransfer | RunCollective | Ping
+Request = MapBuffer | ForgetBuffer | BuildGroup | RunTransfer | TransferProgress | RunCollective | Ping
 Reply = Built | Transferred | Collected | Failed | Pong
 
 

@@ -46,6 +46,7 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
     """Every memory limit between this process's cgroup and the root, of version 2 and of version 1."""
     for line in _read(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
+        limit_names: tuple[str, ...]
         if controllers == "":
             # Beyond memory.high nothing is refused, but every page is slowed down to a standstill.
             base, limit_names, usage_name = root, ("memory.max", "memory.high"), "memory.current"

@@ -14,6 +14,9 @@ held it for 32 ms with the digest beside them, and for 20 ms with the digest beh
 last byte is copied; then as many threads as there are cores hash, and the caller need not wait for them.
 
 Tensors on a device are copied by the caller's thread, on its current stream, with one synchronisation for each batch.
+
+The steps are begun in the order of their bytes, so that what is filled grows from the start: whoever sends it meanwhile is
+told how far it goes without a hole (:class:`Prefix`).
 """
 
 from __future__ import annotations
@@ -30,12 +33,18 @@ import xxhash
 from replicas.weights.crew import ALONE_NBYTES, Crew, cores, helpers_for
 from replicas.weights.digest import BLOCK_NBYTES, combined
 
-__all__ = ["STEP_NBYTES", "Copier", "Step", "copy_pairs", "wait_for_devices"]
+__all__ = ["PROGRESS_NBYTES", "STEP_NBYTES", "Copier", "Prefix", "Progress", "Step", "copy_pairs", "wait_for_devices"]
 
 STEP_NBYTES = 4 << 20
 """About how much one step copies: with 1 MiB two threads were a fifth slower, with 16 MiB no faster."""
 DEVICE_NBYTES = 64 << 20
-"""Copies from a device are waited for when this much is under way."""
+"""Copies from a device are waited for when this much is under way, or a quarter of it when somebody is told of progress."""
+PROGRESS_NBYTES = 8 << 20
+"""Progress is told when it is this much: as much as a sender sends at once."""
+
+Progress = Callable[[int], None]
+"""Told from time to time how many bytes are filled from the start on, and in the end that all are. On whatever thread copies,
+one call at a time, with a lock held: it must not wait."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,16 +121,50 @@ def _copy_batch(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -
         torch._foreach_copy_(destinations, sources)
 
 
+class Prefix:
+    """How many of ``nbytes`` bytes are filled from the start on without a hole; tells ``progress``. One call at a time."""
+
+    def __init__(self, nbytes: int, progress: Progress) -> None:
+        self._nbytes = nbytes
+        self._progress = progress
+        self._end = 0
+        self._told = 0
+        self._ahead: dict[int, int] = {}
+
+    def filled(self, start: int, end: int) -> None:
+        """These bytes are filled, each once."""
+        if start == end:
+            return
+        self._ahead[start] = end
+        while (further := self._ahead.pop(self._end, None)) is not None:
+            self._end = further
+        if self._end - self._told >= PROGRESS_NBYTES and self._end < self._nbytes:
+            self._told = self._end
+            self._progress(self._end)
+
+    def finish(self) -> None:
+        """All are filled, and nothing can go wrong any more."""
+        self._progress(self._nbytes)
+
+
 class Copier:
     """Fills one run of bytes. Use it in a ``with`` block: an exception stops the helpers and cancels the digest.
 
     :param data: uint8, one-dimensional, contiguous, on the CPU: what the steps fill, each byte once.
     :param helpers: threads beside the caller's; None: what :func:`helpers_for` says, and at least one for the digest.
     :param beside: hash while the copying goes on; None: when there are two helpers or more.
+    :param progress: told how far ``data`` is filled from its start.
     :ivar digest: of all of ``data``, once :meth:`finish` was called; set on a helper's thread.
     """
 
-    def __init__(self, data: torch.Tensor, *, helpers: int | None = None, beside: bool | None = None) -> None:
+    def __init__(
+        self,
+        data: torch.Tensor,
+        *,
+        helpers: int | None = None,
+        beside: bool | None = None,
+        progress: Progress | None = None,
+    ) -> None:
         nbytes = data.numel()
         if helpers is None:
             helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))
@@ -133,6 +176,7 @@ class Copier:
         self._ready: list[int] = []
         self._unhashed = len(self._blocks)
         self._finished = False
+        self._prefix = None if progress is None else Prefix(nbytes, progress)
         self._crew = Crew(helpers, self._chore)
 
     def __enter__(self) -> Copier:
@@ -148,18 +192,18 @@ class Copier:
         self._crew.close()
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Do all steps, in any order; returns when they are copied. CPU tensors only."""
+        """Do all steps, begun in this order; returns when they are copied. CPU tensors only."""
         self._crew.run([functools.partial(self._copy, step) for step in steps])
 
     def run_here(self, steps: Iterable[Step]) -> None:
         """Like :meth:`run`, on this thread alone and in order: for tensors of a device."""
         waiting: list[Step] = []
-        nbytes = 0
+        nbytes, most = 0, DEVICE_NBYTES if self._prefix is None else DEVICE_NBYTES // 4
         for step in steps:
             step.run(non_blocking=True)
             waiting.append(step)
             nbytes += step.end - step.start
-            if nbytes >= DEVICE_NBYTES:
+            if nbytes >= most:
                 self._arrived(waiting)
                 nbytes = 0
         self._arrived(waiting)
@@ -167,6 +211,8 @@ class Copier:
     def filled(self, start: int, end: int) -> None:
         """These bytes are filled."""
         with self._crew.changed:
+            if self._prefix is not None:
+                self._prefix.filled(start, end)
             while start < end:
                 block = start // BLOCK_NBYTES
                 stop = min(end, (block + 1) * BLOCK_NBYTES)
@@ -185,6 +231,8 @@ class Copier:
         with self._crew.changed:
             if any(self._unfilled):
                 raise ValueError(f"{sum(self._unfilled)} bytes were not filled")
+            if self._prefix is not None:
+                self._prefix.finish()
             self._finished = True
             self._crew.changed.notify_all()
         if not self._blocks:

@@ -12,7 +12,8 @@ A module or a mapping of which nothing has to be gathered is copied *at once*: a
 the order of their bytes, in large steps, by several threads (:mod:`replicas.weights.copying`). A :class:`Packer` remembers
 from one publish to the next what it looked like (:mod:`replicas.weights.planned`) and the views of each slot, so that a
 repeated publish of many small tensors costs little beside the copy. Anything else is copied step by step, before the next
-step is asked for.
+step is asked for. What is copied at once may be sent meanwhile: no code of the user's can come in between
+(:meth:`Packer.knows`), and whoever sends it is told how far it is there from its start.
 
 Either way the digest of the bytes is made beside the copy, by another thread: :class:`Packing` has it a moment later.
 
@@ -35,7 +36,7 @@ import torch
 
 from replicas.core.manifest import PartManifest
 from replicas.weights.arena import Buffer, Slot
-from replicas.weights.copying import Copier
+from replicas.weights.copying import Copier, Progress
 from replicas.weights.crew import cores
 from replicas.weights.feed import Feed, Mode, Shard
 from replicas.weights.layout import Entry, copy_elements, layout
@@ -50,6 +51,7 @@ __all__ = [
     "Mode",
     "Packer",
     "Packing",
+    "Progress",
     "Shard",
     "Staged",
     "iter_tensors",
@@ -99,10 +101,16 @@ def pack(feed: Feed, manifest: PartManifest, data: torch.Tensor) -> Packing:
 
 
 def _walk(
-    feed: Feed, manifest: PartManifest, places: Places, destinations: list[torch.Tensor], data: torch.Tensor
+    feed: Feed,
+    manifest: PartManifest,
+    places: Places,
+    destinations: list[torch.Tensor],
+    data: torch.Tensor,
+    progress: Progress | None = None,
 ) -> Packing:
     started = time.monotonic()
-    with Copier(data, beside=torch.get_num_threads() < cores()) as copier:  # torch copies with its own threads here
+    beside = torch.get_num_threads() < cores()  # torch copies with its own threads here
+    with Copier(data, beside=beside, progress=progress) as copier:
         writer = Writer(manifest, places, destinations, copier)
         for entry in feed:
             writer.write(entry)
@@ -111,10 +119,16 @@ def _walk(
     return Packing(copier.digest, time.monotonic() - started)
 
 
-def _copy(places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor], data: torch.Tensor) -> Packing:
+def _copy(
+    places: Places,
+    destinations: list[torch.Tensor],
+    sources: list[torch.Tensor],
+    data: torch.Tensor,
+    progress: Progress | None = None,
+) -> Packing:
     """Copy tensors that all exist; both in the order of their bytes."""
     started = time.monotonic()
-    with Copier(data) as copier:
+    with Copier(data, progress=progress) as copier:
         if all(source.is_cpu for source in sources):
             copier.run(steps(places, destinations, sources))
         else:
@@ -150,18 +164,25 @@ class Packer:
         feed.sources = self._planned.first_sources(entries)
         return manifest
 
-    def pack(self, feed: Feed, manifest: PartManifest, slot: Slot) -> Packing:
+    def knows(self, feed: Feed, manifest: PartManifest) -> bool:
+        """Whether :meth:`pack` will copy at once: all tensors are there, and no code of the user's runs before the end."""
+        return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
+
+    def pack(self, feed: Feed, manifest: PartManifest, slot: Slot, progress: Progress | None = None) -> Packing:
         """Copy everything to its place in ``slot``; see :func:`pack`.
 
         :param manifest: from :meth:`plan`, or of an earlier publish of the same weights.
+        :param progress: told how far the slot's data is there from its start. The last call says that all is, and comes
+            before this returns; it does not come when this raises.
         """
+        known = self.knows(feed, manifest)
         sources, feed.sources = feed.sources, None
         try:
-            if sources is None or self._planned is None or manifest is not self._planned.manifest:
+            if not known or sources is None or self._planned is None:
                 places = self._places_of(manifest)
-                return _walk(feed, manifest, places, self._destinations(manifest, places, slot), slot.data)
+                return _walk(feed, manifest, places, self._destinations(manifest, places, slot), slot.data, progress)
             places = self._planned.places
-            packing = _copy(places, self._destinations(manifest, places, slot), sources, slot.data)
+            packing = _copy(places, self._destinations(manifest, places, slot), sources, slot.data, progress)
             feed.take_known()
         except BaseException:
             feed.drain()

@@ -109,7 +109,7 @@ class Attack:
         """Wait for the moment, and do it."""
         fault, world = self.fault, self._world
         number = world.arm(fault.channel, fault.moment, fault.delay_s, self.victim.deeds)
-        if fault.moment in ("forming", "catching up"):
+        if fault.moment in ("forming", "catching up") or fault.channel == "outer":
             self._bring_about()
         done = world.done(number, PATIENCE_S)
         self.at, self.landed, self.late, self.pids = done["at"], done["landed"], done["late"], done["hit"]
@@ -136,7 +136,10 @@ class Attack:
         self._world.guest.start()
 
     def _bring_about(self, *, wait: bool = False) -> None:
-        """A lane is formed, or somebody caught up, only when the members change: have one of them join again."""
+        """A lane is formed, or somebody caught up, only when the members change: have one of them join again.
+
+        So does the coordinator hear of collectives only then.
+        """
         fault = self.fault
         names = [name for name in ("serve-0", "serve-1") if name != self.victim.replica]
         if fault.moment == "catching up" and fault.target == "target rank" and self.victim.replica.startswith("serve"):

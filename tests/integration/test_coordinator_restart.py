@@ -213,10 +213,10 @@ async def test_a_catch_up_begins_anew(transport: str, moment: str) -> None:
         await publish(trainer, 1)
         assert await load(first) == (1, 1.0)
         await world.coordinator.arm(moment)
-        late = await world.join("rollout", 1)
-        asked = late.receive()
+        joining = asyncio.create_task(world.join("rollout", 1))
         await world.restarted()
-        with await asked as update:
+        late = await joining
+        with await late.receive() as update:
             assert (update.version, value_of(update)) == (1, 1.0)
         assert (await publish(trainer, 2)).lost == ()
 

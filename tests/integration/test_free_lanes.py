@@ -1,4 +1,4 @@
-"""Operations of real peers that run ahead in a free lane, and what happens to them when a peer, a sidecar or a call is wrong."""
+"""Operations of real peers that run ahead in a free lane, also when a peer, a sidecar or a call fails."""
 
 from __future__ import annotations
 

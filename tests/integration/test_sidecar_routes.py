@@ -15,6 +15,7 @@ import torch
 
 from replicas.core.manifest import Manifest, TensorSpec, merge_parts
 from replicas.sidecar.client import SidecarDied, SidecarFailed, TransferResult, TransferSpec
+from replicas.sidecar.pulse import SILENCE_S
 from replicas.weights import Arena, Buffer, Feed, Shard, Slot, digest_of, stage, views
 from tests.support.channels import wait_until
 from tests.support.sidecars import Lane, lane, shared_forkserver
@@ -118,6 +119,114 @@ async def test_memory_that_can_only_be_read_is_good_enough_to_send(server: str) 
             results = await all_of(move(three, manifest, ((0, 1, 2),), buffers))
             assert {result.image_digest for result in results.values()} == {digest_of(source.data)}
             source.data[-1] += 1
+
+
+# ---------------------------------------------------------------- images that are still being packed
+
+
+def stream(
+    made: Lane,
+    manifest: Manifest,
+    route: tuple[int, ...],
+    buffers: dict[int, Buffer],
+    timeout_s: float,
+    number: int = 1,
+) -> dict[int, asyncio.Future[TransferResult]]:
+    """Begin an image whose sender is told what it may send."""
+    encoded = manifest.encode()
+    return {
+        rank: asyncio.ensure_future(
+            made.sidecars[rank].transfer(
+                TransferSpec(number, "send", "image", encoded, (), None, timeout_s, (route,), streaming=True)
+                if rank == route[0]
+                else TransferSpec(number, "receive", "image", encoded, (), None, timeout_s, (route,)),
+                buffer,
+            )
+        )
+        for rank, buffer in buffers.items()
+    }
+
+
+@pytest.mark.parametrize("route", [(0, 1), (1, 0, 2)])
+async def test_an_image_is_sent_while_it_is_packed(server: str, route: tuple[int, ...]) -> None:
+    nbytes = 20 * MIB + 5
+    manifest, source = image_of(nbytes)
+    wanted = source.data.clone()
+    targets = {rank: slot_for(manifest) for rank in route[1:]}
+    buffers = {route[0]: source.buffer} | {rank: slot.buffer for rank, slot in targets.items()}
+    async with lane(len(route), server) as made:
+        sender = made.sidecars[route[0]]
+        for number in (1, 2):
+            source.data.zero_()
+            for slot in targets.values():
+                slot.data.zero_()
+            moves = stream(made, manifest, route, buffers, TIMEOUT_S, number)
+            sender.progress(number - 1, nbytes)  # of one that is over
+            sender.progress(number, 0)
+            for start, end in ((0, 3 * MIB), (3 * MIB, 9 * MIB), (9 * MIB, nbytes)):
+                source.data[start:end] = wanted[start:end]
+                sender.progress(number, end)
+                done = end // (8 * MIB) * (8 * MIB) if end < nbytes else nbytes
+                await wait_until(
+                    lambda done=done: all(torch.equal(slot.data[:done], wanted[:done]) for slot in targets.values()),  # type: ignore[misc]  # it infers no default
+                    f"{done} bytes at the targets",
+                )
+                assert end == nbytes or not any(move.done() for move in moves.values())
+            results = await all_of(moves)
+            assert results.pop(route[0]).image_digest == ""
+            assert {result.image_digest for result in results.values()} == {digest_of(wanted)}
+
+
+async def test_progress_may_come_before_the_transfer_and_out_of_order(server: str) -> None:
+    manifest, source = image_of(9 * MIB)
+    target = slot_for(manifest)
+    async with lane(2, server) as two:
+        for number in range(2, 5):
+            source.data.random_(1, 256)
+            two.sidecars[0].progress(number, 9 * MIB)
+            two.sidecars[0].progress(number, 8 * MIB)
+            two.sidecars[0].progress(number + 1, 0)
+            results = await all_of(
+                stream(two, manifest, (0, 1), {0: source.buffer, 1: target.buffer}, TIMEOUT_S, number)
+            )
+            assert results[1].image_digest == digest_of(source.data)
+    for sidecar in two.sidecars:
+        sidecar.progress(9, 9 * MIB)  # whether it lives or not
+    assert await two.sidecars[0].wait_dead()
+    two.sidecars[0].progress(9, 9 * MIB)
+
+
+async def test_an_image_that_is_never_packed_fails_in_time(server: str) -> None:
+    manifest, source = image_of(9 * MIB)
+    target = slot_for(manifest)
+    async with lane(2, server) as two:
+        moves = stream(two, manifest, (0, 1), {0: source.buffer, 1: target.buffer}, SHORT_TIMEOUT_S / 4)
+        two.sidecars[0].progress(1, 8 * MIB)
+        results = await asyncio.gather(*moves.values(), return_exceptions=True)
+        assert isinstance(results[0], (SidecarFailed, SidecarDied))
+        assert "packed up to byte 8388608, not 9437184" in str(results[0])
+        assert isinstance(results[1], (SidecarFailed, SidecarDied))
+
+
+async def test_a_sender_that_waits_for_its_rank_gives_signs_of_life(server: str) -> None:
+    manifest, source = image_of(MIB)
+    target = slot_for(manifest)
+    async with lane(2, server) as two:
+        moves = stream(two, manifest, (0, 1), {0: source.buffer, 1: target.buffer}, TIMEOUT_S)
+        await asyncio.wait(moves.values(), timeout=SILENCE_S + 1.0)
+        assert not any(move.done() for move in moves.values())
+        assert all(sidecar.usable for sidecar in two.sidecars)
+        two.sidecars[0].progress(1, MIB)
+        assert (await all_of(moves))[1].image_digest == digest_of(source.data)
+
+
+async def test_only_the_sender_of_an_image_can_be_streaming(server: str) -> None:
+    manifest, source = image_of(MIB)
+    async with lane(2, server) as two:
+        spec = TransferSpec(1, "receive", "image", manifest.encode(), (), None, TIMEOUT_S, ((0, 1),), streaming=True)
+        with pytest.raises(SidecarFailed, match="only the sender of an image can be streaming"):
+            await two.sidecars[1].transfer(spec, source.buffer)
+        assert two.sidecars[1].usable
 
 
 # ---------------------------------------------------------------- parts

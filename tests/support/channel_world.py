@@ -103,6 +103,20 @@ class SimMember:
         kind = "digest" if manifest.pieces is None else "part"
         self.outbox.append(wire.Packed(publish, manifest.hash, 16, "cpu", 0.0, 0.1, kind))
 
+    def stream(self, publish: int) -> None:
+        """Begin to fill the slot, and have it sent meanwhile."""
+        self.outbox.append(wire.UploadManifest(MANIFEST.hash, MANIFEST.encode()))
+        self.outbox.append(wire.Packed(publish, MANIFEST.hash, 16, "cpu", 0.0, 0.0, streaming=True))
+
+    def fill(self, publish: int) -> None:
+        """The slot is full."""
+        known = self.open[publish]
+        known.packed, known.manifest, version = True, MANIFEST, known.version
+        place = self.place(version)
+        assert place is not None
+        self.published.add(version)
+        self.outbox.append(wire.Filled(publish, 0.1, f"digest-{version}", 0.01, place))
+
     def ask(self) -> None:
         if not self.asked:
             self.asked = True
@@ -239,6 +253,8 @@ class SimMember:
         if self.bad_digest and offer.role == "receive":
             digest = "broken"
         image = digest if offer.mode == "image" or offer.role == "receive" else ""
+        if offer.streaming:
+            image = ""  # who sends while it is filled does not know it
         parts = {}
         if offer.mode == "parts":
             rank = self.world.lane_rank(go.lane, self.member)

@@ -1,8 +1,8 @@
 """Simulated members that run ahead in free lanes, with the sidecars of those lanes.
 
 A turn of a lane moves in steps, each of which the test may take or not: a member's sidecar *enters* it by itself, in the
-order of its calls; becomes *ready* once all have entered; has *voted*, and its rank applies the result, once all are ready and
-were asked for the same. Whoever's sidecar dies knows only what it was before: ready, or not.
+order of its calls; becomes *ready* once all have entered; has *voted*, and its rank applies the result, once all are ready
+and were asked for the same. Whoever's sidecar dies knows only what it was before: ready, or not.
 """
 
 from __future__ import annotations

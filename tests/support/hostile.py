@@ -50,6 +50,7 @@ def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
         "applied": st.lists(_TEXTS, max_size=2).map(tuple),
         "unsettled": st.lists(_TEXTS, max_size=2).map(tuple),
         "new_manifest": st.booleans(),
+        "outcome": st.sampled_from(["applied", "ready", "failed"]),
         "resumed": st.booleans(),
         "step": st.none() | integers if name == "step" else integers,
     }

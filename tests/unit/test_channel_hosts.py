@@ -226,6 +226,78 @@ def test_the_source_dies_before_anyone_has_mapped_it() -> None:
     assert end.receipt.version == 3
 
 
+# ---------------------------------------------------------------- sent while it is packed
+
+
+def streaming_world(*, far: int = 1, stuck: bool = False) -> tuple[World, SimMember, SimMember, list[SimMember], int]:
+    """A trainer with a target on its own host and others elsewhere; it has begun to fill a slot."""
+    world = World()
+    trainer, near = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
+    others = [world.join(f"rollout/{number + 1}/0", machine="b") for number in range(far)]
+    world.run()
+    for other in others:
+        other.stuck = stuck
+    number = trainer.publish()
+    world.run()
+    trainer.stream(number)
+    world.run()
+    return world, trainer, near, others, number
+
+
+def test_other_hosts_get_it_while_it_is_packed_and_nobody_maps_half_a_version() -> None:
+    world, trainer, near, (leader, second), number = streaming_world(far=2)
+    assert leader.held == {1}, "it has been sent"
+    assert kinds(near) == kinds(second) == []
+    assert not world.decisions, "whether it is right is not known before the publisher's digest"
+    trainer.fill(number)
+    world.run()
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert len(receipt.members) == 3
+    assert kinds(near) == kinds(second) == ["map"]
+    assert [sim.commits for sim in (near, leader, second)] == [[1]] * 3
+
+
+def test_a_publish_that_fails_while_it_is_sent_is_nobodys_version() -> None:
+    world, trainer, near, (far,), number = streaming_world()
+    trainer.outbox.append(wire.PackFailed(number, wire.WireError("SyncError", "mine")))
+    world.run()
+    assert trainer.verdicts[number].error is not None
+    assert not world.decisions
+    assert far.held == near.held == set()
+    end = publish(world, trainer)
+    assert end is not None
+    assert end.receipt is not None
+    assert end.receipt.version == 2
+
+
+@pytest.mark.parametrize("far", [0, 1])
+def test_a_publisher_that_dies_while_it_fills(far: int) -> None:
+    world, trainer, near, others, _ = streaming_world(far=far, stuck=True)
+    world.lose(trainer)
+    world.run()
+    assert not world.decisions
+    for other in others:
+        other.stuck = False
+    again = world.join("trainer/0/0", machine="a")
+    end = publish(world, again)
+    assert end is not None
+    assert end.receipt is not None
+    assert len(end.receipt.members) == 1 + far
+    assert near.commits[-1] == end.receipt.version
+
+
+def test_wrong_bytes_that_were_sent_while_it_was_packed_are_not_committed_at_that_target() -> None:
+    world, trainer, near, (far,), number = streaming_world()
+    state = world.state.roster.get(far.member)
+    assert state is not None
+    assert 1 not in state.held, "what it has received is not believed yet"
+    far.bad_digest = True
+    trainer.fill(number)
+    world.run()
+    assert near.commits == [1]
+
+
 # ---------------------------------------------------------------- memory that is lent
 
 

@@ -71,6 +71,27 @@ class Channel(RuleBasedStateMachine):
             if sim.member.group == "trainer":
                 sim.pack(sim.publish(version))
 
+    @rule()
+    def stream(self) -> None:
+        """Begin a publish that is sent while it is packed; it is filled, or fails, later or never."""
+        for sim in self._sims():
+            if sim.member.group == "trainer" and sim.machine and not sim.open:
+                number = sim.publish()
+                self.world.run(tuple(self.frozen))
+                if number in sim.open and sim.open[number].version:
+                    sim.stream(number)
+
+    @rule(fails=st.booleans())
+    def fill(self, fails: bool) -> None:
+        for sim in self._sims():
+            for number, publish in list(sim.open.items()):
+                if sim.member.group == "trainer" and sim.machine and publish.version and not publish.packed:
+                    if fails:
+                        publish.packed = True
+                        sim.outbox.append(wire.PackFailed(number, wire.WireError("SyncError", "mine")))
+                    else:
+                        sim.fill(number)
+
     @rule(data=st.data())
     def ask(self, data: st.DataObject) -> None:
         targets = [sim for sim in self._sims() if sim.member.group == "rollout"]
@@ -184,7 +205,7 @@ class Channel(RuleBasedStateMachine):
         self.world.advance(1.0)
         verdict = trainer.verdicts[number]
         assert verdict.receipt is not None, verdict
-        assert len(verdict.receipt.members) == 4
+        assert len(verdict.receipt.members) == 4, [(s.member.name, s.standing, s.note) for s in self.world.state.roster]
         for sim in self.world.members.values():
             if sim.member.group == "rollout":
                 assert verdict.receipt.version in sim.held

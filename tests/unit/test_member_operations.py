@@ -13,9 +13,9 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.operations import KEPT_RESULTS
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.results import Operation
+from replicas.channel.unknown import KEPT_RESULTS
 from replicas.core.identity import Member
 from replicas.sidecar.client import CollectiveSpec, SidecarFailed
 from replicas.weights.arena import Buffer
@@ -267,7 +267,7 @@ async def test_what_was_posted_to_nobody_is_posted_to_the_new_coordinator(world:
 async def test_only_the_last_few_results_are_kept(world: World) -> None:
     await open_lane(world)
     calls = [await unknown(world, number) for number in range(1, KEPT_RESULTS + 3)]
-    assert len(world.operations._kept) == KEPT_RESULTS
+    assert len(world.operations._unknown._kept) == KEPT_RESULTS
     for made in calls:
         world.tell(wire.OperationSettled(f"1.{made.post.post}", True))
     with pytest.raises(errors.OutcomeUnknown):
@@ -276,7 +276,7 @@ async def test_only_the_last_few_results_are_kept(world: World) -> None:
         await made.pending
         assert made.tensor.tolist() == [0, 2, 4, 6]
     await asyncio.sleep(0)
-    assert world.operations._kept == ()
+    assert world.operations._unknown._kept == ()
 
 
 async def test_results_that_are_pushed_out_or_closed_are_gone(world: World) -> None:
@@ -285,7 +285,7 @@ async def test_results_that_are_pushed_out_or_closed_are_gone(world: World) -> N
     world.tell(first.success())
     for number in range(2, KEPT_RESULTS + 2):
         tensor = torch.arange(4.0)
-        world.operations._kept[0].told = True
+        world.operations._unknown._kept[0].told = True
         made = await unknown(world, number)
     with pytest.raises(errors.Gone, match="no longer kept"):
         await first.pending
@@ -310,6 +310,6 @@ async def test_nothing_piles_up(world: World) -> None:
         else:
             with pytest.raises(errors.PeersLost):
                 await made.pending
-    assert (world.operations._jobs, world.operations._kept) == ({}, ())
+    assert (world.operations._jobs, world.operations._unknown._kept) == ({}, ())
     assert mapped_by(os.getpid(), "replicas-policy-scratch") <= 4
     assert not world.hub.take_failure()

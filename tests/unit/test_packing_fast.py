@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from random import Random
 
 import pytest
 import torch
+from hypothesis import given as generated
+from hypothesis import settings
+from hypothesis import strategies as st
 from torch import nn
 
 from replicas.core.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.weights import Arena, Digest, Feed, Shard, Slot, digest_of, pack, stage, views
-from replicas.weights.copying import STEP_NBYTES, Copier, Step, copy_pairs
+from replicas.weights.copying import PROGRESS_NBYTES, STEP_NBYTES, Copier, Prefix, Step, copy_pairs
 from replicas.weights.crew import ALONE_NBYTES, Crew, helpers_for, one_thread
 from replicas.weights.digest import BLOCK_NBYTES
 from replicas.weights.packing import Packer, Packing
@@ -23,6 +28,7 @@ from replicas.weights.places import Places
 from replicas.weights.writable import WritableSlot
 
 WAIT_S = 60.0
+MIB = 1 << 20
 
 
 def ints(*shape: int, start: int = 0) -> torch.Tensor:
@@ -413,3 +419,90 @@ def test_a_part_is_written_in_place() -> None:
         assert written["x"].numel() == 0
         written["w"].copy_(whole[2:])
         assert torch.equal(slot.data.view(torch.int32), whole[2:].flatten())
+
+
+# ---------------------------------------------------------------- how far it is
+
+
+@settings(max_examples=50)
+@generated(st.lists(st.integers(0, 5 * MIB), max_size=30), st.randoms(use_true_random=False))
+def test_only_what_is_there_without_a_hole_is_told(sizes: list[int], random: Random) -> None:
+    told: list[int] = []
+    ends = list(itertools.accumulate(sizes))
+    runs = list(zip([0, *ends], ends, strict=False))
+    random.shuffle(runs)
+    total = sum(sizes)
+    prefix, there = Prefix(total, told.append), set[tuple[int, int]]()
+    for run in runs:
+        prefix.filled(*run)
+        there.add(run)
+        missing = min((start for start, end in runs if start < end and (start, end) not in there), default=total)
+        assert max(told, default=0) <= missing
+        assert missing - max(told, default=0) < PROGRESS_NBYTES or missing == total
+    prefix.finish()
+    assert told == sorted(set(told))
+    assert told[-1] == total
+    assert len(told) <= total // PROGRESS_NBYTES + 1
+
+
+@pytest.mark.parametrize("helpers", [0, 2])
+def test_what_was_told_is_there(helpers: int) -> None:
+    data = torch.zeros(5 * PROGRESS_NBYTES + 77, dtype=torch.uint8)
+    told: list[int] = []
+
+    def look(nbytes: int) -> None:
+        assert data[:nbytes].all()
+        told.append(nbytes)
+
+    ones = torch.ones_like(data)
+    bounds = range(0, data.numel(), STEP_NBYTES)
+    with Copier(data, helpers=helpers, progress=look) as copier:
+        copier.run(
+            Step(start, end, [data[start:end]], [ones[start:end]])
+            for start, end in ((start, min(start + STEP_NBYTES, data.numel())) for start in bounds)
+        )
+        copier.finish()
+    assert told == sorted(set(told))
+    assert told[-1] == data.numel()
+    assert 1 < len(told) <= 6
+    assert copier.digest.result(WAIT_S) == digest_of(data)
+
+
+def test_progress_that_fails_fails_the_copy() -> None:
+    data = torch.zeros(2 * PROGRESS_NBYTES, dtype=torch.uint8)
+
+    def fail(nbytes: int) -> None:
+        raise KeyError(nbytes)
+
+    with Copier(data, helpers=0, progress=fail) as copier, pytest.raises(KeyError):
+        copier.filled(0, PROGRESS_NBYTES)
+    assert copier.digest.cancelled()
+
+
+def test_a_packer_tells_how_far_it_is_and_whether_it_copies_at_once() -> None:
+    packer, told = Packer(), list[int]()
+    weights = {"a": ints(PROGRESS_NBYTES // 4), "b": ints(3)}
+    manifest = Feed(weights).plan()
+    assert manifest is not None
+    for given, known in ((weights, True), (weights, True), (iter(weights.items()), False), ({}, True)):
+        feed = Feed(given)
+        planned = packer.plan(feed) or manifest
+        assert packer.knows(feed, planned) is known
+        slot = Arena(1).acquire(1, planned)
+        assert slot is not None
+        told.clear()
+        packer.pack(feed, planned, slot, told.append)
+        assert not packer.knows(feed, planned)
+        assert told == ([PROGRESS_NBYTES, PROGRESS_NBYTES + 12] if given else [0])
+
+
+def test_the_end_is_not_told_of_a_publish_that_fails() -> None:
+    given = {"a": torch.zeros(3), "b": torch.zeros(0)}
+    manifest = Feed(given).plan()
+    assert manifest is not None
+    slot = Arena(1).acquire(1, manifest)
+    assert slot is not None
+    told: list[int] = []
+    with pytest.raises(ManifestMismatch, match="tensor 'b' did not come"):
+        Packer().pack(Feed(iter([("a", given["a"])])), manifest, slot, told.append)
+    assert told == []

@@ -1,0 +1,124 @@
+"""Operations whose outcome this member could not learn, and what is kept until it does.
+
+An operation that had said *done* (or was *ready* in a free lane) and had to end without a verdict may have succeeded for the
+others. Its outputs are kept, those of the last few. When it becomes known that it did succeed, its results are written by the
+thread that waits for it again; until then they are *uncollected*, and going on without them must be a decision.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from replicas import errors
+from replicas.channel.hub import Hub
+from replicas.channel.operation_job import Attempt, Job
+from replicas.channel.pending import Receipt
+from replicas.messages import OperationSettled, ReceiptData, WireError
+
+__all__ = ["KEPT_RESULTS", "Unknown"]
+
+KEPT_RESULTS = 4
+"""Operations of unknown outcome whose results are kept."""
+
+
+class Unknown:
+    """Of one channel. On the session thread, but for :meth:`check_collected`.
+
+    :param applied: called with the ref of an operation that has turned out to have succeeded.
+    :param release: called with one that is kept no longer.
+    """
+
+    def __init__(self, hub: Hub, applied: Callable[[str], None], release: Callable[[Job], None]) -> None:
+        self._hub = hub
+        self._applied = applied
+        self._release = release
+        self._kept: tuple[Job, ...] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    @property
+    def refs(self) -> tuple[str, ...]:
+        """Of those that are still unknown."""
+        return tuple(job.ref for job in self._kept if job.ref and job.pending._unknown)
+
+    def check_collected(self) -> None:
+        """On the caller's thread, before a collective.
+
+        :raises replicas.errors.Gone: once for each operation that turned out to have succeeded, and was not collected.
+        """
+        for job in self._kept:
+            if job.pending._uncollected and not job.told:
+                job.told = True
+                raise self._hub.error(
+                    errors.Gone,
+                    f"an earlier {job.operation.kind} (operation {job.ref}), whose outcome was unknown, did succeed, "
+                    "and its results have not been written here",
+                    phase="commit",
+                    members=[self._hub.member.name],
+                    hint="wait for its Pending again: its results are kept; or bring this peer to the present state; "
+                    "then call again",
+                )
+
+    def keep(self, job: Job) -> None:
+        """It ends without a verdict."""
+        job.kept = True
+        self._kept = (*self._kept, job)
+        if len(self._kept) > KEPT_RESULTS:
+            oldest = self._kept[0]
+            text = f"the results of operation {oldest.ref} are no longer kept: {KEPT_RESULTS} newer ones are"
+            oldest.pending._abandon(self._hub.error(errors.Gone, text, phase="commit"))
+            self._let_go(oldest)
+
+    def close(self) -> None:
+        error = self._hub.error(errors.Gone, "the channel was closed before the results were waited for", hint="")
+        for job in self._kept:
+            job.pending._abandon(error)
+            self._let_go(job)
+
+    def heard(self, refs: tuple[str, ...]) -> None:
+        """The caller is told that these did succeed."""
+        for job in self._kept:
+            job.told = job.told or job.ref in refs
+
+    def late_verdict(self, post: int, receipt: ReceiptData | None, error: WireError | None) -> None:
+        job = next((job for job in self._kept if job.post == post), None)
+        if job is not None:
+            self.settle(job, receipt, error)
+
+    def settled(self, message: OperationSettled) -> None:
+        """The coordinator has found out."""
+        job = next((job for job in self._kept if job.ref == message.ref), None)
+        if job is None or job.attempt is None:
+            return
+        go, receipt, error = job.attempt.go, None, None
+        if message.applied:
+            seconds = time.monotonic() - job.began
+            receipt = ReceiptData(self._hub.epoch, go.participants, (), 0, seconds, {})
+        else:
+            text = f"the {job.operation.kind} did not happen: its coordinator was lost before it had told anyone"
+            error = WireError.of(self._hub.error(errors.SyncError, text, phase="commit", hint="call it again"))
+        self.settle(job, receipt, error)
+
+    def settle(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
+        """It is known now what became of it."""
+        attempt = job.attempt
+        if attempt is not None and receipt is not None:
+            if job.pending._settle_by(partial(self._collect, job, attempt, receipt)):
+                self._applied(job.ref)
+        elif error is not None:
+            job.pending._settle(error.exception())
+            self._let_go(job)
+
+    def _collect(self, job: Job, attempt: Attempt, data: ReceiptData) -> Receipt:
+        """Write the results; on the thread that waits for it again."""
+        receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
+        self._hub.call(self._let_go, job)
+        return receipt
+
+    def _let_go(self, job: Job) -> None:
+        self._kept = tuple(kept for kept in self._kept if kept is not job)
+        job.kept = False
+        self._release(job)

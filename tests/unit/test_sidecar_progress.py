@@ -1,0 +1,28 @@
+"""What a sidecar is told of the packing of its images."""
+
+from __future__ import annotations
+
+from replicas.sidecar.progress import KEPT_TRANSFERS, Progress
+
+
+def test_what_is_told_grows_and_stays_with_its_transfer() -> None:
+    progress = Progress()
+    assert progress.of(1) == 0
+    progress.tell(2, 10)  # before it began
+    progress.tell(1, 30)
+    progress.tell(1, 20)
+    assert (progress.of(1), progress.of(2)) == (30, 10)
+    progress.forget(1)
+    progress.forget(1)
+    assert (progress.of(1), progress.of(2)) == (0, 10)
+
+
+def test_transfers_that_never_come_do_not_pile_up() -> None:
+    progress = Progress()
+    for transfer in range(3 * KEPT_TRANSFERS):
+        progress.tell(0, transfer)
+        progress.tell(transfer + 1, 7)
+    known = [transfer for transfer in range(3 * KEPT_TRANSFERS + 1) if progress.of(transfer)]
+    assert len(known) == KEPT_TRANSFERS
+    assert known[0] == 0
+    assert known[-1] == 3 * KEPT_TRANSFERS
