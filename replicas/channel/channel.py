@@ -129,8 +129,9 @@ class Channel(Collectives):
         A publish that is under way goes on when the coordinator is started again. One that has no verdict by its deadline
         ends with OutcomeUnknown, and its Pending tells what became of it as soon as that is known: wait for it again.
 
-        :param weights: a slot of :meth:`arena_like`, a module (tied storage once), a mapping, an iterable of ``(name, Tensor | DTensor | Shard | None)``,
-            or an object with ``metadata()`` and iteration; tensors of any dtype, shape, strides and device.
+        :param weights: a slot of :meth:`arena_like`, a module (tied storage once), a mapping, an iterable of
+            ``(name, Tensor | DTensor | Shard | None)``, or an object with ``metadata()`` and iteration; tensors of any dtype,
+            shape, strides and device.
         :param version: its number, greater than every earlier one; None: the next one.
         :param dtype: cast plain floating tensors to this on the way.
         :param meta: scalars, and lists and dicts of scalars; receivers get it as ``update.meta``.

@@ -16,9 +16,9 @@ that called, because walking the weights may be made of collectives of the user'
                                              ...
                                          ◀── PublishEnd: unpin, resolve
 
-**Several hosts.** When all tensors are at hand before the first is copied (a module, a mapping), so that no code of the user's
-can hold it up, the version is sent to other hosts while it is packed: Packed(streaming) goes out as soon as the slot is
-there, and Filled when the digest is.
+**Several hosts.** When all tensors are at hand before the first is copied (a module, a mapping), so that no code of the
+user's can hold it up, the version is sent to other hosts while it is packed: Packed(streaming) goes out as soon as the slot
+is there, and Filled when the digest is.
 
 **Failure of ours** (no memory, no slot, tensors of no use, not admitted): the weights are walked to their end all the
 same, then the error is raised. PackFailed goes out first, so that the others need not wait, and what is raised is the
@@ -163,7 +163,7 @@ class Publisher:
         job.wait_s = time.monotonic() - started
         if staged is not None:
             return manifest, staged.write(slot.data)
-        if not (hasattr(self._packer, "knows") and self._hub.several_hosts and feed.mode == "image" and self._packer.knows(feed, manifest)):
+        if not (self._hub.several_hosts and feed.mode == "image" and self._packer.knows(feed, manifest)):
             return manifest, self._packer.pack(feed, manifest, slot)
         self._hub.call(self._begun_to_fill, job, manifest, feed.device)
         return manifest, self._packer.pack(feed, manifest, slot, progress=lambda n: self._hub.call(self._grown, job, n))
@@ -261,6 +261,7 @@ class Publisher:
         if job.number not in self._jobs:
             return
         job.streaming = True
+        self._hub.filled_up_to(job.version, 0)
         self._upload(manifest)
         self._hub.send(job.begun_to_fill(manifest, device))
 

@@ -221,7 +221,8 @@ def _number_problem(value: msgspec.Struct) -> str | None:
 
 
 _SIGNED = {"deadline_s", "step", "after", "found"}
-"""A deadline may have passed, a host may not be found; the others are the user's own numbers, of which the state machine says what is wrong."""
+"""A deadline may have passed, a host may not be found; the others are the user's own numbers, of which the state machine says
+what is wrong."""
 _JUDGED_LATER = {"replica", "rank", "world_size"}
 
 

@@ -8,8 +8,8 @@ in a row in one lane, with nothing else going on, the lane is set *free*: its me
 without asking, one *turn* each, in the order of their calls. The lane itself does what the coordinator did:
 
 1. each sidecar runs the operation into its outputs, and notes in memory that it shares with its rank that it is *ready*;
-2. all sidecars *vote*: one tiny all-reduce, in which they also compare what they were asked to do. A member whose vote has
-   come to an end knows that all were ready, and writes its results: it has *applied* the turn.
+2. all sidecars *vote*: one tiny exchange (:mod:`replicas.sidecar.mesh`), in which they also compare what they were asked to
+   do. A member that has everybody's vote knows that all were ready, and writes its results: it has *applied* the turn.
 
 Nobody can have applied a turn for which any member was not ready. That is all that the coordinator needs when something
 goes wrong: it asks the members that are left how far they were.
@@ -281,6 +281,9 @@ class FreeLanes:
 
     def without(self, member: Member, why: str, reason: str, now: float) -> None:
         """The member was lost, or is not live any more."""
+        if member not in self._roster:
+            for key in [key for key in self._strays if key[0] == member]:
+                del self._strays[key]
         for free in self._free.values():
             if member in free.lane.members:
                 free.gone[member.name] = why
@@ -302,7 +305,9 @@ class FreeLanes:
         self._ended[free.name] = _Ended(free.lane.members, free.applied)
         if len(self._ended) > ENDED:
             self._ended.popitem(last=False)
-        for turn in [turn for turn in free.turns if turn.post.member not in awaited]:
+        for turn in [
+            turn for turn in free.turns if turn.post.member not in awaited and turn.post.member in self._roster
+        ]:
             self._strays[turn.post.member, turn.post.message.post] = turn.post
             if turn.outcome:
                 self._judge(self._strays.pop((turn.post.member, turn.post.message.post)), turn.outcome, now)

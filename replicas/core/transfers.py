@@ -158,7 +158,7 @@ class Transfer:
         return state is not None and self.payload.version in state.held
 
     def _plan(self, now: float) -> Plan | None:
-        """Holders of the image (targets before sources in catch-up, so that trainers are left alone), or all parts' owners."""
+        """From holders of the image (in catch-up from targets first: trainers are left alone), or from all parts' owners."""
         version, roster = self.payload.version, self._context.roster
         holders = [s for s in roster if version in s.held and s.member not in self.refused]
         targets_first = self.kind == "catch_up"
@@ -179,7 +179,9 @@ class Transfer:
 
     def _offer_all(self, remaining: float) -> None:
         found = self.plan
-        digest = self.payload.digest if found.mode == "image" else ""  # of a part only what is taken from it is digested
+        digest = (
+            self.payload.digest if found.mode == "image" else ""
+        )  # of a part only what is taken from it is digested
         send, receive, place = (self._offers(role, remaining, digest) for role in ("send", "receive", "map"))
         for member in found.senders:
             self._offer(member, send)

@@ -257,7 +257,7 @@ async def freeze_first(channel: Any, then: Callable[[], Awaitable[object]]) -> f
 
 @pytest.mark.parametrize("whose", [0, 1])
 async def test_a_frozen_sidecar_costs_its_rank_a_replacement_and_no_deadline(whose: int) -> None:
-    async with channel_world({"deadline": "100s"}) as world:
+    async with channel_world({"deadline": "100s", "transport": "group"}) as world:
         members = await world.trainer_and_rollouts(2)
         trainer = members[0]
 

@@ -277,10 +277,15 @@ class FreeLanes(RuleBasedStateMachine):
         assert len(self.world.state.lanes) <= 1, "lanes pile up"
 
 
-FreeLanes.TestCase.settings = settings(
-    max_examples=12,
+class RaisingFreeLanes(FreeLanes):
+    on_lost = "raise"
+
+
+FreeLanes.TestCase.settings = RaisingFreeLanes.TestCase.settings = settings(
+    max_examples=8,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 TestFreeLanes = FreeLanes.TestCase
+TestRaisingFreeLanes = RaisingFreeLanes.TestCase
