@@ -5,8 +5,8 @@ Theory of operation
 
 On its own host a member *maps* a version: it opens the memory of one that holds it, which takes no time and no memory, and
 has it. Otherwise an offer is answered when the slot is there: pinned (to send), or reserved (to receive), for which it waits
-as long as the offer allows. On Go the lane's sidecar moves the bytes; parts that lie on this host are copied from there first.
-A transfer may be withdrawn at any moment. Nothing is cancelled in mid-air then: the flag ``cancelled`` makes
+as long as the offer allows. On Go the lane's sidecar moves the bytes; parts that lie on this host are copied from there
+first. A transfer may be withdrawn at any moment. Nothing is cancelled in mid-air then: the flag ``cancelled`` makes
 whoever is at work on it clean up, so that no slot is lost between two threads. A new coordinator withdraws all of the old
 one's; what was completely received by then is held like any other version, until it is told what became of it.
 

@@ -34,8 +34,8 @@ def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
         "process": st.just(ProcessIdentity(1, 1, "elsewhere", 1)),
         "held": st.just(()),
         "lent": st.lists(integers, max_size=3).map(tuple),
-        "beacon": st.none() | st.builds(wire.Beacon, pid=integers, fd=integers, nonce=_TEXTS, uid=integers),
-        "place": st.none() | _places(integers),
+        "beacon": st.builds(wire.Beacon, pid=integers, fd=integers, nonce=_TEXTS, uid=integers),
+        "place": _places(integers),
         "info": st.just({}),
         "nccl_env": st.just({}),
         "cuda_devices": st.just(()),
@@ -52,6 +52,7 @@ def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
         "new_manifest": st.booleans(),
         "outcome": st.sampled_from(["applied", "ready", "failed"]),
         "resumed": st.booleans(),
+        "streaming": st.booleans(),
         "step": st.none() | integers if name == "step" else integers,
     }
     return known.get(name, integers)
