@@ -49,10 +49,7 @@ def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
         "reduce_op": st.sampled_from(get_args(wire.ReduceOp)),
         "applied": st.lists(_TEXTS, max_size=2).map(tuple),
         "unsettled": st.lists(_TEXTS, max_size=2).map(tuple),
-        "new_manifest": st.booleans(),
         "outcome": st.sampled_from(["applied", "ready", "failed"]),
-        "resumed": st.booleans(),
-        "streaming": st.booleans(),
         "step": st.none() | integers if name == "step" else integers,
     }
     return known.get(name, integers)
@@ -64,6 +61,8 @@ def _strategy(kind: type[msgspec.Struct], wild: bool) -> st.SearchStrategy[Any]:
         types = get_args(field.type) or (field.type,)
         if float in types:
             fields[field.name] = st.floats() if wild else _TAME_FLOATS
+        elif bool in types:
+            fields[field.name] = st.booleans()
         elif str in types and len(types) == 1:
             fields[field.name] = _TEXTS
         elif type(None) in types:
