@@ -137,6 +137,13 @@ class Ahead:
         self._free = free
         newest = self._known[-_KNOWN:]
         self._known = [known for known in self._known if known.jobs or known in newest] + [free]
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Where no turn begins any more and none is under way, the ledger is of no more use."""
+        for known in self._known:
+            if known is not self._free and not known.jobs:
+                known.ledger.close()
 
     def _recalled(self, message: LaneRecall) -> None:
         free = next((known for known in self._known if known.name == message.free), None)
@@ -146,10 +153,13 @@ class Ahead:
         self._post_all(free)
         if self._free is free:
             self._free = None
+        self._tidy()
         self._hub.send(self._used(free, recalled=True))
 
     def new_term(self) -> None:
+        """Also when the session is over."""
         self._free = None
+        self._tidy()
 
     def _used(self, free: FreeLane, *, recalled: bool = False) -> LaneUsed:
         done, free.done = free.done if free.me == 0 else 0, 0
@@ -245,6 +255,7 @@ class Ahead:
         del free.jobs[turn.number]
         job.ahead = False
         free.done += 1
+        self._tidy()
         if turn.number in free.posted:
             free.posted.discard(turn.number)
             self._tell(free, job, "applied")
@@ -264,6 +275,7 @@ class Ahead:
         self._post_all(free)
         free.jobs.pop(turn.number, None)
         free.posted.discard(turn.number)
+        self._tidy()
         job.ahead = False
         if free.term == self._hub.session.term:
             self._tell(free, job, "ready" if ready else "failed")

@@ -141,6 +141,7 @@ class Operations:
         self._fail(job, self._hub.error(errors.Disconnected, text, phase="wait", hint="call it again"))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
+        self._ahead.new_term()
         for job in list(self._jobs.values()):
             self._fail(job, error)
 
