@@ -24,7 +24,7 @@ MARGIN_S = 5.0 + 2.0 + 2.5
 ALLOWED = {"PeersLost", "DeadlineExceeded", "OutcomeUnknown", "Busy", "Gone", "Disconnected", "NoCapacity", "SyncError"}
 """Errors that a fault may cause; any other is a bug of ours."""
 SETTLE_S = 15.0
-FDS_GROWTH = 60
+FDS_GROWTH = 30
 STORE_KEYS = 600
 MEMORIES = 3 * SLOTS
 """Buffers of one process: in its slots, left to readers, and spare."""
