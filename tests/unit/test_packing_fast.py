@@ -464,7 +464,8 @@ def test_what_was_told_is_there(helpers: int) -> None:
         copier.finish()
     assert told == sorted(set(told))
     assert told[-1] == data.numel()
-    assert 1 < len(told) <= 6
+    assert len(told) <= 6
+    assert len(told) > 1 or helpers, "a helper that is late with the first step keeps all others back"
     assert copier.digest.result(WAIT_S) == digest_of(data)
 
 
