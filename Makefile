@@ -3,9 +3,12 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-UNIT := tests/unit
 # Real processes are mostly waited for: two tests at a time. The faults of the chaos suite are timed, and run alone.
 SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
+
+# Those that import torch, which takes seconds, beside all others.
+UNIT_TESTS = $(BIN)/python -m pytest -q tests/unit --ignore tests/unit/ranks & others=$$!; \
+	$(BIN)/python -m pytest -q tests/unit/ranks; ranks=$$?; wait $$others && exit $$ranks
 
 # With the peers' environment, which sees .venv too, the benchmarks have all that they compare with.
 BENCH_PYTHON = $(or $(wildcard $(VENV)/peers/bin/python),$(BIN)/python)
@@ -40,12 +43,12 @@ demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas,
 	@$(BIN)/python examples/grpo/demo.py $(ARGS)
 
 test: $(VENV)/.dev ## run all tests
-	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) $(UNIT)
+	@$(UNIT_TESTS)
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration tests/gpu
 	@$(BIN)/python -m pytest -q tests/chaos
 
 unit: $(VENV)/.dev ## run the fast tests only
-	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) $(UNIT)
+	@$(UNIT_TESTS)
 
 integration: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration
