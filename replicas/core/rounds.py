@@ -141,12 +141,21 @@ class Rounds:
         self._count(state)
         round_ = self.of(state.member.group, state.member.replica)
         if state.from_before:
-            assigned = max(state.hello.assigned, state.loaded)
+            assigned, reminded = max(state.hello.assigned, state.loaded), [state]
             if assigned > round_.version:
                 round_.assign(assigned)
+                reminded = list(view.ranks)
+            self._remind(round_, reminded, out)
         self._settle(round_, state.member, view, out)
         if state.from_before and state.hello.assigned > state.loaded:
             round_.grant(state.member)
+
+    @staticmethod
+    def _remind(round_: Round, ranks: Sequence[MemberState], out: list[Effect]) -> None:
+        """The coordinator before may have ended before all ranks heard what they are to load: they must keep it."""
+        for rank in ranks:
+            if rank.loaded < round_.version and round_.version in rank.held:
+                out.append(Send(rank.member, Assigned(round_.version)))
 
     def loaded(self, state: MemberState, version: int, view: ReplicaView, out: list[Effect]) -> None:
         """This rank serves ``version`` now."""

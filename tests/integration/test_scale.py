@@ -100,6 +100,8 @@ async def test_eight_joins_at_once_make_one_epoch() -> None:
         before = epoch(world)
         beats = asyncio.create_task(keep_alive(slow))
         crowd = await asyncio.gather(*(world.join("rollout", index) for index in range(8)))
+        roster = world.coordinator.engine.channels["policy"].roster
+        await wait_until(lambda: all(state.host for state in roster), "everybody has said where it is")
         beats.cancel()
         await slow.say(wire.Bye())
         versions = await asyncio.gather(*(newest(channel) for channel in crowd))

@@ -197,6 +197,16 @@ def test_under_a_new_coordinator_the_round_goes_on() -> None:
     assert replica.state == "loaded"
 
 
+@pytest.mark.parametrize("first", [0, 1])
+def test_ranks_that_had_not_heard_what_they_are_to_load_are_told_by_a_new_coordinator(first: int) -> None:
+    replica = Replica()
+    replica.latest = 4
+    for rank in (first, 1 - first):
+        replica.join(rank, **({"assigned": 4, "loaded": 3} if rank == 0 else {"loaded": 3}))
+    told = {sent.member.rank for sent in replica.out if isinstance(sent, Send) and sent.message == wire.Assigned(4)}
+    assert 1 in told
+
+
 def test_without_ranks_it_is_over_and_the_next_ones_begin_anew(replica: Replica) -> None:
     replica.commit()
     replica.ask(0, 1)
