@@ -224,11 +224,12 @@ class Rounds:
     @staticmethod
     def _in_progress(round_: Round, view: ReplicaView) -> bool:
         """Some rank has yet to load the round's version, and can."""
-        if round_.state in ("idle", "loaded") or all(state.loaded == round_.version for state in view.ranks):
+        waiting = [state for state in view.ranks if state.loaded != round_.version]
+        if round_.state in ("idle", "loaded") or not waiting:
             return False
         if round_.taken:
             return True
-        return not round_.partial and all(round_.version in state.held for state in view.ranks)
+        return not round_.partial and all(round_.version in state.held for state in waiting)
 
     @staticmethod
     def _grant(round_: Round, view: ReplicaView, out: list[Effect]) -> None:

@@ -207,6 +207,18 @@ def test_ranks_that_had_not_heard_what_they_are_to_load_are_told_by_a_new_coordi
     assert 1 in told
 
 
+def test_a_rank_that_has_loaded_a_version_need_not_keep_it_for_the_others(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0)
+    replica.loaded(0, 1)
+    replica.commit()
+    del replica.ranks[0].held[1]
+    replica.ask(0, 1)
+    assert replica.granted() == {0: 1, 1: 1}
+    replica.loaded(1, 1)
+    assert replica.granted() == {0: 2, 1: 1}
+
+
 def test_without_ranks_it_is_over_and_the_next_ones_begin_anew(replica: Replica) -> None:
     replica.commit()
     replica.ask(0, 1)
