@@ -30,7 +30,7 @@ from replicas.messages import (
     decode_server_frame,
     encode,
 )
-from tests.support.channels import ChannelWorld, channel_world, wait_until
+from tests.support.channels import ChannelWorld, channel_world, freeze, wait_until
 from tests.support.proxy import Proxy
 
 pytestmark = pytest.mark.anyio
@@ -127,7 +127,7 @@ async def test_a_frozen_target_is_left_behind_and_caught_up(transport: str) -> N
         try:
             await publish(trainer, weights(1))
             assert await process.stdout.readline() == b"1\n"
-            process.send_signal(signal.SIGSTOP)
+            await freeze(process)
             receipt = await publish(trainer, weights(2))
             assert receipt.seconds < 15
             assert receipt.lost == ("rollout/1/0",)
@@ -182,7 +182,7 @@ async def test_a_member_frozen_beyond_its_lease_is_fenced_and_frees_everything(t
         try:
             await publish(trainer, weights(1))
             assert await line(process) == "1 True"
-            process.send_signal(signal.SIGSTOP)
+            await freeze(process)
             receipt = await publish(trainer, weights(2))
             assert receipt.lost == ("rollout/1/0",)
             await lost(world, "rollout/1/0")

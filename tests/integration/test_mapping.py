@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from replicas.coordinator import GroupShape
-from tests.support.channels import POLICY, ChannelWorld, channel_world, wait_until
+from tests.support.channels import POLICY, ChannelWorld, channel_world, freeze, wait_until
 from tests.support.coordinator_process import CoordinatorProcess
 from tests.support.memfds import Memory, mapped_anywhere, memories, ownerless
 from tests.support.processes import children
@@ -209,7 +209,7 @@ async def test_a_frozen_reader_is_left_its_memory_and_holds_up_nobody() -> None:
         await trainer.ask("publish", value=1)
         await other.ask("load_until", version=1)
         assert await frozen.ask("receive") == {"version": 1, "values": [1.0]}
-        frozen.signal(signal.SIGSTOP)
+        await freeze(frozen.process)
         try:
             assert (await trainer.ask("publish", value=2))["lost"] == ["rollout/1/0"]
             for value in range(3, 7):

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import replicas
 from replicas.channel import Channel
 from replicas.coordinator import Coordinator, GroupShape
 
-__all__ = ["POLICY", "ChannelWorld", "channel_world", "wait_until"]
+__all__ = ["POLICY", "ChannelWorld", "channel_world", "freeze", "wait_until"]
 
 POLICY: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "30s"}
 
@@ -23,6 +25,18 @@ async def wait_until(condition: Callable[[], object], what: str, *, timeout_s: f
     while not condition():
         assert loop.time() < deadline, f"not within {timeout_s} s: {what}"
         await asyncio.sleep(0.01)
+
+
+async def freeze(process: asyncio.subprocess.Process) -> None:
+    """SIGSTOP, until every thread has stopped: the signal alone may come after a message that is on its way."""
+    process.send_signal(signal.SIGSTOP)
+    tasks = Path(f"/proc/{process.pid}/task")
+
+    def stopped() -> bool:
+        states = [(task / "stat").read_text().rpartition(")")[2].split()[0] for task in tasks.iterdir()]
+        return all(state == "T" for state in states)
+
+    await wait_until(stopped, f"process {process.pid} has stopped")
 
 
 class ChannelWorld:
