@@ -71,7 +71,10 @@ class Place:
 
     def problem(self, message: str) -> UnsetType:
         where = ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in self.path)
-        self.problems.append((self.path, f"{where}: {message}" if where else message))
+        shown = "".join(
+            char if char.isprintable() else repr(char)[1:-1] for char in message
+        )  # one line for each problem
+        self.problems.append((self.path, f"{where}: {shown}" if where else shown))
         return UNSET
 
 

@@ -427,6 +427,11 @@ def test_no_input_does_anything_but_parse_or_tell_its_problems(mapping: dict[str
         assert all("\n" not in problem for problem in problems_or_none or ())
 
 
+def test_each_problem_is_one_line_whatever_it_quotes() -> None:
+    config = {"schema_version": 1, "run": {"name": "x"}, "groups": {"a": {"command": ["\n"]}}}
+    assert problems_of(config) == ('groups.a.command: "\\n" is not on PATH; install it, or give its path',)
+
+
 def test_a_missing_required_key_hides_no_other_problem(tmp_path: Path) -> None:
     mapping = {
         "schema_version": 1,
