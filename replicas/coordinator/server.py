@@ -41,6 +41,7 @@ from replicas.messages import Hello, MemberFrame, Refused, ServerFrame, WireErro
 
 __all__ = ["Server", "bind_listener", "session_route"]
 
+START_TIMEOUT_S = 10.0
 log = logging.getLogger("replicas.coordinator")
 
 BACKLOG = 256
@@ -270,11 +271,12 @@ class Server:
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
-        while not self._server.started:
-            if self._task.done():
-                await self._task
-                raise errors.InternalError("the control server ended at once")
-            await asyncio.sleep(0.005)
+        async with asyncio.timeout(START_TIMEOUT_S):
+            while not self._server.started:  # uvicorn has no event for it
+                if self._task.done():
+                    await self._task
+                    raise errors.InternalError("the control server ended at once")
+                await asyncio.sleep(0.005)
 
     async def aclose(self) -> None:
         self._server.should_exit = True

@@ -205,9 +205,12 @@ class ProcessWatch:
         if (process.boot_id, process.pid_namespace) != _machine():
             return None
         pidfd = os.pidfd_open(process.pid)
-        if _start_time(process.pid) != process.start_time:
+        try:
+            if _start_time(process.pid) != process.start_time:
+                raise ProcessLookupError(process.pid)
+        except OSError:
             os.close(pidfd)
-            raise ProcessLookupError(process.pid)
+            raise
         return cls(pidfd, loop)
 
 

@@ -97,6 +97,9 @@ class StoreKeeper:
                 env=environment,
                 start_new_session=True,
             )
+        except BaseException:
+            ours.close()
+            raise
         finally:
             theirs.close()
         ours.setblocking(False)
@@ -106,7 +109,7 @@ class StoreKeeper:
                 line = await reader.readline()
         except TimeoutError:
             line = b""
-        hello = msgspec.json.decode(line, type=Reply) if line else Reply(0, error="the store process did not start")
+        hello = _reply(line) or Reply(0, error="the store process did not start")
         if hello.error:
             await self._kill()
             raise errors.WorldError(
@@ -119,8 +122,7 @@ class StoreKeeper:
         self._on_change(True)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        while line := await _line(reader):
-            reply = msgspec.json.decode(line, type=Reply)
+        while reply := _reply(await _line(reader)):
             future = self._replies.pop(reply.id, None)
             if future is not None and not future.done():
                 future.set_result(reply)
@@ -237,6 +239,14 @@ class StoreKeeper:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._kill()
+
+
+def _reply(line: bytes) -> Reply | None:
+    """What the store process said; None when it ended, also in the middle of a line."""
+    try:
+        return msgspec.json.decode(line, type=Reply)
+    except msgspec.DecodeError:
+        return None
 
 
 async def _line(reader: asyncio.StreamReader) -> bytes:

@@ -28,6 +28,7 @@ __all__ = ["FORK_TIMEOUT_S", "HELPER_TRIES", "Forkserver"]
 logger = logging.getLogger("replicas.sidecar")
 
 FORK_TIMEOUT_S = 4.0
+REAP_TIMEOUT_S = 5.0
 """A fork takes milliseconds: a forkserver that has not answered for so long is frozen, and is killed to be replaced."""
 HELPER_TRIES = 3
 """Helper processes that are started, one after another, until one is ready."""
@@ -314,7 +315,10 @@ def _tell(state: tenacity.RetryCallState) -> None:
 
 
 async def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that was killed. Without a worker thread: at interpreter exit there are none any more."""
+    """Wait for a process that was killed, for :data:`REAP_TIMEOUT_S`: one that the kernel cannot end is left to it.
+
+    Without a worker thread: at interpreter exit there are none any more.
+    """
     if process.poll() is not None:
         return
     ended = asyncio.Event()
@@ -322,8 +326,11 @@ async def _reap(process: subprocess.Popen[bytes]) -> None:
     pidfd = os.pidfd_open(process.pid)
     loop.add_reader(pidfd, ended.set)
     try:
-        await ended.wait()
+        async with asyncio.timeout(REAP_TIMEOUT_S):
+            await ended.wait()
+    except TimeoutError:
+        logger.warning("process %d was killed and has not ended within %g s", process.pid, REAP_TIMEOUT_S)
     finally:
         loop.remove_reader(pidfd)
         os.close(pidfd)
-    process.wait()
+    process.poll()

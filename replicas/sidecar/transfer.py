@@ -142,7 +142,8 @@ class _Checker:
         self._image.update(self._data[self._image.nbytes : self._plan.settled[number]])
 
     def image_digest(self) -> str:
-        assert self._image.nbytes == self._data.numel()
+        if self._image.nbytes != self._data.numel():
+            raise RuntimeError(f"{self._image.nbytes} of {self._data.numel()} bytes were digested")
         return self._image.hexdigest()
 
     def part_digest(self, owner: int) -> str:

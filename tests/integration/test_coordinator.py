@@ -8,6 +8,7 @@ import resource
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -232,6 +233,34 @@ async def test_a_store_that_dies_or_freezes_is_replaced(coordinator: Coordinator
         await up.wait()
     assert coordinator.store_address != before
     assert not alive(pid)
+    await coordinator._store.ask("ping")
+
+
+async def test_a_new_store_that_dies_in_the_middle_of_its_first_word_is_replaced_too(
+    coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The next process says half a line and ends; the one after it is a store."""
+    shim = tmp_path / "python"
+    shim.write_text(
+        f"""#!{sys.executable}
+import os, sys
+if not os.path.exists({str(tmp_path / "once")!r}):
+    open({str(tmp_path / "once")!r}, "w").close()
+    os.write(int(sys.argv[sys.argv.index("--control") + 1]), b'{{"id": 0, "po')
+    os._exit(1)
+os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+"""
+    )
+    shim.chmod(0o755)
+    pid = coordinator.store_pid
+    assert pid is not None
+    up = asyncio.Event()
+    coordinator.subscribe(lambda event: up.set() if isinstance(event, StoreChanged) and event.up else None)
+    monkeypatch.setattr(sys, "executable", str(shim))
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(60):
+        await up.wait()
+    assert (tmp_path / "once").exists()
     await coordinator._store.ask("ping")
 
 
