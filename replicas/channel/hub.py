@@ -30,12 +30,12 @@ import msgspec
 import torch
 
 from replicas import errors
-from replicas.channel.beacon import find
 from replicas.channel.holdings import Holdings
 from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
 from replicas.channel.session import Session
 from replicas.core.identity import Member
+from replicas.memory.beacon import find
 from replicas.messages import (
     Ack,
     Assigned,

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import secrets
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 
-from replicas import environ, errors
-from replicas.channel.beacon import own_beacon
+from replicas import environ, errors, stacks
 from replicas.channel.channel import Channel
 from replicas.channel.hub import Hub
 from replicas.channel.loop import session_loop
-from replicas.core.identity import ProcessIdentity
 from replicas.environ import Environment
+from replicas.memory.beacon import own_beacon
+from replicas.memory.process import own_process
 from replicas.messages import PROTOCOL, Hello
 
 __all__ = ["join"]
+
+logger = logging.getLogger("replicas.channel")
 
 
 def join(
@@ -61,6 +63,7 @@ def join(
     address = _endpoint(endpoint or found.endpoint)
     secret = token if token is not None else environ.read_token(found)
     hello = _hello(channel, found, run, group, replica, rank, world_size, observe, dict(info or {}))
+    _show_stacks(found, hello)
     loop = session_loop()
     hub = Hub(loop, hello, found.forkserver, channel)
     member = Channel(hub, address, secret, hello)
@@ -103,7 +106,7 @@ def _hello(
         world_size=_first(world_size, found.world_size, 1),
         incarnation=secrets.token_hex(8),
         generation=found.generation,
-        process=_process(),
+        process=own_process(),
         observe=observe,
         info=info,
         torch_version=str(torch.__version__),
@@ -112,6 +115,16 @@ def _hello(
         cuda_devices=() if observe else _cuda_devices(),
         beacon=None if observe else own_beacon(),
     )
+
+
+def _show_stacks(found: Environment, hello: Hello) -> None:
+    """Under a supervisor: have this process write its stacks when it asks for them."""
+    if found.log_dir is None or hello.observe:
+        return
+    try:
+        stacks.register(found.log_dir, hello.rank, hello.process.start_time)
+    except OSError as error:
+        logger.warning("%s: the supervisor will not get the stacks of this process: %s", hello.channel, error)
 
 
 def _first(*values: int | None) -> int:
@@ -128,16 +141,6 @@ def _endpoint(endpoint: str | None) -> str:
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise errors.UsageError(f"join: the endpoint must be host:port, not {endpoint!r}", hint="e.g. 127.0.0.1:9477")
     return endpoint
-
-
-def _process() -> ProcessIdentity:
-    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
-    return ProcessIdentity(
-        pid=os.getpid(),
-        start_time=int(stat.rpartition(")")[2].split()[19]),
-        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
-        pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
-    )
 
 
 def _nccl_version() -> str:

@@ -46,6 +46,7 @@ class Coordinator:
     :param store_bind: the only address on which the master TCPStore listens; :param store_port: as ``port``.
     :param token: what members must show; default: a new random one.
     :param state_dir: folder for the decision log; None keeps it in memory only.
+    :param epochs: newest epoch of each channel under an earlier coordinator of the run: they go on from there.
     :param routes: further Starlette routes to serve.
     :raises errors.BadConfig: a channel's mapping cannot be used.
     """
@@ -62,6 +63,7 @@ class Coordinator:
         store_port: int = 0,
         token: str | None = None,
         state_dir: Path | None = None,
+        epochs: Mapping[str, int] | None = None,
         routes: Sequence[BaseRoute] = (),
     ) -> None:
         configs = {
@@ -83,9 +85,12 @@ class Coordinator:
             decisions=self._decisions,
             store_address=lambda: self._store.address,
             sweep=self._store.sweep,
+            epochs=epochs,
         )
         self._routes = list(routes)
         self._book = ReadinessBook()
+        self.keep_decisions = False
+        """Whether the decision log stays when this ends in order, for a coordinator that goes on from it."""
         self._server: Server | None = None
         self._tick: asyncio.Task[None] | None = None
         self.endpoint = ""
@@ -115,8 +120,9 @@ class Coordinator:
             await asyncio.gather(self._tick, return_exceptions=True)
         if self._server is not None:
             await self._server.aclose()
+        self.engine.close()
         await self._store.aclose()
-        self._decisions.close(remove=error is None)
+        self._decisions.close(remove=error is None and not self.keep_decisions)
 
     # ------------------------------------------------------------ for the supervisor
 
@@ -155,12 +161,30 @@ class Coordinator:
                 if state.hello.generation <= generation:
                     self.engine.lose(state.member, reason)
 
+    def set_draining(self, group: str, replica: int, generation: int) -> None:
+        """This generation is being ended: nothing new waits for it, what it has begun may finish (:meth:`busy`)."""
+        self.engine.set_draining(group, replica, generation)
+
+    def busy(self, group: str, replica: int) -> str:
+        """What the replica is in the middle of, in words; empty: it may be ended without cutting anything short."""
+        words = (channel.busy(group, replica) for channel in self.engine.channels.values())
+        return next((text for text in words if text), "")
+
+    def progress(self, group: str, replica: int) -> tuple[int, ...]:
+        """How far the replica has ever come; it grows with each new step or version, on any channel."""
+        return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
+
+    def set_group(self, group: str, shape: GroupShape) -> None:
+        """The group looks so from now on."""
+        self._shapes[group] = shape
+        for channel in self.engine.channels.values():
+            channel.roster.groups[group] = shape
+            channel.marks.forget(group, shape.replicas)
+
     def set_group_size(self, group: str, replicas: int) -> None:
         """The group has so many replicas from now on."""
         shape = self._shapes.get(group, GroupShape())
-        self._shapes[group] = GroupShape(replicas, shape.world_size, shape.heartbeat_timeout_s)
-        for channel in self.engine.channels.values():
-            channel.roster.groups[group] = self._shapes[group]
+        self.set_group(group, GroupShape(replicas, shape.world_size, shape.heartbeat_timeout_s))
 
     def channel_statuses(self) -> tuple[ChannelStatus, ...]:
         now = asyncio.get_running_loop().time()

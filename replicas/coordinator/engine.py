@@ -24,9 +24,23 @@ from replicas.config import ChannelConfig
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.sessions import Connection, Encoded, ProcessWatch, Session
 from replicas.core.channel import ChannelState
-from replicas.core.effects import Effect, Emit, Event, MemberLost, MemberQuarantined, Record, Send, Sweep
+from replicas.core.effects import (
+    Effect,
+    Emit,
+    Event,
+    Keep,
+    LetGo,
+    MemberLost,
+    MemberQuarantined,
+    Record,
+    Send,
+    Sweep,
+)
 from replicas.core.identity import Member
 from replicas.core.roster import GroupShape
+from replicas.memory.beacon import own_beacon
+from replicas.memory.kept import Keeper
+from replicas.memory.process import own_process
 from replicas.messages import PROTOCOL, Ack, Bye, FromMember, Heartbeat, Hello, MemberFrame, Refused, WireError
 
 __all__ = ["Engine"]
@@ -54,10 +68,14 @@ class Engine:
         decisions: DecisionLog,
         store_address: Callable[[], tuple[str, int]],
         sweep: Callable[[str], None],
+        epochs: Mapping[str, int] | None = None,
     ) -> None:
         self.run = run
         self.decisions = decisions
         self._sweep = sweep
+        self._keeper = Keeper()
+        beacon, process = own_beacon(), own_process()
+        here = ((process.boot_id, process.pid_namespace, beacon.uid), beacon)
         self.channels = {
             name: ChannelState(
                 config,
@@ -68,6 +86,8 @@ class Engine:
                 floor=decisions.floor(name),
                 decided=decisions.committed(name),
                 aborted=decisions.aborted(name),
+                epoch=(epochs or {}).get(name, 0),
+                here=here,
             )
             for name, config in channels.items()
         }
@@ -198,6 +218,12 @@ class Engine:
         channel.lose(member, reason, self._now())
         self._apply(channel)
 
+    def set_draining(self, group: str, replica: int, generation: int) -> None:
+        """The generation is being ended: see :meth:`ChannelState.set_draining`."""
+        for channel in self.channels.values():
+            channel.set_draining(group, replica, generation, self._now())
+            self._apply(channel)
+
     def expel(self, session: Session, error: errors.ReplicasError, reason: str) -> None:
         """Lose a member that says what no member can mean: it is told why, and would only say it again."""
         session.send(Refused(WireError.of(error)))
@@ -232,6 +258,10 @@ class Engine:
                 channel.receive(member, frame.body, now)
             self._apply(channel)
         return True
+
+    def close(self) -> None:
+        """Let go of the memory that is kept for others."""
+        self._keeper.close()
 
     def refused(self, reason: str) -> None:
         """Count a connection or message that was turned away."""
@@ -279,6 +309,11 @@ class Engine:
                     self._due.extend((channel, later) for later in channel.drain())
             case Sweep():
                 self._sweep(effect.prefix)
+            case Keep():
+                place = self._keeper.keep((effect.channel, effect.owner), effect.place, effect.version)
+                channel.kept(effect.owner, effect.version, place)
+            case LetGo():
+                self._keeper.let_go((effect.channel, effect.owner))
             case Emit():
                 if isinstance(effect.event, MemberLost):
                     self._on_lost(effect.event)

@@ -1,10 +1,11 @@
 """Whether a replica has done its part on every channel: joined with all its ranks, and serving the newest weights.
 
-A target that (re)starts is ready when it has loaded the newest committed version, and stays ready when newer ones are
-committed (its lag is a metric). Before the first commit of a channel, joining is enough, and so it is when the newest
-version has died with everybody who held it: a source may wait for its targets before it publishes again. A rank that left
-in good order has done its part; but when the others of its replica go on, and ask for a newer version, they are *stranded*:
-a version is loaded by all ranks or by none.
+A target that (re)starts is ready when all of its ranks have loaded what was the newest committed version when the first of
+them asked (see :mod:`replicas.core.rounds`), and stays ready when newer ones are committed (its lag is a metric): one that
+loads more slowly than its trainer publishes never has the newest of this moment, and yet is as good as all others. Before
+the first commit of a channel, joining is enough, and so it is when the newest version has died with everybody who held it:
+a source may wait for its targets before it publishes again. A rank that left in good order has done its part; but when the
+others of its replica go on, and ask for a newer version, they are *stranded*: a version is loaded by all ranks or by none.
 """
 
 from __future__ import annotations
@@ -93,9 +94,11 @@ class ReadinessBook:
         if channel.rounds.of(group, replica).partial:
             self._was_ready.pop(key, None)
             return [f"{channel.config.name}: version {latest} is loaded by a part of its ranks"]
-        if loaded >= latest:
+        if loaded or not latest:
             self._was_ready[key] = generation
-        elif self._was_ready.get(key) != generation and channel.commits.obtainable:
+        elif self._was_ready.get(key) != generation and channel.commits.obtainable(
+            channel.roster.replica(group, replica)
+        ):
             return [f"{channel.config.name}: has version {loaded}, version {latest} is committed"]
         return []
 

@@ -51,7 +51,8 @@ class CatchUp:
         waiting = [state for state in self._lacking(version, now) if state.member not in busy]
         alone = [state for state in waiting if state.standing == "quarantined"]
         needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
-        if not needers or not any(version in s.held or version in s.parts for s in self._channel.roster):
+        held = any(version in s.held or version in s.parts for s in self._channel.roster)
+        if not needers or not (held or self._channel.keeping.serves(version, waiting)):
             return
         self.transfer = Transfer(
             self._channel,

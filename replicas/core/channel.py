@@ -28,6 +28,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.config import ChannelConfig
 from replicas.core.commits import Commits
+from replicas.core.draining import Drains
 from replicas.core.effects import (
     Effect,
     Emit,
@@ -38,9 +39,11 @@ from replicas.core.effects import (
     Retried,
     Send,
 )
-from replicas.core.hosts import Hosts
+from replicas.core.hosts import Hosts, Place
 from replicas.core.identity import Member
+from replicas.core.keeping import Keeping
 from replicas.core.lanes import Lane, Lanes
+from replicas.core.marks import Marks
 from replicas.core.operations import Operations
 from replicas.core.recovery import Recovery
 from replicas.core.roster import GroupShape, MemberState, Roster
@@ -80,13 +83,20 @@ class ChannelState:
         floor: int = 0,
         decided: tuple[int, str] = (0, ""),
         aborted: frozenset[int] = frozenset(),
+        epoch: int = 0,
+        here: tuple[Place, wire.Beacon] | None = None,
     ) -> None:
-        """``floor``, ``decided`` and ``aborted``: newest number, newest commit and late failures in the decision log."""
+        """``floor``, ``decided`` and ``aborted``: newest number, newest commit and late failures in the decision log.
+
+        ``epoch``: the last one that members of an earlier coordinator may have seen.
+        ``here``: where this process is, if it can keep the memory of others.
+        """
         self.config = config
         self.term = term
         self.out: list[Effect] = []
-        self.roster = Roster(config, groups)
-        self.hosts = Hosts(self.roster, self.out, shared=config.transport == "auto")
+        self.roster = Roster(config, groups, epoch=epoch)
+        self.hosts = Hosts(self.roster, self.out, shared=config.transport == "auto", here=here)
+        self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
         self.lanes = Lanes(run, config.name, term, store)
         self.rounds = Rounds(config.name)
         self.roster.index.on_held = self.rounds.touch
@@ -96,9 +106,11 @@ class ChannelState:
             self.roster, self.lanes, self.out.append, self.next_id, term=term, retried=self.retried
         )
         self.stuck = StuckOperations(self)
+        self.drains = Drains(self)
+        self.marks = Marks()
         self._ids = 0
         self._watches: list[tuple[Member, wire.WatchLoaded]] = []
-        self._view_epoch = 0
+        self._view_epoch = epoch
         self._view_members: frozenset[Member] = frozenset()
         self._view_credit = float(VIEWS_AT_ONCE)
         self._view_at = 0.0
@@ -148,6 +160,7 @@ class ChannelState:
         state = self.roster.remove(member)
         if state is None:
             return
+        self.keeping.lost(state)
         self.hosts.lost(state)
         state.note = LOSS_WORDS.get(reason, reason)
         self.out.append(Emit(MemberLost(self.config.name, member, reason)))
@@ -197,6 +210,10 @@ class ChannelState:
             self.stuck.tick(now)
         self._settle(now)
 
+    def kept(self, owner: Member, version: int, place: wire.SlotPlace | None) -> None:
+        """The shell has done what :class:`~replicas.core.effects.Keep` says; None: it cannot."""
+        self.keeping.kept(owner, version, place)
+
     def store_moved(self, now: float) -> None:
         """The store was replaced: what forms over the old one starts again."""
         for transfer in self.commits.transfers:
@@ -207,6 +224,15 @@ class ChannelState:
     def waits(self, member: Member) -> bool:
         """Whether the member has asked for something that is still up to others."""
         return self.rounds.asks(member) or self.operations.posted(member)
+
+    def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
+        """This generation is being ended: nothing new waits for it, what it has begun may finish (:meth:`busy`)."""
+        self.drains.begin(group, replica, generation, now)
+        self._settle(now)
+
+    def busy(self, group: str, replica: int) -> str:
+        """What the replica is in the middle of, in words; empty: it may be ended without cutting anything short."""
+        return self.drains.busy(group, replica)
 
     # ------------------------------------------------------------ what the parts share
 
@@ -266,12 +292,14 @@ class ChannelState:
         if self.recovery.active:
             return
         self.recovery.advance()
+        self.keeping.look(self.commits.latest)
         self._admit(now)
         self.commits.advance(now)
         for group, replica in self.rounds.take_due(self.commits.latest):
             self.rounds.advance(self.view(group, replica), self.commits.latest, self.out)
         if self.config.peers:
             self.operations.advance(now)
+        self.drains.advance()
         self._answer_watches()
         if self._view_epoch != self.roster.epoch and self._may_publish_view(now):
             self._publish_view(now)
@@ -359,6 +387,7 @@ class ChannelState:
             case wire.ReceiveCancel():
                 self.rounds.cancel_ask(member, message.ask)
             case wire.Loaded() if message.version <= commits.latest:  # else nobody can have loaded it
+                self.marks.version(member.group, member.replica, message.version)
                 self.rounds.loaded(state, message.version, self.view(member.group, member.replica), self.out)
             case wire.LoadFailed():
                 self.rounds.failed(state, self.view(member.group, member.replica), self.out)
@@ -374,6 +403,7 @@ class ChannelState:
         match message:
             case wire.Progress():
                 state.progressed_at = now
+                self.marks.step(member, message.step)
             case wire.LaneFormed():
                 lane = self.lanes.formed(member, message.lane, now)
                 if lane is not None:
@@ -383,6 +413,7 @@ class ChannelState:
                 self._lane_failed(state, message, now)
             case wire.OperationPost():
                 state.progressed_at = now
+                self.marks.operation(member, message.step)
                 self._post(state, message, now)
             case wire.OperationDone():
                 self.operations.done(member, message.operation, now)

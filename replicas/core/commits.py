@@ -13,6 +13,7 @@ What another coordinator had begun comes in by :mod:`replicas.core.recovery`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from replicas import errors
@@ -171,7 +172,8 @@ class Commits:
 
     def _target_replicas(self) -> int:
         """Target replicas with a live member: a version waits in the queue until there are ``min_targets``."""
-        return len({(s.member.group, s.member.replica) for s in self._channel.roster.targets})
+        targets = self._channel.roster.targets
+        return len({(s.member.group, s.member.replica) for s in targets if not s.draining})
 
     def _overtaken(self, publish: Publish, now: float) -> None:
         """Its number is that of the newest commit (it was decided before the coordinator started again), or an older one."""
@@ -201,7 +203,8 @@ class Commits:
             self._fail(publish, errors.InternalError(f"version {publish.version} has no bytes"), now)
             return
         self.publishes.take(publish, now)
-        needers = [s.member for s in self._channel.roster.targets if publish.version not in s.held]
+        targets = self._channel.roster.targets
+        needers = [s.member for s in targets if publish.version not in s.held and not s.draining]
         publish.transfer = self.main = Transfer(
             self._channel, publish.payload, needers, kind="main", deadline=publish.deadline, on_end=self._main_ended
         )
@@ -259,8 +262,10 @@ class Commits:
             phases=phases,
             version=publish.version,
         )
-        self.bytes_total += payload.nbytes * max(1, len(transfer.verified))
-        self._verdict(publish, "committed", now)
+        moved_nbytes = payload.nbytes * max(1, len(transfer.verified))
+        self.bytes_total += moved_nbytes
+        self._verdict(publish, "committed", now, moved_nbytes=moved_nbytes)
+        channel.marks.version(publish.group, publish.replica, publish.version)
         self._keep_lane(transfer)
         self.main = None
 
@@ -269,6 +274,7 @@ class Commits:
         channel = self._channel
         self.latest, self.decided, self.committed = version, digest, payload
         self._decided_here = False
+        channel.keeping.look(version)
         decision = CommitDecision("commit", channel.config.name, version, digest, channel.roster.epoch, channel.term)
         channel.out.append(Record(decision))
         commit = self.commit_message()
@@ -279,10 +285,9 @@ class Commits:
         manifest_hash = self.committed.manifest_hash if self.committed is not None else ""
         return wire.Commit(self.latest, self.decided, manifest_hash)
 
-    @property
-    def obtainable(self) -> bool:
-        """Whether anybody still holds the newest committed version, or may come back with it."""
-        if self._channel.recovery.active:
+    def obtainable(self, members: Iterable[MemberState]) -> bool:
+        """Whether ``members`` can get the newest committed version: somebody still has it, or may come back with it."""
+        if self._channel.recovery.active or self._channel.keeping.serves(self.latest, members):
             return True
         return any(self.latest in state.held or self.latest in state.parts for state in self._channel.roster)
 
@@ -320,7 +325,8 @@ class Commits:
         for state in self._channel.roster.targets:
             if publish.version not in state.held:
                 why = transfer.why.get(state.member, "it did not have all of it by the deadline")
-                publish.lost[state.member.name] = why
+                if not state.draining or state.member in transfer.asked:  # else nobody has waited for it
+                    publish.lost[state.member.name] = why
                 self._channel.roster.leave_behind(state, why, missed=publish.version)
 
     # ------------------------------------------------------------ what another coordinator had begun
@@ -380,7 +386,7 @@ class Commits:
                 self._channel.out.append(Send(state.member, wire.Discard(publish.version)))
         self._verdict(publish, _snake(type(error).__name__), now)
 
-    def _verdict(self, publish: Publish, outcome: str, now: float) -> None:
+    def _verdict(self, publish: Publish, outcome: str, now: float, *, moved_nbytes: int = 0) -> None:
         channel = self._channel
         self.publishes.end(publish, committed=publish.receipt is not None)
         end = wire.PublishEnd(publish.number, publish.receipt, publish.error)
@@ -391,6 +397,7 @@ class Commits:
             outcome=outcome,
             seconds=now - publish.began_at,
             nbytes=publish.payload.nbytes if publish.payload is not None else 0,
+            moved_nbytes=moved_nbytes,
             phases=receipt.phases if receipt is not None else {},
             members=len(receipt.members) if receipt is not None else 0,
             lost=tuple(publish.lost),

@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from replicas.core.identity import Member
-from replicas.messages import FromCoordinator
+from replicas.messages import FromCoordinator, SlotPlace
 from replicas.status import SyncRecord
 
 __all__ = [
@@ -16,14 +16,18 @@ __all__ = [
     "Emit",
     "EpochStarted",
     "Event",
+    "Keep",
+    "LetGo",
     "MemberJoined",
     "MemberLost",
     "MemberQuarantined",
     "OperationEnded",
     "Record",
+    "ReplicaIdle",
     "ReplicaLoaded",
     "Retried",
     "Send",
+    "SidecarReplaced",
     "StoreChanged",
     "Sweep",
     "SyncEnded",
@@ -72,6 +76,14 @@ class Retried(msgspec.Struct, frozen=True, tag=True):
     reason: str
 
 
+class SidecarReplaced(msgspec.Struct, frozen=True, tag=True):
+    """``count`` sidecars of one lane are killed, to be replaced."""
+
+    channel: str
+    reason: str
+    count: int
+
+
 class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
     """Every rank of the replica serves ``version`` now; 0: it no longer serves a whole version."""
 
@@ -79,6 +91,15 @@ class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
     group: str
     replica: int
     version: int
+
+
+class ReplicaIdle(msgspec.Struct, frozen=True, tag=True):
+    """A replica that is being ended has finished on this channel what it had begun."""
+
+    channel: str
+    group: str
+    replica: int
+    generation: int
 
 
 class OperationEnded(msgspec.Struct, frozen=True, tag=True):
@@ -102,7 +123,9 @@ Event = (
     | EpochStarted
     | SyncEnded
     | Retried
+    | SidecarReplaced
     | ReplicaLoaded
+    | ReplicaIdle
     | OperationEnded
     | StoreChanged
 )
@@ -136,8 +159,24 @@ class Sweep(msgspec.Struct, frozen=True):
     prefix: str
 
 
+class Keep(msgspec.Struct, frozen=True):
+    """Hold the memory of ``owner`` with ``version`` in this process, and say at once where it can be opened here."""
+
+    channel: str
+    owner: Member
+    place: SlotPlace
+    version: int
+
+
+class LetGo(msgspec.Struct, frozen=True):
+    """Hold that memory no longer."""
+
+    channel: str
+    owner: Member
+
+
 class Emit(msgspec.Struct, frozen=True):
     event: Event
 
 
-Effect = Send | Record | Sweep | Emit
+Effect = Send | Record | Sweep | Keep | LetGo | Emit

@@ -8,7 +8,8 @@ names or addresses. Each process has a *beacon*, a little memory with a nonce in
 user are equal *may* be on one host; a newcomer is told the beacons of a few such members of each known host
 (:class:`~replicas.messages.Locate`), tries to open them, and says which one it could read. It is admitted when it has
 answered; one that can open none of them, does not answer in time, or later fails to map what it should, is a host of its
-own, to which everything is sent. With ``transport = "group"`` everybody is.
+own, to which everything is sent. With ``transport = "group"`` everybody is. The coordinator has a beacon, too: its host is
+one of them, whether or not a member is on it.
 
 **Memory that is lent.** The owner of a slot (a publisher, or the member that received a version for its host) may write it
 again when nobody has it mapped any more. It learns that from the kernel, not from here: readers hold locks on the memory.
@@ -27,14 +28,14 @@ from replicas.core.identity import Member
 from replicas.core.roster import MemberState, Roster
 from replicas.messages import Beacon, LaneAhead, Locate, Located, Released
 
-__all__ = ["Hosts"]
+__all__ = ["Hosts", "Place"]
 
 LOCATE_S = 2.0
 """How long a newcomer is waited for to say on which host it is."""
 REPRESENTATIVES = 3
 """Members of one host that a newcomer tries."""
 
-_Place = tuple[str, int, int]
+Place = tuple[str, int, int]
 """Boot id, pid namespace, user: equal for all members of one host, and not only for them."""
 
 
@@ -51,9 +52,13 @@ class Hosts:
     """The hosts of one channel, by number.
 
     :param shared: whether members may share memory at all (``transport = "auto"``).
+    :param here: place and beacon of the coordinator's process, if it may share memory, too.
+    :ivar own: number of the coordinator's host; 0: it has none.
     """
 
-    def __init__(self, roster: Roster, out: list[Effect], *, shared: bool) -> None:
+    def __init__(
+        self, roster: Roster, out: list[Effect], *, shared: bool, here: tuple[Place, Beacon] | None = None
+    ) -> None:
         self._roster = roster
         self._out = out
         self._shared = shared
@@ -61,6 +66,8 @@ class Hosts:
         self._members: dict[int, dict[Member, MemberState]] = {}
         self._searches: dict[Member, _Search] = {}
         self._warned: set[Member] = set()
+        self._here = here if shared else None
+        self.own = self._new() if self._here is not None else 0
 
     def __len__(self) -> int:
         return len(self._members)
@@ -92,7 +99,7 @@ class Hosts:
         if search is None:
             return
         found = search.hosts[message.found] if 0 <= message.found < len(search.hosts) else 0
-        if found in self._members:
+        if found and (found == self.own or found in self._members):
             self._put(state, found)
         else:
             self._search(state, search)
@@ -122,14 +129,19 @@ class Hosts:
             return [], []
         beacons: list[Beacon] = []
         hosts: list[int] = []
+        if self._here is not None and self._here[0] == place and self.own not in tried:
+            beacons.append(self._here[1])
+            hosts.append(self.own)
         for host, members in self._members.items():
             some = list(itertools.islice(members.values(), REPRESENTATIVES))
-            if host not in tried and self._place(some[0]) == place:  # all members of a host are alike in this
+            if host in tried or host == self.own:
+                continue
+            if self._place(some[0]) == place:  # all members of a host are alike in this
                 beacons += [other.hello.beacon for other in some if other.hello.beacon is not None]
                 hosts += [host] * len(some)
         return beacons, hosts
 
-    def _place(self, state: MemberState) -> _Place | None:
+    def _place(self, state: MemberState) -> Place | None:
         """None: it shares no memory."""
         hello = state.hello
         if not self._shared or hello.beacon is None or state.is_peer:

@@ -10,12 +10,15 @@ attempt. So a host gets every byte once, and members that only map are in no pro
 A version that nobody holds whole, only its source ranks in parts (``ranks = "all"``), is put together by the leaders: each
 copies the parts that lie on its own host from there, and receives the others over the lane.
 
+What the coordinator *keeps* for members that are lost (:mod:`replicas.core.keeping`) can be mapped, or copied from, on its
+host; nobody can send it.
+
 The lane is a chain for each part (:attr:`Plan.routes`): the owner first, then the leaders, in order of their hosts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -72,30 +75,39 @@ def plan(
     holders: Sequence[MemberState],
     owners: Sequence[MemberState],
     filling: Member | None = None,
+    kept: Collection[Member] = (),
 ) -> Plan | None:
-    """How ``needers`` get it now; None when nobody has all of it.
+    """How ``needers`` get it now; None when nobody who can give it to any of them has all of it.
 
     :param holders: of the whole version, the preferred ones first.
     :param owners: of its parts, in order, if all of them are there; not looked at when there is a holder.
     :param filling: the holder that has not got all of it yet: those on its host wait until they can map it.
+    :param kept: those of the holders and owners that are lost: only their memory is still there.
     """
     ordered = sorted(needers, key=lambda state: (state.host, state.member))
     if holders:
-        return _from_holders(version, ordered, holders, filling)
+        return _from_holders(version, ordered, holders, filling, kept)
     if owners:
-        return _from_parts(version, ordered, owners)
+        return _from_parts(version, ordered, owners, kept)
     return None
 
 
 def _from_holders(
-    version: int, needers: Sequence[MemberState], holders: Sequence[MemberState], filling: Member | None
-) -> Plan:
+    version: int,
+    needers: Sequence[MemberState],
+    holders: Sequence[MemberState],
+    filling: Member | None,
+    kept: Collection[Member],
+) -> Plan | None:
     on_host = {state.host: state.member for state in reversed(holders) if version in state.places}
     maps = {state.member: on_host[state.host] for state in needers if state.host in on_host}
     others = [state for state in needers if state.host not in on_host]
     soon = {state.host for state in holders if state.member == filling}
-    receivers = _leaders([state for state in others if state.host not in soon])
-    senders = (holders[0].member,) if receivers else ()
+    able = [state.member for state in holders if state.member not in kept]
+    receivers = _leaders([state for state in others if state.host not in soon]) if able else ()
+    senders = (able[0],) if receivers else ()
+    if needers and not maps and not able:
+        return None
     return Plan(
         mode="image",
         senders=senders,
@@ -106,8 +118,13 @@ def _from_holders(
     )
 
 
-def _from_parts(version: int, needers: Sequence[MemberState], owners: Sequence[MemberState]) -> Plan:
-    receivers = _leaders(needers)
+def _from_parts(
+    version: int, needers: Sequence[MemberState], owners: Sequence[MemberState], kept: Collection[Member]
+) -> Plan | None:
+    there = {owner.host for owner in owners if owner.member in kept}
+    receivers = _leaders([state for state in needers if there <= {state.host}])
+    if needers and not receivers:
+        return None
     hosts = {state.member: state.host for state in needers}
     readable = [(part, owner.host) for part, owner in enumerate(owners) if version in owner.places]
     local = {member: tuple(part for part, host in readable if host == hosts[member]) for member in receivers}

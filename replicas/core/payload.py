@@ -7,6 +7,7 @@ from typing import Protocol
 
 from replicas.core.effects import Effect
 from replicas.core.identity import Member
+from replicas.core.keeping import Keeping
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.roster import Roster
 from replicas.messages import Backend, Meta
@@ -38,6 +39,7 @@ class TransferContext(Protocol):
 
     roster: Roster
     lanes: Lanes
+    keeping: Keeping
     out: list[Effect]
 
     def next_id(self) -> int: ...

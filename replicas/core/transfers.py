@@ -28,24 +28,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
-import msgspec
-
 from replicas import errors
 from replicas.core.blame import Blame
-from replicas.core.effects import Send
 from replicas.core.identity import Member
 from replicas.core.lanes import Lane, form_timeout
 from replicas.core.membership import TRANSFER, TransferState
+from replicas.core.offers import Offers
 from replicas.core.paths import Plan, plan
 from replicas.core.payload import Payload, TransferContext
 from replicas.core.roster import MemberState
 from replicas.messages import (
     Backend,
-    SlotPlace,
-    TransferCancel,
     TransferDone,
     TransferGo,
-    TransferOffer,
 )
 
 __all__ = ["Transfer"]
@@ -84,6 +79,7 @@ class Transfer:
         self.why: dict[Member, str] = {}
         """Why members were left out."""
         self.blame = Blame(context, self)
+        self._offers = Offers(context, payload)
         self.attempts = 0
         self.form_s = 0.0
         self.map_s = 0.0
@@ -148,7 +144,8 @@ class Transfer:
         self._ready.clear()
         self._done.clear()
         remaining = max(0.0, self.deadline - now)
-        self._offer_all(remaining)
+        self._offers.offer(found, self.id, remaining)
+        self._mapping = set(found.maps)
         if found.lane:
             self._open_lane(found.lane, remaining, now)
         self._go_if_ready(now)
@@ -160,6 +157,7 @@ class Transfer:
     def _plan(self, now: float) -> Plan | None:
         """From holders of the image (in catch-up from targets first: trainers are left alone), or from all parts' owners."""
         version, roster = self.payload.version, self._context.roster
+        kept = self._context.keeping.of(version)
         holders = [s for s in roster if version in s.held and s.member not in self.refused]
         targets_first = self.kind == "catch_up"
         holders.sort(
@@ -170,58 +168,13 @@ class Transfer:
                 s.member,
             )
         )
-        states = [roster.get(member) for member in self.payload.part_owners]
+        holders += [s for s in kept if version in s.held]
+        states = [self._offers.lender(member) for member in self.payload.part_owners]
         owners = [s for s in states if s is not None and version in s.parts and s.member not in self.refused]
         if len(owners) < len(states):
             owners = []
         needers = [state for state in map(roster.get, self.needers) if state is not None]
-        return plan(version, needers, holders, owners, self.payload.filling)
-
-    def _offer_all(self, remaining: float) -> None:
-        found = self.plan
-        digest = (
-            self.payload.digest if found.mode == "image" else ""
-        )  # of a part only what is taken from it is digested
-        send, receive, place = (self._offers(role, remaining, digest) for role in ("send", "receive", "map"))
-        for member in found.senders:
-            self._offer(member, send)
-        for member in found.receivers:
-            self._offer(member, receive)
-        for member, lender in found.maps.items():
-            self._offer(member, place, self._place(lender))
-        self._mapping = set(found.maps)
-
-    def _offers(self, role: Literal["send", "receive", "map"], remaining: float, digest: str) -> list[TransferOffer]:
-        """The offer, without and with the manifest. Equal ones are one object, which is encoded once."""
-        payload = self.payload
-        offer = TransferOffer(
-            transfer=self.id,
-            version=payload.version,
-            role=role,
-            mode=self.plan.mode,
-            manifest_hash=payload.manifest_hash,
-            manifest=None,
-            meta=payload.meta,
-            deadline_s=remaining,
-            digest=digest,
-            streaming=role == "send" and self.payload.filling is not None,
-        )
-        return [offer, msgspec.structs.replace(offer, manifest=payload.manifest)]
-
-    def _offer(self, member: Member, offers: list[TransferOffer], place: SlotPlace | None = None) -> None:
-        state = self._context.roster.get(member)
-        if state is None:
-            return
-        known = self.payload.manifest_hash in state.manifests
-        state.manifests.add(self.payload.manifest_hash)
-        offer = offers[0 if known else 1]
-        if offer.place != place:
-            offer = offers[0 if known else 1] = msgspec.structs.replace(offer, place=place)
-        self._context.out.append(Send(member, offer))
-
-    def _place(self, member: Member) -> SlotPlace | None:
-        state = self._context.roster.get(member)
-        return state.places.get(self.payload.version) if state is not None else None
+        return plan(version, needers, holders, owners, self.payload.filling, {state.member for state in kept})
 
     def _open_lane(self, members: tuple[Member, ...], remaining: float, now: float) -> None:
         """Take the kept lane of these members, or form one."""
@@ -261,20 +214,10 @@ class Transfer:
         if lane is not None:
             self.form_s += lane.formed_s if self._forms_lane else 0.0
             routes = tuple(tuple(lane.rank(member) for member in route) for route in self.plan.routes)
-        go = TransferGo(self.id, lane.name if lane is not None else "", routes, max(0.0, self.deadline - now))
-        for member in self._movers:
-            places = tuple(self._part(number) for number in self.plan.local.get(member, ()))
-            own = msgspec.structs.replace(go, places=places) if places else go
-            if lane is not None and member not in lane.members:
-                own = msgspec.structs.replace(own, lane="", routes=())
-            self._context.out.append(Send(member, own))
+        name = lane.name if lane is not None else ""
+        go = TransferGo(self.id, name, routes, max(0.0, self.deadline - now))
+        self._offers.go(self.plan, go, lane)
         self._end_attempt_if_done(now)
-
-    def _part(self, number: int) -> SlotPlace:
-        place = self._place(self.plan.owners[number])
-        if place is None:
-            raise errors.InternalError(f"part {number} of version {self.payload.version} lies nowhere")
-        return msgspec.structs.replace(place, part=number)
 
     # ------------------------------------------------------------ what members say
 
@@ -490,7 +433,7 @@ class Transfer:
         if members & {*self._movers, *self._needed_lenders()}:
             self.again(reason, now)
             return
-        self._withdraw(members & self._mapping)
+        self._offers.withdraw(self.id, members & self._mapping)
         self._mapping -= members
         self._context.retried(reason)
         self._end_attempt_if_done(now)
@@ -524,14 +467,10 @@ class Transfer:
     def cancel(self, reason: str = "failed") -> None:
         """Withdraw the present attempt from everyone in it, and kill its lane: bytes may have moved."""
         self.blame.stop()
-        self._withdraw({m for m in self._movers if m not in self._done} | self._mapping)
+        self._offers.withdraw(self.id, {m for m in self._movers if m not in self._done} | self._mapping)
         self._mapping = set()
         if self.plan.lane and len(self._done) < len(self._movers):
             self._close_lane(reason)
-
-    def _withdraw(self, members: Iterable[Member]) -> None:
-        context, cancel = self._context, TransferCancel(self.id)
-        context.out.extend(Send(member, cancel) for member in sorted(members) if member in context.roster)
 
     def _close_lane(self, reason: str) -> None:
         lane, self.lane = self.lane, None

@@ -8,7 +8,7 @@ is killed. Its pages are allocated at once (``posix_fallocate``: a clean error i
 once (the first touch of a page is ten times slower than the next).
 
 Sidecars get its descriptor, and so share it. Other members *open* it (:meth:`Buffer.open`) through ``/proc`` of the process
-that has it, read-only, and get locks of their own (see :mod:`replicas.weights.locks`). Such a buffer is for reading: by
+that has it, read-only, and get locks of their own (see :mod:`replicas.memory.locks`). Such a buffer is for reading: by
 ourselves through :meth:`Buffer.readable`, which is never handed out, and by users through :meth:`Buffer.private`.
 
 The owner *claims* its buffer before it writes, *offers* it when a version is complete in it, and asks before the next claim
@@ -20,7 +20,6 @@ from __future__ import annotations
 import fcntl
 import itertools
 import os
-import stat
 import threading
 import weakref
 from collections.abc import Callable
@@ -28,9 +27,10 @@ from typing import Literal, Protocol
 
 import torch
 
-from replicas.errors import Gone, NoCapacity, WorldError
+from replicas.errors import NoCapacity
+from replicas.memory import locks
+from replicas.memory.kept import hold
 from replicas.messages import SlotPlace
-from replicas.weights import locks
 from replicas.weights.capacity import check_capacity
 from replicas.weights.mappings import KeptMappings, map_private, map_readable, map_shared
 
@@ -131,28 +131,8 @@ class Buffer:
         :raises Gone: the process has ended, or the memory is not there any more, or is used for something else.
         :raises WorldError: it cannot be opened here, though it may be there.
         """
-        what = f"version {version} in the memory of process {place.pid}"
-        try:
-            fd = _open_exactly(place)
-        except (FileNotFoundError, ProcessLookupError):
-            raise Gone(f"{what} is gone", version=version) from None
-        except OSError as error:
-            hint = 'run its processes as one user, or set transport = "group" on the channel'
-            raise WorldError(f"{what} cannot be mapped: {error}", version=version, hint=hint) from error
-        buffer = cls(fd, place.nbytes, writable=False)
+        buffer = cls(hold(place, version), place.nbytes, writable=False)
         buffer._locks_in = os.getpid()
-        try:
-            if not locks.hold_shared(fd):
-                raise Gone(f"{what} is being replaced by another version", version=version)
-            if not locks.marked(fd, place.serial):
-                raise Gone(f"{what} was replaced by another version", version=version)
-            locks.mark(fd, place.serial)
-        except OSError as error:
-            buffer.close()
-            raise WorldError(f"{what} cannot be mapped: locks do not work on it: {error}", version=version) from error
-        except Gone:
-            buffer.close()
-            raise
         buffer.serial, buffer.offered, buffer._origin = place.serial, version, place
         return buffer
 
@@ -275,19 +255,3 @@ class Buffer:
             found = map_readable(fd, self.nbytes)
             self._kept.keep(self._origin, found)
         return found
-
-
-def _open_exactly(place: SlotPlace) -> int:
-    """Open this very file and nothing else: the number may be another file's by now, a terminal's or a pipe's.
-
-    :raises FileNotFoundError: it is another file's.
-    """
-    path = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_PATH | os.O_CLOEXEC)
-    try:
-        found = os.fstat(path)
-        regular = stat.S_ISREG(found.st_mode)
-        if not regular or (found.st_ino, found.st_size) != (place.inode, place.nbytes):
-            raise FileNotFoundError
-        return os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(path)

@@ -31,8 +31,8 @@ from pathlib import Path
 import numpy
 import torch
 
+from replicas.memory import locks
 from replicas.messages import SlotPlace
-from replicas.weights import locks
 
 __all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared", "reopen"]
 

@@ -16,9 +16,10 @@ import torch
 from websockets.asyncio.client import connect
 
 from replicas import errors
-from replicas.channel import Channel, Receipt, joining
+from replicas.channel import Channel, Receipt
 from replicas.channel import hub as hub_module
 from replicas.coordinator import GroupShape
+from replicas.memory.process import own_process
 from replicas.messages import (
     PROTOCOL,
     Heartbeat,
@@ -416,7 +417,7 @@ async def test_waits_without_a_deadline_end_when_the_session_stays_away(monkeypa
 
 async def test_a_hello_that_comes_twice_is_welcomed_twice() -> None:
     """The Welcome was lost on its way: the member says Hello again, with the same incarnation."""
-    process = joining._process()
+    process = own_process()
     hello = Hello(PROTOCOL, "", "policy", "rollout", 0, 0, 1, "nonce", 1, process)
     async with channel_world() as world:
         authorization = {"Authorization": f"Bearer {world.coordinator.token}"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -162,7 +163,7 @@ async def test_tensors_that_are_kept_too_long_are_left_alone() -> None:
         assert (await trainer.ask("arena"))["retired"] == 0
 
 
-async def test_a_version_outlives_its_source_and_goes_with_its_last_reader() -> None:
+async def test_a_version_outlives_its_source_and_all_its_readers_but_not_the_coordinator() -> None:
     async with world_of(rollout=2) as world:
         trainer, first = await asyncio.gather(world.join("trainer"), world.join("rollout"))
         await trainer.ask("publish", value=1)
@@ -183,7 +184,50 @@ async def test_a_version_outlives_its_source_and_goes_with_its_last_reader() -> 
 
         await third.kill()
         await late.close()
-        assert mapped_anywhere(memory) == {}
+        assert mapped_anywhere([shared]) == {os.getpid(): {shared}}, "the coordinator keeps it"
+        assert mapped_anywhere(memory - {shared}) == {}
+        fourth = await world.join("rollout", 0)
+        assert await fourth.ask("load_until", version=1) == [1]
+        await fourth.close()
+    assert mapped_anywhere(memory) == {}
+
+
+async def test_a_version_that_nobody_has_seen_outlives_its_source() -> None:
+    async with world_of(rollout=2) as world:
+        trainer = await world.join("trainer")
+        await trainer.ask("publish", value=1)
+        await trainer.ask("publish", value=2)
+        memory = owned(trainer).keys()
+        await trainer.kill()
+        world.ranks.remove(trainer)
+        targets = await asyncio.gather(*(world.join("rollout", index) for index in range(2)))
+        for target in targets:
+            assert await target.ask("receive") == {"version": 2, "values": [2.0]}
+            assert await target.ask("scribble", value=-1.0) == [-1.0]
+            assert await target.ask("again") == [2.0]
+            await target.ask("loaded")
+        again = await world.join("trainer")
+        assert (await again.ask("publish", value=3))["version"] == 3
+        for target in targets:
+            assert await target.ask("load_until", version=3) == [3]
+        await wait_until(lambda: mapped_anywhere(memory) == {}, "nobody has the dead source's memory")
+        world.assert_no_group()
+
+
+async def test_a_version_in_parts_outlives_its_sources() -> None:
+    config = {"sources": [{"group": "trainer", "ranks": "all"}]}
+    async with world_of(config, trainer=GroupShape(1, 2), rollout=2) as world:
+        trainers = await asyncio.gather(*(world.join("trainer", 0, rank, 2) for rank in range(2)))
+        for trainer in trainers:
+            trainer.tell("publish", value=4)
+        assert [(await trainer.answer())["version"] for trainer in trainers] == [1, 1]
+        for trainer in trainers:
+            await trainer.kill()
+            world.ranks.remove(trainer)
+        targets = await asyncio.gather(*(world.join("rollout", index) for index in range(2)))
+        for target in targets:
+            assert (await target.ask("receive"))["values"] == [4.0, 4.5]
+        world.assert_no_group()
 
 
 async def test_the_next_source_takes_over_and_the_memory_of_the_dead_one_goes() -> None:

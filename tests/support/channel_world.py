@@ -15,11 +15,13 @@ import msgspec
 from replicas import messages as wire
 from replicas.config import ChannelConfig, Party
 from replicas.core.channel import ChannelState
-from replicas.core.effects import CommitDecision, Emit, Event, MemberLost, Record, Send, Sweep
+from replicas.core.effects import CommitDecision, Emit, Event, Keep, LetGo, MemberLost, Record, Send, Sweep
 from replicas.core.identity import Member, ProcessIdentity
 from replicas.core.manifest import PartManifest, TensorSpec
 from replicas.core.roster import GroupShape
 
+COORDINATOR = 99_999
+"""Its pid."""
 MANIFEST = PartManifest(tensors=(TensorSpec("weight", "float32", (4,)),), aliases=(), pieces=None)
 
 
@@ -53,7 +55,8 @@ class SimMember:
 
     ``pid``: by which others of its ``machine`` find its memory; ``unmappable``: they cannot open it.
     ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte. ``breaks``: its process
-    groups form (unless ``World.bad_pairs`` says otherwise) and fail as soon as bytes move. ``granted``: versions, in order.
+    groups form (unless ``World.bad_pairs`` says otherwise) and fail as soon as bytes move. ``loads``: as soon as it is
+    granted a version. ``granted``: versions, in order.
     """
 
     member: Member
@@ -77,6 +80,7 @@ class SimMember:
     asked: bool = False
     mute: bool = False
     stuck: bool = False
+    loads: bool = True
     refuse: wire.WireError | None = None
     bad_digest: bool = False
     breaks: bool = False
@@ -191,7 +195,8 @@ class SimMember:
                 assert message.version > max(self.granted, default=0)
                 self.granted.append(message.version)
                 self.asked = False
-                self.outbox.append(wire.Loaded(message.version, 0.0))
+                if self.loads:
+                    self.outbox.append(wire.Loaded(message.version, 0.0))
             case wire.OperationEnd():
                 assert message.post not in self.ends, "two verdicts"
                 self.ends[message.post] = message
@@ -211,6 +216,7 @@ class SimMember:
         match message:
             case wire.Locate():
                 here = {f"nonce-{sim.pid}" for sim in self.world.members.values() if sim.machine == self.machine}
+                here |= {f"nonce-{COORDINATOR}"} if self.machine == self.world.machine else set()
                 found = (index for index, beacon in enumerate(message.beacons) if beacon.nonce in here)
                 self.outbox.append(wire.Located(next(found, -1)))
             case wire.TransferOffer(role="map"):
@@ -262,7 +268,7 @@ class SimMember:
             mine = [part for part in seen if offer.role == "receive" or go.routes[part][0] == rank]
             parts = {part: f"part-{offer.version}-{part}" for part in mine}
         for place in go.places:
-            assert self.world.lender(place, self) is not None, "a part that lies on another machine"
+            assert self.world.lends(place, self.machine), "a part that lies on another machine"
         if offer.role == "receive":
             self.held.add(offer.version)
         self.outbox.append(wire.TransferDone(go.transfer, image, parts, 0.1, 0.01, self.place(offer.version)))
@@ -270,10 +276,10 @@ class SimMember:
     def _map(self, offer: wire.TransferOffer) -> None:
         """Open the place: what is there must be that version, on this machine."""
         assert offer.place is not None
-        lender = self.world.lender(offer.place, self)
+        lender = self.world.lends(offer.place, self.machine)
         if self.unmappable:
             error = wire.WireError("WorldError", "permission denied")
-        elif lender is None:
+        elif not lender:
             error = wire.WireError("Gone", "it is not there")
         elif self.refuse is not None:
             error = self.refuse
@@ -288,15 +294,26 @@ class SimMember:
 
 
 class World:
-    """A channel and its members. Time is :attr:`now`. ``member_type``: what a joining member is simulated by."""
+    """A channel and its members. Time is :attr:`now`. ``member_type``: what a joining member is simulated by.
+
+    ``machine``: where the coordinator can keep the memory of others; empty: nowhere.
+    """
 
     member_type: type[SimMember] = SimMember
 
-    def __init__(self, config: ChannelConfig | None = None, groups: dict[str, GroupShape] | None = None) -> None:
+    def __init__(
+        self, config: ChannelConfig | None = None, groups: dict[str, GroupShape] | None = None, *, machine: str = ""
+    ) -> None:
         self.config = config or channel_config()
         self.groups = groups or {}
         self.now = 1000.0
-        self.state = ChannelState(self.config, self.groups, run="run", term=1, store=lambda: ("127.0.0.1", 1), floor=0)
+        self.machine = machine
+        self._here = (("boot", 1, 0), wire.Beacon(COORDINATOR, 3, f"nonce-{COORDINATOR}", 0)) if machine else None
+        self.kept: dict[Member, int] = {}
+        """Versions in the coordinator's hands, by whose they are."""
+        self.state = ChannelState(
+            self.config, self.groups, run="run", term=1, store=lambda: ("127.0.0.1", 1), floor=0, here=self._here
+        )
         self.members: dict[Member, SimMember] = {}
         self.decisions: list[CommitDecision] = []
         self.aborted: set[int] = set()
@@ -312,11 +329,20 @@ class World:
     def lane_rank(self, lane: str, member: Member) -> int:
         return self._lanes.get(lane, {}).get(member, 0)
 
-    def lender(self, place: wire.SlotPlace, reader: SimMember) -> SimMember | None:
-        """Whose memory the reader finds there: of a living process of its own machine."""
-        known = (sim for sim in self.members.values() if sim.pid == place.pid and sim.machine == reader.machine)
+    def lends(self, place: wire.SlotPlace, machine: str) -> bool:
+        """Whether a reader on ``machine`` finds the version there: in a living process of it."""
+        if place.pid == COORDINATOR:
+            return machine == self.machine and place.serial in self.kept.values()
+        known = (sim for sim in self.members.values() if sim.pid == place.pid and sim.machine == machine)
         found = next(known, None)
-        return found if found is not None and place.serial in (found.held | found.published) else None
+        return found is not None and place.serial in (found.held | found.published)
+
+    def _keep(self, effect: Keep) -> None:
+        place = None
+        if self.lends(effect.place, self.machine):
+            self.kept[effect.owner] = effect.version
+            place = msgspec.structs.replace(effect.place, pid=COORDINATOR)
+        self.state.kept(effect.owner, effect.version, place)
 
     def broken(self, lane: str) -> bool:
         """Whether two members of the lane cannot reach each other."""
@@ -340,7 +366,9 @@ class World:
             floor=max(decided[0], *newer, 0),
             decided=decided,
             aborted=frozenset(newer),
+            here=self._here,
         )
+        self.kept.clear()
         sims, self.members = list(self.members.values()), {}
         for sim in sims:
             sim.inbox.clear()
@@ -354,7 +382,9 @@ class World:
         hello = msgspec.structs.replace(
             sim.hello,
             resume_term=1,
-            held=tuple(wire.HeldVersion(version, f"digest-{version}") for version in sorted(sim.held)),
+            held=tuple(
+                wire.HeldVersion(version, f"digest-{version}", place=sim.place(version)) for version in sorted(sim.held)
+            ),
             loaded=max(sim.granted, default=0),
             epoch=sim.epoch,
             latest=latest,
@@ -428,6 +458,10 @@ class World:
                         self.members.pop(effect.event.member, None)
                 case Sweep():
                     self.swept.append(effect.prefix)
+                case Keep():
+                    self._keep(effect)
+                case LetGo():
+                    self.kept.pop(effect.owner, None)
 
     def _newest_known(self) -> int:
         """The newest commit that anybody can know of: what died with a lost log and with all who had seen it is gone."""

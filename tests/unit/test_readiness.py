@@ -49,6 +49,22 @@ def test_a_late_target_is_ready_when_it_has_loaded_the_newest_and_stays_so() -> 
     assert book.of().ready, "lag is not unreadiness"
 
 
+def test_a_target_that_loads_more_slowly_than_its_trainer_publishes_is_ready_all_the_same() -> None:
+    book = Book()
+    book.join("trainer/0/0")
+    book.commit()
+    target = book.join("rollout/0/0")
+    target.loads = False
+    target.ask()
+    book.world.run()
+    book.commit()
+    assert book.of().reason == "policy: has version 0, version 2 is committed"
+    target.outbox.append(wire.Loaded(1, 5.0))
+    book.world.run()
+    assert book.of().ready, "version 1 was the newest when it asked"
+    assert book.of().versions == {"policy": 1}
+
+
 def test_a_restarted_target_starts_over() -> None:
     book = Book()
     book.join("trainer/0/0")

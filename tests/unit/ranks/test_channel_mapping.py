@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from replicas import messages as wire
-from replicas.channel import beacon
+from replicas.memory import beacon
 from replicas.weights.arena import Arena, Slot
 from replicas.weights.digest import digest_of
 from tests.support.scripted import MANIFEST, World

@@ -1,0 +1,99 @@
+"""What a transfer tells its members: offers, the word to go, and their withdrawal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+import msgspec
+
+from replicas import errors
+from replicas.core.effects import Send
+from replicas.core.identity import Member
+from replicas.core.lanes import Lane
+from replicas.core.paths import Plan
+from replicas.core.payload import Payload, TransferContext
+from replicas.core.roster import MemberState
+from replicas.messages import SlotPlace, TransferCancel, TransferGo, TransferOffer
+
+__all__ = ["Offers"]
+
+
+class Offers:
+    """Of one transfer. Equal messages are one object, which is encoded once."""
+
+    def __init__(self, context: TransferContext, payload: Payload) -> None:
+        self._context = context
+        self._payload = payload
+
+    def offer(self, plan: Plan, transfer: int, remaining_s: float) -> None:
+        """Tell everyone who has something to do in attempt ``transfer`` what it is."""
+        # of a part only what is taken from it is digested
+        digest = self._payload.digest if plan.mode == "image" else ""
+        send, receive, place = (
+            self._alike(plan, transfer, role, remaining_s, digest) for role in ("send", "receive", "map")
+        )
+        for member in plan.senders:
+            self._send(member, send)
+        for member in plan.receivers:
+            self._send(member, receive)
+        for member, lender in plan.maps.items():
+            self._send(member, place, self._place(lender))
+
+    def _alike(
+        self, plan: Plan, transfer: int, role: Literal["send", "receive", "map"], remaining_s: float, digest: str
+    ) -> list[TransferOffer]:
+        """The offer, without and with the manifest."""
+        payload = self._payload
+        offer = TransferOffer(
+            transfer=transfer,
+            version=payload.version,
+            role=role,
+            mode=plan.mode,
+            manifest_hash=payload.manifest_hash,
+            manifest=None,
+            meta=payload.meta,
+            deadline_s=remaining_s,
+            digest=digest,
+            streaming=role == "send" and payload.filling is not None,
+        )
+        return [offer, msgspec.structs.replace(offer, manifest=payload.manifest)]
+
+    def _send(self, member: Member, offers: list[TransferOffer], place: SlotPlace | None = None) -> None:
+        state = self._context.roster.get(member)
+        if state is None:
+            return
+        known = self._payload.manifest_hash in state.manifests
+        state.manifests.add(self._payload.manifest_hash)
+        offer = offers[0 if known else 1]
+        if offer.place != place:
+            offer = offers[0 if known else 1] = msgspec.structs.replace(offer, place=place)
+        self._context.out.append(Send(member, offer))
+
+    def go(self, plan: Plan, go: TransferGo, lane: Lane | None) -> None:
+        """All have what they need: move the bytes."""
+        for member in (*plan.senders, *plan.receivers):
+            places = tuple(self._part(plan, number) for number in plan.local.get(member, ()))
+            own = msgspec.structs.replace(go, places=places) if places else go
+            if lane is not None and member not in lane.members:
+                own = msgspec.structs.replace(own, lane="", routes=())
+            self._context.out.append(Send(member, own))
+
+    def withdraw(self, transfer: int, members: Iterable[Member]) -> None:
+        """Of attempt ``transfer`` nothing is wanted from these any more."""
+        context, cancel = self._context, TransferCancel(transfer)
+        context.out.extend(Send(member, cancel) for member in sorted(members) if member in context.roster)
+
+    def lender(self, member: Member) -> MemberState | None:
+        """The member, or who stands in for it."""
+        return self._context.roster.get(member) or self._context.keeping.get(member)
+
+    def _place(self, member: Member) -> SlotPlace | None:
+        state = self.lender(member)
+        return state.places.get(self._payload.version) if state is not None else None
+
+    def _part(self, plan: Plan, number: int) -> SlotPlace:
+        place = self._place(plan.owners[number])
+        if place is None:
+            raise errors.InternalError(f"part {number} of version {self._payload.version} lies nowhere")
+        return msgspec.structs.replace(place, part=number)
