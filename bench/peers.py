@@ -1,4 +1,4 @@
-"""An environment for what the library is compared with: torchft and Ray.
+"""An environment for what the library is compared with: torchft, Ray, supervisord and circus.
 
 ``python -m bench.peers`` makes it inside the project's own environment (``.venv/peers``), with the packages of
 ``peers.txt``. It sees the project's packages too, so that everybody runs the same torch, and it keeps those of the peers

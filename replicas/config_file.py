@@ -7,9 +7,9 @@ Defaults are those of the structs in :mod:`replicas.config`.
 
 from __future__ import annotations
 
-import shutil
+import os
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -20,18 +20,19 @@ from replicas.config import (
     Config,
     ControlConfig,
     GroupConfig,
-    HealthConfig,
+    LogsConfig,
     Party,
-    RestartConfig,
     RunConfig,
     StoreConfig,
 )
+from replicas.config_groups import count, groups, names, natural
 from replicas.config_values import (
     Key,
     Place,
     address,
     duration,
     each,
+    file,
     folder,
     in_order_of,
     listen,
@@ -40,6 +41,7 @@ from replicas.config_values import (
     one_of,
     plain,
     show,
+    size,
     table,
 )
 from replicas.errors import BadConfig
@@ -49,7 +51,8 @@ __all__ = ["SCHEMA_VERSION", "channel_from", "load", "parse"]
 SCHEMA_VERSION = 1
 """The only ``schema_version`` that this version reads."""
 
-_RESERVED_ENV = ("REPLICA_ID", "REPLICA_NUM")
+_SMALLEST_LOG_NBYTES = 4096
+_LONGEST_SOCKET_PATH = 107
 
 
 def load(path: Path | str) -> Config:
@@ -112,11 +115,8 @@ def _fields(struct: Any) -> dict[str, Any]:
 
 # ---------------------------------------------------------------- the tables
 
-_count = plain(Annotated[int, Meta(ge=1)], "a whole number of at least 1")
-_natural = plain(Annotated[int, Meta(ge=0)], "a whole number of at least 0")
 _port = plain(Annotated[int, Meta(ge=0, le=65535)], "a port from 0 to 65535")
-_names = plain(tuple[str, ...], "a list of group names")
-_environment = plain(dict[str, str], "a table of strings")
+_log_size = size(_SMALLEST_LOG_NBYTES)
 _positive = duration()
 
 
@@ -127,84 +127,20 @@ def _schema_version(place: Place, value: object) -> Any:
     return SCHEMA_VERSION  # so that the rest is checked too
 
 
-def _command(place: Place, value: object) -> Any:
-    words = plain(tuple[str, ...], 'a list of strings such as ["train.py", "--steps", "200"]')(place, value)
-    if words is UNSET:
-        return words
-    if not words or not words[0]:
-        return place.problem("is empty; name a program")
-    if words[0] == "-m" and len(words) == 1:
-        return place.problem('the name of a module must follow "-m"')
-    if any("\0" in word for word in words):
-        return place.problem("contains a NUL character")
-    return words
-
-
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
     fields.setdefault("state_dir", place.base / ".replicas" / fields["name"])
     return RunConfig(**fields)
 
 
-def _build_control(_: Place, fields: dict[str, Any]) -> ControlConfig:
-    if "listen" not in fields:
-        return ControlConfig()
-    host, port = fields["listen"]
-    return ControlConfig(host=host, port=port)
-
-
-def _build_restart(place: Place, fields: dict[str, Any]) -> RestartConfig:
-    restart = RestartConfig(**fields)
-    if restart.initial_delay_s > restart.max_delay_s:
-        place.at("initial_delay").problem(
-            f"{restart.initial_delay_s:g} s is longer than max_delay, {restart.max_delay_s:g} s"
+def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
+    if "listen" in fields:
+        fields["host"], fields["port"] = fields.pop("listen")
+    control = ControlConfig(**fields)
+    if control.socket is not None and len(os.fsencode(control.socket)) > _LONGEST_SOCKET_PATH:
+        place.at("socket").problem(
+            f"{control.socket} is longer than the {_LONGEST_SOCKET_PATH} bytes of a socket's path"
         )
-    return restart
-
-
-def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
-    group = GroupConfig(**{"cwd": place.base, **fields, "name": place.path[-1]})
-    for variable in group.env:
-        if variable in _RESERVED_ENV or variable.startswith("REPLICAS_"):
-            place.at("env", variable).problem("is set for each rank by the supervisor; remove it")
-        elif not variable or "=" in variable or "\0" in variable + group.env[variable]:
-            place.at("env", variable).problem("is not a usable environment variable")
-    if group.launcher == "exec" and group.nnodes > 1:
-        place.at("nnodes").problem('launcher = "exec" starts one program for each replica; leave nnodes at 1')
-    if not _is(group.cwd.is_dir):
-        place.at("cwd").problem(f'folder "{group.cwd}" does not exist')
-    elif group.command:
-        _check_command(place.at("command"), group)
-    return group
-
-
-def _check_command(place: Place, group: GroupConfig) -> None:
-    program = group.command[0]
-    if program == "-m":
-        return
-    is_path = program.endswith(".py") or "/" in program
-    if is_path:
-        where = "" if Path(program).is_absolute() else f" in {group.cwd}"
-        if not _is((group.cwd / program).is_file):
-            place.problem(f'"{program}" does not exist{where}')
-            return
-    search = group.env.get("PATH")
-    if (
-        not program.endswith(".py")
-        and shutil.which(str(group.cwd / program) if is_path else program, path=search) is None
-    ):
-        place.problem(
-            f'"{program}" is not executable; run chmod +x on it'
-            if is_path
-            else f'"{program}" is not on PATH; install it, or give its path'
-        )
-
-
-def _is(test: Callable[[], bool]) -> bool:
-    """A test of a path; what the system does not even let us look at counts as not there."""
-    try:
-        return test()
-    except OSError:
-        return False
+    return control
 
 
 class _RawParty(NamedTuple):
@@ -269,47 +205,23 @@ _party = table(
     {"group": Key(name, required=True), "ranks": Key(one_of("leader", "each", "all"))}, lambda _, f: _RawParty(**f)
 )
 _run = table(
-    {"name": Key(name, required=True, stand_in="unnamed"), "stop_when": Key(_names), "state_dir": Key(folder)},
+    {
+        "name": Key(name, required=True, stand_in="unnamed"),
+        "stop_when": Key(names),
+        "state_dir": Key(folder),
+        "events_max_size": Key(_log_size, "events_max_nbytes"),
+    },
     _build_run,
 )
 _store = table({"bind": Key(address), "port": Key(_port)}, lambda _, fields: StoreConfig(**fields))
-_control = table({"listen": Key(listen)}, _build_control)
-_restart = table(
+_control = table({"listen": Key(listen), "socket": Key(file)}, _build_control)
+_logs = table(
     {
-        "policy": Key(one_of("always", "on-failure", "never")),
-        "max_restarts": Key(_natural),
-        "window": Key(_positive, "window_s"),
-        "initial_delay": Key(duration(zero=True), "initial_delay_s"),
-        "max_delay": Key(duration(zero=True), "max_delay_s"),
+        "max_size": Key(_log_size, "max_nbytes"),
+        "keep": Key(natural),
+        "tee": Key(one_of("auto", "always", "never")),
     },
-    _build_restart,
-)
-_health = table(
-    {
-        "start_timeout": Key(_positive, "start_timeout_s"),
-        "heartbeat_timeout": Key(_positive, "heartbeat_timeout_s"),
-        "progress_timeout": Key(_positive, "progress_timeout_s"),
-        "load_deadline": Key(_positive, "load_deadline_s"),
-    },
-    lambda _, fields: HealthConfig(**fields),
-)
-_groups = each(
-    table(
-        {
-            "replicas": Key(_count),
-            "nproc_per_node": Key(_count),
-            "nnodes": Key(_count),
-            "command": Key(_command, required=True, stand_in=()),
-            "launcher": Key(one_of("torchrun", "exec")),
-            "depends_on": Key(_names),
-            "restart": Key(_restart),
-            "health": Key(_health),
-            "env": Key(_environment),
-            "cwd": Key(folder),
-            "stop_timeout": Key(_positive, "stop_timeout_s"),
-        },
-        _build_group,
-    )
+    lambda _, fields: LogsConfig(**fields),
 )
 _channels = each(
     table(
@@ -322,8 +234,8 @@ _channels = each(
             "transport": Key(one_of("auto", "group")),
             "deadline": Key(_positive, "deadline_s"),
             "on_lost": Key(one_of("drop", "raise")),
-            "slots": Key(_count),
-            "min_targets": Key(_natural),
+            "slots": Key(count),
+            "min_targets": Key(natural),
         },
         _build_channel,
     )
@@ -334,7 +246,8 @@ _config = table(
         "run": Key(_run, required=True),
         "store": Key(_store),
         "control": Key(_control),
-        "groups": Key(_groups, required=True),
+        "logs": Key(_logs),
+        "groups": Key(groups, required=True),
         "channels": Key(_channels),
     },
     lambda _, fields: Config(**{"schema_version": SCHEMA_VERSION, **fields}),
@@ -354,8 +267,9 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
         if group is not None and group.restart.policy == "always":
             place.at("run", "stop_when").problem(f'group "{stopper}" has restart policy "always", so it never finishes')
     for group in config.groups.values():
-        _check_names(place.at("groups", group.name, "depends_on"), group.depends_on, known)
+        _check_dependencies(place.at("groups", group.name, "depends_on"), group, config, known)
     _check_cycles(place, config)
+    _check_gpus(place.at("groups"), config)
     for channel in config.channels.values():
         _check_channel(place.at("channels", channel.name), channel, config, known)
     if config.store.port and config.store.port == config.control.port:
@@ -372,6 +286,24 @@ def _check_names(place: Place, names: tuple[str, ...], known: list[str]) -> None
             place.problem(f'group "{group}" is listed twice')
 
 
+def _check_dependencies(place: Place, group: GroupConfig, config: Config, known: list[str]) -> None:
+    _check_names(place, tuple(dependency.group for dependency in group.depends_on), known)
+    for dependency in group.depends_on:
+        other = config.groups.get(dependency.group)
+        if dependency.condition == "finished" and other is not None and other.restart.policy == "always":
+            place.problem(f'group "{other.name}" has restart policy "always", so it never finishes')
+
+
+def _check_gpus(place: Place, config: Config) -> None:
+    asking = next((group.name for group in config.groups.values() if group.resources.gpus), None)
+    for group in config.groups.values():
+        if asking is not None and "CUDA_VISIBLE_DEVICES" in group.env and group.resources.gpus is None:
+            place.at(group.name, "env").problem(
+                f'sets CUDA_VISIBLE_DEVICES while group "{asking}" asks for resources.gpus; let both ask, '
+                "so that no GPU is given out twice"
+            )
+
+
 def _check_cycles(place: Place, config: Config) -> None:
     done: set[str] = set()
 
@@ -380,8 +312,8 @@ def _check_cycles(place: Place, config: Config) -> None:
             circle = " -> ".join((*path[path.index(group) :], group))
             place.at("groups", path[-1], "depends_on").problem(f"groups wait for each other in a circle: {circle}")
         elif group not in done and group in config.groups:
-            for other in config.groups[group].depends_on:
-                visit(other, (*path, group))
+            for dependency in config.groups[group].depends_on:
+                visit(dependency.group, (*path, group))
             done.add(group)
 
     for group in config.groups:

@@ -31,6 +31,7 @@ __all__ = [
     "address",
     "duration",
     "each",
+    "file",
     "folder",
     "in_order_of",
     "listen",
@@ -39,11 +40,18 @@ __all__ = [
     "one_of",
     "plain",
     "show",
+    "size",
     "table",
 ]
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB)\s*")
+_UNITS_NBYTES = {"B": 1, "kB": 10**3} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, base in (("iB", 1 << 10), ("B", 10**3))
+}
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
@@ -163,14 +171,45 @@ def _seconds(value: object) -> float | None:
     return None if match is None else float(match[1]) * _UNITS_S[match[2]]
 
 
+def size(least: int = 1) -> Reader:
+    """Bytes as an int of at least ``least``, from ``"64MiB"``, ``"1.5GiB"``, ``"10MB"`` (decimal) or a number of bytes."""
+
+    def read(place: Place, value: object) -> Any:
+        nbytes = _nbytes(value)
+        if nbytes is None:
+            return place.problem(f'expected a size such as "64MiB" or "8GiB", got {show(value)}')
+        if nbytes < least:
+            return place.problem(f"expected a size of at least {least} bytes, got {show(value)}")
+        return nbytes
+
+    return read
+
+
+def _nbytes(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    nbytes = None if match is None else float(match[1]) * _UNITS_NBYTES[match[2]]
+    return None if nbytes is None or not math.isfinite(nbytes) else int(nbytes)
+
+
 def folder(place: Place, value: object) -> Any:
     """An absolute folder, from a path relative to the config's own."""
+    return _path(place, value, "folder")
+
+
+def file(place: Place, value: object) -> Any:
+    """The absolute path of a file, from one relative to the config's own folder."""
+    return _path(place, value, "file")
+
+
+def _path(place: Place, value: object, what: str) -> Any:
     if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
         try:
             return Path(place.base, Path(value).expanduser()).resolve()
         except (OSError, RuntimeError) as error:
-            return place.problem(f"{show(value)} is not a usable folder: {error}")
-    return place.problem(f"expected a folder, got {show(value)}")
+            return place.problem(f"{show(value)} is not a usable {what}: {error}")
+    return place.problem(f"expected a {what}, got {show(value)}")
 
 
 def address(place: Place, value: object) -> Any:

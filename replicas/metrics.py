@@ -1,9 +1,11 @@
 """What a run tells Prometheus. The only importer of prometheus_client.
 
-Everything but the histograms is computed at scrape time from one :class:`replicas.status.RunStatus`, so that a metric
-cannot disagree with ``GET /status`` and the series of a removed replica are gone with it. The registry is private: an
-embedding program's own metrics are neither touched nor shown. Labels are bounded: ``group``, ``replica``, ``channel``,
-``phase``, ``reason``, ``state`` and ``outcome``; never a rank, pid, host, version or error text.
+Nothing is kept here: at scrape time gauges are made from one :class:`replicas.status.RunStatus`, counters and histograms
+from the fold of the run's events (:class:`replicas.core.tally.Tally`). A metric therefore cannot disagree with ``GET
+/status`` or with ``GET /events``, counters go on when a new supervisor does, and the series of a removed replica are gone
+with it. The registry is private: an embedding program's own metrics are neither touched nor shown. Labels are bounded:
+``group``, ``replica``, ``channel``, ``phase``, ``reason``, ``state`` and ``outcome``; never a rank, pid, host, version or
+error text.
 """
 
 from __future__ import annotations
@@ -13,19 +15,17 @@ import platform
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import get_args
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 import replicas
-from replicas.core.effects import SyncEnded
-from replicas.core.lifecycle import Transition
+from replicas.core.tally import START_BUCKETS, SYNC_BUCKETS, Spread, Tally
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, RunStatus
 
 __all__ = ["Metrics"]
 
-_SYNC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
-_START_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 1800)
 _STATES: tuple[str, ...] = get_args(ReplicaState)
 _MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
 
@@ -33,47 +33,20 @@ _MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
 class Metrics(Collector):
     """The metrics of one run.
 
-    :param status: gives the run's present state; called once for each scrape, in the scrape's own thread.
+    :param status: gives the run's present state, with the counters of ``tally`` in it; called once for each scrape.
+    :param tally: gives the counters.
     """
 
-    def __init__(self, status: Callable[[], RunStatus]) -> None:
+    def __init__(self, status: Callable[[], RunStatus], tally: Callable[[], Tally] = Tally) -> None:
         self._status = status
+        self._tally = tally
         self._build = {
             "version": replicas.__version__,
             "python_version": platform.python_version(),
             "torch_version": _installed("torch"),
         }
-        self._phases = _histogram(
-            "sync_phase_seconds", "Seconds of each phase of a committed sync.", ("channel", "phase"), _SYNC_BUCKETS
-        )
-        self._starts = _histogram(
-            "start_duration_seconds",
-            "Seconds from the start of a replica to its readiness.",
-            ("group",),
-            _START_BUCKETS,
-        )
-        self._recoveries = _histogram(
-            "recovery_duration_seconds",
-            "Seconds from the loss of a ready replica to the readiness of its next generation.",
-            ("group",),
-            _START_BUCKETS,
-        )
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
-
-    def observe(self, event: object) -> None:
-        """Feed the histograms: with each :class:`Transition` of a replica and each event of the coordinator.
-
-        An event that has nothing to do with a histogram is none of ours and changes nothing.
-        """
-        if isinstance(event, Transition):
-            if event.start_s is not None:
-                self._starts.labels(event.group).observe(event.start_s)
-            if event.recovery_s is not None:
-                self._recoveries.labels(event.group).observe(event.recovery_s)
-        elif isinstance(event, SyncEnded) and event.record.outcome == "committed":
-            for phase, seconds in {**event.record.phases, "total": event.record.seconds}.items():
-                self._phases.labels(event.channel, phase).observe(seconds)
 
     def render(self) -> bytes:
         """All metrics in Prometheus' text format, version 0.0.4."""
@@ -81,12 +54,11 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         status = self._status()
+        tally = self._tally()
         yield self._info()
-        yield from _run_metrics(status)
-        yield from _group_metrics(status)
-        yield from _channel_metrics(status)
-        for histogram in (self._phases, self._starts, self._recoveries):
-            yield from _without_created(histogram.collect())
+        yield from _run_metrics(status, tally)
+        yield from _group_metrics(status, tally)
+        yield from _channel_metrics(status, tally)
 
     def _info(self) -> Metric:
         family = GaugeMetricFamily(
@@ -101,17 +73,6 @@ def _installed(distribution: str) -> str:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:
         return ""
-
-
-def _histogram(name: str, text: str, labels: tuple[str, ...], buckets: tuple[float, ...]) -> Histogram:
-    return Histogram(f"replicas_{name}", text, labels, buckets=buckets, registry=None)
-
-
-def _without_created(families: Iterable[Metric]) -> Iterator[Metric]:
-    """Drop the ``_created`` series: the switch for them is global to the process, which is not ours alone."""
-    for family in families:
-        family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
-        yield family
 
 
 Series = Iterable[tuple[tuple[str, ...], float]]
@@ -131,7 +92,21 @@ def _counter(name: str, text: str, labels: tuple[str, ...], series: Series) -> M
     return family
 
 
-def _run_metrics(status: RunStatus) -> Iterator[Metric]:
+def _histogram(
+    name: str,
+    text: str,
+    labels: tuple[str, ...],
+    bounds: tuple[float, ...],
+    series: Iterable[tuple[tuple[str, ...], Spread]],
+) -> Metric:
+    family = HistogramMetricFamily(f"replicas_{name}", text, labels=labels)
+    names = [*map(floatToGoString, bounds), "+Inf"]
+    for values, spread in series:
+        family.add_metric(values, list(zip(names, spread.cumulative(), strict=True)), spread.total_s)
+    return family
+
+
+def _run_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     yield _gauge("store_up", "1 when the store process answers.", (), [((), float(status.store.up))])
     yield _gauge("store_keys", "Keys in the rendezvous store.", (), [((), status.store.keys)])
     yield _gauge(
@@ -140,7 +115,12 @@ def _run_metrics(status: RunStatus) -> Iterator[Metric]:
         (),
         [((), status.event_loop_lag_s)],
     )
-    yield _gauge("config_last_reload_successful", "1 when the config that was last read is in use.", (), [((), 1)])
+    yield _gauge(
+        "config_last_reload_successful",
+        "1 when the config that was last read is in use.",
+        (),
+        [((), float(tally.reload_ok))],
+    )
     yield _counter(
         "sidecar_replacements_total",
         "Sidecars that were killed and replaced.",
@@ -153,6 +133,7 @@ def _run_metrics(status: RunStatus) -> Iterator[Metric]:
         ("reason",),
         _by_key((), status.refused),
     )
+    yield _counter("events_lost_total", "Events that the disk did not take.", (), [((), tally.events_lost)])
 
 
 def _by_key(labels: tuple[str, ...], counts: Mapping[str, int], *, always: str = "") -> Series:
@@ -160,7 +141,7 @@ def _by_key(labels: tuple[str, ...], counts: Mapping[str, int], *, always: str =
     return [((*labels, key), number) for key, number in sorted(counts.items())]
 
 
-def _group_metrics(status: RunStatus) -> Iterator[Metric]:
+def _group_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     groups = status.groups
     everyone = [replica for group in groups for replica in group.replicas]
     yield _gauge(
@@ -193,6 +174,26 @@ def _group_metrics(status: RunStatus) -> Iterator[Metric]:
         ("group",),
         [((group.name,), group.restart_budget_remaining_ratio) for group in groups],
     )
+    yield _counter(
+        "log_lines_dropped_total",
+        "Lines of output that no log has.",
+        ("group",),
+        [((group.name,), tally.log_lines_dropped.get(group.name, 0)) for group in groups],
+    )
+    yield _histogram(
+        "start_duration_seconds",
+        "Seconds from the start of a replica to its readiness.",
+        ("group",),
+        START_BUCKETS,
+        [((group.name,), tally.starts[group.name]) for group in groups if group.name in tally.starts],
+    )
+    yield _histogram(
+        "recovery_duration_seconds",
+        "Seconds from the loss of a ready replica to the readiness of its next generation.",
+        ("group",),
+        START_BUCKETS,
+        [((group.name,), tally.recoveries[group.name]) for group in groups if group.name in tally.recoveries],
+    )
     yield from _version_metrics(status)
 
 
@@ -218,7 +219,7 @@ def _version_metrics(status: RunStatus) -> Iterator[Metric]:
     )
 
 
-def _channel_metrics(status: RunStatus) -> Iterator[Metric]:
+def _channel_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     channels = status.channels
     yield _gauge("channel_epoch", "Membership epoch.", ("channel",), [((one.name,), one.epoch) for one in channels])
     yield _gauge(
@@ -250,6 +251,17 @@ def _channel_metrics(status: RunStatus) -> Iterator[Metric]:
         "Transfers that were made again, by reason.",
         ("channel", "reason"),
         [pair for one in channels for pair in _by_key((one.name,), one.retries)],
+    )
+    yield _histogram(
+        "sync_phase_seconds",
+        "Seconds of each phase of a committed sync.",
+        ("channel", "phase"),
+        SYNC_BUCKETS,
+        [
+            ((one.name, phase), spread)
+            for one in channels
+            for phase, spread in sorted(tally.sync_phases.get(one.name, {}).items())
+        ],
     )
 
 

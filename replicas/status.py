@@ -69,12 +69,16 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished publish. ``outcome``: ``committed`` or the name of an error, in snake case."""
+    """One finished publish. ``outcome``: ``committed`` or the name of an error, in snake case.
+
+    ``nbytes``: size of the version; ``moved_nbytes``: that for each target which has verified it.
+    """
 
     version: int
     outcome: str
     seconds: float
     nbytes: int
+    moved_nbytes: int = 0
     phases: dict[str, float] = {}
     members: int = 0
     lost: tuple[str, ...] = ()
@@ -109,6 +113,7 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     pid: int
     uptime_s: float
     ready: bool
+    draining: bool = False
     store: StoreStatus
     groups: tuple[GroupStatus, ...] = ()
     channels: tuple[ChannelStatus, ...] = ()

@@ -1,18 +1,24 @@
-"""The pages of the control port: ``/livez``, ``/readyz``, ``/metrics``, ``/status`` and a short index.
+"""All that the control port and the run's socket answer: pages to read, streams, and orders.
 
-They only read. The coordinator serves them beside its sessions; without one they are routes for any Starlette app.
+``/livez``, ``/readyz``, ``/metrics``, ``/status`` and a short index only read; ``/events`` and ``/logs`` are in
+:mod:`replicas.control.streams`, the orders in :mod:`replicas.control.desk`. The coordinator serves them beside its sessions;
+without one they are routes for any Starlette app.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from typing import Protocol
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from replicas import errors
+from replicas.control.access import Access, everyone
+from replicas.control.commands import ORDERS, Commands
+from replicas.control.desk import NO_STORE, desk_routes, json_response, refusal
+from replicas.control.streams import StreamSource, stream_routes
 from replicas.status import ReplicaStatus, RunStatus
 
 __all__ = ["StatusSource", "control_routes", "readiness_checks"]
@@ -23,8 +29,15 @@ _PAGES = {
     "/metrics": "for Prometheus",
     "/status": "the whole state of the run, as JSON",
 }
+_STREAMS = {
+    "/events": "what happens, as server-sent events; ?after=N, ?follow=0",
+    "/logs": "?target=, ?rank=, ?generation=, ?lines=, ?since=, ?follow=1, ?json=1; needs the token",
+}
+_ORDERS = "POST, with a JSON body and the token: " + " ".join(ORDERS)
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_NO_STORE = {"Cache-Control": "no-store"}
+
+
+Page = Callable[[Request], Awaitable[Response]]
 
 
 class StatusSource(Protocol):
@@ -37,11 +50,23 @@ class StatusSource(Protocol):
     def live(self) -> bool: ...
 
 
-def control_routes(source: StatusSource) -> list[Route]:
-    """The routes of the control pages, with a last one that answers every unknown path with JSON and status 404.
+def control_routes(
+    source: StatusSource,
+    *,
+    commands: Commands | None = None,
+    streams: StreamSource | None = None,
+    access: Access = everyone,
+) -> list[Route]:
+    """The routes, with a last one that answers every unknown path with JSON and status 404.
 
-    They take GET and HEAD; any other method is answered with 405.
+    Pages take GET and HEAD, orders POST; any other method is answered with 405.
+
+    :param commands: who carries out orders; None: none are taken.
+    :param streams: where events and logs come from; None: there are none.
+    :param access: who may give orders and read logs on the transport that these routes are for.
     """
+    pages = {**_PAGES, **(_STREAMS if streams is not None else {})}
+    endpoints = ["/", *pages, *(ORDERS if commands is not None else ())]
 
     async def livez(_: Request) -> Response:
         live = source.live()
@@ -57,27 +82,41 @@ def control_routes(source: StatusSource) -> list[Route]:
         return _text("\n".join(lines) + "\n", code)
 
     async def metrics(_: Request) -> Response:
-        return Response(source.metrics_text(), headers={"Content-Type": _METRICS_TYPE, **_NO_STORE})
+        return Response(source.metrics_text(), headers={"Content-Type": _METRICS_TYPE, **NO_STORE})
 
     async def status(_: Request) -> Response:
-        return _json(source.status(), 200)
+        return json_response(source.status())
 
     async def index(_: Request) -> Response:
         run = source.status()
-        lines = [f"replicas {run.version}, run {run.run}", "", *(f"{path:10}{text}" for path, text in _PAGES.items())]
+        lines = [f"replicas {run.version}, run {run.run}", "", *(f"{path:10}{text}" for path, text in pages.items())]
+        lines += ["", _ORDERS] if commands is not None else []
         return _text("\n".join(lines) + "\n", 200)
 
     async def unknown(request: Request) -> Response:
-        return _json({"error": f"no such page: {request.url.path}", "endpoints": ["/", *_PAGES]}, 404)
+        if commands is not None and request.url.path in ORDERS:
+            return refusal(f"{request.url.path} is an order: POST it", 405, Allow="POST")
+        return json_response({"error": f"no such page: {request.url.path}", "endpoints": endpoints}, 404)
 
+    shown = {"/": index, "/livez": livez, "/readyz": readyz, "/metrics": metrics, "/status": status}
     return [
-        Route("/", index, methods=["GET"]),
-        Route("/livez", livez, methods=["GET"]),
-        Route("/readyz", readyz, methods=["GET"]),
-        Route("/metrics", metrics, methods=["GET"]),
-        Route("/status", status, methods=["GET"]),
+        *(Route(path, _unless_starting(page), methods=["GET"]) for path, page in shown.items()),
+        *(stream_routes(streams, access) if streams is not None else ()),
+        *(desk_routes(commands, access) if commands is not None else ()),
         Route("/{path:path}", unknown, methods=["GET"]),
     ]
+
+
+def _unless_starting(page: Page) -> Page:
+    """503 while there is no state to tell of yet: the port is open before the groups are."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await page(request)
+        except errors.UsageError as error:
+            return refusal(error.message, 503)
+
+    return answer
 
 
 def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
@@ -102,8 +141,4 @@ def _is_good(replica: ReplicaStatus) -> bool:
 
 
 def _text(text: str, code: int) -> Response:
-    return PlainTextResponse(text, code, headers=_NO_STORE)
-
-
-def _json(value: object, code: int) -> Response:
-    return Response(msgspec.json.encode(value), code, headers=_NO_STORE, media_type="application/json")
+    return PlainTextResponse(text, code, headers=NO_STORE)

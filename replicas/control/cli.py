@@ -1,49 +1,58 @@
-"""The command ``replicas``: ``run``, ``check``, ``status``.
+"""The command ``replicas``.
 
 ``python -m replicas.supervisor CONFIG`` is ``replicas run CONFIG``.
-Exit codes: 0 done, 1 a group failed past its budget, 2 usage, 3 this run is already supervised, 69 nothing to talk to,
-70 a bug, 75 drained on preemption, 78 bad config. Answers go to stdout, everything else to stderr. No command but ``run``
-starts anything, and none imports torch.
+Exit codes: 0 done, 1 a group failed past its budget (or what a command asked for did not come about), 2 usage, 3 this run is
+already supervised, 69 nothing to talk to, 70 a bug, 75 drained on preemption, 78 bad config. Answers go to stdout,
+everything else to stderr. No command but ``run`` starts anything, and none imports torch.
 """
 
 from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 
 import replicas
-from replicas.config import Config
 from replicas.config_file import load
-from replicas.control import client, render
-from replicas.errors import BadConfig, Disconnected, ReplicasError, UsageError, WorldError
-
-__all__ = ["BAD_CONFIG", "BUG", "FAILED", "SUPERVISED", "UNAVAILABLE", "USAGE", "app", "main", "supervisor_main"]
-
-FAILED = 1
-USAGE = 2
-SUPERVISED = 3
-UNAVAILABLE = 69
-BUG = 70
-BAD_CONFIG = 78
-
-app = typer.Typer(
-    name="replicas",
-    help="Keep one set of weights in step across many separate torchrun jobs.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
+from replicas.control import render
+from replicas.control.cli_base import (
+    BAD_CONFIG,
+    BUG,
+    FAILED,
+    INTERRUPTED,
+    SUPERVISED,
+    UNAVAILABLE,
+    USAGE,
+    Json,
+    app,
+    exit_codes,
+    show,
 )
+from replicas.control.cli_doctor import doctor
+from replicas.control.cli_look import events, logs, status
+from replicas.control.cli_orders import drain, reload, reset_failed, restart, scale, stacks
+
+__all__ = [
+    "BAD_CONFIG",
+    "BUG",
+    "FAILED",
+    "INTERRUPTED",
+    "SUPERVISED",
+    "UNAVAILABLE",
+    "USAGE",
+    "app",
+    "check",
+    "main",
+    "run",
+    "supervisor_main",
+]
 
 ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def _print_version(wanted: bool) -> None:
@@ -61,10 +70,9 @@ def _options(
     """Options that stand before a command."""
 
 
-@app.command()
 def run(config: ConfigPath) -> None:
     """Supervise the run of CONFIG until it is over."""
-    with _exit_codes():
+    with exit_codes():
         loaded = load(config)
         from replicas.supervisor.__main__ import supervise  # it brings the event loop; the other commands stay light
 
@@ -72,59 +80,32 @@ def run(config: ConfigPath) -> None:
     raise typer.Exit(code)
 
 
-@app.command()
 def check(config: ConfigPath, as_json: Json = False) -> None:
-    """Check CONFIG and print the resolved plan; exit code 78 and every problem when it is bad."""
-    with _exit_codes():
+    """Check CONFIG and print the resolved plan; exit code 78 and every problem when it is bad, or does not fit here."""
+    with exit_codes():
         loaded = load(config)
-    _show(loaded, lambda console: console.print(render.plan(loaded)), as_json=as_json)
+        from replicas.supervisor.resources import check_plan
+
+        notes = check_plan(loaded)
+
+    def draw(console: Console) -> None:
+        console.print(render.plan(loaded))
+        for note in notes:
+            console.print(f"note: {note}", markup=False)
+
+    show(loaded, draw, as_json=as_json)
 
 
-@app.command()
-def status(
-    config: Annotated[
-        Path | None, typer.Argument(metavar="[CONFIG]", help="Default: the run below this folder.")
-    ] = None,
-    endpoint: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="The run's control port.")] = None,
-    as_json: Json = False,
-) -> None:
-    """Print the state of a running run: its replicas, channels and versions."""
-    with _exit_codes():
-        if config is not None and endpoint is not None:
-            raise UsageError("give CONFIG or --endpoint, not both")
-        if endpoint is None:
-            where = client.find_endpoint(load(config) if config is not None else None, folder=Path.cwd())
-            answer = client.fetch_status(where.endpoint)
-            if answer.run != where.run:
-                raise Disconnected(f'run "{where.run}" is gone: {where.endpoint} is now the port of run "{answer.run}"')
-        else:
-            answer = client.fetch_status(endpoint)
-    _show(answer, lambda console: console.print(render.run_status(answer)), as_json=as_json)
+_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Run": (run, check),
+    "Look": (status, logs, events, stacks, doctor),
+    "Change": (scale, restart, drain, reset_failed, reload),
+}
+"""In the order in which ``--help`` lists them."""
 
-
-def _show(value: msgspec.Struct | Config, draw: Callable[[Console], None], *, as_json: bool) -> None:
-    if as_json:
-        print(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode())
-    else:
-        draw(Console(highlight=False))
-
-
-@contextmanager
-def _exit_codes() -> Iterator[None]:
-    """Turn this library's errors into one clear message on stderr and the exit code of the contract."""
-    try:
-        yield
-    except ReplicasError as error:
-        print(f"replicas: {error}", file=sys.stderr)
-        raise typer.Exit(_exit_code(error)) from error
-
-
-def _exit_code(error: ReplicasError) -> int:
-    if isinstance(error, BadConfig):
-        return BAD_CONFIG
-    if isinstance(error, UsageError):
-        return USAGE
-    return UNAVAILABLE if isinstance(error, Disconnected | WorldError) else BUG
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        app.command(_command.__name__.replace("_", "-"), rich_help_panel=_panel)(_command)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

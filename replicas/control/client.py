@@ -1,96 +1,191 @@
-"""How the command line finds and asks a running supervisor."""
+"""How the command line asks a running supervisor: over the run's Unix socket, or over TCP with its token.
+
+One request, one connection. Each read has a deadline; an answer that takes long is kept alive by the other side
+(:mod:`replicas.control.desk`), so that silence always means that nobody is there.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import http.client
+import socket
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from urllib.parse import urlencode
 
 import msgspec
 
-from replicas.config import Config
-from replicas.errors import Disconnected, UsageError
+from replicas.control.commands import ORDERS, Answer, Order
+from replicas.control.socket_path import reachable
+from replicas.errors import Disconnected, ReplicasError, UsageError
 from replicas.status import RunStatus
+from replicas.supervisor.processes import is_stopped, start_time
 
-__all__ = ["ENDPOINT_FILE", "EndpointFile", "fetch_status", "find_endpoint", "read_endpoint"]
-
-ENDPOINT_FILE = "endpoint.json"
-"""Name of the file in a run's state folder that says where its supervisor listens."""
+__all__ = ["Client", "fetch_status"]
 
 _MAX_ANSWER_NBYTES = 64 * 2**20
+_TIMEOUT_S = 5.0
+_SILENCE_S = 20.0
+"""Beyond several beats of the other side's: nobody is there."""
+_PATHS = {kind: path for path, kind in ORDERS.items()}
 
 
-class EndpointFile(msgspec.Struct, frozen=True, kw_only=True):
-    """``endpoint``: ``host:port`` of the control port. ``pid``: the supervisor's."""
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP to a Unix socket."""
 
-    endpoint: str
-    pid: int
-    run: str
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        with reachable(self._path) as name:
+            self.sock.connect(name)
 
 
-def read_endpoint(state_dir: Path) -> EndpointFile:
-    """Where the supervisor of this state folder listens.
+class Client:
+    """One supervisor, asked one thing at a time.
 
-    :raises Disconnected: when no supervisor has written it, or the file is damaged.
+    :param where: ``host:port`` of the control port, or ``unix:PATH`` of the run's socket.
+    :param token: the run's token, for orders and logs over TCP.
+    :param pid: the supervisor's, as far as it is known: so that it can be told why nobody answers.
+    :raises UsageError: ``where`` is neither.
     """
-    path = state_dir / ENDPOINT_FILE
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=EndpointFile)
-    except FileNotFoundError as error:
-        raise Disconnected(
-            f'run "{state_dir.name}" is not running: {path} does not exist', hint="start it with: replicas run CONFIG"
-        ) from error
-    except (OSError, msgspec.DecodeError) as error:
-        raise Disconnected(f"{path} cannot be read: {error}", hint="give --endpoint HOST:PORT instead") from error
+
+    def __init__(self, where: str, *, token: str = "", pid: int = 0, timeout_s: float = _TIMEOUT_S) -> None:
+        self.where = where
+        self._pid = pid
+        self._token = token
+        self._timeout_s = timeout_s
+        self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
+
+    # ------------------------------------------------------------ what it can be asked
+
+    def status(self) -> RunStatus:
+        """``GET /status``; proxies of the environment are not used.
+
+        :raises Disconnected: nobody answers, or it is no supervisor of replicas.
+        """
+        with self._asked("GET", "/status") as response:
+            body = self._all(response)
+        if response.status != 200:
+            raise Disconnected(
+                f"{self.where} answered GET /status with {response.status}", hint="is it a replicas supervisor?"
+            )
+        try:
+            return msgspec.json.decode(body, type=RunStatus)
+        except msgspec.DecodeError as error:
+            raise Disconnected(
+                f"{self.where} sent no status of a run: {error}", hint="is it of the same release?"
+            ) from error
+
+    def order(self, order: Order, *, wait: bool = True) -> Answer:
+        """Hand in an order, and wait until it is carried out (``wait`` False: until it has begun).
+
+        :raises ReplicasError: the error that ended it. :raises Disconnected: nobody answers, or nobody any more.
+        """
+        path = _PATHS[type(order)] + ("" if wait else "?wait=0")
+        body = msgspec.json.encode(order)
+        with self._asked("POST", path, body, silence_s=_SILENCE_S) as response:
+            answer = self._decoded(response, self._all(response), f"POST {path}")
+        if answer.error is not None:
+            raise self._refused(response.status, answer)
+        return answer
+
+    def events(self, after: int | None = None, *, follow: bool = True) -> Iterator[bytes]:
+        """The records of ``GET /events``, as JSON, one by one; an empty one now and then when nothing happens."""
+        query = {"follow": str(int(follow)), **({} if after is None else {"after": str(after)})}
+        for line in self._lines(f"/events?{urlencode(query)}"):
+            if line.startswith(b"data: "):
+                yield line[6:]
+            elif line.startswith(b":"):
+                yield b""
+
+    def logs(self, query: Mapping[str, str]) -> Iterator[bytes]:
+        """Lines of ``GET /logs``, as JSON; an empty one now and then when nothing happens."""
+        return self._lines(f"/logs?{urlencode({**query, 'json': '1'})}")
+
+    # ------------------------------------------------------------ one request
+
+    @contextlib.contextmanager
+    def _asked(
+        self, method: str, path: str, body: bytes | None = None, *, silence_s: float | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """``silence_s``: how long the rest of the answer may pause, once it has begun."""
+        connection = self._connect()
+        headers = {"Accept": "application/json"}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
+        try:
+            connection.request(method, path, body=body, headers=headers)
+            with connection.getresponse() as response:
+                if silence_s is not None and connection.sock is not None:
+                    connection.sock.settimeout(silence_s)
+                yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise Disconnected(
+                f"nobody answers at {self.where}: {error or type(error).__name__}", hint=self._why_silent()
+            ) from error
+        finally:
+            connection.close()
+
+    def _why_silent(self) -> str:
+        if not self._pid:
+            return "is the supervisor still running?"
+        if start_time(self._pid) is None:
+            return f"its supervisor, process {self._pid}, is dead; start it again with: replicas run CONFIG"
+        return f"its supervisor, process {self._pid}, is {'stopped' if is_stopped(self._pid) else 'there, and busy'}"
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if not self._host:
+            return _UnixConnection(Path(self.where.removeprefix("unix:")), self._timeout_s)
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+
+    @staticmethod
+    def _all(response: http.client.HTTPResponse) -> bytes:
+        return response.read(_MAX_ANSWER_NBYTES)
+
+    def _decoded(self, response: http.client.HTTPResponse, body: bytes, what: str) -> Answer:
+        try:
+            return msgspec.json.decode(body, type=Answer)
+        except msgspec.DecodeError as error:
+            raise Disconnected(
+                f"{self.where} answered {what} with {response.status} and nothing that can be understood",
+                hint="is it a replicas supervisor of the same release?",
+            ) from error
+
+    def _refused(self, code: int, answer: Answer) -> ReplicasError:
+        assert answer.error is not None
+        if code in (401, 403):
+            return UsageError(
+                f"{self.where} takes no orders from here: {answer.error.message}",
+                hint="give --token-file, or run this as the user of the supervisor, on its machine",
+            )
+        return answer.error.exception()
+
+    def _lines(self, path: str) -> Iterator[bytes]:
+        with self._asked("GET", path, silence_s=_SILENCE_S) as response:
+            if response.status != 200:
+                answer = self._decoded(response, self._all(response), f"GET {path.partition('?')[0]}")
+                if answer.error is None:
+                    raise Disconnected(f"{self.where} answered with {response.status}")
+                raise self._refused(response.status, answer)
+            while line := response.readline():
+                yield line.rstrip(b"\r\n")
 
 
-def find_endpoint(config: Config | None, *, folder: Path) -> EndpointFile:
-    """The supervisor of ``config``; without one, that of the only run that has its state below ``folder``.
+def fetch_status(endpoint: str, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:
+    """Ask ``GET /status`` at ``host:port`` (or ``unix:PATH``).
 
-    :raises UsageError: when several runs have their state below ``folder``.
-    :raises Disconnected: when there is none.
+    :raises UsageError: ``endpoint`` is neither.
+    :raises Disconnected: nobody answers within ``timeout_s`` for each step, or it is no supervisor of replicas.
     """
-    if config is not None:
-        return read_endpoint(config.run.state_dir)
-    found = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
-    if len(found) > 1:
-        runs = ", ".join(path.parent.name for path in found)
-        raise UsageError(f"several runs have their state here: {runs}", hint="name the CONFIG of one")
-    if not found:
-        raise Disconnected(
-            f"no run has its state in {folder / '.replicas'}", hint="name its CONFIG, or give --endpoint HOST:PORT"
-        )
-    return read_endpoint(found[0].parent)
+    return Client(endpoint, timeout_s=timeout_s).status()
 
 
-def fetch_status(endpoint: str, *, timeout_s: float = 5.0) -> RunStatus:
-    """Ask ``GET /status`` at ``host:port``; proxies of the environment are not used.
-
-    :raises UsageError: when ``endpoint`` is not ``host:port``.
-    :raises Disconnected: when nobody answers within ``timeout_s`` for each step, or it is no supervisor of replicas.
-    """
-    connection = _connection(endpoint, timeout_s)
-    try:
-        connection.request("GET", "/status", headers={"Accept": "application/json", "Connection": "close"})
-        with connection.getresponse() as response:
-            body = response.read(_MAX_ANSWER_NBYTES)
-    except (OSError, http.client.HTTPException) as error:
-        raise Disconnected(
-            f"nobody answers at {endpoint}: {error or type(error).__name__}", hint="is the supervisor still running?"
-        ) from error
-    finally:
-        connection.close()
-    if response.status != 200:
-        raise Disconnected(
-            f"{endpoint} answered GET /status with {response.status}", hint="is it a replicas supervisor?"
-        )
-    try:
-        return msgspec.json.decode(body, type=RunStatus)
-    except msgspec.DecodeError as error:
-        raise Disconnected(f"{endpoint} sent no status of a run: {error}", hint="is it of the same release?") from error
-
-
-def _connection(endpoint: str, timeout_s: float) -> http.client.HTTPConnection:
+def _host_and_port(endpoint: str) -> tuple[str, int]:
     host, _, port = endpoint.rpartition(":")
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
         raise UsageError(f'"{endpoint}" is not HOST:PORT', hint='for example "127.0.0.1:9477"')
-    return http.client.HTTPConnection(host.strip("[]"), int(port), timeout=timeout_s)
+    return host.strip("[]"), int(port)

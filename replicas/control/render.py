@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+from collections import Counter
 from collections.abc import Iterable
 
 from rich import box
@@ -10,12 +11,12 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from replicas.config import ChannelConfig, Config, GroupConfig, Party
+from replicas.config import ChannelConfig, Config, GroupConfig, Party, ResourcesConfig
 from replicas.status import ChannelStatus, ReplicaStatus, RunStatus
 
-__all__ = ["duration_text", "plan", "run_status", "size_text"]
+__all__ = ["STATE_STYLES", "duration_text", "plan", "run_status", "size_text"]
 
-_STATE_STYLES = {
+STATE_STYLES = {
     "pending": "dim",
     "starting": "yellow",
     "ready": "green",
@@ -64,6 +65,8 @@ def plan(config: Config) -> RenderableType:
         ("in all", f"{_count(len(config.groups), 'group')}, {_count(replicas, 'replica')}, {_count(ranks, 'rank')}"),
     ]
     parts: list[RenderableType] = [_facts(facts), _table_of_groups(groups), _table_of_rules(groups)]
+    if any(group.resources != ResourcesConfig() for group in groups):
+        parts.append(_table_of_resources(groups))
     if config.channels:
         parts.append(_table_of_channels(config.channels.values()))
     return Group(*parts)
@@ -92,27 +95,44 @@ def _table_of_groups(groups: Iterable[GroupConfig]) -> Table:
             str(group.replicas),
             f"{group.world_size}{nodes}",
             group.launcher,
-            Text(_and(group.depends_on) or "-"),
+            Text(_and([str(dependency) for dependency in group.depends_on]) or "-"),
             Text(shlex.join(group.command)),
         )
     return table
 
 
 def _table_of_rules(groups: Iterable[GroupConfig]) -> Table:
-    table = _new_table("Restarts and timeouts", "group", "restart", "start", "heartbeat", "progress", "load", "stop")
+    table = _new_table(
+        "Restarts and timeouts", "group", "restart", "start", "beat", "progress", "load", "drain", "stop"
+    )
     for group in groups:
         restart, health = group.restart, group.health
         rule: str = restart.policy
         if rule != "never":
-            rule += f", {restart.max_restarts} in {duration_text(restart.window_s)}"
+            rule += f" {restart.max_restarts}/{duration_text(restart.window_s)}"
         times = (
             health.start_timeout_s,
             health.heartbeat_timeout_s,
             health.progress_timeout_s,
             health.load_deadline_s,
+            group.drain_timeout_s,
             group.stop_timeout_s,
         )
         table.add_row(Text(group.name), rule, *(duration_text(seconds) for seconds in times))
+    return table
+
+
+def _table_of_resources(groups: Iterable[GroupConfig]) -> Table:
+    table = _new_table("Resources", "group", "GPUs a rank", "threads a rank", "memory a replica", "processes a replica")
+    for group in groups:
+        has = group.resources
+        table.add_row(
+            Text(group.name),
+            str(has.gpus or "-"),
+            str(has.cpu_threads or "-"),
+            "-" if has.memory_nbytes is None else size_text(has.memory_nbytes),
+            str(has.max_processes or "-"),
+        )
     return table
 
 
@@ -154,10 +174,26 @@ def run_status(status: RunStatus) -> RenderableType:
     title.append(f"  up {duration_text(status.uptime_s)}")
     if not status.store.up:
         title.append("  store down", style="bold red")
-    parts: list[RenderableType] = [title, _table_of_replicas(status)]
+    parts: list[RenderableType] = [title, _table_of_group_states(status), _table_of_replicas(status)]
     if status.channels:
         parts.append(_table_of_channel_states(status.channels))
     return Group(*parts)
+
+
+def _table_of_group_states(status: RunStatus) -> Table:
+    table = _new_table("Groups", "group", "ready", "others", "restarts", "budget left")
+    for group in status.groups:
+        states = Counter(replica.state for replica in group.replicas)
+        others = [f"{count} {state}" for state, count in sorted(states.items()) if state != "ready"]
+        restarts = [f"{count} {reason}" for reason, count in sorted(group.restarts.items()) if count]
+        table.add_row(
+            Text(group.name),
+            f"{states['ready']} of {len(group.replicas)}",
+            Text(_and(others) or "-"),
+            Text(_and(restarts) or "-"),
+            f"{group.restart_budget_remaining_ratio:.0%}",
+        )
+    return table
 
 
 def _table_of_replicas(status: RunStatus) -> Table:
@@ -174,7 +210,7 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
     loaded = str(versions[0][1]) if len(versions) == 1 else ", ".join(f"{name} {number}" for name, number in versions)
     return (
         Text(replica.name),
-        Text(replica.state, style=_STATE_STYLES[replica.state]),
+        Text(replica.state, style=STATE_STYLES[replica.state]),
         duration_text(replica.state_age_s),
         str(replica.restarts),
         heartbeat,

@@ -41,7 +41,7 @@ from replicas.coordinator.limits import (
     Pace,
 )
 
-__all__ = ["Config", "Guard", "SessionProtocol", "connection_of"]
+__all__ = ["Config", "Guard", "HttpProtocol", "SessionProtocol", "connection_of"]
 
 _SCOPE_KEY = "replicas.connection"
 _NO_MESSAGE = b"\xc1"
@@ -86,10 +86,10 @@ class Guard:
 
 
 class Config(uvicorn.Config):
-    """uvicorn's, with the guard."""
+    """uvicorn's, with the guard. ``http``: what reads requests, :class:`HttpProtocol` or a subclass."""
 
     def __init__(self, app: Any, guard: Guard, **options: Any) -> None:
-        super().__init__(app, http=HttpProtocol, ws=SessionProtocol, **options)
+        super().__init__(app, **{"http": HttpProtocol, "ws": SessionProtocol, **options})
         self.guard = guard
 
 

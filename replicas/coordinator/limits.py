@@ -48,6 +48,7 @@ __all__ = [
 
 REASONS = (
     "token",  # a wrong token, or none
+    "peer",  # another user's process on the Unix socket
     "timeout",  # no request, or no Hello, in time
     "too_many",  # more connections than may be there without having shown a token and a Hello
     "malformed",  # not HTTP, not a message, or values that no member can mean

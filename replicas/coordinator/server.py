@@ -27,7 +27,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from replicas import errors
 from replicas.coordinator.engine import Engine
-from replicas.coordinator.guard import Config, Guard, connection_of
+from replicas.coordinator.guard import Config, Guard, HttpProtocol, connection_of
 from replicas.coordinator.limits import (
     CLOSE_TIMEOUT_S,
     FRAME_NBYTES,
@@ -249,14 +249,22 @@ class _QuietServer(uvicorn.Server):
 
 
 class Server:
-    """Serves HTTP and sessions on one socket until it is closed."""
+    """Serves HTTP and sessions on one socket until it is closed. ``http``: what reads requests on it."""
 
-    def __init__(self, listener: socket.socket, routes: Sequence[BaseRoute], guard: Guard) -> None:
+    def __init__(
+        self,
+        listener: socket.socket,
+        routes: Sequence[BaseRoute],
+        guard: Guard,
+        *,
+        http: type[HttpProtocol] = HttpProtocol,
+    ) -> None:
         self._listener = listener
         self._guard = guard
         config = Config(
             Starlette(routes=list(routes)),
             guard,
+            http=http,
             backlog=BACKLOG,
             ws_max_size=FRAME_NBYTES,
             ws_per_message_deflate=False,

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Hashable
+from collections.abc import Sequence
 
 from tenacity import RetryCallState, Retrying, wait_exponential_jitter
 
@@ -32,14 +32,18 @@ class RestartBudget:
     """
 
     def __init__(self, config: RestartConfig, *, rng: random.Random | None = None) -> None:
-        self.config = config
         self._rng = random.Random() if rng is None else rng
-        self._spent: deque[tuple[float, Hashable]] = deque()
+        self._spent: deque[tuple[float, int]] = deque()
+        self.use(config)
+
+    def use(self, config: RestartConfig) -> None:
+        """These are the rules from now on; what has been spent remains so."""
+        self.config = config
         # In units of the initial delay: `initial=` is deprecated in tenacity 9.2, `multiplier=` is unknown to 9.0.
         scale = config.initial_delay_s
         self._wait = wait_exponential_jitter(max=config.max_delay_s / scale if scale else 0.0, jitter=0)
 
-    def take(self, replica: Hashable, *, now: float) -> float | None:
+    def take(self, replica: int, *, now: float) -> float | None:
         """Spend one restart of ``replica``: the seconds to wait first, or None when none is left (nothing is spent).
 
         :param now: seconds of a monotonic clock, never less than in an earlier call.
@@ -48,6 +52,19 @@ class RestartBudget:
             return None
         self._spent.append((now, replica))
         return self._delay_s(sum(1 for _, other in self._spent if other == replica))
+
+    def reset(self) -> None:
+        """Nothing has been spent."""
+        self._spent.clear()
+
+    def ages(self, now: float) -> list[tuple[float, int]]:
+        """Age in seconds and replica of each restart in the window: what :meth:`restore` takes in another process."""
+        self.remaining(now)
+        return [(max(0.0, now - at), replica) for at, replica in self._spent]
+
+    def restore(self, ages: Sequence[tuple[float, int]], *, now: float) -> None:
+        """Go on from what was spent elsewhere."""
+        self._spent = deque(sorted((now - max(0.0, age), replica) for age, replica in ages))
 
     def remaining(self, now: float) -> int:
         """Restarts that are left at ``now``."""

@@ -259,6 +259,16 @@ class FreeLanes:
                 self._recall(free, now)
             self._end_if_told(free, now)
 
+    def leaving(self, member: Member, now: float) -> None:
+        """The member is being ended: it must be known what it does."""
+        for free in self._free.values():
+            if member in free.lane.members:
+                self._recall(free, now)
+
+    def engages(self, member: Member) -> bool:
+        """Whether a free lane has the member."""
+        return any(member in free.lane.members for free in self._free.values())
+
     def _recall(self, free: _Free, now: float) -> None:
         if free.recalled_at is None:
             free.recalled_at = now

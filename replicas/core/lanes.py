@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from replicas.core.effects import Effect, Send, Sweep
+from replicas.core.effects import Effect, Emit, Send, SidecarReplaced, Sweep
 from replicas.core.identity import Member
 from replicas.core.membership import LANE, LaneState
 from replicas.core.roster import MemberState
@@ -51,6 +51,7 @@ class Lanes:
 
     def __init__(self, run: str, channel: str, term: int, store: Callable[[], tuple[str, int]]) -> None:
         self._base = f"{run}/{channel}"
+        self._channel = channel
         self._term = term
         self._store = store
         self._count = 0
@@ -123,7 +124,9 @@ class Lanes:
             return
         lane.state = LANE.next(lane.state, "close")
         del self._lanes[lane.name]
-        if reason:
-            self.replaced[reason] = self.replaced.get(reason, 0) + len(lane.members) - len(gone)
         out.extend(Send(member, LaneDrop(lane.name)) for member in lane.members if member not in gone)
         out.append(Sweep(lane.prefix))
+        count = len(lane.members) - len(gone)
+        if reason and count:
+            self.replaced[reason] = self.replaced.get(reason, 0) + count
+            out.append(Emit(SidecarReplaced(self._channel, reason, count)))

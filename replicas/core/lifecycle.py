@@ -3,23 +3,17 @@
 Theory of operation
 ===================
 
-A replica is in one of the seven states of :data:`replicas.status.ReplicaState`. Two kinds of events move it. Those of
-its *processes* (``READY``, ``UNREADY``, the timeouts) say what was seen. Those of its *end* (``FINISHED``, ``RETRY``,
-``GIVE_UP``, ``STOPPED``) are given only when the last process of the generation is gone, so that no two generations of
-one replica ever run at once; :func:`after_exit` picks the one. An event that the table lacks raises
-:class:`InvalidTransition`: a bug of the caller, never a surprise of the world (a caller that may be late asks
-:func:`allows` first).
-
-::
-
-    pending ──START──► starting ◄──UNREADY── ready          starting, ready ──timeout, RESTART, STOP──► draining
-       ▲                  │  └─────READY──────►│            draining ──RETRY──► backoff   ──STOPPED──► finished
-       │                  ├──────FINISHED──────┴─► finished
-       │                  ├──────RETRY─────────┴─► backoff ──BACKOFF_ELAPSED──► starting (next generation)
-       │                  └──────GIVE_UP───────┴─► failed
-       └──RESTART── backoff, failed, finished               pending, backoff ──STOP──► finished
+A replica is in one of the seven states of :data:`replicas.status.ReplicaState`; :data:`REPLICA` says what can happen in
+which (its picture is in ARCHITECTURE.md). Two kinds of events move it. Those of its *processes* (``READY``, ``UNREADY``,
+the timeouts) say what was seen. Those of its *end* (``FINISHED``, ``RETRY``, ``GIVE_UP``, ``STOPPED``) are given only when
+the last process of the generation is gone, so that no two generations of one replica ever run at once; :func:`after_exit`
+picks the one. An event that the table lacks raises :class:`~replicas.core.tables.InvalidStep`: a bug of the caller, never a
+surprise of the world.
 
 ``starting`` is also the state of a running replica that lost readiness; its generation tells a first start from that.
+``draining`` is the state of one that is being ended, for whatever reason: it may finish its sync first, when somebody asked
+for its end, and not when it is sick.
+``finished`` is the state of one that is done, or was stopped as asked; ``failed`` of one that may not be started again.
 No clock is read here: times are arguments, in seconds of any one monotonic clock.
 """
 
@@ -30,24 +24,23 @@ from typing import Literal
 
 import msgspec
 
-from replicas.errors import InternalError
+from replicas.core.tables import Table
 from replicas.status import ReplicaState
 
 __all__ = [
     "ALIVE",
+    "FREE_REASONS",
+    "REPLICA",
     "SETTLED",
     "Event",
-    "InvalidTransition",
     "Lifecycle",
     "RestartReason",
     "Transition",
     "after_exit",
-    "allows",
-    "next_state",
 ]
 
 
-class Event(enum.Enum):
+class Event(enum.StrEnum):
     """What can happen to a replica."""
 
     START = "start"  # its processes are being started for the first time
@@ -59,6 +52,7 @@ class Event(enum.Enum):
     LOAD_TIMEOUT = "load_timeout"  # it did not load a committed version in time, or only in part
     RESTART = "restart"  # someone asks for a new generation
     STOP = "stop"  # someone asks for its end
+    RESET = "reset"  # someone says that what made it fail is mended
     FINISHED = "finished"  # gone: done by itself, and not to be started again
     RETRY = "retry"  # gone: a new generation follows after a delay
     GIVE_UP = "give_up"  # gone: the restart policy or the budget allows no other generation
@@ -67,9 +61,22 @@ class Event(enum.Enum):
 
 
 RestartReason = Literal[
-    "exit", "signal", "start_timeout", "heartbeat_timeout", "progress_timeout", "load_timeout", "requested", "lost"
+    "exit",
+    "signal",
+    "start_timeout",
+    "heartbeat_timeout",
+    "progress_timeout",
+    "load_timeout",
+    "lost",
+    "requested",
+    "group",
+    "reload",
 ]
-"""Why a generation was replaced: the label ``reason`` of ``replicas_restarts_total``. ``lost``: its shim died."""
+"""Why a generation was replaced: the label ``reason`` of ``replicas_restarts_total``. ``lost``: its shim died. ``group``:
+another replica of its group failed, which restarts as a whole. ``reload``: its config changed."""
+
+FREE_REASONS: frozenset[RestartReason] = frozenset({"requested", "group", "reload"})
+"""Restarts that neither the policy nor the budget can refuse, and that spend none of it."""
 
 ALIVE: frozenset[ReplicaState] = frozenset({"starting", "ready", "draining"})
 """States in which processes of the replica may exist."""
@@ -77,78 +84,64 @@ ALIVE: frozenset[ReplicaState] = frozenset({"starting", "ready", "draining"})
 SETTLED: frozenset[ReplicaState] = frozenset({"failed", "finished"})
 """States that nothing leaves by itself."""
 
-_RUNNING: dict[Event, ReplicaState] = {
-    Event.HEARTBEAT_TIMEOUT: "draining",
-    Event.PROGRESS_TIMEOUT: "draining",
-    Event.LOAD_TIMEOUT: "draining",
-    Event.RESTART: "draining",
-    Event.STOP: "draining",
-    Event.FINISHED: "finished",
-    Event.RETRY: "backoff",
-    Event.GIVE_UP: "failed",
-}
-
-_TABLE: dict[ReplicaState, dict[Event, ReplicaState]] = {
-    "pending": {Event.START: "starting", Event.STOP: "finished", Event.RESTART: "pending"},
-    "starting": {**_RUNNING, Event.READY: "ready", Event.START_TIMEOUT: "draining"},
-    "ready": {**_RUNNING, Event.UNREADY: "starting"},
-    "draining": {
-        Event.STOP: "draining",
-        Event.RESTART: "draining",
-        Event.STOPPED: "finished",
-        Event.RETRY: "backoff",
-        Event.GIVE_UP: "failed",
+REPLICA: Table[ReplicaState, Event] = Table(
+    "a replica",
+    ("pending",),
+    {
+        ("pending", Event.START): "starting",
+        ("pending", Event.STOP): "finished",
+        ("pending", Event.RESTART): "pending",
+        ("starting", Event.READY): "ready",
+        ("starting", Event.START_TIMEOUT): "draining",
+        ("starting", Event.HEARTBEAT_TIMEOUT): "draining",
+        ("starting", Event.PROGRESS_TIMEOUT): "draining",
+        ("starting", Event.LOAD_TIMEOUT): "draining",
+        ("starting", Event.RESTART): "draining",
+        ("starting", Event.STOP): "draining",
+        ("starting", Event.FINISHED): "finished",
+        ("starting", Event.RETRY): "backoff",
+        ("starting", Event.GIVE_UP): "failed",
+        ("ready", Event.UNREADY): "starting",
+        ("ready", Event.HEARTBEAT_TIMEOUT): "draining",
+        ("ready", Event.PROGRESS_TIMEOUT): "draining",
+        ("ready", Event.LOAD_TIMEOUT): "draining",
+        ("ready", Event.RESTART): "draining",
+        ("ready", Event.STOP): "draining",
+        ("ready", Event.FINISHED): "finished",
+        ("ready", Event.RETRY): "backoff",
+        ("ready", Event.GIVE_UP): "failed",
+        ("draining", Event.RESTART): "draining",
+        ("draining", Event.STOP): "draining",
+        ("draining", Event.STOPPED): "finished",
+        ("draining", Event.RETRY): "backoff",
+        ("draining", Event.GIVE_UP): "failed",
+        ("backoff", Event.BACKOFF_ELAPSED): "starting",
+        ("backoff", Event.STOP): "finished",
+        ("backoff", Event.RESTART): "pending",
+        ("backoff", Event.RESET): "pending",
+        ("failed", Event.RESTART): "pending",
+        ("failed", Event.RESET): "pending",
+        ("failed", Event.STOP): "failed",
+        ("finished", Event.RESTART): "pending",
+        ("finished", Event.STOP): "finished",
     },
-    "backoff": {
-        Event.BACKOFF_ELAPSED: "starting",
-        Event.STOP: "finished",
-        Event.RESTART: "pending",
-        Event.GIVE_UP: "failed",
-    },
-    "failed": {Event.RESTART: "pending", Event.STOP: "failed"},
-    "finished": {Event.RESTART: "pending", Event.STOP: "finished"},
-}
-
-
-class InvalidTransition(InternalError):
-    """An event that cannot happen in the replica's state."""
-
-
-def next_state(state: ReplicaState, event: Event) -> ReplicaState:
-    """The state after ``event``.
-
-    :raises InvalidTransition: when the table has no such row.
-    """
-    after = _TABLE[state].get(event)
-    if after is None:
-        possible = ", ".join(known.value for known in _TABLE[state])
-        raise InvalidTransition(f"a replica that is {state} cannot take {event.value}; possible: {possible}")
-    return after
-
-
-def allows(state: ReplicaState, event: Event) -> bool:
-    """Whether the table has a row for ``event`` in ``state``."""
-    return event in _TABLE[state]
+)
 
 
 def after_exit(
     *,
     ok: bool,
-    stopping: bool,
     policy: Literal["always", "on-failure", "never"],
     granted: bool,
     requested: bool = False,
 ) -> Event:
-    """The event for a generation whose last process is gone.
+    """The event for a generation whose last process is gone, when nobody has asked for its end (that is ``STOPPED``).
 
     :param ok: every rank exited with code 0, by itself.
-    :param stopping: its end was asked for (stop, scale-down, drain of the run).
     :param policy: the group's restart policy.
-    :param granted: the budget allowed a restart (ask it only when :func:`wants_restart` of ``core.budget`` says so).
-    :param requested: someone asked for a restart, which neither the policy nor the budget can refuse.
+    :param granted: the rules allow a restart (:class:`replicas.core.restarts.Restarts`).
+    :param requested: it is a restart of :data:`FREE_REASONS`.
     """
-    if stopping:
-        return Event.STOPPED
     if requested:
         return Event.RETRY
     if ok and policy != "always":
@@ -156,9 +149,10 @@ def after_exit(
     return Event.RETRY if granted and policy != "never" else Event.GIVE_UP
 
 
-class Transition(msgspec.Struct, frozen=True, kw_only=True):
+class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step of a replica's life.
 
+    ``restart_reason``: with ``RETRY``, what is counted in ``replicas_restarts_total``; else None.
     ``start_s``: seconds from the start of this generation to its first readiness, on the transition that ends them.
     ``recovery_s``: seconds since the replica was last ready, when a later generation becomes ready; else None.
     """
@@ -170,6 +164,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True):
     before: ReplicaState
     after: ReplicaState
     reason: str
+    restart_reason: RestartReason | None = None
     start_s: float | None = None
     recovery_s: float | None = None
 
@@ -228,11 +223,12 @@ class Lifecycle:
 
         :param reason: one line for people; kept until the next step that has one (readiness clears it).
         :param restart_reason: with ``RETRY``, the bounded reason that is counted in :attr:`restarts`.
-        :raises InvalidTransition: when ``event`` cannot happen now; nothing has changed.
+        :raises replicas.core.tables.InvalidStep: ``event`` cannot happen now; nothing has changed.
         """
         before = self.state
-        after = next_state(before, event)
+        after = REPLICA.next(before, event)
         start_s = recovery_s = None
+        counted: RestartReason | None = None
         if event in (Event.START, Event.BACKOFF_ELAPSED):
             self.generation += 1
             self._started_at = now
@@ -247,7 +243,7 @@ class Lifecycle:
         if after != before:
             self.since = now
         self.state = after
-        if reason or event in (Event.READY, Event.FINISHED):
+        if reason or event in (Event.READY, Event.FINISHED, Event.RESET):
             self.reason = reason
         return Transition(
             group=self.group,
@@ -257,6 +253,7 @@ class Lifecycle:
             before=before,
             after=after,
             reason=self.reason,
+            restart_reason=counted,
             start_s=start_s,
             recovery_s=recovery_s,
         )

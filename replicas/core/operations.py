@@ -98,6 +98,11 @@ class Operations:
         """Whether the member waits for an operation."""
         return self.pairing.waits(member) or self.free.waits(member)
 
+    def engages(self, member: Member) -> bool:
+        """Whether the member takes part in an operation, has posted one, or may run some without our knowing."""
+        runs = any(member in operation.participants for operation in self._running.values())
+        return runs or self.posted(member) or self.free.engages(member)
+
     def _is_running(self, ref: str) -> bool:
         return self.free.undecided(ref) or any(operation.ref == ref for operation in self._running.values())
 

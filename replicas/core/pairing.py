@@ -210,9 +210,11 @@ class Pairing:
         return any(not post.pairwise for member in members for post in self._unstarted(member))
 
     def quiet(self, domain: int, now: float) -> bool:
-        """Whether nothing is posted in the domain, everybody is there, and nobody waits to join or has missed anything."""
+        """Whether nothing is posted in it, everybody is there to stay, and nobody waits to join or has missed anything."""
         members = [member for member in self._streams if self.domain_of(member) == domain]
         if any(self._streams[member] for member in members) or self._missed or self._aside(domain):
+            return False
+        if any(state.draining for state in self.live(domain)):
             return False
         return not self._awaited(domain) and not self.joins_wait(now)
 

@@ -63,6 +63,7 @@ class MemberState:
     :ivar note: why it is behind or quarantined.
     :ivar missed: the version without which it was left behind: it is with the others again when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
+    :ivar draining: it is being ended: it may finish what it has begun, and takes no part in anything new.
     :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
     :ivar host: number of the host that it is on (:mod:`replicas.core.hosts`); 0: not known yet.
     :ivar places: where the slots lie that it has filled for a publish, by version.
@@ -78,6 +79,7 @@ class MemberState:
     note: str = ""
     missed: int = 0
     not_before: float = 0.0
+    draining: bool = False
     resumed: bool = True
     host: int = 0
     places: dict[int, SlotPlace] = field(default_factory=dict)
@@ -294,8 +296,8 @@ class Roster:
         return bool(waiting)
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Whether it may be with the others now: it is known where it is, it can be heard, and is not on probation."""
-        return state.host != 0 and now >= state.not_before and not self.suspect(state, now)
+        """Whether it may be with the others now: it is known where it is, can be heard, may be trusted, and will stay."""
+        return state.host != 0 and now >= state.not_before and not state.draining and not self.suspect(state, now)
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
         """Out of the epoch, but still a member: it is caught up and admitted again at a boundary."""

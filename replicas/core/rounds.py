@@ -119,6 +119,11 @@ class Rounds:
         round_ = self._rounds.get((member.group, member.replica))
         return round_ is not None and member in round_.asks
 
+    def loading(self, group: str, replica: int) -> bool:
+        """Whether some of its ranks have begun to load a version, and not all have it."""
+        round_ = self._rounds.get((group, replica))
+        return round_ is not None and (round_.state == "loading" or bool(round_.taken))
+
     def wants(self, member: Member, version: int) -> bool:
         """Whether it waits for ``version`` or an older one."""
         round_ = self._rounds.get((member.group, member.replica))
@@ -213,6 +218,8 @@ class Rounds:
         if not view.ranks or not latest:
             return
         round_ = self.of(view.ranks[0].member.group, view.ranks[0].member.replica)
+        if round_.state != "loading" and any(state.draining for state in view.ranks):
+            return  # what some of its ranks have begun to load, the others may load too; nothing new
         wanted = any(ask.after < latest for ask in round_.asks.values())
         if wanted and round_.version != latest and not self._in_progress(round_, view):
             if len(view.ranks) < view.expected or not all(latest in state.held for state in view.ranks):

@@ -1,20 +1,31 @@
-"""``python -m replicas.supervisor CONFIG``: supervise one run until it is over."""
+"""``python -m replicas.supervisor CONFIG``: supervise one run until it is over.
+
+Signals: TERM and INT drain, a second one of them kills what is left at once; USR1 is the notice of a preemption: drain, and
+exit with 75; HUP reads the config file again. A terminal that goes away sends HUP too: without it, it drains.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import faulthandler
+import os
 import signal
 import sys
 import time
+import traceback
+from collections.abc import Coroutine, Iterator
+from contextlib import contextmanager
 
 import anyio
 
 from replicas import errors
 from replicas.config import Config
+from replicas.events import Reloaded
+from replicas.supervisor.notify import Notifier, Watcher
 from replicas.supervisor.state import AlreadySupervised
-from replicas.supervisor.supervisor import Supervisor
+from replicas.supervisor.supervisor import PREEMPTED, Supervisor
 
-__all__ = ["supervise"]
+__all__ = ["ALREADY_SUPERVISED", "CANNOT_START", "PREEMPTED", "supervise"]
 
 CANNOT_START = 2
 ALREADY_SUPERVISED = 3
@@ -23,12 +34,11 @@ ALREADY_SUPERVISED = 3
 def supervise(config: Config) -> int:
     """Run ``config`` to its end in this process, with lines for people on stderr.
 
-    SIGTERM, SIGINT and SIGHUP drain; a second one kills at once.
-
     :return: 0 done or drained, 1 a group failed past its budget, 2 the machine does not let it start (such as a port that
-        is in use), 3 this run is already supervised.
-    :raises replicas.errors.UsageError: it cannot be started so.
+        is in use), 3 this run is already supervised, 75 drained on preemption.
+    :raises replicas.errors.UsageError: it cannot be started so; a BadConfig if its plan does not fit the machine.
     """
+    faulthandler.enable()  # systemd's watchdog ends a hung supervisor with SIGABRT: the journal then has its stacks
     try:
         return anyio.run(_supervise, config)
     except AlreadySupervised as error:
@@ -40,33 +50,145 @@ def supervise(config: Config) -> int:
 
 
 async def _supervise(config: Config) -> int:
+    notifier = Notifier.take(os.environ)
     supervisor = Supervisor(config, report=say)
-    loop = asyncio.get_running_loop()
-    drains: list[asyncio.Task[None]] = []
-
-    def drain(name: str) -> None:
-        hurry = bool(drains)
-        say(f"{name}: {'killing what is left' if hurry else 'draining; once more to kill at once'}")
-        drains.append(loop.create_task(supervisor.drain(hurry=hurry)))
-
-    signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-    for signum in signals:
-        loop.add_signal_handler(signum, drain, signum.name)
+    watcher = Watcher(notifier, supervisor)
+    operator = _Operator(supervisor, notifier, watcher)
     try:
-        async with supervisor:
-            say(f"run {config.run.name}: control at http://{supervisor.endpoint}, state in {config.run.state_dir}")
-            code = await supervisor.run_until_done()
-            await asyncio.gather(*drains)
+        with operator.listening():
+            async with supervisor:
+                say(f"run {config.run.name}: control at http://{supervisor.endpoint}, state in {config.run.state_dir}")
+                operator.started.set()
+                telling = operator.spawn(watcher.run())
+                code = await supervisor.run_until_done()
+                telling.cancel()
+                watcher.stopping()
+                await operator.finish()
     finally:
-        for signum in signals:
-            loop.remove_signal_handler(signum)
+        notifier.close()
     say(f"run {config.run.name}: over, exit code {code}")
     return code
 
 
+class _Operator:
+    """What the signals of an operator do."""
+
+    def __init__(self, supervisor: Supervisor, notifier: Notifier, watcher: Watcher) -> None:
+        self.started = asyncio.Event()
+        self._supervisor = supervisor
+        self._notifier = notifier
+        self._watcher = watcher
+        self._had_terminal = os.isatty(2)
+        self._ending = False
+        self._reload_again = False
+        self._reloading: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @contextmanager
+    def listening(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        signals = {
+            signal.SIGTERM: self._drain,
+            signal.SIGINT: self._drain,
+            signal.SIGUSR1: self._preempt,
+            signal.SIGHUP: self._hang_up,
+        }
+        for signum, handler in signals.items():
+            loop.add_signal_handler(signum, handler, signum.name)
+        try:
+            yield
+        finally:
+            for signum in signals:
+                loop.remove_signal_handler(signum)
+
+    async def finish(self) -> None:
+        """Wait for what was asked for and spawned; a reload that has not begun to change anything is given up."""
+        if self._reloading is not None:
+            self._reloading.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)  # each has told of its own error
+
+    def _drain(self, name: str) -> None:
+        say(f"{name}: {'killing what is left' if self._ending else 'draining; once more to kill at once'}")
+        self.spawn(self._end(hurry=self._ending))
+        self._ending = True
+        self._watcher.stopping()
+
+    def _preempt(self, name: str) -> None:
+        if self._ending:
+            say(f"{name}: draining already")
+            return
+        self._ending = True
+        say(f"{name}: this machine is about to be taken away; draining")
+        self.spawn(self._end(preempted=True))
+        self._watcher.stopping()
+
+    async def _end(self, *, hurry: bool = False, preempted: bool = False) -> None:
+        await self.started.wait()  # a start has its own deadlines
+        await (self._supervisor.preempt() if preempted else self._supervisor.drain(hurry=hurry))
+
+    def _hang_up(self, name: str) -> None:
+        if self._had_terminal and not os.isatty(2):
+            if not self._ending:
+                self._drain(f"{name} of a terminal that is gone")
+        elif self._ending:
+            say(f"{name}: draining; the config is not read again")
+        elif self._reloading is not None and not self._reloading.done():
+            self._reload_again = True
+        else:
+            self._reloading = self.spawn(self._reload(name))
+
+    async def _reload(self, name: str) -> None:
+        await self.started.wait()
+        self._reload_again = True
+        while self._reload_again:
+            self._reload_again = False
+            say(f"{name}: reading {self._supervisor.config.source} again")
+            accepted = asyncio.create_task(self._accepted(name, self._supervisor.last_event))
+            work = asyncio.create_task(self._supervisor.reload())
+            try:
+                with self._notifier.reloading():
+                    await asyncio.wait((accepted, work), return_when=asyncio.FIRST_COMPLETED)
+                await work
+            except errors.ReplicasError as error:
+                say(f"{name}: {'' if accepted.done() else 'nothing is changed: '}{error}")
+            finally:
+                accepted.cancel()
+                work.cancel()
+
+    async def _accepted(self, name: str, after: int) -> None:
+        """Wait until the new config is in use: what it changes may take long after that."""
+        async for record in self._supervisor.events(after):
+            event = record.event
+            if isinstance(event, Reloaded):
+                parts = (("changed", event.changed), ("added", event.added), ("removed", event.removed))
+                words = "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
+                say(f"{name}: in use{'; ' if words else ''}{words}")
+                return
+
+    def spawn(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(_reporting(work))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _reporting(work: Coroutine[object, object, object]) -> None:
+    """Nobody waits for this work before the end of the run: its error must not wait for that."""
+    try:
+        await work
+    except errors.ReplicasError as error:
+        say(str(error))
+    except Exception:  # noqa: BLE001  # a bug in what a signal asked for must be seen, and must not end the run
+        traceback.print_exc()
+        say("this is a bug; please report it with the lines above")
+
+
 def say(text: str) -> None:
     """One line on stderr, with the time of day."""
-    print(f"{time.strftime('%H:%M:%S')} replicas: {text}", file=sys.stderr, flush=True)
+    try:
+        print(f"{time.strftime('%H:%M:%S')} replicas: {text}", file=sys.stderr, flush=True)
+    except OSError:
+        return  # the terminal is gone, or its disk is full: the run goes on, and the events are on disk
 
 
 if __name__ == "__main__":

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import signal
 from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
 
 from replicas.core.lifecycle import RestartReason
-from replicas.supervisor.orders import ExitReport, RankExit
+from replicas.events import LogLinesDropped, RankEnd, ReplicaExited
+from replicas.supervisor.orders import ExitReport, LogLoss, RankExit
 from replicas.supervisor.processes import signal_name
 
-__all__ = ["Cause", "verdict"]
+__all__ = ["Cause", "dropped", "exited", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -19,6 +23,8 @@ class Cause:
     reason: RestartReason
     text: str
 
+
+_OUTCOMES: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost", "stopped")
 
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that come from outside: the program's last line of output says nothing about them."""
@@ -47,3 +53,32 @@ def verdict(reports: list[ExitReport]) -> Cause | None:
     other = failed or [report for report in reports if report.outcome == "lost"]
     text = next((report.text for report in other if report.text), "it ended")
     return Cause("exit" if failed else "lost", text)
+
+
+def exited(group: str, replica: int, generation: int, reports: list[ExitReport], *, reason: str) -> ReplicaExited:
+    """The event for the end of a generation's programs."""
+    outcomes = {report.outcome for report in reports}
+    worst = [one for one in _OUTCOMES if one in outcomes]
+    ranks = sorted((rank for report in reports for rank in report.ranks), key=lambda rank: (rank.at, rank.rank))
+    return ReplicaExited(
+        group=group,
+        replica=replica,
+        generation=generation,
+        outcome=worst[0] if worst else "ok",
+        reason=reason,
+        ranks=tuple(_rank_end(one, first=number == 0) for number, one in enumerate(ranks)),
+    )
+
+
+def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLinesDropped:
+    """The event for lines that got lost on their way to a log."""
+    where: Literal["file", "tee"] = "tee" if loss.where == "tee" else "file"
+    return LogLinesDropped(
+        group=group, replica=replica, generation=generation, count=loss.count, where=where, reason=loss.reason
+    )
+
+
+def _rank_end(one: RankExit, *, first: bool) -> RankEnd:
+    """Each node shows the log of the first of its ranks; of these, that of the very first is wanted."""
+    end = RankEnd(rank=one.rank, code=one.code, pid=one.pid, text=one.text)
+    return msgspec.structs.replace(end, lines=one.lines, error=one.error) if first else end

@@ -1,16 +1,18 @@
-"""What shim and launcher start, and what they read of it afterwards. Standard library only."""
+"""What shim and launcher start. Standard library only."""
 
 from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
 from replicas.supervisor.orders import NodeSpec
 
-__all__ = ["guard_command", "guard_orders", "resolve_command", "scratch_folder", "tail"]
+__all__ = ["guard_command", "guard_orders", "resolve_command", "scratch_folder"]
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
@@ -20,29 +22,37 @@ def resolve_command(command: Sequence[str]) -> list[str]:
     return list(command)
 
 
-def guard_orders(spec: NodeSpec, rank: int) -> str:
-    """The guard's environment variable for a child of this process; ``rank`` -1: torchrun's ``RANK``."""
-    return json.dumps(
-        {"parent": os.getpid(), "log_dir": spec.log_dir, "rank": rank, "command": resolve_command(spec.command)}
-    )
+def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
+    """The guard's environment variable for a child of this process.
+
+    :param direct: the shim starts it itself, not torchrun.
+    """
+    orders = {
+        "parent": os.getpid(),
+        "shim": spec.shim,
+        "pipes": [] if direct else spec.pipes,
+        "cgroup": spec.cgroup if direct else "",  # torchrun is in it, and so is what it starts
+        "command": resolve_command(spec.command),
+    }
+    return json.dumps(orders)
 
 
 def scratch_folder(spec: NodeSpec) -> Path:
-    """Where torchrun keeps the error files of this node's ranks; it goes with the node."""
-    return Path(spec.log_dir) / f"torchrun-{spec.node}"
+    """A folder in which torchrun can keep the error files of this node's ranks; it goes with the node.
+
+    It lies beside the logs, or, when that disk takes nothing any more, where temporary files do.
+    """
+    folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "probe").write_bytes(bytes(4096))
+        (folder / "probe").unlink()
+    except OSError:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder = Path(tempfile.mkdtemp(prefix="replicas-"))
+    return folder
 
 
 def guard_command() -> list[str]:
     """Command line of the guard, which is not imported as a module: it must be quick."""
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]
-
-
-def tail(path: Path, nbytes: int = 2048) -> str:
-    """The last line of a log that is not empty: of a Python program the exception. Empty if there is none."""
-    try:
-        with path.open("rb") as log:
-            log.seek(max(0, log.seek(0, os.SEEK_END) - nbytes))
-            lines = log.read().decode(errors="replace").splitlines()
-    except OSError:
-        return ""
-    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

@@ -2,70 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import random
 
-from replicas import errors
 from replicas.config import GroupConfig
-from replicas.core.budget import RestartBudget
-from replicas.status import GroupStatus
+from replicas.core.ordering import is_good
+from replicas.core.restarts import Restarts
+from replicas.status import GroupStatus, ReplicaState
 from replicas.supervisor.replica import Replica
+from replicas.supervisor.run_state import SavedGroup, SavedReplica, Spent
 
-__all__ = ["Group", "start_levels"]
-
-
-def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
-    """Group names by level: each one depends on groups of earlier levels only. The dependencies must be acyclic."""
-    levels: list[list[str]] = []
-    placed: set[str] = set()
-    while len(placed) < len(groups):
-        level = [name for name, group in groups.items() if name not in placed and placed.issuperset(group.depends_on)]
-        if not level:
-            raise errors.UsageError("depends_on has a cycle")
-        levels.append(level)
-        placed.update(level)
-    return levels
+__all__ = ["Group"]
 
 
 class Group:
-    """A group's replicas, by index, and what outlives each of them."""
+    """A group's replicas, by index, and what outlives each of them.
 
-    def __init__(self, config: GroupConfig) -> None:
+    :param saved: what a dead supervisor knew of the group.
+    :param now: in seconds of the loop's clock; :param wall: of the time of day.
+    :param rng: source of the jitter of restarts.
+    """
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        *,
+        saved: SavedGroup | None = None,
+        now: float = 0.0,
+        wall: float = 0.0,
+        rng: random.Random | None = None,
+    ) -> None:
         self.config = config
         self.size = config.replicas
         self.replicas: dict[int, Replica] = {}
-        self.budget = RestartBudget(config.restart)
-        self.restarts: dict[str, int] = {}
-        self.generations: dict[int, int] = {}
+        self.rules = Restarts(config.restart, rng=rng)
+        self._retired: dict[int, SavedReplica] = {}
+        """Replicas that are not there (any more): what a later one of the same index must know."""
+        if saved is not None:
+            self._restore(saved, now, wall)
+
+    def _restore(self, saved: SavedGroup, now: float, wall: float) -> None:
+        if saved.configured == self.config.replicas:
+            self.size = saved.size
+        self._retired = dict(saved.replicas)
+        spent = [(max(0.0, wall - one.at), one.replica) for one in saved.spent]
+        cycles = {index: replica.cycles for index, replica in saved.replicas.items()}
+        self.rules.restore(spent=spent, cycles=cycles, now=now)
+
+    def saved(self, now: float, wall: float) -> SavedGroup:
+        """What must not be forgotten when this process is killed. ``now`` and ``wall`` as for the constructor."""
+        cycles = self.rules.cycles
+        known = {**self._retired, **{index: _kept(replica) for index, replica in self.replicas.items()}}
+        for index in cycles.keys() - known.keys():
+            known[index] = SavedReplica()
+        return SavedGroup(
+            size=self.size,
+            configured=self.config.replicas,
+            replicas={
+                index: SavedReplica(
+                    generation=one.generation,
+                    restarts=one.restarts,
+                    cycles=cycles.get(index, 0),
+                    last_exit=one.last_exit,
+                )
+                for index, one in sorted(known.items())
+            },
+            spent=tuple(Spent(wall - age, replica) for age, replica in self.rules.budget.ages(now)),
+        )
+
+    def use(self, config: GroupConfig) -> None:
+        """A reload brings another config. Replicas that run keep their processes."""
+        self.config = config
+        self.rules.use(config.restart)
+        for replica in self.replicas.values():
+            replica.group = config
+
+    def generation(self, index: int) -> int:
+        """Generations that earlier replicas of this index have used up."""
+        return self._retired[index].generation if index in self._retired else 0
+
+    def enter(self, replica: Replica) -> None:
+        """A replica begins; it goes on where an earlier one of its index stopped."""
+        self.replicas[replica.index] = replica
+        before = self._retired.pop(replica.index, None)
+        if before is not None:
+            replica.life.restarts = dict(before.restarts)
+            replica.last_exit = before.last_exit
 
     def retire(self, replica: Replica) -> None:
         """Keep what must not be forgotten with a replica that is scaled away."""
         del self.replicas[replica.index]
-        self.generations[replica.index] = replica.life.generation
-        for reason, count in replica.life.restarts.items():
-            self.restarts[reason] = self.restarts.get(reason, 0) + count
+        self._retired[replica.index] = _kept(replica)
+        self.rules.forget(replica.index)
 
     def restarts_by_reason(self) -> dict[str, int]:
-        totals = dict(self.restarts)
-        for replica in self.replicas.values():
-            for reason, count in replica.life.restarts.items():
+        totals: dict[str, int] = {}
+        for restarts in (
+            *(one.restarts for one in self._retired.values()),
+            *(replica.life.restarts for replica in self.replicas.values()),
+        ):
+            for reason, count in restarts.items():
                 totals[reason] = totals.get(reason, 0) + count
         return totals
 
     @property
+    def standings(self) -> dict[int, ReplicaState]:
+        """The state of each replica, as others depend on it."""
+        return {index: replica.standing for index, replica in sorted(self.replicas.items())}
+
+    @property
     def finished(self) -> bool:
-        return all(replica.life.state == "finished" for replica in self.replicas.values())
+        """Whether all of them are done, and none was merely stopped by hand."""
+        return all(state == "finished" for state in self.standings.values())
 
     @property
     def good(self) -> bool:
-        return all(replica.life.state in ("ready", "finished") for replica in self.replicas.values())
+        return is_good(list(self.standings.values()))
+
+    @property
+    def falling(self) -> bool:
+        """Whether some of them are being ended."""
+        return any(replica.life.state == "draining" for replica in self.replicas.values())
 
     def status(self, now: float) -> GroupStatus:
-        """A snapshot; ``now`` in seconds of the monotonic clock."""
+        """A snapshot; ``now`` in seconds of the loop's clock."""
         return GroupStatus(
             name=self.config.name,
             launcher=self.config.launcher,
             world_size=self.config.world_size,
             replicas=tuple(replica.status(now) for _, replica in sorted(self.replicas.items())),
             restarts=self.restarts_by_reason(),
-            restart_budget_remaining_ratio=self.budget.remaining_ratio(now),
+            restart_budget_remaining_ratio=self.rules.budget.remaining_ratio(now),
         )
+
+
+def _kept(replica: Replica) -> SavedReplica:
+    life = replica.life
+    return SavedReplica(generation=life.generation, restarts=dict(life.restarts), last_exit=replica.last_exit)

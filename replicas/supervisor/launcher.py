@@ -14,6 +14,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
 import signal
 import socket
@@ -21,7 +22,6 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 from torch._C._distributed_c10d import TCPStore
@@ -40,7 +40,7 @@ from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRende
 from torch.distributed.launcher.api import elastic_launch
 
 from replicas.supervisor import orders
-from replicas.supervisor.commands import guard_command, guard_orders, scratch_folder, tail
+from replicas.supervisor.commands import guard_command, guard_orders
 from replicas.supervisor.guard import GUARD
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.processes import die_with_parent
@@ -49,6 +49,7 @@ __all__ = ["local_store", "main"]
 
 _BACKEND = "replicas-c10d"
 _MONITOR_INTERVAL_S = 0.1
+_ERROR_NCHARS = 4000
 _SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun kills what ignores SIGTERM a little before the shim would
 
 
@@ -101,7 +102,7 @@ def _torchrun_arguments(spec: NodeSpec, endpoint: str) -> list[str]:
         f"--local-addr={spec.local_addr}",
         "--max-restarts=0",
         f"--monitor-interval={_MONITOR_INTERVAL_S}",
-        f"--log-dir={scratch_folder(spec)}",
+        f"--log-dir={spec.scratch}",
         "--no-python",
         *guard_command(),
     ]
@@ -133,19 +134,29 @@ def _bound_close(timeout_s: float) -> None:
     close.__defaults__ = (None, timeout_s)
 
 
-def _rank_exit(spec: NodeSpec, rank: int, failure: ProcessFailure) -> RankExit:
+def _rank_exit(rank: int, failure: ProcessFailure) -> RankExit:
     message = failure.error_file_data.get("message", {}) if failure.error_file_data else {}
-    text = message.get("message", "") if isinstance(message, dict) else ""
-    if not text or text == "<NONE>":
-        text = tail(Path(spec.log_dir) / f"rank-{rank}.log")
-    return RankExit(rank=rank, code=failure.exitcode, pid=failure.pid, text=text[:300], at=float(failure.timestamp))
+    if not isinstance(message, dict):
+        message = {"message": str(message)}
+    text = str(message.get("message", ""))
+    extra = message.get("extraInfo", {})
+    error = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
+    return RankExit(
+        rank=rank,
+        code=failure.exitcode,
+        pid=failure.pid,
+        text="" if text == "<NONE>" else text[:300],
+        at=float(failure.timestamp),
+        error=error[-_ERROR_NCHARS:],
+    )
 
 
-def _failed(spec: NodeSpec, error: ChildFailedError) -> ExitReport:
+def _failed(error: ChildFailedError) -> ExitReport:
     """The ranks that failed by themselves come first: those that torchrun stopped because of them were SIGTERMed."""
-    exits = [_rank_exit(spec, rank, failure) for rank, failure in error.failures.items()]
+    exits = [_rank_exit(rank, failure) for rank, failure in error.failures.items()]
     exits.sort(key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
-    return ExitReport("failed", ranks=tuple(exits[:64]))
+    first, *others = exits[:64]
+    return ExitReport("failed", ranks=(first, *(dataclasses.replace(other, error="") for other in others)))
 
 
 def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
@@ -157,11 +168,11 @@ def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
         endpoint, store = _endpoint(spec, control)
         config, entrypoint, arguments = _config(_torchrun_arguments(spec, endpoint))
         config.shutdown_timeout = shutdown_s
-        os.environ[GUARD] = guard_orders(spec, -1)
+        os.environ[GUARD] = guard_orders(spec, direct=False)
         elastic_launch(config, entrypoint)(*arguments)
         del store  # kept to here: the other nodes meet in it
     except ChildFailedError as error:
-        return _failed(spec, error)
+        return _failed(error)
     except SignalException:
         return ExitReport("stopped")
     except Exception as error:  # noqa: BLE001  # whatever torchrun raises goes into the report, its traceback into the log

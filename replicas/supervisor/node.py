@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import secrets
 import signal
@@ -10,15 +11,26 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
+from typing import IO
 
 import anyio.to_thread
 
 from replicas import environ
 from replicas.config import GroupConfig
-from replicas.supervisor import orders
-from replicas.supervisor.orders import ExitReport, NodeSpec
-from replicas.supervisor.processes import MARK, python_module, send_signal, signal_marked, signal_name
+from replicas.supervisor import cgroups, orders
+from replicas.supervisor.belongings import Belongings
+from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec
+from replicas.supervisor.processes import (
+    MARK,
+    python_module,
+    send_signal,
+    signal_each,
+    signal_marked,
+    signal_name,
+    start_time,
+)
 
 __all__ = ["Node", "rank_environment", "sweep"]
 
@@ -42,22 +54,29 @@ def rank_environment(
         environ.REPLICAS: str(replicas),
         environ.GENERATION: str(generation),
     }
-    return {**base, **group.env, **shared, **identity}
+    return {"PYTHONFAULTHANDLER": "1", **base, **group.env, **shared, **identity}
 
 
-def sweep(nonce: str, timeout_s: float = 5.0) -> bool:
+def sweep(nonce: str, timeout_s: float = 5.0, *, cgroup: str = "", known: Belongings | None = None) -> bool:
     """SIGKILL every process that was started under the shim of this mark, until none is seen any more. Blocks.
 
+    :param cgroup: path of the control group that they were started in.
+    :param known: what the shim said of them: those that wiped their environment are found by their start times.
     :return: False when some were still there after ``timeout_s``.
     """
     deadline = time.monotonic() + timeout_s
     quiet = 0
+    swept = not cgroup or cgroups.sweep_cgroup(Path(cgroup), timeout_s)
+    if cgroup:
+        cgroups.leave(Path(cgroup))
+    starts = dict(known.processes) if known is not None else {}
+    signal_each(starts, signal.SIGKILL, lambda pid: start_time(pid) == starts[pid])
     while quiet < _QUIET_SCANS:
         if time.monotonic() > deadline:
             return False
         quiet = quiet + 1 if signal_marked(nonce, signal.SIGKILL) == 0 else 0
         time.sleep(0.02)
-    return True
+    return swept
 
 
 class Node:
@@ -66,15 +85,29 @@ class Node:
     :param spec: what the shim is to run.
     :param changed: called after each step: started, rendezvous known, main process ended, everything gone.
     :param lock: descriptor of the run's lock, which the shim keeps open while it lives.
+    :param born: called with the shim's pid before it is told what to start.
     """
 
-    def __init__(self, spec: NodeSpec, changed: Callable[[], None], lock: int | None = None) -> None:
+    def __init__(
+        self,
+        spec: NodeSpec,
+        changed: Callable[[], None],
+        lock: int | None = None,
+        born: Callable[[int], None] | None = None,
+    ) -> None:
         self.spec = spec
         self.main_pid: int | None = None
         self.rendezvous: tuple[str, int] | None = None
         self.report: ExitReport | None = None
         self.gone = asyncio.Event()
         self.swept = True
+        self.belongings = Belongings()
+        """What its processes had when the shim last said so."""
+        self.last_stacks: dict[str, str] = {}
+        """By ``group/replica/rank``: what it was doing when its stacks were last saved."""
+        self.losses: list[LogLoss] = []
+        """Lines of its logs that are lost; whoever tells of them takes them out."""
+        self._asking: asyncio.Future[dict[str, str]] | None = None
         self._changed = changed
         self._finishing = False
         self._sweeper: asyncio.Task[None] | None = None
@@ -90,6 +123,8 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(ours, self._on_message)
         self._loop.add_reader(self._pidfd, self._on_exit)
+        if born is not None:
+            born(self.pid)
         orders.send(ours, spec.message())
 
     @staticmethod
@@ -99,12 +134,17 @@ class Node:
 
     def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
         arguments = ["--control", str(control), "--parent", str(os.getpid())]
-        descriptors = (control,) if lock is None else (control, lock)
+        descriptors = [control]
         if lock is not None:
             arguments += ["--lock", str(lock)]
-        folder = Path(self.spec.log_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        with (folder / f"shim-{self.spec.node}.log").open("ab") as log:
+            descriptors.append(lock)
+        with ExitStack() as stack:
+            if self.spec.tee:
+                tee = os.dup(2)
+                stack.callback(os.close, tee)
+                arguments += ["--tee", str(tee)]
+                descriptors.append(tee)
+            log = stack.enter_context(self._log())
             return subprocess.Popen(
                 python_module("replicas.supervisor.shim", *arguments),
                 env={**os.environ, MARK: self.spec.nonce},
@@ -115,15 +155,44 @@ class Node:
                 start_new_session=True,
             )
 
+    def _log(self) -> IO[bytes]:
+        """The shim's own log; a disk that takes no new file does not keep it from starting."""
+        folder = Path(self.spec.log_dir)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            return (folder / f"shim-{self.spec.node}.log").open("ab")
+        except OSError as error:
+            self.losses.append(LogLoss(0, "file", error.strerror or str(error)))
+            return Path(os.devnull).open("ab")
+
     # ------------------------------------------------------------ orders
 
     def meet(self, host: str, port: int) -> None:
         """Tell a node other than 0 where node 0 is."""
         self._order({"type": "rendezvous", "host": host, "port": port})
 
-    def stop(self, timeout_s: float) -> None:
-        """SIGTERM now, SIGKILL after ``timeout_s``; a later call can only shorten that."""
-        self._order({"type": "stop", "timeout_s": timeout_s})
+    def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
+        """SIGTERM now, SIGKILL after ``timeout_s``; a later call can only shorten that.
+
+        :param stacks: first have every rank's stacks saved to its log, which takes up to 3 s.
+        """
+        self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks})
+
+    @property
+    def cgroup(self) -> str:
+        """Path of its control group; empty: it has none."""
+        return self.spec.cgroup
+
+    async def stacks(self, timeout_s: float = 5.0) -> dict[str, str]:
+        """What each rank is doing, by ``group/replica/rank``: its stacks, which are saved to its log too.
+
+        :raises TimeoutError: the shim does not answer, or ends before.
+        """
+        if self._asking is None:
+            self._asking = self._loop.create_future()
+            self._order({"type": "stacks"})
+        async with asyncio.timeout(timeout_s):
+            return await asyncio.shield(self._asking)
 
     def kill(self) -> None:
         """Kill the shim itself; what was under it is then swept by its mark."""
@@ -181,7 +250,22 @@ class Node:
             self.rendezvous = (str(message["host"]), int(message["port"]))
         elif kind == "ended":
             self.report = ExitReport.of(message["report"])
+        elif kind == "dropped":
+            self.losses.append(LogLoss.of(message))
+        elif kind == "belongings":
+            self.belongings = Belongings.of(message)
+            return
+        elif kind == "stacks":
+            name = f"{self.spec.group}/{self.spec.replica}"
+            self._on_stacks({f"{name}/{rank}": f"process {pid}\n{text}" for rank, pid, text in message["stacks"]})
+            return
         self._changed()
+
+    def _on_stacks(self, found: dict[str, str]) -> None:
+        self.last_stacks = found
+        if self._asking is not None:
+            self._asking.set_result(found)
+            self._asking = None
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
@@ -200,7 +284,8 @@ class Node:
         self._sweeper = self._loop.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        self.swept = await anyio.to_thread.run_sync(sweep, self.spec.nonce)
+        work = functools.partial(sweep, self.spec.nonce, cgroup=self.spec.cgroup, known=self.belongings)
+        self.swept = await anyio.to_thread.run_sync(work)
         self._all_gone()
 
     def _all_gone(self) -> None:

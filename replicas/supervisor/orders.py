@@ -1,9 +1,10 @@
 """What travels between supervisor, shim and launcher: one JSON object in each packet of a SOCK_SEQPACKET socketpair.
 
-Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for nodes other than 0), ``stop``,
-``ping``.
+Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for nodes other than 0), ``stop``
+(with ``stacks``: after they have been saved), ``stacks``, ``ping``.
 Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of node 0), ``ended`` (an :class:`ExitReport`:
-the main process is gone), ``gone`` (no process is left), ``pong``.
+the main process is gone), ``gone`` (no process is left), ``pong``, ``stacks`` (rank, pid and text of each),
+``belongings`` (what its processes have, :mod:`replicas.supervisor.belongings`), ``dropped`` (a :class:`LogLoss`).
 Between shim and launcher: ``start``, ``rendezvous`` and ``report``.
 
 Standard library only: the shim must stay small.
@@ -17,7 +18,7 @@ import socket
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ExitReport", "NodeSpec", "RankExit", "decode", "encode", "receive", "send"]
+__all__ = ["ExitReport", "LogLoss", "NodeSpec", "RankExit", "decode", "encode", "receive", "send"]
 
 MAX_NBYTES = 1 << 20
 Message = dict[str, Any]
@@ -30,7 +31,13 @@ class NodeSpec:
     :param nonce: random mark of this shim and of all that is started under it.
     :param env: the whole environment of the replica's processes.
     :param forkserver: name of the forkserver's abstract socket; empty: none is wanted.
+    :param cgroup: path of the control group that its processes start in; empty: there is none.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
+    :param log_max_nbytes: size at which a log is rotated; ``log_keep``: how many older parts of it are kept.
+    :param tee: whether the ranks' lines go to the supervisor's stderr too.
+
+    The shim adds for the launcher: ``shim`` (its pid), ``pipes`` (its descriptors of each local rank's stdout and stderr)
+    and ``scratch`` (where torchrun may write).
     """
 
     run: str
@@ -48,26 +55,62 @@ class NodeSpec:
     stop_timeout_s: float
     nonce: str
     forkserver: str = ""
+    cgroup: str = ""
     local_addr: str = "127.0.0.1"
     rendezvous_timeout_s: float = 300.0
+    log_max_nbytes: int = 64 << 20
+    log_keep: int = 3
+    tee: bool = False
+    shim: int = 0
+    pipes: tuple[tuple[int, int], ...] = ()
+    scratch: str = ""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> NodeSpec:
-        return cls(**{**data, "command": tuple(data["command"])})
+        pipes = tuple((int(out), int(err)) for out, err in data["pipes"])
+        return cls(**{**data, "command": tuple(data["command"]), "pipes": pipes})
 
     def message(self) -> Message:
         return {"type": "start", "spec": dataclasses.asdict(self)}
 
 
 @dataclasses.dataclass(frozen=True)
+class LogLoss:
+    """Lines that did not get into a log (``where``: ``file``) or onto the terminal (``tee``), and why."""
+
+    count: int
+    where: str
+    reason: str
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> LogLoss:
+        return cls(count=int(data["count"]), where=str(data["where"]), reason=str(data["reason"]))
+
+    def message(self) -> Message:
+        return {"type": "dropped", **dataclasses.asdict(self)}
+
+
+@dataclasses.dataclass(frozen=True)
 class RankExit:
-    """``code``: exit code, negative: minus the signal that killed it. ``text``: its last words, if any."""
+    """How a rank ended.
+
+    :param code: exit code, negative: minus the signal that killed it.
+    :param text: its last words in one line, if any.
+    :param error: the traceback that torchelastic's ``record`` wrote, unless it is in ``lines`` anyway.
+    :param lines: the last lines of its log; only the rank that failed first has them.
+    """
 
     rank: int
     code: int
     pid: int = 0
     text: str = ""
     at: float = 0.0
+    error: str = ""
+    lines: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> RankExit:
+        return cls(**{**data, "lines": tuple(data["lines"])})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +127,7 @@ class ExitReport:
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> ExitReport:
-        ranks = tuple(RankExit(**rank) for rank in data["ranks"])
+        ranks = tuple(RankExit.of(rank) for rank in data["ranks"])
         return cls(outcome=data["outcome"], text=data["text"], ranks=ranks)
 
     def message(self, kind: str = "ended") -> Message:

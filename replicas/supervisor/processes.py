@@ -1,8 +1,9 @@
 """Linux process tools: parent-death signals, subreapers, and sweeping a tree by pidfd. Standard library only.
 
 A process is signalled only through a pidfd, and only after it was seen, with the pidfd already open, to be what the
-caller means: below a given process (:func:`signal_descendants`), or started with a given environment variable
-(:func:`signal_marked`). A pid that was reused in between is therefore never hit.
+caller means: below a given process (:func:`signal_descendants`), started with a given environment variable
+(:func:`signal_marked`), or a member of a control group of ours (:mod:`replicas.supervisor.cgroups`). A pid that was reused
+in between is therefore never hit.
 """
 
 from __future__ import annotations
@@ -12,21 +13,28 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 __all__ = [
     "MARK",
     "Child",
     "become_subreaper",
+    "catches",
+    "children",
     "descendants",
     "die_with_parent",
     "has_zombie",
+    "is_below",
     "is_stopped",
     "marked",
+    "own_children",
+    "parents",
+    "processes",
     "python_module",
     "send_signal",
     "signal_descendants",
+    "signal_each",
     "signal_marked",
     "signal_name",
     "start_time",
@@ -95,13 +103,16 @@ def signal_name(signum: int) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
-    """State letter, parent and start time (clock ticks since boot) of a process; None if it is gone."""
+    """State letter, parent and start time (clock ticks since boot) of a process; None if it was reaped."""
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
     except (FileNotFoundError, ProcessLookupError):
         return None
     fields = text[text.rindex(b")") + 2 :].split()
-    return fields[0].decode(), int(fields[1]), int(fields[19])
+    state = fields[0].decode()
+    if state in _DEAD and int(fields[17]) > 1:
+        state = "S"  # its first thread has ended, others run on
+    return state, int(fields[1]), int(fields[19])
 
 
 def start_time(pid: int) -> int | None:
@@ -118,11 +129,12 @@ def is_stopped(pid: int) -> bool:
 
 def has_zombie(pid: int) -> bool:
     """Whether a child of it is dead and was not waited for."""
-    stats = (_stat(child) for child in _pids())
+    stats = (_stat(child) for child in processes())
     return any(found is not None and found[1] == pid and found[0] in _DEAD for found in stats)
 
 
-def _pids() -> Iterator[int]:
+def processes() -> Iterator[int]:
+    """Ids of all processes that are seen from here."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             yield int(entry.name)
@@ -131,7 +143,7 @@ def _pids() -> Iterator[int]:
 def descendants(root: int) -> list[int]:
     """Living processes below ``root``, at any depth, without zombies. A snapshot: it may be stale at once."""
     children: dict[int, list[tuple[int, str]]] = {}
-    for pid in _pids():
+    for pid in processes():
         found = _stat(pid)
         if found is not None:
             children.setdefault(found[1], []).append((pid, found[0]))
@@ -145,7 +157,31 @@ def descendants(root: int) -> list[int]:
     return result
 
 
-def _is_below(pid: int, root: int) -> bool:
+def parents(pid: int) -> list[int]:
+    """Its parent, the parent of that, and so on."""
+    found: list[int] = []
+    while (stat := _stat(pid)) is not None and stat[1] > 0:
+        pid = stat[1]
+        found.append(pid)
+    return found
+
+
+def children(parent: int) -> list[int]:
+    """Its living children."""
+    found = ((pid, _stat(pid)) for pid in processes())
+    return [pid for pid, stat in found if stat is not None and stat[1] == parent and stat[0] not in _DEAD]
+
+
+def own_children() -> list[int]:
+    """The children of this process, which has but one thread; zombies included."""
+    try:
+        return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_bytes().split()]
+    except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
+        return children(os.getpid())
+
+
+def is_below(pid: int, root: int) -> bool:
+    """Whether ``root`` is its parent, or its parent's, and so on."""
     while pid > 1:
         found = _stat(pid)
         if found is None:
@@ -156,12 +192,26 @@ def _is_below(pid: int, root: int) -> bool:
     return False
 
 
-def _has_mark(pid: int, entry: bytes) -> bool:
+def catches(pid: int, signum: int) -> bool:
+    """Whether it has a handler of its own for the signal; False if it is gone."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    mask = next((line.split()[1] for line in status.splitlines() if line.startswith(b"SigCgt:")), b"0")
+    return bool(int(mask, 16) >> (signum - 1) & 1)
+
+
+def _has_mark(pid: int, entries: frozenset[bytes]) -> bool:
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
     except (FileNotFoundError, ProcessLookupError, PermissionError):
         return False
-    return entry in environment.split(b"\0")
+    return not entries.isdisjoint(environment.split(b"\0"))
+
+
+def _entries(nonces: str | Iterable[str]) -> frozenset[bytes]:
+    return frozenset(f"{MARK}={nonce}".encode() for nonce in ([nonces] if isinstance(nonces, str) else nonces))
 
 
 def send_signal(pidfd: int, signum: int) -> bool:
@@ -173,7 +223,11 @@ def send_signal(pidfd: int, signum: int) -> bool:
     return True
 
 
-def _signal_each(pids: list[int], signum: int, still: Callable[[int], bool]) -> int:
+def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) -> int:
+    """Signal each of these processes of which ``still`` says, with its pidfd open, that it is the one that is meant.
+
+    :return: how many were signalled.
+    """
     count = 0
     for pid in pids:
         try:
@@ -194,21 +248,17 @@ def signal_descendants(root: int, signum: int, *, but: frozenset[int] = frozense
     :return: how many were signalled; 0 means that none was left in this snapshot.
     """
     pids = [pid for pid in descendants(root) if pid not in but]
-    return _signal_each(pids, signum, lambda pid: _is_below(pid, root))
+    return signal_each(pids, signum, lambda pid: is_below(pid, root))
 
 
-def marked(nonce: str) -> list[int]:
-    """Living processes, but this one, that were started with ``REPLICAS_SHIM=nonce`` in their environment."""
-    entry = f"{MARK}={nonce}".encode()
+def marked(nonces: str | Iterable[str]) -> list[int]:
+    """Living processes, but this one, that were started with ``REPLICAS_SHIM=`` one of these nonces in their environment."""
+    entries = _entries(nonces)
     me = os.getpid()
-    found: list[int] = []
-    for pid in _pids():
-        if pid != me and _has_mark(pid, entry) and start_time(pid) is not None:
-            found.append(pid)
-    return found
+    return [pid for pid in processes() if pid != me and _has_mark(pid, entries) and start_time(pid) is not None]
 
 
-def signal_marked(nonce: str, signum: int) -> int:
-    """Signal every process that was started under the shim with this nonce; returns how many."""
-    entry = f"{MARK}={nonce}".encode()
-    return _signal_each(marked(nonce), signum, lambda pid: _has_mark(pid, entry))
+def signal_marked(nonces: str | Iterable[str], signum: int) -> int:
+    """Signal every process that was started under the shim with this nonce, or one of these; returns how many."""
+    entries = _entries(nonces)
+    return signal_each(marked(nonces), signum, lambda pid: _has_mark(pid, entries))

@@ -4,48 +4,52 @@ Theory of operation
 ===================
 
 :class:`Replica` is the shell round :mod:`replicas.core.lifecycle`. One task (:meth:`Replica.run`) follows the state: it
-waits in ``pending`` for the groups that this one depends on, lives through one *generation* in ``starting``, ``ready``
-and ``draining``, waits in ``backoff``, and rests in ``finished`` or ``failed`` until someone asks for more.
+waits in ``pending`` for what this one needs, lives through one *generation* in ``starting``, ``ready`` and ``draining``,
+waits in ``backoff``, and rests in ``finished`` or ``failed`` until someone asks for more.
 
 A generation is one shim for each node (:mod:`replicas.supervisor.node`). It ends in this order: a *cause* (a main process
-ended, a timeout, a request) → every node is told to stop → every main process is gone, and the coordinator is told that
-the members are lost → every process is gone → the lifecycle takes its end event. The next generation starts only after
-that; what does not die of SIGKILL within ``STUCK_S`` fails the replica.
+ended, a timeout, a request) → if somebody asked for it, the replica is *draining*: it finishes its sync, within
+``drain_timeout`` → every node is told to stop → every main process is gone, and the coordinator is told that the members are
+lost → every process is gone → the lifecycle takes its end event. The next generation starts only after that; what does not
+die of SIGKILL within ``STUCK_S`` fails the replica.
 
-Everything here runs on the event loop; requests (:meth:`stop`, :meth:`restart`, :meth:`check`) change the state at once
-and never wait.
+Everything here runs on the event loop; requests (:meth:`stop`, :meth:`halt`, :meth:`restart`, :meth:`check`) change the state
+at once and never wait. The clock is the loop's.
 """
 
 from __future__ import annotations
 
 import asyncio
-import time
+from typing import Literal
 
-from replicas import environ, errors
+from replicas import errors
 from replicas.config import GroupConfig
-from replicas.core.budget import RestartBudget, wants_restart
-from replicas.core.lifecycle import Event, Lifecycle, RestartReason, after_exit
-from replicas.status import ReplicaStatus
-from replicas.supervisor.causes import Cause, verdict
-from replicas.supervisor.host import Host, Readiness, ShimHandle, ShimStarter
-from replicas.supervisor.node import Node, rank_environment
-from replicas.supervisor.orders import ExitReport, NodeSpec
-from replicas.supervisor.processes import MARK
+from replicas.core.lifecycle import FREE_REASONS, Event, Lifecycle, RestartReason, after_exit
+from replicas.core.restarts import Restarts, Verdict
+from replicas.events import StacksSaved
+from replicas.status import ReplicaState, ReplicaStatus
+from replicas.supervisor.causes import Cause, dropped, exited, verdict
+from replicas.supervisor.generation import Generation, until_clear
+from replicas.supervisor.health import Health
+from replicas.supervisor.host import Host, Readiness, ShimStarter
+from replicas.supervisor.node import Node
+from replicas.supervisor.orders import ExitReport
+from replicas.supervisor.run_state import ShimRecord
+from replicas.supervisor.starts import Starts
 
-__all__ = ["STUCK_S", "Replica"]
+__all__ = ["REQUESTED", "Replica"]
 
-STUCK_S = 8.0
-"""Beyond its stop timeout: how long a generation may take to be gone before its shims are killed, and again after that."""
+REQUESTED = Cause("requested", "restart requested")
 
 
 class Replica:
-    """One replica of a group.
+    """One replica of a group. Made on the event loop.
 
-    :param group: the group's config.
+    :param group: the group's config; a reload may put another one in its place.
     :param index: which replica of the group, from 0.
-    :param budget: the group's restart budget, shared by its replicas.
+    :param restarts: the group's restart rules, shared by its replicas.
     :param generation: generations of this replica that an earlier object has used up.
-    :param start_shim: for tests.
+    :param starts: gives the turns in which replicas start. :param start_shim: for tests.
     """
 
     def __init__(
@@ -53,61 +57,124 @@ class Replica:
         group: GroupConfig,
         index: int,
         host: Host,
-        budget: RestartBudget,
+        restarts: Restarts,
         *,
         generation: int = 0,
+        starts: Starts | None = None,
         start_shim: ShimStarter = Node,
     ) -> None:
         self.group = group
         self.index = index
-        self.life = Lifecycle(group.name, index, now=time.monotonic())
+        self._loop = asyncio.get_running_loop()
+        self.life = Lifecycle(group.name, index, now=self._now())
         self.life.generation = generation
         self.last_exit = ""
+        self.halted = False
+        """It was stopped by hand, and rests until it is asked to start again."""
         self.over = asyncio.Event()
-        """Set when :meth:`run` has returned: it was asked to stop and no process of it is left."""
+        """Set when :meth:`run` has returned: it was asked to stop for good and no process of it is left."""
         self._host = host
-        self._budget = budget
+        self._restarts = restarts
+        self._starts = starts or Starts()
         self._start_shim = start_shim
-        self._nodes: list[ShimHandle] = []
+        self._generation = Generation(host, start_shim, self.poke)
         self._poke = asyncio.Event()
-        self._stopping = False
+        self._ending: Literal["", "halt", "leave"] = ""
         self._cause: Cause | None = None
-        self._told = False
-        self._gone_by: float | None = None
+        self._health = Health()
+        self._mark: tuple[int, ...] = ()
+        self._drain_by: float | None = None
+        self._busy_with = ""
         self._resume_at = 0.0
-        self._view: Readiness | None = None
-        self._was_ready = False
-        self._left = False
-        self._unready_at = 0.0
+        self._waits_for = ""
+        self._held_up = ""
+
+    def _now(self) -> float:
+        return self._loop.time()
 
     @property
     def name(self) -> str:
         """``group/replica``."""
         return self.life.name
 
+    @property
+    def shims(self) -> list[ShimRecord]:
+        """How the shims of the present generation are found by another supervisor."""
+        return self._generation.records
+
+    @property
+    def standing(self) -> ReplicaState:
+        """Its state, as others depend on it: what was stopped by hand is not done."""
+        return "pending" if self.halted else self.life.state
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was asked to stop for good."""
+        return self._ending == "leave"
+
+    @property
+    def resting(self) -> bool:
+        """Whether it stays as it is until somebody asks."""
+        return self.life.settled and not self._ending
+
     # ------------------------------------------------------------ requests
 
-    def stop(self, timeout_s: float | None = None) -> None:
-        """Ask for its end; ``timeout_s`` (default: the group's) from SIGTERM to SIGKILL. A later call can only hurry."""
-        if not self._stopping:
-            self._stopping = True
-            self._apply(Event.STOP, reason="" if self.life.settled else "stop requested")
-        self._end_nodes(self.group.stop_timeout_s if timeout_s is None else timeout_s)
+    def stop(self, hurry_s: float | None = None) -> None:
+        """Ask for its end, for good.
+
+        :param hurry_s: do not let it finish anything: SIGTERM now, SIGKILL after so long. A later call can only hurry.
+        """
+        self._end_on_request("leave", hurry_s)
+
+    def halt(self, hurry_s: float | None = None) -> None:
+        """Ask for its end, until somebody asks for a restart. ``hurry_s`` as in :meth:`stop`."""
+        self._end_on_request("halt", hurry_s)
+
+    def _end_on_request(self, how: Literal["halt", "leave"], hurry_s: float | None) -> None:
+        first = not self._ending
+        if self._ending != "leave":
+            self._ending = how
+        if first and not self.life.settled:
+            self._apply(Event.STOP, reason="stop requested")
+            if self.life.alive and hurry_s is None:
+                self._drain()
+        if self.life.alive and hurry_s is not None:
+            self._end_processes(hurry_s)
+        self._rest_if_halted()
         self.poke()
 
-    def restart(self) -> None:
+    def _rest_if_halted(self) -> None:
+        if self._ending == "halt" and self.life.settled:
+            self._ending = ""
+            self.halted = self.life.state == "finished"
+
+    def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
         """Ask for a new generation; it spends no budget.
 
+        :param drain: let it finish its sync first.
         :raises replicas.errors.UsageError: the replica is being stopped for good.
         """
-        if self._stopping:
+        if self._ending == "leave":
             raise errors.UsageError(f"replica {self.name} is being stopped")
-        running = self.life.alive
-        self._apply(Event.RESTART, reason="restart requested")
+        self._ending, self.halted = "", False
+        running, before = self.life.alive, self.life.state
+        self._apply(Event.RESTART, reason=cause.text)
         if running:
-            self._cause = Cause("requested", "restart requested")
-            self._end_nodes(self.group.stop_timeout_s)
+            if self._cause is None or cause.reason == "requested":
+                self._cause = cause
+            if not drain:
+                self._end_processes(self.group.stop_timeout_s)
+            elif before != "draining":
+                self._drain()
         self.poke()
+
+    def reset(self) -> bool:
+        """What made it fail is mended: start again now. False: it has neither failed nor waits after a failure."""
+        if self._ending or self.life.state not in ("failed", "backoff"):
+            return False
+        self._apply(Event.RESET)
+        self.poke()
+        return True
 
     def poke(self) -> None:
         """Have the task look at the world again."""
@@ -115,107 +182,111 @@ class Replica:
 
     def forgive(self, pause_s: float) -> None:
         """This process did not run for ``pause_s``: none of the replica's timeouts is shortened by that."""
-        self._unready_at += pause_s
+        self._health.forgive(pause_s)
         self.life.forgive(pause_s)
+        if self._drain_by is not None:
+            self._drain_by += pause_s
+
+    # ------------------------------------------------------------ while it runs
 
     def check(self, now: float) -> None:
         """Take the replica's health, from the coordinator and the clock."""
-        if self.life.state == "pending":
+        if self.life.state in ("pending", "backoff"):
             self.poke()
-        if self.life.state not in ("starting", "ready") or any(node.report for node in self._nodes):
+        elif self.life.state == "draining":
+            self._check_drain(now)
+        if self.life.state not in ("starting", "ready") or self._generation.reports:
             return
-        if any(node.silent_s(now) > self.group.health.heartbeat_timeout_s for node in self._nodes):
-            self._end_frozen(now)
+        if frozen := self._generation.silent(now, self.group.health.heartbeat_timeout_s):
+            self._end_frozen(frozen)
             return
         view = self._look()
-        ready = view.ready if view is not None else self._started
+        ready = view.ready if view is not None else self._generation.started
         if ready and self.life.state == "starting":
-            self._was_ready = True
-            self._left = False
+            self._health.became_ready()
             self._apply(Event.READY)
         elif not ready and self.life.state == "ready":
-            self._unready_at = now
+            self._health.became_unready(now)
             self._apply(Event.UNREADY, reason=view.reason if view is not None else "")
-        self._judge(view, ready, now)
+        starting_s = self.life.starting_s(now)
+        sick = self._health.judge(self.group.health, ready=ready, starting_s=starting_s, now=now)
+        if sick is not None:
+            self._end(sick.event, sick.cause)
 
-    def _end_frozen(self, now: float) -> None:
+    def _end_frozen(self, frozen: list[int]) -> None:
         """A shim does not answer: nobody looks after its processes. They are swept by their mark once it is killed."""
         timeout_s = self.group.health.heartbeat_timeout_s
-        frozen = [index for index, node in enumerate(self._nodes) if node.silent_s(now) > timeout_s]
         names = ", ".join(map(str, frozen))
         self._end(
             Event.HEARTBEAT_TIMEOUT, Cause("lost", f"the shim of node {names} did not answer for {timeout_s:g} s")
         )
         for index in frozen:
-            self._nodes[index].kill()
-
-    @property
-    def _started(self) -> bool:
-        return bool(self._nodes) and all(node.main_pid is not None for node in self._nodes)
+            self._generation.nodes[index].kill()
 
     def _look(self) -> Readiness | None:
         if not self._host.on_channel(self.group.name):
             return None
-        self._view = self._host.overseer.readiness(self.group.name, self.index, self.life.generation)
-        return self._view
-
-    def _judge(self, view: Readiness | None, ready: bool, now: float) -> None:
-        health = self.group.health
-        if not ready and not self._was_ready and self.life.starting_s(now) > health.start_timeout_s:
-            why = f": {view.reason}" if view is not None and view.reason else ""
-            text = f"not ready within {health.start_timeout_s:g} s{why}"
-            self._end(Event.START_TIMEOUT, Cause("start_timeout", text))
-        elif view is None:
-            return
-        elif view.heartbeat_age_s is not None and view.heartbeat_age_s > health.heartbeat_timeout_s:
-            text = f"no heartbeat for {health.heartbeat_timeout_s:g} s"
-            self._end(Event.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
-        elif view.progressed_s is not None and view.progressed_s > health.progress_timeout_s:
-            text = f"no progress for {health.progress_timeout_s:g} s"
-            self._end(Event.PROGRESS_TIMEOUT, Cause("progress_timeout", text))
-        elif view.partial:
-            self._end(Event.LOAD_TIMEOUT, Cause("load_timeout", "it loaded a version only in part"))
-        elif self._overdue(view, ready) and now - self._unready_at > health.load_deadline_s:
-            text = f"not ready again within {health.load_deadline_s:g} s: {view.reason}"
-            self._end(Event.LOAD_TIMEOUT, Cause("load_timeout", text))
-
-    def _overdue(self, view: Readiness, ready: bool) -> bool:
-        """Whether it was ready, and must become so again: not when ranks have left, unless others wait for them."""
-        return not ready and self._was_ready and (not self._left or view.stranded)
+        self._health.view = self._host.overseer.readiness(self.group.name, self.index, self.life.generation)
+        return self._health.view
 
     def member_lost(self, rank: int, reason: str) -> None:
         """The coordinator has lost a member of this replica: ``lease``, ``overflow``, ``left`` and others.
 
-        One that *left* needs no more of us, and is not expected back. One that is silent, or does not read, is frozen.
-        Whatever else ended it will be seen in its process.
+        One that *left* needs no more of us. One that is silent, or does not read, is frozen. Whatever else ended it will be
+        seen in its process.
         """
         if reason == "left":
-            self._left = True
+            self._health.member_left()
         elif self.life.state in ("starting", "ready") and reason in ("lease", "overflow"):
             health = self.group.health
             silent = f"sent no heartbeat for {health.heartbeat_timeout_s:g} s"
             text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
             self._end(Event.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
 
+    @property
+    def progressed(self) -> bool | None:
+        """Whether it came to a new step or version in this generation; None: it has none to come to."""
+        if not self._host.on_channel(self.group.name):
+            return None
+        return self._host.overseer.progress(self.group.name, self.index) != self._mark
+
+    # ------------------------------------------------------------ ending a generation
+
     def _end(self, event: Event, cause: Cause) -> None:
+        """It is sick."""
         self._cause = cause
         self._apply(event, reason=cause.text)
-        self._end_nodes(self.group.stop_timeout_s)
+        self._end_processes(self.group.stop_timeout_s, stacks=True)
+        self._host.fell(self.group.name, self.index, cause.text)
         self.poke()
 
-    def _end_nodes(self, timeout_s: float) -> None:
-        if self._nodes:
-            self._be_gone_within(timeout_s + STUCK_S)
-        for node in self._nodes:
-            node.stop(timeout_s)
+    def _drain(self) -> None:
+        """Let it finish its sync before it is told to stop."""
+        if self._host.on_channel(self.group.name):
+            self._host.overseer.set_draining(self.group.name, self.index, self.life.generation)
+            self._drain_by = self._now() + self.group.drain_timeout_s
+            self._check_drain(self._now())
+        else:
+            self._end_processes(self.group.stop_timeout_s)
 
-    def _be_gone_within(self, seconds: float) -> None:
-        deadline = time.monotonic() + seconds
-        self._gone_by = deadline if self._gone_by is None else min(self._gone_by, deadline)
+    def idle(self) -> None:
+        """The coordinator says that a sync of it is over."""
+        self._check_drain(self._now())
+
+    def _check_drain(self, now: float) -> None:
+        if self._drain_by is None:
+            return
+        self._busy_with = self._host.overseer.busy(self.group.name, self.index)
+        if not self._busy_with or now >= self._drain_by or self._generation.reports:
+            self._end_processes(self.group.stop_timeout_s)
+
+    def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
+        """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank has shown what it does."""
+        self._drain_by, self._busy_with = None, ""
+        self._generation.stop(timeout_s, stacks=stacks)
 
     def _apply(self, event: Event, *, reason: str = "", restart_reason: RestartReason | None = None) -> None:
-        now = time.monotonic()
-        transition = self.life.apply(event, now=now, reason=reason, restart_reason=restart_reason)
+        transition = self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason)
         self._host.moved(transition, self.last_exit)
 
     # ------------------------------------------------------------ the task
@@ -223,159 +294,167 @@ class Replica:
     async def run(self) -> None:
         """Live until :meth:`stop` and the end of the last process. Cancelled, it leaves its shims to end by themselves."""
         try:
-            while not (self._stopping and self.life.settled):
-                state = self.life.state
-                if state == "pending" and self._host.may_start(self.group.name):
-                    self._apply(Event.START)
-                elif state == "starting":
-                    await self._generation()
-                elif state == "backoff" and time.monotonic() >= self._resume_at:
-                    self._apply(Event.BACKOFF_ELAPSED)
-                else:
-                    await self._poked(self._resume_at if state == "backoff" else None)
+            while not (self._ending == "leave" and self.life.settled):
+                if self.life.state == "starting":
+                    await self._live()
+                elif not self._start_if_due():
+                    waits = self.life.state == "backoff" and self._resume_at > self._now()
+                    await self._poked(self._resume_at if waits else None)
         finally:
-            for node in self._nodes:
-                node.abandon()
+            self._generation.abandon()
             self.over.set()
+
+    def _start_if_due(self) -> bool:
+        """Whether the next generation begins now."""
+        state, name = self.life.state, self.group.name
+        if state == "pending":
+            self._waits_for = self._host.waits_for(name, self.index)
+            if not self._waits_for:
+                self._apply(Event.START)
+                return True
+        elif state == "backoff" and self._now() >= self._resume_at and self._host.may_resume(name, self.index):
+            self._restarts.resumed()
+            self._apply(Event.BACKOFF_ELAPSED)
+            return True
+        return False
 
     async def _poked(self, until: float | None = None) -> None:
         """Wait for a poke, or for the time ``until``."""
         try:
-            async with asyncio.timeout(None if until is None else max(0.0, until - time.monotonic())):
+            async with asyncio.timeout(None if until is None else max(0.0, until - self._now())):
                 await self._poke.wait()
         except TimeoutError:
             return
         self._poke.clear()
 
-    async def _generation(self) -> None:
-        self._cause = self._gone_by = self._view = None
-        self._told = self._was_ready = self._left = False
+    async def _live(self) -> None:
+        """One generation, to its end."""
+        self._cause = self._drain_by = None
+        self._health = Health()
+        self._mark = self._host.overseer.progress(self.group.name, self.index)
         self.last_exit = ""
+        old = self._generation.belongings
+        generation = self._generation = Generation(self._host, self._start_shim, self.poke)
+        who = (self.group.name, self.index, self.life.generation)
+        await until_clear(old, self._host, who, self._say_held_up, self._pause)
+        turn = await self._starts.turn()
         try:
-            for node in range(self.group.nnodes):
-                self._nodes.append(self._start_shim(self._spec(node), self.poke, self._host.state.lock))
-        except OSError as error:
-            self._cause = Cause("lost", f"a shim cannot be started: {error}")
-            self._end_nodes(0.0)
-        await self._until_gone()
+            if self._wanted:
+                try:
+                    generation.start(self.group, self.index, self.life.generation)
+                except OSError as error:
+                    self._cause = Cause("lost", f"a shim cannot be started: {error}")
+            while not generation.gone:
+                await self._poked(generation.gone_by)
+                self._follow()
+                if generation.started or generation.reports:
+                    turn.over()
+                if generation.give_up():
+                    break
+        finally:
+            turn.over()
+        self._follow()
         self._generation_ended()
 
-    async def _until_gone(self) -> None:
-        """Follow the nodes to their end; a shim that is late is killed, and given up when that does not help."""
-        killed = False
-        while not all(node.gone.is_set() for node in self._nodes):
-            await self._poked(self._gone_by)
-            self._follow()
-            late = self._gone_by is not None and time.monotonic() >= self._gone_by
-            if late and killed:
-                return
-            if late:
-                killed = True
-                self._gone_by = time.monotonic() + STUCK_S
-                for node in self._nodes:
-                    node.kill()
-        self._follow()
+    @property
+    def _wanted(self) -> bool:
+        """Whether nothing has come in between."""
+        return self._cause is None and not self._ending
 
-    def _spec(self, node: int) -> NodeSpec:
-        group = self.group
-        nonce = Node.nonce()
-        folder = str(self._host.state.log_dir(group.name, self.index, self.life.generation))
-        shared = {**self._host.environment(), environ.LOG_DIR: folder, MARK: nonce}
-        forkserver = f"replicas-{nonce}" if self._host.on_channel(group.name) else ""
-        if forkserver:
-            shared[environ.FORKSERVER] = forkserver
-        env = rank_environment(
-            group, self.index, self.life.generation, replicas=self._host.size(group.name), shared=shared
-        )
-        return NodeSpec(
-            run=self._host.run,
-            group=group.name,
-            replica=self.index,
-            generation=self.life.generation,
-            node=node,
-            nnodes=group.nnodes,
-            nproc_per_node=group.nproc_per_node,
-            launcher=group.launcher,
-            command=group.command,
-            env=env,
-            cwd=str(group.cwd),
-            log_dir=folder,
-            stop_timeout_s=group.stop_timeout_s,
-            nonce=nonce,
-            forkserver=forkserver,
-            rendezvous_timeout_s=group.health.start_timeout_s,
-        )
+    def _say_held_up(self, text: str) -> None:
+        self._held_up = text
+
+    async def _pause(self, seconds: float) -> bool:
+        await self._poked(self._now() + seconds)
+        return self._wanted
 
     def _follow(self) -> None:
         """Act on what the nodes have said: introduce them, end all when one failed, tell the coordinator."""
-        meeting = self._nodes[0].rendezvous if self._nodes else None
-        for node in self._nodes[1:]:
-            if meeting is not None and node.rendezvous is None:
-                node.rendezvous = meeting
-                node.meet(*meeting)
-        reports = [node.report for node in self._nodes if node.report is not None]
-        failed = any(report.outcome != "ok" for report in reports)
-        if failed and self._gone_by is None:
-            self._end_nodes(self.group.stop_timeout_s)
-        if len(reports) == len(self._nodes):
-            self._be_gone_within(STUCK_S)
-            if not self._told:
-                self._told = True
-                self._note_exit(reports)
+        generation = self._generation
+        generation.introduce()
+        for loss in generation.take_losses():
+            self._host.emit(dropped(self.group.name, self.index, self.life.generation, loss))
+        if any(report.outcome != "ok" for report in generation.reports) and generation.gone_by is None:
+            self._end_processes(self.group.stop_timeout_s)
+        if generation.ended:
+            generation.be_gone_soon()
+            if not generation.told:
+                generation.told = True
+                self._note_exit(generation.reports)
                 name = (self.group.name, self.index, self.life.generation)
                 self._host.overseer.replica_ended(*name, self.last_exit or "finished")
 
     def _note_exit(self, reports: list[ExitReport]) -> None:
         own = verdict(reports)
-        if self._cause is None and not self._stopping:
+        if self._cause is None and not self._ending:
             self._cause = own
-        self.last_exit = self._cause.text if self._cause is not None else "stopped" if self._stopping else "finished"
+            if own is not None:
+                self._host.fell(self.group.name, self.index, own.text)
+        self.last_exit = self._cause.text if self._cause is not None else "stopped" if self._ending else "finished"
+        name, index, generation = self.group.name, self.index, self.life.generation
+        stuck = self._cause is not None and self._cause.reason.endswith("timeout")
+        if stuck and any(node.last_stacks for node in self._generation.nodes):
+            path = str(self._host.state.log_dir(name, index, generation))
+            self._host.emit(
+                StacksSaved(group=name, replica=index, generation=generation, reason=self.last_exit, path=path)
+            )
+        if reports:
+            self._host.emit(exited(name, index, generation, reports, reason=self.last_exit))
 
     def _generation_ended(self) -> None:
         """Every process is gone: what now?"""
-        stuck = not all(node.gone.is_set() and node.swept for node in self._nodes)
-        for node in self._nodes:
-            if not node.gone.is_set():
-                node.abandon()
-        self._nodes = []
-        self._gone_by = None
-        now = time.monotonic()
-        cause = self._cause
-        config = self.group.restart
-        requested = cause is not None and cause.reason == "requested"
-        asks = not self._stopping and not requested and not stuck and wants_restart(config, ok=cause is None)
-        delay_s = self._budget.take(self.index, now=now) if asks else None
-        event = after_exit(
-            ok=cause is None,
-            stopping=self._stopping,
-            policy=config.policy,
-            granted=delay_s is not None,
-            requested=requested,
-        )
-        if stuck:
+        self._drain_by = None
+        cause, generation = self._cause, self._generation
+        generation.abandon()
+        if generation.stuck:
             self._apply(Event.GIVE_UP, reason="processes of it survive SIGKILL")
-        elif event is Event.RETRY:
-            self._resume_at = now + (delay_s or 0.0)
-            self._apply(event, reason=self.last_exit, restart_reason=cause.reason if cause else "exit")
-        elif event is Event.GIVE_UP:
-            left = f"no restart is left of {config.max_restarts} in {config.window_s:g} s"
-            rule = "restart policy is never" if config.policy == "never" else left
-            self._apply(event, reason=f"{self.last_exit}; {rule}")
+        elif self._ending:
+            generation.records = []
+            self._apply(Event.STOPPED, reason=self.last_exit)
         else:
-            self._apply(event, reason=self.last_exit)
+            generation.records = []
+            found = self._judge_end(cause)
+            free = cause is not None and cause.reason in FREE_REASONS
+            policy = self.group.restart.policy
+            granted = found.delay_s is not None
+            event = after_exit(ok=cause is None, policy=policy, granted=granted, requested=free)
+            if event is Event.RETRY:
+                self._resume_at = self._now() + (found.delay_s or 0.0)
+                self._apply(event, reason=self.last_exit, restart_reason=cause.reason if cause else "exit")
+            else:
+                text = self.last_exit if event is Event.FINISHED else f"{self.last_exit}; {found.rule}"
+                self._apply(event, reason=text)
+        self._rest_if_halted()
+
+    def _judge_end(self, cause: Cause | None) -> Verdict:
+        """What the rules of the group say; of a restart that was asked for they only know whether it waits for others."""
+        now = self._now()
+        if cause is not None and cause.reason in FREE_REASONS:
+            return Verdict(self._restarts.resume_in_s(now) if cause.reason == "group" else 0.0)
+        progressed = self._host.progressed(self.group.name, self.index)
+        ran_s = self.life.starting_s(now)
+        return self._restarts.ended(self.index, ok=cause is None, progressed=progressed, ran_s=ran_s, now=now)
+
+    async def stacks(self) -> dict[str, str]:
+        """The stacks of its ranks, by name."""
+        return await self._generation.stacks()
 
     @property
     def resume_in_s(self) -> float:
         """Seconds until the next generation, in ``backoff``."""
-        return max(0.0, self._resume_at - time.monotonic())
+        return max(0.0, self._resume_at - self._now())
 
     def status(self, now: float) -> ReplicaStatus:
         """A snapshot."""
-        life, view = self.life, self._view
+        life, view, nodes = self.life, self._health.view, self._generation.nodes
         running = life.state in ("starting", "ready")
         reason = view.reason if running and view is not None else life.reason
-        if life.state == "pending" and self.group.depends_on:
-            reason = f"waits for {', '.join(self.group.depends_on)}"
+        if life.state == "pending" and self._waits_for:
+            reason = f"waits for {self._waits_for}"
+        elif self._held_up and running:
+            reason = self._held_up
+        elif self._busy_with:
+            reason = f"{reason}; {self._busy_with}"
         return ReplicaStatus(
             name=life.name,
             group=life.group,
@@ -383,7 +462,7 @@ class Replica:
             state=life.state,
             generation=life.generation,
             reason="" if life.state == "ready" else reason,
-            pid=self._nodes[0].main_pid if self._nodes else None,
+            pid=nodes[0].main_pid if nodes and life.alive else None,
             restarts=sum(life.restarts.values()),
             state_age_s=life.state_age_s(now),
             heartbeat_age_s=view.heartbeat_age_s if running and view is not None else None,

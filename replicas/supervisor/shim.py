@@ -13,14 +13,19 @@ into a session of its own stays below it. One thread, one loop over a selector, 
 * *running*: the forkserver (started again when it dies or freezes, :mod:`replicas.supervisor.keeper`) and the main
   process: torchrun's launcher, or the program itself. A torchrun that is stopped (SIGSTOP) when a rank dies would never
   tell, and is killed.
-* *stopping*: SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
+* *stopping*: where the ranks are said to be stuck, their stacks are saved first (:mod:`replicas.supervisor.dumps`). Then
+  SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
 * *sweeping*: the exit report is out; SIGTERM to what is left, SIGKILL ``SWEEP_GRACE_S`` later, again and again until
-  this process has no child. Then ``gone`` is sent and the shim ends.
+  this process has no child, and the control group is empty. Then ``gone`` is sent and the shim ends.
+
+Where it can be, all that the shim starts is in a control group (:mod:`replicas.supervisor.cgroups`), which the shim itself is
+not in: SIGKILL to the tree is then one write, too, that nothing outruns or slips away from.
 
 The supervisor's death is seen by a pidfd and by the end of the control stream, whichever comes first; either way there
 are ``ORPHAN_GRACE_S`` from SIGTERM to SIGKILL. A parent-death signal would tell less: it is bound to the *thread* that
 spawned the shim, which an embedding program may end at any time. Should the shim itself be killed, the launcher has its
-parent-death signal, ranks have theirs, and the supervisor sweeps the rest by the mark in their environment.
+parent-death signal, ranks have theirs, and the supervisor sweeps the rest by its control group and by the mark in its
+environment; the janitor does when both are killed (:mod:`replicas.supervisor.janitor`).
 
 Standard library only; torch is never imported here.
 """
@@ -29,6 +34,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import os
 import selectors
 import shutil
@@ -37,21 +43,25 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO
 
-from replicas.supervisor import orders
-from replicas.supervisor.commands import guard_command, guard_orders, scratch_folder, tail
+from replicas.supervisor import cgroups, orders
+from replicas.supervisor.belongings import Stocktaking
+from replicas.supervisor.commands import guard_command, guard_orders, scratch_folder
+from replicas.supervisor.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
+from replicas.supervisor.endings import exit_report
 from replicas.supervisor.guard import GUARD
 from replicas.supervisor.keeper import ForkserverKeeper
-from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.logkeeper import LogKeeper
+from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec
 from replicas.supervisor.processes import (
     Child,
     become_subreaper,
+    descendants,
+    own_children,
     python_module,
     signal_descendants,
-    signal_name,
 )
 from replicas.supervisor.stopped import StoppedWatch
 
@@ -72,7 +82,7 @@ def exit_code(status: int) -> int:
 class Shim:
     """The loop. ``run`` returns when no process of the node is left."""
 
-    def __init__(self, control: socket.socket, parent: int) -> None:
+    def __init__(self, control: socket.socket, parent: int, tee: int | None = None) -> None:
         self.control: socket.socket | None = control
         self.spec: NodeSpec | None = None
         self._selector = selectors.DefaultSelector()
@@ -83,6 +93,11 @@ class Shim:
         self._launcher: socket.socket | None = None
         self._stopped: StoppedWatch | None = None
         self._report: ExitReport | None = None
+        self._cgroup: Path | None = None
+        self._stock: Stocktaking | None = None
+        self._stacks: Stacks | None = None
+        self._tee = tee
+        self._logs: LogKeeper | None = None
         self._stopping = False
         self._sweeping = False
         self._childless = False
@@ -98,8 +113,12 @@ class Shim:
                 key.data()
             self._reap()
             self._on_time(time.monotonic())
-        if self.spec is not None:
-            shutil.rmtree(scratch_folder(self.spec), ignore_errors=True)
+            if self._logs is not None and self._empty():
+                self._logs.close()
+        if self.spec is not None and self.spec.scratch:
+            shutil.rmtree(self.spec.scratch, ignore_errors=True)
+        if self._cgroup is not None:
+            cgroups.leave(self._cgroup, run=self.control is None)
         self._tell({"type": "gone"})
         return 0
 
@@ -123,12 +142,16 @@ class Shim:
         elif message["type"] == "start":
             self._start(NodeSpec.of(message["spec"]))
         elif message["type"] == "stop":
-            self._stop(float(message["timeout_s"]))
+            self._stop(float(message["timeout_s"]), stacks=bool(message.get("stacks")))
+        elif message["type"] == "stacks":
+            self._show_stacks()
         elif message["type"] == "rendezvous":
             if self._launcher is not None:
                 orders.send(self._launcher, message)
         elif message["type"] == "ping":
             self._tell({"type": "pong"})
+            if self._logs is not None:
+                self._logs.look(time.monotonic())
         else:
             raise ValueError(f"unknown order {message['type']!r}")
 
@@ -169,17 +192,22 @@ class Shim:
 
     def _start(self, spec: NodeSpec) -> None:
         self.spec = spec
+        self._cgroup = Path(spec.cgroup) if spec.cgroup else None
         if self._stopping:
             return
+        self._stock = Stocktaking(self._own, time.monotonic())
+        self._stacks = Stacks(Path(spec.log_dir), self._save_stacks)
         try:
+            self._logs = LogKeeper(spec, self._selector, self._tee, self._on_loss)
+            self._logs.start()
             if spec.forkserver:
                 self._forkserver = ForkserverKeeper(self._spawn_forkserver, self._selector)
                 self._forkserver.start()
             if spec.launcher == "torchrun":
                 self._main = self._start_launcher(spec)
             else:
-                env = {**spec.env, GUARD: guard_orders(spec, 0)}
-                self._main = self._spawn(guard_command(), spec, env, self._log("rank-0"))
+                env = {**spec.env, GUARD: guard_orders(spec, direct=True)}
+                self._main = self._spawn(guard_command(), spec, env, "rank 0")
         except OSError as error:
             self._tell(ExitReport("failed", text=f"cannot be started: {error}").message())
             self._begin_sweep()
@@ -190,8 +218,12 @@ class Shim:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         fd = theirs.fileno()
         command = python_module("replicas.supervisor.launcher", "--control", str(fd), "--parent", str(os.getpid()))
-        child = self._spawn(command, spec, spec.env, self._log(f"torchrun-{spec.node}"), (fd,))
+        child = self._spawn(command, spec, spec.env, "torchrun", (fd,))
         theirs.close()
+        self._enclose(child)
+        assert self._logs is not None
+        spec = dataclasses.replace(spec, shim=os.getpid(), pipes=self._logs.pipes(), scratch=str(scratch_folder(spec)))
+        self.spec = spec
         orders.send(ours, spec.message())
         self._launcher = ours
         self._stopped = StoppedWatch(child.pid)
@@ -202,27 +234,47 @@ class Shim:
         spec = self.spec
         assert spec is not None
         command = python_module("replicas.sidecar.forkserver", "--name", spec.forkserver, "--ready", str(ready))
-        return self._spawn(command, spec, spec.env, self._log(f"forkserver-{spec.node}"), (ready,))
+        child = self._spawn(command, spec, spec.env, "forkserver", (ready,))
+        self._enclose(child)
+        return child
+
+    def _enclose(self, child: Child) -> None:
+        """Into the control group, before it can have started anything: the launcher waits for orders, the forkserver loads.
+
+        A program enters by its guard.
+        """
+        if self._cgroup is not None:
+            cgroups.enter(self._cgroup, child.pid)
+
+    def _own(self) -> list[int]:
+        """All that runs for the replica on this node."""
+        if self._cgroup is not None:
+            return cgroups.members(self._cgroup)
+        return [pid for pid in descendants(os.getpid()) if pid not in self._pump()]
+
+    def _pump(self) -> frozenset[int]:
+        """The log pump, which outlives all others."""
+        return frozenset() if self._logs is None else frozenset({self._logs.pid} - {0})
+
+    def _on_loss(self, loss: LogLoss) -> None:
+        self._tell(loss.message())
 
     def _spawn(
-        self, command: list[str], spec: NodeSpec, env: dict[str, str], log: IO[bytes], fds: tuple[int, ...] = ()
+        self, command: list[str], spec: NodeSpec, env: dict[str, str], log: str, fds: tuple[int, ...] = ()
     ) -> Child:
-        with log:
-            popen = subprocess.Popen(
-                command,
-                env=env,
-                cwd=spec.cwd,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=fds,
-                start_new_session=True,
-            )
+        assert self._logs is not None
+        out, err = self._logs.streams(log)
+        popen = subprocess.Popen(
+            command,
+            env=env,
+            cwd=spec.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            pass_fds=fds,
+            start_new_session=True,
+        )
         return Child(popen)
-
-    def _log(self, name: str) -> IO[bytes]:
-        assert self.spec is not None
-        return (Path(self.spec.log_dir) / f"{name}.log").open("ab")
 
     def _reap(self) -> None:
         while True:
@@ -239,6 +291,8 @@ class Shim:
                 self._main_ended(self._main)
             elif self._forkserver is not None and pid == self._forkserver.pid:
                 self._without_forkserver(self._forkserver.ended(exit_code(status)))
+            elif self._logs is not None and pid == self._logs.pid:
+                self._logs.ended(exit_code(status))
 
     def _without_forkserver(self, reason: str) -> None:
         """A replica that cannot sync is of no use."""
@@ -249,8 +303,15 @@ class Shim:
 
     # ------------------------------------------------------------ ending
 
-    def _stop(self, timeout_s: float) -> None:
+    def _stop(self, timeout_s: float, *, stacks: bool = False) -> None:
+        if stacks and not self._stopping and not self._sweeping and self._main is not None:
+            self._show_stacks(then=lambda: self._stop(timeout_s))
+            return
+        if self._stacks is not None:
+            self._stacks.finish(time.monotonic())
         first = not self._stopping
+        if first:
+            self._take_stock()
         self._stopping = True
         if self._forkserver is not None:
             self._forkserver.stop()
@@ -262,21 +323,55 @@ class Shim:
     def _main_ended(self, main: Child) -> None:
         assert self.spec is not None
         assert main.code is not None
+        assert self._logs is not None
         while self._launcher is not None:  # the launcher is dead: read what it wrote, up to the end of the stream
             self._on_launcher()
-        report = _finish(self.spec, main, self._report, stopping=self._stopping)
+        if self._stacks is not None:
+            self._stacks.finish(time.monotonic())
+        self._logs.drain(then=lambda: self._report_end(main))
+
+    def _report_end(self, main: Child) -> None:
+        """Its last lines are in the log: say how it ended."""
+        assert self.spec is not None
+        assert self._logs is not None
+        report = exit_report(self.spec, main, self._report, self._logs.last_lines, stopping=self._stopping)
         if self._broken:
             report = ExitReport("lost", text=self._broken)
         path = Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"
-        path.write_bytes(orders.encode(report.message()))
+        try:
+            path.write_bytes(orders.encode(report.message()))
+        except OSError as error:  # the supervisor gets it all the same
+            print(f"{path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
         self._tell(report.message())
         self._begin_sweep()
 
+    def _show_stacks(self, then: Callable[[], None] | None = None) -> None:
+        """Save the stacks of all ranks to their logs, and tell them."""
+        if self._stacks is None or self._main is None or self._main.code is not None:
+            self._tell({"type": "stacks", "stacks": []})
+            return
+        assert self.spec is not None
+        ranks = ranks_below(self._main.pid, torchrun=self.spec.launcher == "torchrun")
+        self._stacks.ask(ranks, time.monotonic(), then)
+
+    def _save_stacks(self, found: list[Stack]) -> None:
+        assert self._logs is not None
+        for stack in found:
+            self._logs.say(stack.rank, stack.entry())
+        self._tell({"type": "stacks", "stacks": short(found)})
+
+    def _take_stock(self) -> None:
+        """What do they have, now that they end?"""
+        found = None if self._stock is None else self._stock.last_time(time.monotonic())
+        if found is not None:
+            self._tell(found.message())
+
     def _begin_sweep(self) -> None:
+        self._take_stock()
         self._sweeping = True
         if self._forkserver is not None:
             self._forkserver.kill()
-        signal_descendants(os.getpid(), signal.SIGTERM)
+        signal_descendants(os.getpid(), signal.SIGTERM, but=self._pump())
         deadline = time.monotonic() + SWEEP_GRACE_S
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
@@ -288,43 +383,43 @@ class Shim:
             self._stopped = None
             self._broken = f"torchrun of node {self.spec.node} was stopped when a rank died, and did not see it"
             self._main.signal(signal.SIGKILL)
+        if self._logs is not None:
+            self._logs.on_time(now)
+        if self._stacks is not None:
+            self._stacks.on_time(now)
+        if self._stock is not None and not self._stopping and not self._sweeping:
+            found = self._stock.on_time(now)
+            if found is not None:
+                self._tell(found.message())
         if self._kill_at is not None and now >= self._kill_at:
-            signal_descendants(os.getpid(), signal.SIGKILL)
+            if self._stacks is not None and self._stacks.last_words():
+                self._kill_at = now + LAST_WORDS_S
+                return
+            signal_descendants(os.getpid(), signal.SIGKILL, but=self._pump())
+            if self._cgroup is not None:
+                cgroups.kill(self._cgroup)
             self._kill_at = now + _SWEEP_INTERVAL_S
 
-    def _finished(self) -> bool:
-        if self._main is not None and not self._sweeping:
+    def _empty(self) -> bool:
+        """Whether nothing runs for the replica any more, and nothing will."""
+        if not (self._sweeping or (self._stopping and self._main is None)):
             return False
-        return (self._sweeping or self._stopping) and self._childless
+        childless = self._childless or set(own_children()) <= self._pump()
+        return childless and (self._cgroup is None or not cgroups.members(self._cgroup))
+
+    def _finished(self) -> bool:
+        return self._empty() and (self._logs is None or self._logs.over)
 
     def _timeout(self) -> float | None:
         times = [] if self._forkserver is None else self._forkserver.wakes
         times += [] if self._kill_at is None else [self._kill_at]
         times += [] if self._stopped is None or self._sweeping else self._stopped.wakes
+        times += [] if self._logs is None else self._logs.wakes
+        times += [] if self._stacks is None else self._stacks.wakes
+        times += [] if self._stock is None or self._stopping or self._sweeping else self._stock.wakes
         if self._stopping and not times:
             return _SWEEP_INTERVAL_S
         return max(0.0, min(times) - time.monotonic()) if times else None
-
-
-def _finish(spec: NodeSpec, main: Child, report: ExitReport | None, *, stopping: bool) -> ExitReport:
-    """The exit report of a node whose main process is gone; the launcher's own one, if it came to write it."""
-    code = main.code
-    assert code is not None
-    if report is not None:
-        if report.outcome == "stopped" and not stopping:
-            return ExitReport("lost", text=f"torchrun of node {spec.node} was stopped from outside")
-        return report
-    if spec.launcher == "exec":
-        if code == 0:
-            return ExitReport("ok")
-        text = tail(Path(spec.log_dir) / "rank-0.log")
-        rank = RankExit(rank=0, code=code, pid=main.pid, text=text, at=time.time())
-        return ExitReport("stopped" if stopping else "failed", ranks=(rank,))
-    if stopping:
-        return ExitReport("stopped")
-    ended = f"was killed by {signal_name(-code)}" if code < 0 else f"exited with code {code}"
-    words = tail(Path(spec.log_dir) / f"torchrun-{spec.node}.log") if code > 0 else ""
-    return ExitReport("lost", text=f"torchrun of node {spec.node} {ended}{': ' if words else ''}{words}")
 
 
 def _wakeup_fd() -> int:
@@ -341,13 +436,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
     parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor")
     parser.add_argument("--lock", type=int, help="descriptor of the run's lock, held as long as the shim lives")
+    parser.add_argument("--tee", type=int, help="descriptor of the supervisor's stderr, if lines are wanted there")
     options = parser.parse_args(arguments)
     become_subreaper()
+    if options.tee is not None:
+        os.set_inheritable(options.tee, False)
     if options.lock is not None:
         os.set_inheritable(options.lock, False)
     control = socket.socket(fileno=options.control)
     control.set_inheritable(False)
-    return Shim(control, options.parent).run()
+    return Shim(control, options.parent, options.tee).run()
 
 
 if __name__ == "__main__":

@@ -1,12 +1,18 @@
-"""The state folder of a run: its lock, the token, the endpoint file and the logs.
+"""The state folder of a run: its lock, the token, the endpoint file, the logs, and what a dead supervisor left there.
 
 ::
 
     <state_dir>/lock            flock'ed by the supervisor and, with it, by every shim; holds the supervisor's pid
+    <state_dir>/state.json      what must not be forgotten (:mod:`replicas.supervisor.run_state`); removed at the end
+    <state_dir>/events.jsonl    all events (:mod:`replicas.event_log`), of earlier runs too, and events.jsonl.1
+    <state_dir>/decisions.jsonl the decision log; removed at the end
     <state_dir>/token           0600; removed at the end
     <state_dir>/endpoint.json   where the control port is; removed at the end
     <state_dir>/logs/<group>/<replica>/gen-<g>/rank-<r>.log
     <state_dir>/logs.previous/  the logs of the run before
+
+The lock is what makes a run belong to one supervisor. One that was killed still has it in its shims, which end by
+themselves within some seconds; what then still has it (a frozen shim) is swept like all other leftovers, by record and mark.
 """
 
 from __future__ import annotations
@@ -19,12 +25,19 @@ from pathlib import Path
 
 import msgspec
 
+import replicas
 from replicas import errors
+from replicas.event_log import EventLog
+from replicas.events import LeftoverFound, RunStarted, StateSetAside
+from replicas.supervisor import leftovers
 from replicas.supervisor.processes import start_time
+from replicas.supervisor.run_state import RunState, Saved
 
 __all__ = ["AlreadySupervised", "StateDir"]
 
-_SETTLE_S = 10.0
+_SETTLE_S = 8.0
+"""How long the processes of a dead supervisor may take to end by themselves."""
+_SWEEP_S = 5.0
 _SETTLE_INTERVAL_S = 0.05
 
 
@@ -43,6 +56,12 @@ class StateDir:
         self.logs = path / "logs"
         self.token_file = path / "token"
         self.endpoint_file = path / "endpoint.json"
+        self.events_file = path / "events.jsonl"
+        self.run_state = RunState(path / "state.json")
+        self.saved: Saved | None = None
+        """What a dead supervisor left, once :meth:`acquire` has returned; None: there is nothing to go on from."""
+        self.leftovers: list[LeftoverFound] = []
+        """Processes of a dead supervisor that :meth:`acquire` came upon."""
         self._lock: int | None = None
 
     @property
@@ -52,9 +71,11 @@ class StateDir:
         return self._lock
 
     def acquire(self) -> None:
-        """Take the run. Blocks up to 10 s while shims of a supervisor that is dead clean up behind it.
+        """Take the run, sweep what a dead supervisor left, and read its state.
 
-        :raises AlreadySupervised: another supervisor runs, or processes of a dead one are still there.
+        Blocks up to about 15 s: while shims of a dead supervisor clean up behind it, and until what they left is killed.
+
+        :raises AlreadySupervised: another supervisor runs, or processes of a dead one survive SIGKILL.
         :raises replicas.errors.UsageError: the folder cannot be made or written.
         """
         try:
@@ -72,10 +93,18 @@ class StateDir:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()} {start_time(os.getpid())}".encode(), 0)
         self._lock = lock
+        self.token_file.unlink(missing_ok=True)
+        self.endpoint_file.unlink(missing_ok=True)
+        self.saved = self.run_state.load()
+        self._sweep(self.saved)
         self._rotate()
+
+    def _sweep(self, saved: Saved | None) -> None:
+        self.leftovers += leftovers.sweep(saved, self.token_file, _SWEEP_S)
 
     def _take(self, lock: int) -> None:
         deadline = time.monotonic() + _SETTLE_S
+        swept = False
         while True:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -87,11 +116,29 @@ class StateDir:
                         f'run "{self.run}" is already supervised by process {owner} ({self.path / "lock"})'
                     ) from None
                 if time.monotonic() > deadline:
-                    raise AlreadySupervised(
-                        f'processes of an earlier supervisor of run "{self.run}" (pid {owner}) are still alive',
-                        hint="end them, or give this run another name",
-                    ) from None
+                    if swept:
+                        raise self._still_there(owner) from None
+                    swept = True
+                    self._sweep_orphans()
+                    deadline = time.monotonic() + _SETTLE_S
                 time.sleep(_SETTLE_INTERVAL_S)  # nothing announces the end of a flock but taking it
+
+    def _sweep_orphans(self) -> None:
+        """Kill what holds the lock of a dead supervisor. We do not have it: another one may take it at this very moment.
+
+        The state is therefore used only if it was written by a supervisor that is dead.
+        """
+        saved = self.run_state.peek()
+        if saved is None or saved.supervisor is None or not saved.of_this_machine() or saved.supervisor.alive():
+            return
+        self._sweep(saved)
+
+    def _still_there(self, owner: str) -> AlreadySupervised:
+        holders = ", ".join(map(str, leftovers.lock_holders(self.path / "lock"))) or "not to be seen from here"
+        return AlreadySupervised(
+            f'processes of an earlier supervisor of run "{self.run}" (pid {owner}) are still alive: {holders}',
+            hint="end them, or give this run another name",
+        )
 
     def _rotate(self) -> None:
         if self.logs.exists():
@@ -100,21 +147,51 @@ class StateDir:
             self.logs.rename(previous)
         self.logs.mkdir()
 
-    def write(self, *, endpoint: str, token: str) -> None:
-        """Publish where the control port is, and the token (mode 0600)."""
+    @property
+    def resumed(self) -> bool:
+        """Whether the run was under way when its last supervisor ended. Budgets are lost when its state was of no use."""
+        return self.saved is not None or self.run_state.set_aside is not None
+
+    def open_events(self, max_nbytes: int) -> EventLog:
+        """The run's events, going on behind those of a dead supervisor. Its first ones say what :meth:`acquire` found."""
+        saved = self.saved
+        events = EventLog(
+            self.events_file,
+            max_nbytes=max_nbytes,
+            tally=saved.tally if saved is not None else None,
+            seq=saved.seq if saved is not None else 0 if self.resumed else None,
+        )
+        events.emit(RunStarted(run=self.run, pid=os.getpid(), version=replicas.__version__, resumed=self.resumed))
+        if self.run_state.set_aside is not None:
+            path, reason = self.run_state.set_aside
+            events.emit(StateSetAside(path=str(path), reason=reason))
+        for leftover in self.leftovers:
+            events.emit(leftover)
+        return events
+
+    def write(self, *, endpoint: str, token: str, socket: Path | None = None) -> None:
+        """Publish where the control port and the control socket are, and the token (mode 0600)."""
         descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             os.fchmod(descriptor, 0o600)
             file.write(token)
-        content = msgspec.json.encode({"endpoint": endpoint, "pid": os.getpid(), "run": self.run})
+        content = msgspec.json.encode(
+            {"endpoint": endpoint, "pid": os.getpid(), "run": self.run, "socket": str(socket or "")}
+        )
         scratch = self.endpoint_file.with_suffix(".new")
         scratch.write_bytes(content)
         scratch.rename(self.endpoint_file)
 
-    def release(self) -> None:
-        """Remove the token and the endpoint file and let the run go. The logs stay."""
+    def release(self, *, ended: bool = False) -> None:
+        """Remove the token and the endpoint file and let the run go. The logs and the events stay.
+
+        :param ended: the run has ended in order, and the next start begins afresh. Else (it could not be started, or was
+            preempted) the next supervisor goes on from the state that is there.
+        """
         if self._lock is None:
             return
+        if ended:
+            self.run_state.remove()
         self.token_file.unlink(missing_ok=True)
         self.endpoint_file.unlink(missing_ok=True)
         os.ftruncate(self._lock, 0)
@@ -128,7 +205,10 @@ class StateDir:
 def _owner(lock: int) -> tuple[str, bool]:
     """Pid in the lock file, as text, and whether that very process is alive."""
     words = os.pread(lock, 64, 0).split()
-    if len(words) != 2:
-        return "unknown", True  # it has just been taken and not yet been signed
+    if len(words) != 2 or not all(word.isdigit() for word in words):
+        return (
+            "unknown",
+            False,
+        )  # it has just been taken and not yet been signed, or is held by a shim that was abandoned
     alive = start_time(int(words[0])) == int(words[1])
     return words[0].decode(), alive

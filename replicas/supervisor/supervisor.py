@@ -3,13 +3,14 @@
 Theory of operation
 ===================
 
-One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the coordinator (store, sessions, control
-port), and gives each replica a task (:mod:`replicas.supervisor.replica`). A monitor task looks at all of them four times
-a second and at once when something has changed: a transition, or an event of the coordinator. It decides when the run is
-over: a replica failed past its budget (exit code 1), the groups of ``stop_when`` finished, or everything did (0).
+One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events and the coordinator (store, sessions,
+control port) and the control socket, and gives the groups to a :class:`~replicas.supervisor.fleet.Fleet`, which starts,
+watches and ends them. All commands come here, from an embedding program, the control port, the socket or a signal.
 
-Ending goes in reverse start order, one level of ``depends_on`` after the other; the coordinator and its port go last, so
-that ranks can say goodbye. torch is never imported here.
+What happens goes through one place (:meth:`Supervisor.emit`) to the file of events, those who follow it, and the counters.
+What must not be forgotten is written down (:meth:`Supervisor.save`) before it happens; a supervisor that finds the state of
+a dead one goes on from it. At the end the replicas go first, then the events close, and the coordinator and its port go last,
+so that ranks can say goodbye. torch is never imported here.
 """
 
 from __future__ import annotations
@@ -30,30 +31,39 @@ from anyio.abc import TaskGroup
 
 import replicas
 from replicas import config_file, environ, errors
-from replicas.config import ChannelConfig, Config, Party
+from replicas.config import Config
+from replicas.control.access import ByToken
 from replicas.control.app import control_routes
-from replicas.coordinator import Coordinator, GroupShape
+from replicas.control.socket import SOCKET_FILE, ControlSocket
+from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
-from replicas.core.effects import MemberLost
-from replicas.core.lifecycle import Transition
+from replicas.core.effects import MemberLost, ReplicaIdle
+from replicas.core.ordering import start_levels
+from replicas.core.tally import Growth
+from replicas.event_log import EventLog
+from replicas.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
 from replicas.metrics import Metrics
 from replicas.status import RunStatus
-from replicas.supervisor.group import Group, start_levels
+from replicas.supervisor.cgroups import LIMITS
+from replicas.supervisor.containment import Containment
+from replicas.supervisor.failure import FailureReports
+from replicas.supervisor.fleet import Fleet
 from replicas.supervisor.host import Overseer
-from replicas.supervisor.replica import Replica
+from replicas.supervisor.machine import Machine
+from replicas.supervisor.reloading import Reloading, with_sizes
+from replicas.supervisor.resources import Resources, machine_for, refuse_unfit
+from replicas.supervisor.run_state import Saved, process_record, this_process
+from replicas.supervisor.run_state import machine as this_machine
 from replicas.supervisor.state import StateDir
 from replicas.supervisor.words import line
 
-__all__ = ["Supervisor"]
+__all__ = ["PREEMPTED", "Supervisor"]
 
 log = logging.getLogger("replicas.supervisor")
 
-TICK_S = 0.25
-_PAUSE_S = 1.0
-"""A look at the replicas that comes this much late: this process was paused, which is nobody's fault."""
-_SETTLE_S = 0.75
+PREEMPTED = 75
+"""Exit code of a run that was drained because its machine is taken away."""
 _STUCK_LOOP_S = 10.0
-_EVENTS_KEPT = 1000
 
 
 class Supervisor:
@@ -77,47 +87,50 @@ class Supervisor:
     def __init__(
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
-        if isinstance(config, Path | str):
-            config = config_file.load(config)
-        elif not isinstance(config, Config):
-            config = config_file.parse(config, base=Path.cwd(), source="config")
-        self.config = config
-        self.state = StateDir(config.run.state_dir, config.run.name)
-        self.metrics = Metrics(self.status)
+        self.config = _config(config)
+        start_levels(self.config.groups)
+        self.state = StateDir(self.config.run.state_dir, self.config.run.name)
+        self._events = EventLog(None)
+        self._failures = FailureReports()
+        self._refusals = Growth()
+        self.metrics = Metrics(self.status, lambda: self._events.tally)
         self._report = report or log.info
-        self._levels = start_levels(config.groups)
-        self._groups = {name: Group(group) for name, group in config.groups.items()}
-        self._channel_groups = frozenset(
-            party.group for channel in config.channels.values() for party in _parties(channel)
-        )
         self._coordinator: Coordinator | None = None
+        self._containment: Containment | None = None
+        self._fleet: Fleet | None = None
+        self.resources = Resources()
+        self._reloading = Reloading(self)
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
-        self._dirty = asyncio.Event()
-        self._over = asyncio.Event()
-        self._exit_code: int | None = None
-        self._draining = False
-        self._hurry_s: float | None = None
-        self._listeners: set[asyncio.Queue[Transition | ChannelEvent]] = set()
-        self._watchers: set[asyncio.Event] = set()
+        self._preempted = False
+        self._machine, self._process = this_machine(), this_process()
+        self._door = self.config.control.socket or self.state.path / SOCKET_FILE
+
+    def _make_containment(self) -> Containment:
+        limits = [group.resources for group in self.config.groups.values()]
+        return Containment(
+            self.config.run.name,
+            lambda group: self.fleet.groups[group].config.resources,
+            lock=self.state.lock,
+            limits=frozenset(
+                name for name, field in LIMITS.items() for one in limits if getattr(one, field) is not None
+            ),
+            door=self._door,
+        )
 
     def _make_coordinator(self) -> Coordinator:
         config = self.config
-        shapes = {
-            name: GroupShape(group.replicas, group.world_size, group.health.heartbeat_timeout_s)
-            for name, group in config.groups.items()
-        }
         return Coordinator(
             config.channels,
-            groups=shapes,
             run=config.run.name,
             host=config.control.host,
             port=config.control.port,
             store_bind=config.store.bind,
             store_port=config.store.port,
             state_dir=config.run.state_dir,
-            routes=control_routes(self),
+            epochs=self._events.tally.epochs,
+            routes=control_routes(self, commands=self, streams=self, access=ByToken(self._token, self._refused)),
         )
 
     # ------------------------------------------------------------ from start to end
@@ -126,21 +139,32 @@ class Supervisor:
         """Take the run, open its ports, start its replicas (without waiting for any).
 
         :raises replicas.supervisor.state.AlreadySupervised: another supervisor has it.
+        :raises replicas.errors.BadConfig: the plan does not fit this machine.
         :raises replicas.errors.ReplicasError: a port is in use, the store does not start, the state folder is no good.
         """
+        config = self.config
+        self.resources.plan(config, await self.check_plan(config))
         await anyio.to_thread.run_sync(self.state.acquire)
         async with AsyncExitStack() as stack:
-            stack.callback(self.state.release)
+            stack.callback(self._release)
+            self._events = self.state.open_events(config.run.events_max_nbytes)
+            stack.callback(self._events.close)
+            # Before any other process is started: it may have to move this one, alone, to another control group.
+            containment = await stack.enter_async_context(self._make_containment())
+            self._containment = containment
             coordinator = self._coordinator = self._make_coordinator()  # it opens the decision log: not before the lock
             await stack.enter_async_context(coordinator)
             coordinator.subscribe(self._on_channel_event)
-            self.state.write(endpoint=coordinator.endpoint, token=coordinator.token)
+            routes = control_routes(self, commands=self, streams=self)
+            await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
+            saved = self.state.saved
+            groups = saved.groups if saved is not None else None
+            self._fleet = Fleet(config, self, saved=groups, wall=time.time(), start_shim=containment.start)
+            self._fleet.start()
+            self._events.on_rotate = self.save
+            self.state.write(endpoint=coordinator.endpoint, token=coordinator.token, socket=self._door)
             self._stack = stack.pop_all()
-        for name, group in self._groups.items():
-            for index in range(group.config.replicas):
-                self._add(name, index)
-        self._spawn(self._monitor)
         return self
 
     async def __aexit__(
@@ -148,71 +172,55 @@ class Supervisor:
     ) -> None:
         try:
             with anyio.CancelScope(shield=True):
-                await self.drain()
+                await self.fleet.drain(reason="over")
+            self._count_refused()
+            self.emit(RunEnded(exit_code=self.exit_code))
+            self._events.close()  # whoever follows comes to an end, and the control port with them
         finally:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
+            self.coordinator.keep_decisions = self._preempted
             # Without the block's own error: it must come out as it is, and not in the task group's ExceptionGroup.
             await self._stack.__aexit__(None, None, None)
 
-    def _add(self, name: str, index: int) -> None:
-        group = self._groups[name]
-        generation = group.generations.get(index, 0)
-        replica = Replica(group.config, index, self, group.budget, generation=generation)
-        group.replicas[index] = replica
-        self._spawn(replica.run)
+    def _token(self) -> str:
+        return self.coordinator.token
 
-    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        assert self._tasks is not None, "the supervisor has not been entered"
-        self._tasks.start_soon(work)
+    def _refused(self, reason: str) -> None:
+        self.coordinator.engine.refused(reason)
 
-    async def _monitor(self) -> None:
-        looked_at = time.monotonic()
-        while True:
-            with anyio.move_on_after(TICK_S):
-                await self._dirty.wait()
-            self._dirty.clear()
-            now = time.monotonic()
-            late_s, looked_at = now - looked_at - TICK_S, now
-            if late_s > _PAUSE_S:
-                # The coordinator reads what has arrived before it judges anybody, and so do we.
-                for replica in self._all():
-                    replica.forgive(late_s)
-                await anyio.sleep(_SETTLE_S)
-                looked_at = time.monotonic()
-                continue
-            for replica in self._all():
-                replica.check(now)
-            self._judge()
-            for watcher in self._watchers:
-                watcher.set()
+    def _release(self) -> None:
+        ended = self._fleet is not None and self._fleet.over.is_set()
+        if self._preempted:
+            self.save()
+        self.state.release(ended=ended and not self._preempted)
 
-    def _judge(self) -> None:
-        """Is the run over?"""
-        if self._exit_code is not None or self._draining:
-            return
-        failed = [replica for replica in self._all() if replica.life.state == "failed"]
-        wanted = self.config.run.stop_when or tuple(self._groups)
-        if failed:
-            self._finish(1, f"group {failed[0].group.name} failed: replica {failed[0].name}: {failed[0].life.reason}")
-        elif all(self._groups[name].finished for name in wanted):
-            self._finish(0, f"done: {', '.join(wanted)} finished")
+    @staticmethod
+    async def check_plan(config: Config) -> Machine:
+        """The machine, on which the plan fits.
 
-    def _finish(self, code: int, words: str) -> None:
-        self._exit_code = code
-        self._report(words)
-        self._over.set()
-
-    def _all(self) -> list[Replica]:
-        return [replica for group in self._groups.values() for replica in group.replicas.values()]
+        :raises replicas.errors.BadConfig: it does not.
+        """
+        found = await anyio.to_thread.run_sync(machine_for, config)
+        refuse_unfit(config, found)
+        return found
 
     # ------------------------------------------------------------ what an embedder asks for
 
     async def run_until_done(self) -> int:
-        """Wait until the run is over or drained, end what still runs, and return the exit code: 0, or 1 for a failure."""
-        await self._over.wait()
-        await self.drain()
-        return self._exit_code or 0
+        """Wait until the run is over or drained, and end what still runs.
+
+        :return: the exit code: 0, 1 for a failure, 75 after a preemption.
+        """
+        await self.fleet.over.wait()
+        await self.fleet.drain(reason="over")
+        return self.exit_code
+
+    @property
+    def exit_code(self) -> int:
+        """What the run ends with, as far as it is known."""
+        code = self._fleet.exit_code if self._fleet is not None else None
+        return PREEMPTED if self._preempted else code or 0
 
     async def wait_ready(self, group: str | None = None, timeout: float | None = None) -> None:
         """Wait until every replica of ``group`` (of all groups by default) is ready or has finished.
@@ -220,103 +228,99 @@ class Supervisor:
         :param timeout: seconds; the default waits as long as the groups' start timeouts let it.
         :raises TimeoutError: not in time. :raises replicas.errors.WorldError: a replica failed, or the run ended.
         """
-        groups = list(self._groups.values()) if group is None else [self._group(group)]
-
-        def settled() -> bool:
-            failed = [r for one in groups for r in one.replicas.values() if r.life.state == "failed"]
-            if failed:
-                raise errors.WorldError(f"replica {failed[0].name} failed: {failed[0].life.reason}")
-            good = all(one.good for one in groups)
-            if not good and (self._over.is_set() or self._draining):
-                raise errors.WorldError("the run is over")
-            return good
-
+        fleet = self.fleet
+        groups = list(fleet.groups.values()) if group is None else [fleet.group(group)]
         async with asyncio.timeout(timeout):
-            await self._until(settled)
+            await fleet.wait_ready(groups)
 
     async def scale(self, group: str, replicas: int) -> None:
-        """Have ``replicas`` replicas of ``group``: start more (without waiting), or end the highest ones and wait for that.
+        """Have ``replicas`` replicas of ``group``: start more (without waiting), or drain the highest and wait for that.
 
         :raises replicas.errors.UsageError: no such group, a negative number, or the run is being drained.
+        :raises replicas.errors.BadConfig: so many do not fit this machine.
         """
-        one = self._group(group)
+        fleet = self.fleet
+        fleet.group(group)
         if replicas < 0:
             raise errors.UsageError(f"a group cannot have {replicas} replicas")
-        if self._draining:
-            raise errors.UsageError("the run is being drained")
-        leaving = [replica for index, replica in one.replicas.items() if index >= replicas]
-        one.size = replicas
-        self.coordinator.set_group_size(group, replicas)
-        for index in range(replicas):
-            if index not in one.replicas:
-                self._add(group, index)
-        for replica in leaving:
-            replica.stop()
-        for replica in leaving:
-            await replica.over.wait()
-            if one.replicas.get(replica.index) is replica:
-                one.retire(replica)
-        self._dirty.set()
+        fleet.refuse_while_draining()
+        if replicas > fleet.groups[group].size:
+            sizes = {name: one.size for name, one in fleet.groups.items()} | {group: replicas}
+            refuse_unfit(with_sizes(self.config, sizes), self.resources.machine)
+        await fleet.scale(group, replicas)
 
-    async def restart(self, replica: str) -> None:
-        """End ``group/index`` and start its next generation; wait until that is being started. Spends no budget.
+    async def restart(self, target: str, *, rolling: bool = False) -> None:
+        """End a replica (``group/index``) or all of a ``group``, when they have finished their sync, and start their next
+        generation. Spends no budget. Waits until that is being started.
 
-        :raises replicas.errors.UsageError: no such replica, or it is being stopped.
+        :param rolling: only ``max_unavailable`` replicas at a time; waits until all are ready.
+        :raises replicas.errors.UsageError: no such group or replica, or it is being stopped.
+        :raises replicas.errors.WorldError: a replica failed in a rolling restart, which has stopped there.
         """
-        name, _, index = replica.partition("/")
-        group = self._group(name)
-        if not index.isdigit() or int(index) not in group.replicas:
-            known = ", ".join(one.name for one in group.replicas.values())
-            raise errors.UsageError(f'no replica "{replica}"', hint=f"replicas of {name}: {known}")
-        one = group.replicas[int(index)]
-        before = one.life.generation
-        one.restart()
-        await self._until(lambda: one.life.generation > before or one.over.is_set() or self._over.is_set())
+        await self.fleet.restart(target, rolling=rolling)
 
-    async def _until(self, condition: Callable[[], bool]) -> None:
-        """Wait for something that the monitor would see."""
-        watcher = asyncio.Event()
-        self._watchers.add(watcher)
-        try:
-            while not condition():
-                watcher.clear()
-                await watcher.wait()
-        finally:
-            self._watchers.discard(watcher)
+    async def drain(self, target: str | None = None, *, hurry: bool = False) -> None:
+        """End replicas when they have finished their sync, and wait until no process of them is left.
 
-    async def drain(self, *, hurry: bool = False) -> None:
-        """End every replica, those that depend on others first, and wait until no process is left.
-
+        :param target: a group, or a replica (``group/index``), which then rests until it is restarted. Default: the whole
+            run, those that depend on others first; it is over then.
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
+        :raises replicas.errors.UsageError: no such group or replica.
         """
-        self._draining = True
-        if hurry:
-            self._hurry_s = 0.0
-        for names in reversed(self._levels):
-            ending = [replica for name in names for replica in self._groups[name].replicas.values()]
-            for replica in ending if self._hurry_s is None else self._all():
-                replica.stop(self._hurry_s)
-            for replica in ending:
-                await replica.over.wait()
-        self._over.set()
+        await self.fleet.drain(target, hurry=hurry)
 
-    async def events(self) -> AsyncIterator[Transition | ChannelEvent]:
-        """Each step of a replica and each event of a channel from now on. A reader that is 1,000 behind loses the oldest."""
-        queue: asyncio.Queue[Transition | ChannelEvent] = asyncio.Queue(_EVENTS_KEPT)
-        self._listeners.add(queue)
-        try:
-            while True:
-                yield await queue.get()
-        finally:
-            self._listeners.discard(queue)
+    async def preempt(self) -> None:
+        """The machine is about to be taken away: drain the run, which ends with exit code 75. Its budgets, sizes and
+        version numbers are kept for the next supervisor; nothing of a budget is spent.
+        """
+        fleet = self.fleet
+        self._preempted = True
+        await fleet.drain(reason="preempted")
 
-    def _group(self, name: str) -> Group:
-        group = self._groups.get(name)
-        if group is None:
-            raise errors.UsageError(f'no group "{name}"', hint=f"groups: {', '.join(self._groups)}")
-        return group
+    async def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
+        """What made replicas fail is mended: those that have failed, or wait after a failure, start at once, and their
+        groups have a full restart budget.
+
+        :return: names of the replicas that start.
+        """
+        return self.fleet.reset_failed(target)
+
+    async def reload(self, config: Config | Path | str | Mapping[str, Any] | None = None) -> Reloaded:
+        """Put another config in the place of the present one: it is validated first, and a bad one changes nothing. New
+        groups start, those that are gone drain, and those whose processes would be started differently restart, rolling;
+        all others are left alone.
+
+        :param config: default: the file of the present one, read again.
+        :raises replicas.errors.BadConfig: it is no good, or changes what cannot change while the run lives.
+        """
+        return await self._reloading.reload(config)
+
+    async def stacks(self, target: str | None = None) -> dict[str, str]:
+        """What the ranks of a group, of a replica (``group/index``), or of all are doing, by ``group/replica/rank``."""
+        found: dict[str, str] = {}
+        for replica in self.fleet.targets(target):
+            found |= await replica.stacks()
+        return found
+
+    def events(self, after: int | None = None) -> AsyncIterator[Record]:
+        """Everything that happens, as numbered :class:`~replicas.events.Record`, until the run is over.
+
+        :param after: begin behind the record with this number, as far back as the file of events goes; 0: with the oldest.
+            Default: from now on.
+        """
+        return self._events.follow(after)
 
     # ------------------------------------------------------------ what it tells
+
+    @property
+    def last_event(self) -> int:
+        """Number of the newest event."""
+        return self._events.seq
+
+    @property
+    def logs(self) -> Path:
+        """The folder of the run's logs."""
+        return self.state.logs
 
     @property
     def endpoint(self) -> str:
@@ -330,25 +334,40 @@ class Supervisor:
             raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
         return self._coordinator
 
+    @property
+    def fleet(self) -> Fleet:
+        """The groups of the run, once the supervisor has been entered."""
+        if self._fleet is None:
+            raise errors.UsageError("the supervisor is not running", hint="use it with `async with`")
+        return self._fleet
+
     def status(self) -> RunStatus:
-        """The state of everything, now."""
-        now = time.monotonic()
-        store = self.coordinator.store_status()
-        return RunStatus(
+        """The state of everything, now. Its counters are those of the events."""
+        coordinator, fleet = self.coordinator, self.fleet
+        store = coordinator.store_status()
+        self._count_refused()
+        status = RunStatus(
             run=self.config.run.name,
             version=replicas.__version__,
-            endpoint=self.coordinator.endpoint,
+            endpoint=coordinator.endpoint,
             pid=os.getpid(),
-            uptime_s=now - self._started_at,
-            ready=store.up and not self._draining and all(group.good for group in self._groups.values()),
+            uptime_s=time.monotonic() - self._started_at,
+            ready=store.up and not fleet.draining and all(group.good for group in fleet.groups.values()),
+            draining=fleet.draining,
             store=store,
-            groups=tuple(group.status(now) for group in self._groups.values()),
-            channels=self.coordinator.channel_statuses(),
-            event_loop_lag_s=self.coordinator.loop_lag_s,
-            sidecar_replacements=self.coordinator.sidecar_replacements(),
-            refused=self.coordinator.refused(),
+            groups=fleet.statuses(asyncio.get_running_loop().time()),
+            channels=coordinator.channel_statuses(),
+            event_loop_lag_s=coordinator.loop_lag_s,
+            sidecar_replacements=coordinator.sidecar_replacements(),
+            refused=coordinator.refused(),
             state_dir=str(self.state.path),
         )
+        return self._events.tally.shown_in(status)
+
+    @property
+    def looked_at(self) -> float:
+        """When the control loop came round last, in seconds of the loop's clock."""
+        return self.fleet.looked_at
 
     def metrics_text(self) -> bytes:
         """The metrics in Prometheus' text format."""
@@ -358,11 +377,7 @@ class Supervisor:
         """Whether the supervisor itself works."""
         return self.coordinator.store_up and self.coordinator.loop_lag_s < _STUCK_LOOP_S
 
-    # ------------------------------------------------------------ what a replica asks for (replica.Host)
-
-    @property
-    def run(self) -> str:
-        return self.config.run.name
+    # ------------------------------------------------------------ what the fleet stands on (fleet.Ground)
 
     @property
     def overseer(self) -> Overseer:
@@ -375,40 +390,64 @@ class Supervisor:
             environ.RUN: self.config.run.name,
         }
 
-    def size(self, group: str) -> int:
-        return self._groups[group].size
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        assert self._tasks is not None, "the supervisor has not been entered"
+        self._tasks.start_soon(work)
 
-    def may_start(self, group: str) -> bool:
-        return all(self._groups[name].good for name in self._groups[group].config.depends_on)
+    def say(self, text: str) -> None:
+        self._report(text)
 
-    def on_channel(self, group: str) -> bool:
-        return group in self._channel_groups
-
-    def moved(self, transition: Transition, words: str) -> None:
-        self.metrics.observe(transition)
-        self._dirty.set()
-        self._publish(transition)
-        replica = self._groups[transition.group].replicas.get(transition.replica)
-        text = line(transition, resume_in_s=replica.resume_in_s if replica else 0.0, logs=self.state.logs)
+    def told(self, transition: Transition, resume_in_s: float) -> None:
+        text = line(transition, resume_in_s=resume_in_s, logs=self.state.logs)
         if text:
             self._report(text)
 
+    def emit(self, event: Event) -> None:
+        """Everything that happens goes through here: to the file, to those who follow, and into the counters."""
+        self._events.emit(event)
+        if text := self._failures.text(event):
+            self._report(text)
+        if self._fleet is not None:
+            self._fleet.look()
+
+    def save(self) -> None:
+        """Write down what must not be forgotten when this process is killed."""
+        fleet, wall = self.fleet, time.time()
+        pid = self.coordinator.store_pid
+        store = process_record(pid) if pid is not None else None
+        janitor_pid = self._containment.janitor_pid if self._containment is not None else None
+        janitor = process_record(janitor_pid) if janitor_pid is not None else None
+        self.state.run_state.save(
+            Saved(
+                run=self.config.run.name,
+                machine=self._machine,
+                supervisor=self._process,
+                at=wall,
+                seq=self._events.seq,
+                tally=self._events.tally,
+                groups=fleet.saved(wall),
+                shims=fleet.shims(),
+                helpers=tuple(helper for helper in (store, janitor) if helper is not None),
+            )
+        )
+
     def _on_channel_event(self, event: ChannelEvent) -> None:
-        self.metrics.observe(event)
-        self._dirty.set()
-        self._publish(event)
+        self.emit(event)
         if isinstance(event, MemberLost):
-            group = self._groups.get(event.member.group)
-            replica = group.replicas.get(event.member.replica) if group is not None else None
-            if replica is not None:
-                replica.member_lost(event.member.rank, event.reason)
+            self.fleet.member_lost(event.member.group, event.member.replica, event.member.rank, event.reason)
+        elif isinstance(event, ReplicaIdle):
+            self.fleet.idle(event.group, event.replica)
 
-    def _publish(self, event: Transition | ChannelEvent) -> None:
-        for queue in self._listeners:
-            if queue.full():
-                queue.get_nowait()
-            queue.put_nowait(event)
+    def _count_refused(self) -> None:
+        """What was turned away at the control port since the last look, as few events: a flood there is none here."""
+        for reason, count in self._refusals.since(self.coordinator.refused()):
+            self.emit(ConnectionsRefused(reason=reason, count=count))
 
 
-def _parties(channel: ChannelConfig) -> tuple[Party, ...]:
-    return (*channel.sources, *channel.targets, *channel.peers)
+def _config(config: Config | Path | str | Mapping[str, Any]) -> Config:
+    """:raises replicas.errors.BadConfig: it is no good."""
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, Path | str):
+        return config_file.load(config)
+    return config_file.parse(config, base=Path.cwd(), source="config")

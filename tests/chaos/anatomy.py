@@ -19,36 +19,51 @@ class Unfinished(Exception):
 
 @dataclass
 class Body:
-    """The processes of one replica. ``launcher``: torchrun's, 0 where there is none; ``ranks`` in order."""
+    """The processes of one replica, 0 for what there is none of. ``launcher``: torchrun's; ``ranks`` in order."""
 
     name: str
     shim: int
     launcher: int
     ranks: list[int]
-    forkserver: int
+    forkserver: int = 0
+    pump: int = 0
     sidecars: list[int] = field(default_factory=list)
+
+    @property
+    def pids(self) -> set[int]:
+        """All of them."""
+        return {self.shim, self.launcher, self.forkserver, self.pump, *self.ranks, *self.sidecars} - {0}
 
 
 class Anatomy:
     """A picture of the run; ``orphans`` are processes of it that have no place in the picture.
 
+    :param guests: processes that are known to be there besides. :param channels: whether the replicas have sidecars.
     :raises Unfinished: some part is missing.
     """
 
-    def __init__(self, run: Run, replicas: Mapping[str, ReplicaStatus], guests: Set[int]) -> None:
+    def __init__(
+        self, run: Run, replicas: Mapping[str, ReplicaStatus], guests: Set[int], *, channels: bool = True
+    ) -> None:
         lines = run.processes()
         up = parents()
         below: dict[int, list[int]] = {}
         for pid in sorted(lines):
             below.setdefault(up.get(pid, 0), []).append(pid)
-        self.store = next((pid for pid in below.get(run.pid, []) if "store_process" in lines[pid]), 0)
+        own = below.get(run.pid, [])
+        self.store = next((pid for pid in own if "store_process" in lines[pid]), 0)
+        self.janitor = next((pid for pid in own if "supervisor.janitor" in lines[pid]), 0)
         self.bodies = {name: _body(name, one.pid, up, below, lines) for name, one in replicas.items()}
-        known = {run.pid, self.store, *guests}
+        for name, body in self.bodies.items():
+            if channels and not body.forkserver:
+                raise Unfinished(f"{name} has no forkserver")
+        known = {run.pid, self.store, self.janitor, *guests}
         for body in self.bodies.values():
-            known |= {body.shim, body.launcher, body.forkserver, *body.ranks, *body.sidecars}
+            known |= body.pids
         self.orphans = {pid: line for pid, line in lines.items() if pid not in known}
-        if not self.store:
-            raise Unfinished("no store")
+        for name, pid in (("store", self.store), ("janitor", self.janitor)):
+            if not pid:
+                raise Unfinished(f"no {name}")
 
 
 def _body(
@@ -58,13 +73,12 @@ def _body(
         raise Unfinished(f"{name} has no main process")
     shim = up.get(main, 0)
     server = next((pid for pid in below.get(shim, []) if "sidecar.forkserver" in lines[pid]), 0)
-    if not server:
-        raise Unfinished(f"{name} has no forkserver")
+    pump = next((pid for pid in below.get(shim, []) if lines[pid].startswith("replicas log pump")), 0)
     launcher = main if "supervisor.launcher" in lines[main] else 0
     ranks = sorted(below.get(launcher, []), key=_rank) if launcher else [main]
     if not ranks:
         raise Unfinished(f"{name} has no ranks")
-    return Body(name, shim, launcher, ranks, server, below.get(server, []))
+    return Body(name, shim, launcher, ranks, server, pump, below.get(server, []) if server else [])
 
 
 def _rank(pid: int) -> int:

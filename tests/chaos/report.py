@@ -10,9 +10,10 @@ __all__ = ["Report"]
 
 
 class Report:
-    """Times to recover, by fault and by moment."""
+    """Times to recover, by fault and by moment; or another table than the one by moment, called ``second``."""
 
-    def __init__(self) -> None:
+    def __init__(self, second: str = "moment") -> None:
+        self._second = second
         self.by_fault: dict[str, list[float]] = defaultdict(list)
         self.by_moment: dict[str, list[float]] = defaultdict(list)
         self.late = 0
@@ -22,9 +23,11 @@ class Report:
         every = [seconds for times in self.by_fault.values() for seconds in times]
         if not every:
             return "no round was finished"
-        head = f"{self.rounds} rounds; {self.late} moments did not come in time and were hit at another one"
+        head = f"{self.rounds} rounds"
+        if self._second == "moment":
+            head += f"; {self.late} moments did not come in time and were hit at another one"
         total = f"{'all':32}{_row(every)}"
-        return "\n\n".join((head, _table("fault", self.by_fault), _table("moment", self.by_moment), total))
+        return "\n\n".join((head, _table("fault", self.by_fault), _table(self._second, self.by_moment), total))
 
 
 def _table(title: str, times: Mapping[str, list[float]]) -> str:

@@ -22,7 +22,7 @@ from tests.chaos.guest import Guest
 from tests.chaos.moments import moments_of
 from tests.support.runs import Run, eventually, running
 
-__all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "World", "open_world"]
+__all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "Tail", "World", "open_world"]
 
 DEADLINE_S = 8.0
 LEASE_S = 4.0
@@ -141,7 +141,7 @@ class World:
         self.gateway = gateway
         self._control = control
         self._orders = 0
-        self._tails: dict[Path, _Tail] = {}
+        self._tails: dict[Path, Tail] = {}
 
     # ------------------------------------------------------------ what shows
 
@@ -166,7 +166,7 @@ class World:
         return self._tail(self.out / f"{name}.jsonl")
 
     def _tail(self, path: Path) -> list[dict[str, Any]]:
-        return self._tails.setdefault(path, _Tail(path)).lines()
+        return self._tails.setdefault(path, Tail(path)).lines()
 
     def targets(self) -> dict[str, list[dict[str, Any]]]:
         """The logs of everyone who must serve the newest weights."""
@@ -247,7 +247,7 @@ class World:
                 resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
 
 
-class _Tail:
+class Tail:
     """The lines of a growing file of JSON lines, each parsed once."""
 
     def __init__(self, path: Path) -> None:

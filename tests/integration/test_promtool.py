@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from replicas.core.effects import SyncEnded
 from replicas.core.lifecycle import Event, Lifecycle
+from replicas.core.tally import Tally
 from replicas.metrics import Metrics
-from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus
+from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
 
 SERVICE = Path(__file__).parents[2] / "services" / "supervisor"
 PROMTOOL = shutil.which("promtool")
@@ -67,10 +69,12 @@ def a_status() -> RunStatus:
 
 
 def test_metrics_pass_promtool() -> None:
-    metrics = Metrics(a_status)
+    tally = Tally()
+    metrics = Metrics(a_status, lambda: tally)
     life = Lifecycle("rollout", 0, now=0.0)
     for now, event in enumerate((Event.START, Event.READY)):
-        metrics.observe(life.apply(event, now=float(now)))
+        tally.count(life.apply(event, now=float(now)))
+    tally.count(SyncEnded("policy", SyncRecord(version=1, outcome="committed", seconds=0.2, nbytes=1)))
     assert promtool("check", "metrics", stdin=metrics.render()) == (0, "")
 
 

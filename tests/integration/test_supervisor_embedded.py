@@ -44,7 +44,8 @@ async def watched(supervisor: Supervisor) -> AsyncIterator[list[str]]:
     steps: list[str] = []
 
     async def watch() -> None:
-        async for event in supervisor.events():
+        async for record in supervisor.events():
+            event = record.event
             if isinstance(event, Transition):
                 steps.append(f"{event.group}/{event.replica} {event.event.value} {event.generation}")
 
@@ -96,7 +97,7 @@ async def test_scale_restart_and_drain(tmp_path: Path) -> None:
         assert 'replicas_group_replicas{group="a",state="ready"} 2.0' in metrics
         assert 'replicas_start_duration_seconds_count{group="a"} 5.0' in metrics
 
-        for bad in ("a/7", "a", "c/0"):
+        for bad in ("a/7", "a/x", "c/0"):
             with pytest.raises(errors.UsageError, match=f'no (replica|group) "{bad.partition("/")[0]}'):
                 await supervisor.restart(bad)
         await supervisor.drain()

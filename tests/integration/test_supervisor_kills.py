@@ -14,7 +14,7 @@ from replicas.supervisor.processes import descendants, marked, signal_descendant
 from tests.support.programs import DAEMONIZES, SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
 
-RESTART = 'restart = { initial_delay = "100ms" }'
+RESTART = 'restart = { initial_delay = "100ms", no_progress_cycles = 0 }'
 
 
 def kill(pid: int) -> None:

@@ -18,9 +18,14 @@ dist.destroy_process_group()
 
 FAILS = """
 import os, time, sys
-if os.environ["RANK"] == "1":
-    raise RuntimeError("rank one is unwell")
-time.sleep(600)
+from torch.distributed.elastic.multiprocessing.errors import record
+@record
+def main():
+    if os.environ["RANK"] == "1":
+        print("so it goes")
+        raise RuntimeError("rank one is unwell")
+    time.sleep(600)
+main()
 """
 
 
@@ -44,7 +49,11 @@ def test_the_rank_that_failed_first_is_named_and_the_others_are_ended(tmp_path: 
         "a/0: failed: rank 1 exited with code 1: RuntimeError: rank one is unwell; restart policy is never" in one
         for one in run.lines
     ), run.lines
-    names = sorted(path.name for path in (run.state_dir / "logs/a/0/gen-1").iterdir())
+    # its log, and the error that torchelastic has too, but once
+    told = [one for one in run.lines if one.startswith("    | ")]
+    assert told[-1] == "    | RuntimeError: rank one is unwell"
+    assert (told.count(told[-1]), told.count("    | so it goes")) == (1, 1)
+    names = sorted(path.name for path in (run.state_dir / "logs/a/0/gen-1").iterdir() if path.suffix != ".times")
     assert names == [
         *("exit-0.json", "exit-1.json", "rank-0.log", "rank-1.log"),
         *("shim-0.log", "shim-1.log", "torchrun-0.log", "torchrun-1.log"),

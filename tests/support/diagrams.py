@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from replicas.core.lifecycle import REPLICA
 from replicas.core.membership import diagrams
 
 __all__ = ["PAGE", "with_tables"]
@@ -16,7 +17,8 @@ def with_tables(page: str) -> str:
     """The page with the tables of today."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}{diagrams()}{END}{after}"
+    replica = f"A replica:\n\n```mermaid\n{REPLICA.diagram()}\n```"
+    return f"{before}{BEGIN}{replica}\n\n{diagrams()}{END}{after}"
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import queue
 import secrets
@@ -135,6 +136,14 @@ class Run:
             self.lines.append(line)
             if text in line:
                 return line
+
+    def said(self) -> list[str]:
+        """All lines of its stderr so far, also those that nobody has waited for."""
+        with contextlib.suppress(queue.Empty):
+            while (line := self._queue.get_nowait()) is not None:
+                self.lines.append(line)
+            self._queue.put(None)
+        return self.lines
 
     def wait(self, *, timeout_s: float = 30.0) -> int:
         """Its exit code."""

@@ -36,20 +36,20 @@ def test_one_seed_gives_the_same_delays() -> None:
 def test_a_spent_budget_refuses_until_the_window_has_passed() -> None:
     budget = RestartBudget(RestartConfig(max_restarts=2, window_s=10.0), rng=random.Random(0))
     assert budget.remaining_ratio(0.0) == 1.0
-    assert budget.take("a", now=0.0) is not None
+    assert budget.take(0, now=0.0) is not None
     assert budget.remaining_ratio(0.0) == 0.5
-    assert budget.take("b", now=5.0) is not None
-    assert budget.take("a", now=9.0) is None
+    assert budget.take(1, now=5.0) is not None
+    assert budget.take(0, now=9.0) is None
     assert budget.remaining(9.0) == 0
-    assert budget.take("a", now=10.0) is not None
-    assert budget.take("a", now=14.0) is None
+    assert budget.take(0, now=10.0) is not None
+    assert budget.take(0, now=14.0) is None
 
 
 def test_the_budget_is_the_groups_but_the_delay_the_replicas() -> None:
     budget = RestartBudget(RestartConfig(max_restarts=5), rng=random.Random(0))
     for _ in range(3):
-        budget.take("a", now=0.0)
-    first = budget.take("b", now=0.0)
+        budget.take(0, now=0.0)
+    first = budget.take(1, now=0.0)
     assert first is not None
     assert 1.0 <= first <= 2.0
     assert budget.remaining(0.0) == 1
@@ -58,8 +58,8 @@ def test_the_budget_is_the_groups_but_the_delay_the_replicas() -> None:
 def test_a_replica_that_ran_well_for_a_window_starts_over() -> None:
     budget = RestartBudget(RestartConfig(window_s=10.0), rng=random.Random(0))
     for now in (0.0, 1.0, 2.0):
-        budget.take("a", now=now)
-    late = budget.take("a", now=100.0)
+        budget.take(0, now=now)
+    late = budget.take(0, now=100.0)
     assert late is not None
     assert late <= 2.0
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.server
 import json
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from replicas.control import cli, client, render
+from replicas.control import cli, client, find, render
 from replicas.errors import Disconnected
 from replicas.status import ChannelStatus, GroupStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
 
@@ -119,7 +120,7 @@ def supervisor() -> Iterator[tuple[type[Handler], str]]:
 def write_endpoint(folder: Path, endpoint: str, run: str = "grpo") -> None:
     state = folder / ".replicas" / run
     state.mkdir(parents=True)
-    (state / client.ENDPOINT_FILE).write_text(json.dumps({"endpoint": endpoint, "pid": 4242, "run": run}))
+    (state / find.ENDPOINT_FILE).write_text(json.dumps({"endpoint": endpoint, "pid": 4242, "run": run}))
 
 
 def test_check_prints_the_plan(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -127,7 +128,7 @@ def test_check_prints_the_plan(folder: Path, capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert "2 groups, 3 replicas, 4 ranks" in out
     assert "trainer finished" in out
-    assert "on-failure, 5 in 10m" in out
+    assert "on-failure 5/10m" in out
     assert max(len(line) for line in out.splitlines() if str(folder) not in line) <= 80
 
 
@@ -226,6 +227,34 @@ def test_status_of_no_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> N
     )
 
 
+def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        (folder / ".replicas" / name).mkdir(parents=True)
+        (folder / ".replicas" / name / "lock").touch()
+    assert cli.main(["status"]) == 69
+    assert "none of the runs here is running: a, b (start one with" in capsys.readouterr().err
+    for name, pid in (("a", os.getpid()), ("b", 2**22 + 1)):
+        endpoint = {"endpoint": "127.0.0.1:1", "pid": pid, "run": name}
+        (folder / ".replicas" / name / find.ENDPOINT_FILE).write_text(json.dumps(endpoint))
+    assert find.find_endpoint(None, folder=folder).run == "a"
+    assert find.find_state_dir(None, folder=folder).name == "a"
+
+
+@pytest.mark.parametrize(
+    ("pid", "hint"),
+    [
+        (os.getpid(), f"its supervisor, process {os.getpid()}, is there, and busy"),
+        (2**22 + 1, "process 4194305, is dead"),
+    ],
+)
+def test_nobody_answers_and_why(folder: Path, capsys: pytest.CaptureFixture[str], pid: int, hint: str) -> None:
+    write_endpoint(folder, "127.0.0.1:1")
+    path = folder / ".replicas" / "grpo" / find.ENDPOINT_FILE
+    path.write_text(path.read_text().replace("4242", str(pid)))
+    assert cli.main(["restart", "rollout/1"]) == 69
+    assert hint in capsys.readouterr().err
+
+
 def test_status_when_the_port_belongs_to_another_run_now(
     folder: Path, capsys: pytest.CaptureFixture[str], supervisor: tuple[type[Handler], str]
 ) -> None:
@@ -257,9 +286,9 @@ def test_an_answer_of_something_else(
 def test_nobody_answers_and_a_damaged_endpoint_file(folder: Path) -> None:
     with pytest.raises(Disconnected, match=r"nobody answers at 127\.0\.0\.1:1: "):
         client.fetch_status("127.0.0.1:1")
-    (folder / client.ENDPOINT_FILE).write_text("{")
+    (folder / find.ENDPOINT_FILE).write_text("{")
     with pytest.raises(Disconnected, match="cannot be read"):
-        client.read_endpoint(folder)
+        find.read_endpoint(folder)
 
 
 @pytest.mark.parametrize(

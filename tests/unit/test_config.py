@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.config import ControlConfig, Party, RestartConfig
+from replicas.config import ControlConfig, Dependency, LogsConfig, Party, ResourcesConfig, RestartConfig
 from replicas.config_file import channel_from, load, parse
 from replicas.errors import BadConfig
 
@@ -183,6 +183,38 @@ def test_an_unknown_key_near_to_none_lists_the_known_ones(folder: Path) -> None:
             {"depends_on": ["trainer"]},
             "groups.trainer.depends_on: groups wait for each other in a circle: trainer -> trainer",
         ),
+        (
+            {"depends_on": ["trainer:redy"]},
+            'groups.trainer.depends_on: expected "trainer:ready" or "trainer:finished", got "trainer:redy"',
+        ),
+        (
+            {"resources": {"memory": "8 gigs"}},
+            'groups.trainer.resources.memory: expected a size such as "64MiB" or "8GiB", got "8 gigs"',
+        ),
+        (
+            {"resources": {"memory": "1kB"}},
+            'groups.trainer.resources.memory: expected a size of at least 1048576 bytes, got "1kB"',
+        ),
+        ({"resources": {"gpu": 1}}, 'groups.trainer.resources.gpu: unknown key; did you mean "gpus"?'),
+        (
+            {"resources": {"gpus": -1}},
+            "groups.trainer.resources.gpus: expected a whole number of at least 0, got -1",
+        ),
+        (
+            {"resources": {"gpus": 1}, "env": {"CUDA_VISIBLE_DEVICES": "3"}},
+            "groups.trainer.resources.gpus: sets CUDA_VISIBLE_DEVICES, which env (or env_file) sets too; "
+            "remove one of them",
+        ),
+        (
+            {"resources": {"cpu_threads": 2}, "env": {"OMP_NUM_THREADS": "3"}},
+            "groups.trainer.resources.cpu_threads: sets OMP_NUM_THREADS, which env (or env_file) sets too; "
+            "remove one of them",
+        ),
+        ({"max_unavailable": 0}, "groups.trainer.max_unavailable: expected a whole number of at least 1, got 0"),
+        (
+            {"restart": {"strategy": "all"}},
+            'groups.trainer.restart.strategy: expected "replica" or "group", got "all"',
+        ),
     ],
 )
 def test_a_bad_group(folder: Path, keys: dict[str, Any], problem: str) -> None:
@@ -301,6 +333,35 @@ def test_a_bad_channel(folder: Path, keys: dict[str, Any], problem: str) -> None
             },
             'run.stop_when: group "a" has restart policy "always", so it never finishes',
         ),
+        (
+            {
+                "groups": {
+                    "a": {"command": ["train.py"], "restart": {"policy": "always"}},
+                    "b": {"command": ["train.py"], "depends_on": ["a:finished"]},
+                },
+            },
+            'groups.b.depends_on: group "a" has restart policy "always", so it never finishes',
+        ),
+        (
+            {
+                "groups": {
+                    "a": {"command": ["train.py"], "resources": {"gpus": 1}},
+                    "b": {"command": ["train.py"], "env": {"CUDA_VISIBLE_DEVICES": "0"}},
+                },
+            },
+            'groups.b.env: sets CUDA_VISIBLE_DEVICES while group "a" asks for resources.gpus; let both ask, '
+            "so that no GPU is given out twice",
+        ),
+        (
+            {"control": {"socket": "/" + "x" * 107}},
+            f"control.socket: /{'x' * 107} is longer than the 107 bytes of a socket's path",
+        ),
+        ({"logs": {"tee": True}}, 'logs.tee: expected "auto", "always" or "never", got true'),
+        ({"logs": {"max_size": 100}}, "logs.max_size: expected a size of at least 4096 bytes, got 100"),
+        (
+            {"run": {"name": "x", "events_max_size": "1 MB/s"}},
+            'run.events_max_size: expected a size such as "64MiB" or "8GiB", got "1 MB/s"',
+        ),
     ],
 )
 def test_a_bad_table(folder: Path, changes: dict[str, Any], problem: str) -> None:
@@ -331,6 +392,63 @@ def test_groups_that_wait_for_each_other(folder: Path) -> None:
 def test_durations(folder: Path, text: object, seconds: float) -> None:
     config = parse(a_config(groups={"a": {"command": ["train.py"], "stop_timeout": text}}), base=folder)
     assert config.groups["a"].stop_timeout_s == seconds
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("8GiB", 8 << 30), ("1.5 MiB", 3 << 19), ("10MB", 10**7), ("2000kB", 2 * 10**6), (1 << 20, 1 << 20)],
+)
+def test_sizes(folder: Path, text: object, nbytes: int) -> None:
+    config = parse(a_config(groups={"a": {"command": ["train.py"], "resources": {"memory": text}}}), base=folder)
+    assert config.groups["a"].resources.memory_nbytes == nbytes
+
+
+def test_what_operators_set(folder: Path) -> None:
+    (folder / "x.env").write_text("A=from the file\nB=2\n")
+    group = {
+        "command": ["train.py"],
+        "depends_on": ["trainer", "other:finished"],
+        "env": {"A": "from the config"},
+        "env_file": "x.env",
+        "drain_timeout": 0,
+        "max_unavailable": 2,
+        "restart": {"strategy": "group", "no_progress_cycles": 0},
+        "resources": {"gpus": 2, "cpu_threads": 4, "max_processes": 512},
+    }
+    mapping = a_config(
+        groups={"trainer": {"command": ["train.py"]}, "other": {"command": ["train.py"]}, "a": group},
+        logs={"max_size": "1MiB", "keep": 0, "tee": "always"},
+        control={"socket": "c.sock"},
+        run={"name": "x", "events_max_size": "2MiB"},
+    )
+    config = parse(mapping, base=folder)
+    found = config.groups["a"]
+    assert found.depends_on == (Dependency("trainer", "ready"), Dependency("other", "finished"))
+    assert [str(one) for one in found.depends_on] == ["trainer", "other:finished"]
+    assert (found.env, found.env_file) == ({"A": "from the config", "B": "2"}, folder / "x.env")
+    assert (found.drain_timeout_s, found.max_unavailable) == (0.0, 2)
+    assert (found.restart.strategy, found.restart.no_progress_cycles) == ("group", 0)
+    assert found.resources == ResourcesConfig(gpus=2, cpu_threads=4, max_processes=512)
+    assert config.logs == LogsConfig(max_nbytes=1 << 20, keep=0, tee="always")
+    assert config.control == ControlConfig(socket=folder / "c.sock")
+    assert config.run.events_max_nbytes == 2 << 20
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (None, "cannot be read: No such file or directory"),
+        (b"A=\xff", "is not UTF-8 text: invalid start byte at byte 2"),
+        (b"A=1\nsecret", ", line 2: expected NAME=value"),
+        (b"REPLICAS_RUN=1", ": REPLICAS_RUN is set for each rank by the supervisor; remove it"),
+    ],
+)
+def test_a_bad_environment_file(folder: Path, content: bytes | None, problem: str) -> None:
+    if content is not None:
+        (folder / "x.env").write_bytes(content)
+    (found,) = group_problems(folder, env_file="x.env")
+    assert found.startswith(f'groups.trainer.env_file: "{folder}/x.env"')
+    assert found.endswith(problem)
 
 
 @pytest.mark.parametrize(
@@ -401,6 +519,18 @@ KEYS = st.sampled_from(
             "port",
         ),
         *("command", "replicas", "launcher", "depends_on", "restart", "health", "env", "cwd", "window", "state_dir"),
+        *(
+            "logs",
+            "tee",
+            "max_size",
+            "socket",
+            "resources",
+            "gpus",
+            "memory",
+            "env_file",
+            "max_unavailable",
+            "a:finished",
+        ),
         *("sources", "targets", "peers", "ranks", "group", "deadline", "min_targets", "a", "b/c", "", "x" * 5000),
     ]
 )

@@ -9,6 +9,7 @@ import msgspec
 import pytest
 from starlette.applications import Starlette
 
+from replicas import errors
 from replicas.control.app import control_routes
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus, StoreStatus
 
@@ -104,6 +105,18 @@ async def test_metrics_have_prometheus_content_type() -> None:
     response = await ask(Fake(), "/metrics")
     assert response.headers["content-type"] == "text/plain; version=0.0.4; charset=utf-8"
     assert response.content == Fake().metrics_text()
+
+
+@pytest.mark.parametrize("path", ["/", "/livez", "/readyz", "/metrics", "/status"])
+async def test_pages_of_a_supervisor_that_starts(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def not_yet(*_: object) -> None:
+        raise errors.UsageError("the supervisor is not running")
+
+    for name in ("status", "metrics_text", "live"):
+        monkeypatch.setattr(Fake, name, not_yet)
+    response = await ask(Fake(), path)
+    assert response.status_code == 503
+    assert "the supervisor is not running" in response.text
 
 
 async def test_the_index_lists_the_pages() -> None:

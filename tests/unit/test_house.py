@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -89,6 +90,13 @@ def test_only_some_import_torch_and_prometheus_and_nobody_pickle() -> None:
         if "prometheus_client" in heads:
             assert name == "metrics.py", name
         assert not {"pickle", "marshal", "shelve", "dill", "cloudpickle"} & heads, name
+
+
+def test_nobody_signals_by_pid() -> None:
+    """A pid may be somebody else's by then: signals go through pidfds, or to a child that was not yet waited for."""
+    for path in modules():
+        found = re.search(r"\bos\.(kill|killpg|system|popen)\(|from os import", path.read_text())
+        assert found is None, f"{path}: {found}"
 
 
 def test_every_module_says_what_it_is_and_what_it_exports() -> None:

@@ -8,16 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.core.lifecycle import (
-    ALIVE,
-    SETTLED,
-    Event,
-    InvalidTransition,
-    Lifecycle,
-    after_exit,
-    allows,
-    next_state,
-)
+from replicas.core.lifecycle import ALIVE, REPLICA, SETTLED, Event, Lifecycle, after_exit
+from replicas.core.tables import InvalidStep
 from replicas.status import ReplicaState
 
 STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
@@ -73,43 +65,40 @@ def test_a_settled_replica_can_be_asked_back() -> None:
 
 def test_an_impossible_event_raises_and_changes_nothing() -> None:
     life = Lifecycle("rollout", 0, now=0.0)
-    with pytest.raises(InvalidTransition) as caught:
+    with pytest.raises(InvalidStep) as caught:
         life.apply(Event.READY, now=1.0)
     assert caught.value.message == "a replica that is pending cannot take ready; possible: start, stop, restart"
     assert (life.state, life.since) == ("pending", 0.0)
 
 
 @pytest.mark.parametrize(
-    ("ok", "stopping", "policy", "granted", "requested", "event"),
+    ("ok", "policy", "granted", "requested", "event"),
     [
-        (True, False, "on-failure", False, False, Event.FINISHED),
-        (False, False, "on-failure", True, False, Event.RETRY),
-        (False, False, "on-failure", False, False, Event.GIVE_UP),
-        (True, False, "always", True, False, Event.RETRY),
-        (True, False, "always", False, False, Event.GIVE_UP),
-        (False, False, "never", False, False, Event.GIVE_UP),
-        (True, False, "never", False, False, Event.FINISHED),
-        (False, True, "always", True, False, Event.STOPPED),
-        (False, False, "never", False, True, Event.RETRY),
+        (True, "on-failure", False, False, Event.FINISHED),
+        (False, "on-failure", True, False, Event.RETRY),
+        (False, "on-failure", False, False, Event.GIVE_UP),
+        (True, "always", True, False, Event.RETRY),
+        (True, "always", False, False, Event.GIVE_UP),
+        (False, "never", False, False, Event.GIVE_UP),
+        (True, "never", False, False, Event.FINISHED),
+        (False, "never", False, True, Event.RETRY),
     ],
 )
-def test_what_an_exit_leads_to(
-    ok: bool, stopping: bool, policy: str, granted: bool, requested: bool, event: Event
-) -> None:
-    found = after_exit(ok=ok, stopping=stopping, policy=policy, granted=granted, requested=requested)  # type: ignore[arg-type]  # pytest's parameters are plain strings
+def test_what_an_exit_leads_to(ok: bool, policy: str, granted: bool, requested: bool, event: Event) -> None:
+    found = after_exit(ok=ok, policy=policy, granted=granted, requested=requested)  # type: ignore[arg-type]  # pytest's parameters are plain strings
     assert found is event
 
 
 def test_processes_that_end_lead_out_of_every_living_state() -> None:
     for state in ALIVE:
-        assert allows(state, Event.RETRY)
-        assert allows(state, Event.GIVE_UP)
-        assert allows(state, Event.STOP)
+        assert REPLICA.allows(state, Event.RETRY)
+        assert REPLICA.allows(state, Event.GIVE_UP)
+        assert REPLICA.allows(state, Event.STOP)
     for state in STATES:
         for event in GONE - {Event.GIVE_UP}:
-            if allows(state, event):
+            if REPLICA.allows(state, event):
                 assert state in ALIVE
-                assert next_state(state, event) not in ALIVE
+                assert REPLICA.next(state, event) not in ALIVE
 
 
 @settings(max_examples=80, deadline=None)
@@ -118,12 +107,12 @@ def test_no_history_starts_a_generation_while_another_one_lives(events: list[Eve
     life = Lifecycle("rollout", 0, now=0.0)
     for now, event in enumerate(events):
         was_alive, generation = life.alive, life.generation
-        if not allows(life.state, event):
+        if not REPLICA.allows(life.state, event):
             continue
         step = life.apply(event, now=float(now))
         if life.generation != generation:
             assert not was_alive
             assert life.generation == generation + 1
         if step.before in SETTLED:
-            assert event in (Event.RESTART, Event.STOP)
+            assert event in (Event.RESTART, Event.RESET, Event.STOP)
         assert life.state in STATES

@@ -6,8 +6,10 @@ import prometheus_client
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from replicas.core.effects import SyncEnded
+from replicas.core.effects import Retried, SidecarReplaced, SyncEnded
 from replicas.core.lifecycle import Event, Lifecycle
+from replicas.core.tally import Tally
+from replicas.events import ConnectionsRefused, EventsLost, LogLinesDropped, ReloadRefused
 from replicas.metrics import Metrics
 from replicas.status import (
     ChannelStatus,
@@ -39,6 +41,8 @@ CONTRACT = {
     "sync_retries_total",
     "sidecar_replacements_total",
     "refused_total",
+    "events_lost_total",
+    "log_lines_dropped_total",
     "store_up",
     "store_keys",
     "event_loop_lag_seconds",
@@ -49,7 +53,9 @@ BUILD_LABELS = {"version", "python_version", "torch_version"}
 
 
 def a_record(outcome: str = "committed") -> SyncRecord:
-    return SyncRecord(version=7, outcome=outcome, seconds=0.3, nbytes=100, phases={"pack": 0.1, "transfer": 0.2})
+    return SyncRecord(
+        version=7, outcome=outcome, seconds=0.3, nbytes=100, moved_nbytes=200, phases={"pack": 0.1, "transfer": 0.2}
+    )
 
 
 def a_status(*, rollouts: int = 2) -> RunStatus:
@@ -76,9 +82,6 @@ def a_status(*, rollouts: int = 2) -> RunStatus:
         committed_version=7,
         digest="ab",
         members=members,
-        syncs={"committed": 6, "peers_lost": 1},
-        retries={"peers_lost": 2},
-        bytes_total=600,
     )
     return RunStatus(
         run="grpo",
@@ -94,14 +97,12 @@ def a_status(*, rollouts: int = 2) -> RunStatus:
                 launcher="torchrun",
                 world_size=1,
                 replicas=tuple(rollout),
-                restarts={"signal": 1},
                 restart_budget_remaining_ratio=0.8,
             ),
         ),
         channels=(policy,),
         event_loop_lag_s=0.002,
-        sidecar_replacements={"died": 4},
-        refused={"token": 3},
+        refused={"origin": 0, "token": 0},
     )
 
 
@@ -118,15 +119,24 @@ def value(metrics: Metrics, name: str, **labels: str) -> float | None:
     return samples(metrics).get((name, tuple(sorted(labels.items()))))
 
 
+def metrics_of(tally: Tally) -> Metrics:
+    return Metrics(lambda: tally.shown_in(a_status()), lambda: tally)
+
+
 def fed() -> Metrics:
-    metrics = Metrics(a_status)
+    tally = Tally()
     life = Lifecycle("rollout", 0, now=0.0)
     for now, event in enumerate((Event.START, Event.READY, Event.RETRY, Event.BACKOFF_ELAPSED, Event.READY)):
-        metrics.observe(life.apply(event, now=float(now)))
-    metrics.observe(SyncEnded("policy", a_record()))
-    metrics.observe(SyncEnded("policy", a_record("peers_lost")))
-    metrics.observe(object())
-    return metrics
+        tally.count(life.apply(event, now=float(now), restart_reason="signal"))
+    tally.count(SyncEnded("policy", a_record()))
+    tally.count(SyncEnded("policy", a_record("peers_lost")))
+    tally.count(Retried("policy", "lost"))
+    tally.count(SidecarReplaced("policy", "died", 4))
+    tally.count(ConnectionsRefused(reason="token", count=3))
+    tally.count(EventsLost(count=5, reason="full"))
+    tally.count(LogLinesDropped(group="rollout", replica=0, generation=1, count=6))
+    tally.count(ReloadRefused(problems=("no",)))
+    return metrics_of(tally)
 
 
 def test_every_metric_of_the_contract_and_no_other_is_there_with_bounded_labels() -> None:
@@ -159,18 +169,21 @@ def test_every_metric_of_the_contract_and_no_other_is_there_with_bounded_labels(
         ("committed_version", {"channel": "policy"}, 7),
         ("weight_version", {"group": "rollout", "replica": "1", "channel": "policy"}, 5),
         ("version_lag", {"group": "rollout", "replica": "1", "channel": "policy"}, 2),
-        ("sync_total", {"channel": "policy", "outcome": "committed"}, 6),
+        ("sync_total", {"channel": "policy", "outcome": "committed"}, 1),
         ("sync_total", {"channel": "policy", "outcome": "peers_lost"}, 1),
-        ("sync_bytes_total", {"channel": "policy"}, 600),
-        ("sync_retries_total", {"channel": "policy", "reason": "peers_lost"}, 2),
+        ("sync_bytes_total", {"channel": "policy"}, 200),
+        ("sync_retries_total", {"channel": "policy", "reason": "lost"}, 1),
         ("sync_phase_seconds_count", {"channel": "policy", "phase": "transfer"}, 1),
         ("sync_phase_seconds_sum", {"channel": "policy", "phase": "total"}, 0.3),
         ("sidecar_replacements_total", {"reason": "died"}, 4),
         ("refused_total", {"reason": "token"}, 3),
+        ("refused_total", {"reason": "origin"}, 0),
+        ("events_lost_total", {}, 5),
+        ("log_lines_dropped_total", {"group": "rollout"}, 6),
         ("store_up", {}, 1),
         ("store_keys", {}, 11),
         ("event_loop_lag_seconds", {}, 0.002),
-        ("config_last_reload_successful", {}, 1),
+        ("config_last_reload_successful", {}, 0),
     ],
 )
 def test_a_value(name: str, labels: dict[str, str], expected: float | None) -> None:
@@ -186,7 +199,7 @@ def test_the_series_of_a_removed_replica_are_gone() -> None:
 
 
 def test_two_runs_in_one_process_share_nothing_with_each_other_or_the_global_registry() -> None:
-    first, second = fed(), Metrics(a_status)
+    first, second = fed(), metrics_of(Tally())
     assert value(first, "sync_phase_seconds_count", channel="policy", phase="pack") == 1
     assert value(second, "sync_phase_seconds_count", channel="policy", phase="pack") is None
     assert "replicas_" not in prometheus_client.generate_latest().decode()

@@ -10,6 +10,7 @@ import pytest
 from replicas.control import cli
 from replicas.metrics import Metrics
 from replicas.status import ChannelStatus, GroupStatus, RunStatus, StoreStatus
+from replicas.supervisor import __main__
 
 SERVICE = Path(__file__).parents[2] / "services" / "supervisor"
 
@@ -50,6 +51,11 @@ def test_the_unit_runs_a_command_that_exists() -> None:
     command = re.search(r"^ExecStart=\S+/replicas (\w+) ", unit, re.MULTILINE)
     assert command is not None
     assert command[1] in {info.name or getattr(info.callback, "__name__", "") for info in cli.app.registered_commands}
+    assert re.search(r"^Type=notify-reload$", unit, re.MULTILINE)
+    assert re.search(r"^WatchdogSec=\d+$", unit, re.MULTILINE)
+    forced = re.search(r"^RestartForceExitStatus=(\d+)$", unit, re.MULTILINE)
+    assert forced is not None
+    assert int(forced[1]) == __main__.PREEMPTED
     prevented = re.search(r"^RestartPreventExitStatus=(.*)$", unit, re.MULTILINE)
     assert prevented is not None
     assert [int(code) for code in prevented[1].split()] == [cli.FAILED, cli.USAGE, cli.SUPERVISED, cli.BAD_CONFIG]

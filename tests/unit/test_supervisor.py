@@ -1,32 +1,25 @@
-"""The supervisor's pure parts, and a replica's life on fake shims."""
+"""The supervisor's pure parts, and its folder."""
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import signal
 import socket
 import sys
-import time
-from collections.abc import AsyncIterator, Callable, Mapping
-from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
 from replicas import errors
-from replicas.config import GroupConfig, HealthConfig, RestartConfig
-from replicas.coordinator import Readiness
-from replicas.core.budget import RestartBudget
+from replicas.config import Dependency, GroupConfig
 from replicas.core.lifecycle import Event, Transition
+from replicas.core.ordering import start_levels
 from replicas.supervisor import orders
 from replicas.supervisor.causes import Cause, verdict
-from replicas.supervisor.commands import resolve_command, tail
-from replicas.supervisor.group import start_levels
+from replicas.supervisor.commands import resolve_command
 from replicas.supervisor.node import rank_environment
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
-from replicas.supervisor.replica import Replica
 from replicas.supervisor.state import AlreadySupervised, StateDir
 from replicas.supervisor.words import line
 
@@ -77,23 +70,17 @@ def test_commands_of_python_run_in_this_interpreter() -> None:
     assert resolve_command(["vllm", "serve"]) == ["vllm", "serve"]
 
 
-def test_tail_is_the_last_line_with_something_in_it(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    assert tail(log) == ""
-    log.write_text("x" * 5000 + "\nTraceback\n  ValueError: boom  \n\n \n")
-    assert tail(log) == "ValueError: boom"
-
-
 # ---------------------------------------------------------------- config, environment, words, state
 
 
 def test_groups_start_after_those_they_depend_on(tmp_path: Path) -> None:
     groups = {
-        name: config(tmp_path, name=name, depends_on=deps) for name, deps in {"c": ("b",), "a": (), "b": ("a",)}.items()
+        name: config(tmp_path, name=name, depends_on=tuple(map(Dependency, on)))
+        for name, on in {"c": ("b",), "a": (), "b": ("a",)}.items()
     }
     assert start_levels(groups) == [["a"], ["b"], ["c"]]
     with pytest.raises(errors.UsageError, match="cycle"):
-        start_levels({"a": config(tmp_path, depends_on=("a",))})
+        start_levels({"a": config(tmp_path, depends_on=(Dependency("a"),))})
 
 
 def test_a_rank_gets_its_own_identity_and_no_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,269 +125,3 @@ def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(errors.UsageError, match=r"cannot use the state folder .*file/run: Not a directory"):
         StateDir(tmp_path / "file" / "run", "r").acquire()
-
-
-# ---------------------------------------------------------------- a replica on fake shims
-
-
-class FakeShim:
-    """A shim that does what the test says."""
-
-    def __init__(self, spec: NodeSpec, changed: Callable[[], None], lock: int) -> None:
-        self.spec = spec
-        self.main_pid: int | None = None
-        self.rendezvous: tuple[str, int] | None = None
-        self.report: ExitReport | None = None
-        self.gone = asyncio.Event()
-        self.swept = True
-        self.told: list[object] = []
-        self.silence_s = 0.0
-        self._changed = changed
-
-    def started(self) -> None:
-        self.main_pid = 100 + self.spec.node
-        self._changed()
-
-    def ended(self, report: ExitReport, *, gone: bool = True) -> None:
-        self.report = report
-        if gone:
-            self.gone.set()
-        self._changed()
-
-    def meet(self, host: str, port: int) -> None:
-        self.told.append((host, port))
-
-    def stop(self, timeout_s: float) -> None:
-        self.told.append(timeout_s)
-
-    def kill(self) -> None:
-        self.told.append("kill")
-
-    def silent_s(self, now: float) -> float:
-        return self.silence_s
-
-    def abandon(self) -> None:
-        self.told.append("abandon")
-
-
-class FakeWorld:
-    """Supervisor and coordinator in one."""
-
-    run = "test"
-
-    def __init__(self, folder: Path, *, on_channel: bool) -> None:
-        self.state = StateDir(folder / "state", "test")
-        self.view = Readiness(False, "nobody joined")
-        self.shims: list[FakeShim] = []
-        self.ended: list[tuple[str, int, int, str]] = []
-        self.failed = asyncio.Event()
-        self.open = True
-        self._channel = on_channel
-
-    @property
-    def overseer(self) -> FakeWorld:
-        return self
-
-    def readiness(self, group: str, replica: int, generation: int) -> Readiness:
-        return self.view
-
-    def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
-        self.ended.append((group, replica, generation, reason))
-
-    def environment(self) -> Mapping[str, str]:
-        return {}
-
-    def size(self, group: str) -> int:
-        return 1
-
-    def may_start(self, group: str) -> bool:
-        return self.open
-
-    def on_channel(self, group: str) -> bool:
-        return self._channel
-
-    def moved(self, transition: Transition, words: str) -> None:
-        if transition.after == "failed":
-            self.failed.set()
-
-    def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int) -> FakeShim:
-        self.shims.append(FakeShim(spec, changed, lock))
-        return self.shims[-1]
-
-
-@asynccontextmanager
-async def living(
-    tmp_path: Path, *, on_channel: bool = False, **changes: object
-) -> AsyncIterator[tuple[Replica, FakeWorld]]:
-    world = FakeWorld(tmp_path, on_channel=on_channel)
-    world.state.acquire()
-    group = config(tmp_path, restart=RestartConfig(max_restarts=1, initial_delay_s=0.0), **changes)
-    replica = Replica(group, 0, world, RestartBudget(group.restart), start_shim=world.start)
-    task = asyncio.create_task(replica.run())
-    try:
-        await settle()
-        yield replica, world
-        replica.stop()
-        for shim in world.shims:
-            shim.ended(shim.report or ExitReport("stopped"))
-        await asyncio.wait_for(task, 30)
-    finally:
-        task.cancel()
-        world.state.release()
-
-
-def state(replica: Replica) -> str:
-    return replica.life.state
-
-
-async def settle() -> None:
-    """Let every task that can run do so."""
-    for _ in range(20):
-        await asyncio.sleep(0)
-
-
-@pytest.mark.anyio
-async def test_two_nodes_are_introduced_and_ready_when_both_have_started(tmp_path: Path) -> None:
-    async with living(tmp_path, nnodes=2) as (replica, world):
-        zero, one = world.shims
-        zero.started()
-        zero.rendezvous = ("127.0.0.1", 5)
-        await settle()
-        assert one.told == [("127.0.0.1", 5)]
-        replica.check(time.monotonic())
-        assert state(replica) == "starting"
-        one.started()
-        replica.check(time.monotonic())
-        assert state(replica) == "ready"
-        assert replica.status(time.monotonic()).pid == 100
-
-
-@pytest.mark.anyio
-async def test_a_new_generation_starts_only_when_the_old_one_is_gone(tmp_path: Path) -> None:
-    async with living(tmp_path, nnodes=2) as (replica, world):
-        zero, one = world.shims
-        zero.ended(ExitReport("failed", ranks=(RankExit(0, 3),)))
-        await settle()
-        assert one.told == [10.0]
-        assert world.ended == []
-        one.ended(ExitReport("stopped"), gone=False)
-        await settle()
-        assert world.ended == [("a", 0, 1, "rank 0 exited with code 3")]
-        assert len(world.shims) == 2
-        one.ended(ExitReport("stopped"))
-        await settle()
-        assert len(world.shims) == 4
-        assert replica.life.restarts == {"exit": 1}
-        for shim in world.shims[2:]:
-            shim.ended(ExitReport("lost", text="gone"))
-        await settle()
-        assert state(replica) == "failed"
-        assert replica.life.reason == "gone; no restart is left of 1 in 600 s"
-
-
-HEALTH = HealthConfig(start_timeout_s=10, heartbeat_timeout_s=20, progress_timeout_s=30, load_deadline_s=40)
-SICK = {
-    "start_timeout": (False, Readiness(False, "rank 0 has not joined"), 11),
-    "heartbeat_timeout": (True, Readiness(True, heartbeat_age_s=21), 0),
-    "progress_timeout": (True, Readiness(True, heartbeat_age_s=1, progressed_s=31), 0),
-    "load_timeout": (True, Readiness(False, "half", heartbeat_age_s=1, partial=True), 0),
-}
-
-
-@pytest.mark.anyio
-@pytest.mark.parametrize("reason", SICK)
-async def test_a_sick_replica_is_replaced(tmp_path: Path, reason: str) -> None:
-    first_ready, view, later = SICK[reason]
-    async with living(tmp_path, on_channel=True, health=HEALTH) as (replica, world):
-        now = time.monotonic()
-        world.view = Readiness(first_ready, "wait")
-        replica.check(now)
-        world.view = view
-        replica.check(now)
-        replica.check(now + later)
-        assert state(replica) == "draining"
-        assert world.shims[0].told == [10.0]
-        world.shims[0].ended(OK)  # it ends well when asked to, which does not make it well
-        await settle()
-        assert replica.life.restarts == {reason: 1}
-        assert replica.life.generation == 2
-
-
-@pytest.mark.anyio
-async def test_a_replica_that_does_not_load_in_time_is_replaced_unless_it_left(tmp_path: Path) -> None:
-    async with living(tmp_path, on_channel=True, health=HEALTH) as (replica, world):
-        now = time.monotonic()
-        for left in (True, False):
-            world.view = Readiness(True)
-            replica.check(now)
-            world.view = Readiness(False, "has version 1")
-            replica.check(now)
-            if left:
-                replica.member_lost(0, "left")
-            assert state(replica) == "starting"
-            replica.check(now + 41)
-            assert state(replica) == ("starting" if left else "draining")
-
-
-@pytest.mark.anyio
-async def test_a_frozen_member_ends_its_replica(tmp_path: Path) -> None:
-    async with living(tmp_path, on_channel=True) as (replica, _):
-        replica.member_lost(1, "exited")
-        assert state(replica) == "starting"
-        replica.member_lost(1, "lease")
-        assert state(replica) == "draining"
-        assert replica.life.reason == "rank 1 sent no heartbeat for 30 s"
-
-
-@pytest.mark.anyio
-async def test_a_shim_that_does_not_answer_is_killed_and_its_replica_replaced(tmp_path: Path) -> None:
-    async with living(tmp_path, nnodes=2) as (replica, world):
-        zero, one = world.shims
-        one.silence_s = 29.0
-        replica.check(time.monotonic())
-        assert state(replica) == "starting"
-        one.silence_s = 31.0
-        replica.check(time.monotonic())
-        assert state(replica) == "draining"
-        assert (zero.told, one.told) == ([10.0], [10.0, "kill"])
-        for shim in (zero, one):
-            shim.ended(ExitReport("lost", text="the shim was killed"))
-        await settle()
-        assert replica.life.restarts == {"lost": 1}
-        assert replica.last_exit == ""
-        assert replica.life.reason == "the shim of node 1 did not answer for 30 s"
-
-
-@pytest.mark.anyio
-async def test_a_shim_that_does_not_end_is_killed_and_then_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("replicas.supervisor.replica.STUCK_S", 0.05)
-    async with living(tmp_path, stop_timeout_s=0.0) as (replica, world):
-        world.shims[0].started()
-        replica.restart()
-        await asyncio.wait_for(world.failed.wait(), 30)
-        assert world.shims[0].told == [0.0, "kill", "abandon"]
-        assert replica.life.reason == "processes of it survive SIGKILL"
-
-
-@pytest.mark.anyio
-async def test_requests_in_each_state(tmp_path: Path) -> None:
-    async with living(tmp_path) as (replica, world):
-        world.shims[0].started()
-        replica.restart()
-        assert state(replica) == "draining"
-        world.shims[0].ended(ExitReport("stopped"))
-        await settle()
-        assert (replica.life.generation, replica.life.restarts) == (2, {"requested": 1})
-        world.shims[1].ended(OK)
-        await settle()
-        assert state(replica) == "finished"
-        world.open = False
-        replica.restart()
-        await settle()
-        assert state(replica) == "pending"
-        replica.stop()
-        assert state(replica) == "finished"
-        with pytest.raises(errors.UsageError, match="replica a/0 is being stopped"):
-            replica.restart()

@@ -1,0 +1,42 @@
+"""Who may give orders: the user of the supervisor on its Unix socket, and whoever shows the run's token over TCP."""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import Callable
+from typing import Protocol
+
+from starlette.requests import Request
+
+__all__ = ["Access", "ByToken", "everyone"]
+
+
+class Access(Protocol):
+    def __call__(self, request: Request, /) -> str:
+        """Why this request may not do more than read the pages; empty when it may."""
+
+
+def everyone(_: Request) -> str:
+    """For a transport that lets nobody else through, as the Unix socket."""
+    return ""
+
+
+class ByToken:
+    """``Authorization: Bearer TOKEN``.
+
+    :param token: asked at each request, as the token may not be known yet.
+    :param refused: called with ``"token"`` for each wrong one.
+    """
+
+    def __init__(self, token: Callable[[], str], refused: Callable[[str], None]) -> None:
+        self._token = token
+        self._refused = refused
+
+    def __call__(self, request: Request) -> str:
+        given = request.headers.get("authorization")
+        if given is None:
+            return "this needs the run's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
+        if hmac.compare_digest(given.encode(), f"Bearer {self._token()}".encode()):
+            return ""
+        self._refused("token")
+        return "wrong token"

@@ -1,0 +1,177 @@
+"""What all commands share: the app, exit codes, options, and how answers and errors are shown."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import typer
+from rich.console import Console
+
+from replicas.control.find import Place
+from replicas.errors import BadConfig, Disconnected, ReplicasError, SyncError, UsageError, WorldError
+
+__all__ = [
+    "BAD_CONFIG",
+    "BUG",
+    "FAILED",
+    "INTERRUPTED",
+    "SUPERVISED",
+    "UNAVAILABLE",
+    "USAGE",
+    "ConfigArgument",
+    "ConfigOption",
+    "EndpointOption",
+    "GroupArgument",
+    "Json",
+    "OptionalTarget",
+    "TargetArgument",
+    "TokenFileOption",
+    "app",
+    "checked_target",
+    "exit_codes",
+    "json_text",
+    "new_console",
+    "place_of",
+    "show",
+]
+
+FAILED = 1
+USAGE = 2
+SUPERVISED = 3
+UNAVAILABLE = 69
+BUG = 70
+BAD_CONFIG = 78
+INTERRUPTED = 130
+
+app = typer.Typer(
+    name="replicas",
+    help="Keep one set of weights in step across many separate torchrun jobs.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+# ------------------------------------------------------------ completion
+
+
+def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Groups and replicas of the run that the line names so far. Never fails: there is nobody to tell."""
+    try:
+        place = Place(context.params.get("config"), context.params.get("endpoint"))
+        found = _targets(place)
+    except (ReplicasError, OSError):
+        return []
+    return [(name, what) for name, what in found if name.startswith(incomplete)]
+
+
+def _targets(place: Place) -> list[tuple[str, str]]:
+    try:
+        status = place.status(timeout_s=0.5)
+    except Disconnected:
+        groups = place.config.groups.values() if place.config is not None else ()
+        return [(group.name, f"group of {group.replicas}") for group in groups]
+    found = [(group.name, f"group of {len(group.replicas)}") for group in status.groups]
+    return found + [(one.name, one.state) for group in status.groups for one in group.replicas]
+
+
+def _complete_group(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    return [(name, what) for name, what in _complete_target(context, incomplete) if "/" not in name]
+
+
+# ------------------------------------------------------------ options
+
+ConfigArgument = Annotated[
+    Path | None, typer.Argument(metavar="CONFIG", help="The run's TOML file. Default: the run below this folder.")
+]
+ConfigOption = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="CONFIG", help="The run's TOML file. Default: the run below this folder."),
+]
+EndpointOption = Annotated[
+    str | None, typer.Option(metavar="HOST:PORT", help="The run's control port, in place of CONFIG; or unix:PATH.")
+]
+TokenFileOption = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File with the run's token, where --endpoint is a HOST:PORT.")
+]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+TargetArgument = Annotated[
+    str, typer.Argument(metavar="TARGET", help="A group, or GROUP/INDEX.", autocompletion=_complete_target)
+]
+OptionalTarget = Annotated[
+    str | None, typer.Argument(metavar="TARGET", help="A group, or GROUP/INDEX.", autocompletion=_complete_target)
+]
+GroupArgument = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=_complete_group)]
+
+
+def place_of(
+    config: Path | None, other: Path | None = None, endpoint: str | None = None, token_file: Path | None = None
+) -> Place:
+    """The run that a command line names. ``config``, ``other``: as an argument and as an option.
+
+    :raises UsageError: two of them were given.
+    """
+    if config is not None and other is not None:
+        raise UsageError("give CONFIG once")
+    return Place(config if config is not None else other, endpoint, token_file)
+
+
+def checked_target(target: str | None) -> str | None:
+    """``target``, unless it is a config file in the wrong place.
+
+    :raises UsageError: it is.
+    """
+    if target is not None and target.endswith(".toml"):
+        raise UsageError(f'"{target}" is no group or replica', hint=f"name a config with -c {target}")
+    return target
+
+
+# ------------------------------------------------------------ answers
+
+
+def new_console() -> Console:
+    """For tables on stdout."""
+    return Console(highlight=False)
+
+
+def json_text(value: object) -> str:
+    """``value`` as JSON for people and programs."""
+    return msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode()
+
+
+def show(value: Any, draw: Callable[[Console], None], *, as_json: bool) -> None:
+    """An answer to stdout: as JSON, or as ``draw`` does it."""
+    if as_json:
+        print(json_text(value))
+    else:
+        draw(new_console())
+
+
+@contextmanager
+def exit_codes(*, failed: int = UNAVAILABLE) -> Iterator[None]:
+    """Turn this library's errors into one clear message on stderr and the exit code of the contract.
+
+    :param failed: the exit code when the world does not allow it.
+    """
+    try:
+        yield
+    except ReplicasError as error:
+        print(f"replicas: {error}", file=sys.stderr)
+        raise typer.Exit(_exit_code(error, failed)) from error
+    except KeyboardInterrupt:
+        raise typer.Exit(INTERRUPTED) from None
+
+
+def _exit_code(error: ReplicasError, failed: int) -> int:
+    if isinstance(error, BadConfig):
+        return BAD_CONFIG
+    if isinstance(error, UsageError):
+        return USAGE
+    if isinstance(error, Disconnected):
+        return UNAVAILABLE
+    return failed if isinstance(error, WorldError | SyncError) else BUG

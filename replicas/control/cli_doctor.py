@@ -1,0 +1,61 @@
+"""The command ``doctor``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+from rich.text import Text
+
+from replicas import errors
+from replicas.control.cli_base import (
+    FAILED,
+    ConfigArgument,
+    ConfigOption,
+    Json,
+    exit_codes,
+    json_text,
+    new_console,
+    place_of,
+)
+from replicas.control.find import Place
+
+__all__ = ["doctor"]
+
+_MARKS = {"ok": ("+", "green"), "note": ("~", "yellow"), "problem": ("-", "bold red")}
+
+
+def doctor(config: ConfigArgument = None, named: ConfigOption = None, as_json: Json = False) -> None:
+    """Look for what is in the way: leftovers of dead runs, held ports, who is on the GPUs, limits of this machine.
+
+    Changes nothing. Exit code 1 when there is a problem.
+    """
+    from replicas.control.doctor import examine  # it brings the supervisor's own looks at the machine
+
+    with exit_codes():
+        place = place_of(config, named)
+        findings = list(examine(place.config, _state_dir(place)))
+    bad = sum(finding.state == "problem" for finding in findings)
+    if as_json:
+        print(json_text({"problems": bad, "findings": findings}))
+    else:
+        console = new_console()
+        for finding in findings:
+            mark, style = _MARKS[finding.state]
+            console.print(
+                Text.assemble((f"[{mark}] ", style), (f"{finding.about:10}", "bold"), " ".join(finding.text.split())),
+                soft_wrap=True,
+            )
+            if finding.remedy:
+                console.print(Text(f"{'':14}-> {finding.remedy}"), soft_wrap=True)
+        console.print(f"{bad} problem{'s' if bad != 1 else ''}" if bad else "all is well")
+    if bad:
+        raise typer.Exit(FAILED)
+
+
+def _state_dir(place: Place) -> Path | None:
+    """None: there is no run here, and only the machine is looked at."""
+    try:
+        return place.state_dir
+    except errors.Disconnected:
+        return None

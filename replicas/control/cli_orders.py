@@ -1,0 +1,213 @@
+"""Commands that change a running run: ``scale``, ``restart``, ``drain``, ``reset-failed``, ``reload`` - and ``stacks``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from replicas.control.cli_base import (
+    FAILED,
+    ConfigArgument,
+    ConfigOption,
+    EndpointOption,
+    GroupArgument,
+    Json,
+    OptionalTarget,
+    TargetArgument,
+    TokenFileOption,
+    checked_target,
+    exit_codes,
+    json_text,
+    place_of,
+)
+from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, Stacks
+from replicas.control.find import Place
+from replicas.errors import Disconnected
+from replicas.status import RunStatus
+
+__all__ = ["drain", "reload", "reset_failed", "restart", "scale", "stacks"]
+
+_LOOK_AGAIN_S = 0.2
+
+NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as it has begun.")]
+
+
+def scale(
+    group: GroupArgument,
+    replicas: Annotated[int, typer.Argument(metavar="REPLICAS", min=0)],
+    config: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
+    no_wait: NoWait = False,
+    as_json: Json = False,
+) -> None:
+    """Have REPLICAS replicas of GROUP: more are started, the highest ones are drained.
+
+    Holds until it is scaled again, or the config asks for another number than before.
+    """
+    with exit_codes(failed=FAILED):
+        place = place_of(config, None, endpoint, token_file)
+        order = Scale(group=checked_target(group) or "", replicas=replicas)
+        answer = _hand_in(place, order, f"scaling {group}", wait=not no_wait)
+    _tell(answer, f"{group}: {replicas} replica{'s' if replicas != 1 else ''} wanted", as_json=as_json)
+
+
+def restart(
+    target: TargetArgument,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
+    rolling: Annotated[
+        bool, typer.Option("--rolling", help="A few at a time (max_unavailable), each ready before the next.")
+    ] = False,
+    no_wait: NoWait = False,
+    as_json: Json = False,
+) -> None:
+    """Restart a replica, or all of a group. Spends no restart budget."""
+    with exit_codes(failed=FAILED):
+        place = place_of(config, None, endpoint, token_file)
+        order = Restart(target=checked_target(target) or "", rolling=rolling)
+        answer = _hand_in(place, order, f"restarting {target}", wait=not no_wait)
+    _tell(answer, f"{target}: restarted", as_json=as_json)
+
+
+def drain(
+    target: OptionalTarget = None,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
+    hurry: Annotated[
+        bool, typer.Option("--hurry", help="Kill at once; also hurries a drain that is under way.")
+    ] = False,
+    no_wait: NoWait = False,
+    as_json: Json = False,
+) -> None:
+    """End a replica or a group in good order, or (without TARGET) the whole run.
+
+    Each replica may finish its sync (drain_timeout), then SIGTERM, then (stop_timeout) SIGKILL.
+    """
+    with exit_codes(failed=FAILED):
+        place = place_of(config, None, endpoint, token_file)
+        order = Drain(target=checked_target(target), hurry=hurry)
+        if target is not None:
+            answer = _hand_in(place, order, f"draining {target}", wait=not no_wait)
+        else:
+            answer = place.client().order(order, wait=False)
+            if not no_wait:
+                _until_gone(place)
+                answer = Answer(done=True)
+    _tell(answer, f"{target}: drained" if target is not None else "the run is over", as_json=as_json)
+
+
+def reset_failed(
+    target: OptionalTarget = None,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
+    as_json: Json = False,
+) -> None:
+    """Start replicas that failed past their budget again, with a full one."""
+    with exit_codes(failed=FAILED):
+        place = place_of(config, None, endpoint, token_file)
+        answer = _hand_in(place, ResetFailed(target=checked_target(target)), "resetting")
+    names = answer.result or ()
+    _tell(answer, f"starting again: {', '.join(names)}" if names else "nothing had failed", as_json=as_json)
+
+
+def reload(
+    config: ConfigArgument = None,
+    named: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
+    as_json: Json = False,
+) -> None:
+    """Have the supervisor read its config again; only groups that changed are restarted.
+
+    A config with problems changes nothing: they are printed, with exit code 78.
+    """
+    with exit_codes(failed=FAILED):
+        answer = _hand_in(place_of(config, named, endpoint, token_file), Reload(), "reloading")
+    _tell(answer, _reloaded(answer), as_json=as_json)
+
+
+def stacks(
+    target: OptionalTarget = None,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
+    as_json: Json = False,
+) -> None:
+    """Print what every thread of the ranks is doing now."""
+    with exit_codes(failed=FAILED):
+        place = place_of(config, None, endpoint, token_file)
+        answer = _hand_in(place, Stacks(target=checked_target(target)), "asking")
+    found: dict[str, str] = answer.result or {}
+    if as_json:
+        print(json_text(found))
+        return
+    console = Console(highlight=False, soft_wrap=True)
+    for name, text in found.items():
+        console.rule(f"[bold]{name}", align="left")
+        console.print(text.rstrip("\n"), markup=False)
+
+
+# ------------------------------------------------------------ how they work
+
+
+def _hand_in(place: Place, order: Order, doing: str, *, wait: bool = True) -> Answer:
+    client = place.client()
+    with _patience(doing):
+        return client.order(order, wait=wait)
+
+
+@contextmanager
+def _patience(doing: str) -> Iterator[Any]:
+    """On a terminal, a line that shows that something is going on."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield None
+        return
+    with console.status(f"{doing} ...") as spinner:
+        yield spinner
+
+
+def _until_gone(place: Place) -> None:
+    """Wait until the run has ended; it answers questions until then, each of them within some seconds."""
+    pid = None
+    with _patience("draining") as spinner:
+        while True:
+            try:
+                status = place.status()
+            except Disconnected:
+                return
+            if pid not in (None, status.pid):
+                return  # somebody has started it again by now
+            pid = status.pid
+            if spinner is not None:
+                spinner.update(f"draining: {_running(status)} left ...")
+            time.sleep(_LOOK_AGAIN_S)
+
+
+def _running(status: RunStatus) -> str:
+    names = [one.name for group in status.groups for one in group.replicas if one.state not in ("finished", "failed")]
+    return ", ".join(names) if 0 < len(names) <= 4 else f"{len(names)} replicas"
+
+
+def _reloaded(answer: Answer) -> str:
+    result = answer.result if isinstance(answer.result, dict) else {}
+    parts = [f"{name}: {', '.join(result[name])}" for name in ("changed", "added", "removed") if result.get(name)]
+    return f"reloaded; {'; '.join(parts)}" if parts else "reloaded; nothing has changed"
+
+
+def _tell(answer: Answer, words: str, *, as_json: bool) -> None:
+    if as_json:
+        print(json_text({"done": answer.done, "result": answer.result}))
+    elif answer.done:
+        print(words)
+    else:
+        print("begun; follow it with: replicas events --follow")

@@ -1,0 +1,150 @@
+"""What can be asked of a running run: the orders that come over HTTP, their answers, and who carries them out."""
+
+from __future__ import annotations
+
+from collections.abc import Coroutine, Mapping
+from typing import Annotated, Any, Protocol
+
+import msgspec
+from msgspec import Meta
+
+from replicas import errors
+
+__all__ = [
+    "ORDERS",
+    "Answer",
+    "Commands",
+    "Drain",
+    "Order",
+    "Problem",
+    "Reload",
+    "ResetFailed",
+    "Restart",
+    "Scale",
+    "Stacks",
+    "carry_out",
+]
+
+Name = Annotated[str, Meta(min_length=1, max_length=256)]
+Target = Name
+"""``group`` or ``group/index``."""
+
+
+class Commands(Protocol):
+    """Who carries out orders: the supervisor, or a fake. All raise :class:`replicas.errors.ReplicasError`."""
+
+    async def scale(self, group: str, replicas: int) -> None: ...
+
+    async def restart(self, target: str, *, rolling: bool = False) -> None: ...
+
+    async def drain(self, target: str | None = None, *, hurry: bool = False) -> None: ...
+
+    async def reset_failed(self, target: str | None = None) -> tuple[str, ...]: ...
+
+    async def reload(self) -> object: ...
+
+    async def stacks(self, target: str | None = None) -> Mapping[str, str]: ...
+
+
+class Scale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    group: Name
+    replicas: Annotated[int, Meta(ge=0, le=100_000)]
+
+
+class Restart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``rolling``: only ``max_unavailable`` replicas of the group at a time."""
+
+    target: Target
+    rolling: bool = False
+
+
+class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``target`` None: the whole run, which is over then. ``hurry``: SIGKILL at once."""
+
+    target: Target | None = None
+    hurry: bool = False
+
+
+class ResetFailed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``target`` None: all that have failed."""
+
+    target: Target | None = None
+
+
+class Reload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Read the config file again."""
+
+
+class Stacks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """``target`` None: every rank of the run."""
+
+    target: Target | None = None
+
+
+Order = Scale | Restart | Drain | ResetFailed | Reload | Stacks
+
+ORDERS: dict[str, type[Order]] = {
+    "/scale": Scale,
+    "/restart": Restart,
+    "/drain": Drain,
+    "/reset-failed": ResetFailed,
+    "/reload": Reload,
+    "/stacks": Stacks,
+}
+"""The form of the body of each ``POST``."""
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True):
+    """An error as data. ``problems``: those of a config, one line each. ``source``: name of that config."""
+
+    kind: str
+    message: str
+    hint: str = ""
+    problems: tuple[str, ...] = ()
+    source: str = ""
+
+    @classmethod
+    def of(cls, error: errors.ReplicasError) -> Problem:
+        bad = error if isinstance(error, errors.BadConfig) else None
+        return cls(
+            kind="BadConfig" if bad else next(kind.__name__ for kind in type(error).__mro__ if _is_public(kind)),
+            message=error.message,
+            hint=error.hint,
+            problems=bad.problems if bad else (),
+            source=bad.source if bad else "",
+        )
+
+    def exception(self) -> errors.ReplicasError:
+        """The error again, on the side of whoever asked."""
+        if self.kind == "BadConfig":
+            return errors.BadConfig(self.problems, source=self.source)
+        return errors.error_class(self.kind)(self.message, hint=self.hint)
+
+
+def _is_public(kind: type) -> bool:
+    return kind.__name__ in errors.__all__
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True):
+    """What comes back. ``done`` False, without an error: it has begun, and goes on."""
+
+    done: bool
+    result: Any = None
+    error: Problem | None = None
+
+
+def carry_out(commands: Commands, order: Order) -> Coroutine[Any, Any, object]:
+    """The work that an order asks for, not yet begun; its result can be written as JSON."""
+    match order:
+        case Scale(group=group, replicas=replicas):
+            return commands.scale(group, replicas)
+        case Restart(target=target, rolling=rolling):
+            return commands.restart(target, rolling=rolling)
+        case Drain(target=target, hurry=hurry):
+            return commands.drain(target, hurry=hurry)
+        case ResetFailed(target=target):
+            return commands.reset_failed(target)
+        case Reload():
+            return commands.reload()
+        case Stacks(target=target):
+            return commands.stacks(target)

@@ -1,0 +1,188 @@
+"""Which run is meant: by its config, by the folder that one stands in, or by an address."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from replicas import environ
+from replicas.config import Config
+from replicas.config_file import load
+from replicas.control.client import Client
+from replicas.errors import Disconnected, UsageError
+from replicas.status import RunStatus
+from replicas.supervisor.processes import start_time
+
+__all__ = ["ENDPOINT_FILE", "EndpointFile", "Place", "find_endpoint", "find_state_dir", "lives", "read_endpoint"]
+
+ENDPOINT_FILE = "endpoint.json"
+"""Name of the file in a run's state folder that says where its supervisor listens."""
+
+
+class EndpointFile(msgspec.Struct, frozen=True, kw_only=True):
+    """``endpoint``: ``host:port`` of the control port. ``pid``: the supervisor's. ``socket``: path of the Unix socket."""
+
+    endpoint: str
+    pid: int
+    run: str
+    socket: str = ""
+
+
+def read_endpoint(state_dir: Path) -> EndpointFile:
+    """Where the supervisor of this state folder listens.
+
+    :raises Disconnected: when no supervisor has written it, or the file is damaged.
+    """
+    path = state_dir / ENDPOINT_FILE
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=EndpointFile)
+    except FileNotFoundError as error:
+        raise Disconnected(
+            f'run "{state_dir.name}" is not running: {path} does not exist', hint="start it with: replicas run CONFIG"
+        ) from error
+    except (OSError, msgspec.DecodeError) as error:
+        raise Disconnected(f"{path} cannot be read: {error}", hint="give --endpoint HOST:PORT instead") from error
+
+
+def find_endpoint(config: Config | None, *, folder: Path) -> EndpointFile:
+    """The supervisor of ``config``; without one, that of the only run that has its state below ``folder``.
+
+    :raises UsageError: when several runs have their state below ``folder``.
+    :raises Disconnected: when there is none.
+    """
+    if config is not None:
+        return read_endpoint(config.run.state_dir)
+    running = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
+    ended = sorted(folder.glob(".replicas/*/lock"))
+    if not running and len(ended) > 1:
+        names = ", ".join(path.parent.name for path in ended)
+        raise Disconnected(f"none of the runs here is running: {names}", hint="start one with: replicas run CONFIG")
+    return read_endpoint(_only_run(folder, running or ended))
+
+
+def find_state_dir(config: Config | None, *, folder: Path) -> Path:
+    """The state folder of a run, whether it is running or over: as :func:`find_endpoint`, and running ones go first."""
+    if config is not None:
+        return config.run.state_dir
+    running = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
+    return _only_run(folder, running or sorted(folder.glob(".replicas/*/lock")))
+
+
+def _only_run(folder: Path, found: list[Path]) -> Path:
+    """The state folder of the only one of these files that is of a living run, or of the only one at all."""
+    living = [path for path in found if len(found) > 1 and lives(path.parent)]
+    if len(living) == 1:
+        found = living
+    if len(found) > 1:
+        runs = ", ".join(path.parent.name for path in found)
+        raise UsageError(f"several runs have their state here: {runs}", hint="name the CONFIG of one")
+    if not found:
+        raise Disconnected(
+            f"no run has its state in {folder / '.replicas'}", hint="name its CONFIG, or give --endpoint HOST:PORT"
+        )
+    return found[0].parent
+
+
+def lives(state_dir: Path) -> bool:
+    """Whether the run of this state folder has a supervisor, as far as its endpoint file tells."""
+    try:
+        return start_time(read_endpoint(state_dir).pid) is not None
+    except Disconnected:
+        return False
+
+
+def _here() -> Path:
+    try:
+        return Path.cwd()
+    except FileNotFoundError as error:
+        raise UsageError("the current folder has been removed", hint="change into another one") from error
+
+
+class Place:
+    """A run that a command is about. Nothing is asked or read before it is needed.
+
+    :param config: its config file. :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of a supervisor, also on another machine.
+    :param token_file: file with its token; default: the run's own, or what ``REPLICAS_TOKEN_FILE`` names.
+    :raises UsageError: both ``config`` and ``endpoint`` are given.
+    """
+
+    def __init__(
+        self,
+        config: Path | None = None,
+        endpoint: str | None = None,
+        token_file: Path | None = None,
+        *,
+        folder: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        if config is not None and endpoint is not None:
+            raise UsageError("give CONFIG or --endpoint, not both")
+        self.path = config
+        self.endpoint = endpoint
+        self._token_file = token_file
+        self._folder = _here() if folder is None else folder
+        self._variables = variables
+        self._config: Config | None = None
+        self._known_token = ""
+
+    @property
+    def config(self) -> Config | None:
+        """Its config, if one was named.
+
+        :raises BadConfig: with every problem of it.
+        """
+        if self._config is None and self.path is not None:
+            self._config = load(self.path)
+        return self._config
+
+    @property
+    def remote(self) -> bool:
+        """Whether only its address is known: there are no files to look into."""
+        return self.endpoint is not None
+
+    @property
+    def state_dir(self) -> Path:
+        """:raises ReplicasError: there is none, or more than one."""
+        return find_state_dir(self.config, folder=self._folder)
+
+    def client(self, *, timeout_s: float = 5.0) -> Client:
+        """Whom to ask: by the Unix socket, where the run has one.
+
+        :raises Disconnected: the run is not running. :raises BadConfig: the config has problems.
+        """
+        if self.endpoint is not None:
+            return Client(self.endpoint, token=self._token(None), timeout_s=timeout_s)
+        where = find_endpoint(self.config, folder=self._folder)
+        if where.socket and Path(where.socket).is_socket():
+            return Client(f"unix:{where.socket}", pid=where.pid, timeout_s=timeout_s)
+        return Client(where.endpoint, token=self._token(self.state_dir), pid=where.pid, timeout_s=timeout_s)
+
+    def status(self, *, timeout_s: float = 5.0) -> RunStatus:
+        """Its state now.
+
+        :raises Disconnected: it is not running, or another run is at its address by now.
+        """
+        if self.endpoint is not None:
+            return self.client(timeout_s=timeout_s).status()
+        where = find_endpoint(self.config, folder=self._folder)
+        answer = self.client(timeout_s=timeout_s).status()
+        if answer.run != where.run:
+            raise Disconnected(f'run "{where.run}" is gone: {where.endpoint} is now the port of run "{answer.run}"')
+        return answer
+
+    def _token(self, state_dir: Path | None) -> str:
+        """Read once: the file goes with the run, whose end may be waited for."""
+        if self._known_token:
+            return self._known_token
+        path = self._token_file
+        if path is None:
+            path = environ.read(self._variables).token_file if state_dir is None else state_dir / "token"
+        try:
+            self._known_token = path.read_text(encoding="ascii").strip() if path is not None else ""
+            return self._known_token
+        except (OSError, UnicodeDecodeError) as error:
+            if self._token_file is None:
+                return ""  # pages can be read without
+            raise UsageError(f"cannot read the token in {path}: {error}") from error

@@ -1,0 +1,325 @@
+"""Reading the logs of a run from its state folder: by replica, rank and generation, from the end, and as they grow.
+
+Theory of operation
+===================
+
+The files are ``logs/<group>/<replica>/gen-<g>/rank-<r>.log``; older parts of one are ``rank-<r>.log.1`` (the next older)
+and so on. Nobody but the log pump writes them, and nothing but these names is taken for granted: no supervisor has to run.
+
+A :class:`Follower` holds each file of its choice open and reads what has come since, a little from each in turn. At the end
+of a file it looks whether the name means another file by now: then the old one was renamed, has been read to its end, and
+the parts that came after it are read in order. New generations of a replica are found by looking into the folders again.
+No event tells of new bytes in a file of another process (but inotify, which the standard library lacks): whoever follows
+asks again after :data:`POLL_S`.
+
+``since`` is judged by the times that the pump notes beside a log (``rank-<r>.log.times``: lines of ``OFFSET TIME``, one
+for about each second of output); without them, by when the file was last written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+
+from replicas.errors import UsageError
+
+__all__ = ["POLL_S", "Follower", "LogLine", "Selection", "offset_since", "prefixed", "tail_offset"]
+
+POLL_S = 0.2
+_READ_NBYTES = 256 * 1024
+_BLOCK_NBYTES = 64 * 1024
+_LINE_NBYTES = (1 << 20) + 1024
+"""A line that is longer is cut there."""
+_RANK = re.compile(r"rank-(\d+)\.log")
+_PART = re.compile(r"\.log\.(\d+)")
+
+
+class LogLine(msgspec.Struct, frozen=True, kw_only=True):
+    replica: str
+    generation: int
+    rank: int
+    text: str
+
+
+def prefixed(line: LogLine) -> str:
+    """A line of several that come together: ``group/replica.rank| text``."""
+    return f"{line.replica}.{line.rank}| {line.text}"
+
+
+class Selection(msgspec.Struct, frozen=True, kw_only=True):
+    """Which lines. None: all of them, but of the generations only the newest of each replica.
+
+    ``target``: ``group`` or ``group/index``. ``lines``: so many of the last of each rank. ``since``: seconds since 1970.
+    """
+
+    target: str | None = None
+    rank: int | None = None
+    generation: int | None = None
+    lines: int | None = None
+    since: float | None = None
+
+    def takes(self, group: str, index: str) -> bool:
+        return self.target in (None, group, f"{group}/{index}")
+
+
+def _parts(path: Path) -> list[Path]:
+    """The log with its older parts, the oldest first."""
+    found = []
+    for other in path.parent.glob(f"{path.name}.*"):
+        match = _PART.fullmatch(other.name[len(path.stem) :])
+        if match is not None:
+            found.append((-int(match[1]), other))
+    return [*(other for _, other in sorted(found)), path]
+
+
+def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
+    """Where the last ``lines`` lines of a file begin, and how many there are (fewer in a short file)."""
+    position = file.seek(0, os.SEEK_END)
+    found = 0
+    first = True
+    while position > 0:
+        size = min(_BLOCK_NBYTES, position)
+        position -= size
+        file.seek(position)
+        block = file.read(size)
+        end = len(block)
+        if first and block.endswith(b"\n"):
+            end -= 1
+        first = False
+        while (end := block.rfind(b"\n", 0, end)) >= 0:
+            found += 1
+            if found == lines:
+                return position + end + 1, found
+    return 0, found + (0 if first else 1)
+
+
+def offset_since(log: Path, since: float) -> int | None:
+    """Where the lines begin that were written after ``since``; None: there are none. As good as one second."""
+    try:
+        if log.stat().st_mtime < since:
+            return None
+        notes = log.with_name(f"{log.name}.times").read_bytes().splitlines()
+    except FileNotFoundError:
+        return 0
+    offset = 0
+    for note in notes:
+        words = note.split()
+        with contextlib.suppress(ValueError):  # its last line may be half written
+            if len(words) == 2 and float(words[1]) < since:
+                offset = int(words[0])
+    return offset
+
+
+class _Stream:
+    """One rank of one generation. ``fresh``: it appeared while others were being followed, and is read from its start."""
+
+    def __init__(self, path: Path, replica: str, generation: int, rank: int) -> None:
+        self.path = path
+        self.name = (replica, generation, rank)
+        self._todo: list[Path] = []
+        self._file: BinaryIO | None = None
+        self._inode = (0, 0)
+        self._rest = b""
+
+    def begin(self, selection: Selection, *, fresh: bool) -> None:
+        parts = _parts(self.path)
+        offset = 0
+        if not fresh and selection.since is not None:
+            since = [(part, offset_since(part, selection.since)) for part in parts]
+            wanted = [(part, at) for part, at in since if at is not None]
+            parts, offset = [part for part, _ in wanted], wanted[0][1] if wanted else 0
+            if not wanted:
+                parts, offset = [self.path], _size(self.path)
+        if not fresh and selection.lines is not None:
+            parts, offset = _last_lines(parts, selection.lines, offset)
+        self._todo = parts
+        self._open(offset)
+
+    def _open(self, offset: int = 0) -> bool:
+        while self._todo:
+            path = self._todo.pop(0)
+            try:
+                file = path.open("rb")
+            except FileNotFoundError:
+                continue  # it was the oldest part and is gone, or is being renamed: it is found again at the next look
+            found = os.fstat(file.fileno())
+            file.seek(offset)
+            self._close()
+            self._file, self._inode = file, (found.st_dev, found.st_ino)
+            return True
+        return False
+
+    def _close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    close = _close
+
+    def read(self) -> list[bytes]:
+        """Complete lines that have come, at most some hundred KiB."""
+        if self._file is None and not self._open():
+            self._todo = _parts(self.path)
+            return []
+        data = self._chunk()
+        if not data:
+            return []
+        *lines, self._rest = (self._rest + data).split(b"\n")
+        if len(self._rest) > _LINE_NBYTES:
+            lines.append(self._rest)
+            self._rest = b""
+        return lines
+
+    def _chunk(self) -> bytes:
+        """The next bytes, of the next file where this one is done with; empty when there are none yet."""
+        while True:
+            assert self._file is not None
+            if data := self._file.read(_READ_NBYTES):
+                return data
+            if self._is_current():
+                return b""
+            if data := self._file.read(_READ_NBYTES):  # written between the last read and the renaming
+                return data
+            if not self._todo:
+                self._todo = self._after()
+            if not self._open():
+                return b""
+
+    def _is_current(self) -> bool:
+        try:
+            found = self.path.stat()
+        except FileNotFoundError:
+            return not self._todo
+        return not self._todo and (found.st_dev, found.st_ino) == self._inode
+
+    def _after(self) -> list[Path]:
+        """The parts that came after the one that is open; all that are left, if that one is there no more."""
+        parts = _parts(self.path)
+        for index, part in enumerate(parts):
+            with contextlib.suppress(FileNotFoundError):
+                found = part.stat()
+                if (found.st_dev, found.st_ino) == self._inode:
+                    return parts[index + 1 :]
+        return parts
+
+    def rest(self) -> bytes:
+        """The last line, if it has no end."""
+        rest, self._rest = self._rest, b""
+        return rest
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
+def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], int]:
+    """The parts that hold the last lines, and where these begin in the first of them, which is at ``least`` in parts[0]."""
+    if lines == 0:
+        return parts[-1:], _size(parts[-1])
+    taken: list[Path] = []
+    offset = 0
+    for part in reversed(parts):
+        taken.insert(0, part)
+        try:
+            with part.open("rb") as file:
+                offset, found = tail_offset(file, lines)
+        except FileNotFoundError:
+            taken.pop(0)
+            continue
+        lines -= found
+        if lines <= 0:
+            break
+    return taken or parts[-1:], max(offset, least) if taken and taken[0] == parts[0] else offset
+
+
+class Follower:
+    """Lines of the chosen logs, batch by batch: :meth:`poll` gives what there is now. It reads files: not on a loop.
+
+    :param logs: the folder ``logs`` of a run (or ``logs.previous``).
+    :raises replicas.errors.UsageError: at the first :meth:`poll`, when nothing was ever logged by what was chosen.
+    """
+
+    def __init__(self, logs: Path, selection: Selection) -> None:
+        self._logs = logs
+        self._selection = selection
+        self._streams: dict[Path, _Stream] = {}
+        self._begun = False
+
+    def poll(self) -> list[LogLine]:
+        """What has come since; empty: nothing more for now."""
+        for path, replica, generation, rank in self._find():
+            if path not in self._streams:
+                stream = self._streams[path] = _Stream(path, replica, generation, rank)
+                stream.begin(self._selection, fresh=self._begun)
+        if not self._begun and not self._streams:
+            raise self._nothing()
+        self._begun = True
+        return [_line(stream, text) for stream in self._streams.values() for text in stream.read()]
+
+    def rest(self) -> list[LogLine]:
+        """Last lines that have no end yet; for whoever does not go on."""
+        return [_line(stream, rest) for stream in self._streams.values() if (rest := stream.rest())]
+
+    def close(self) -> None:
+        for stream in self._streams.values():
+            stream.close()
+
+    @property
+    def many(self) -> bool:
+        """Whether lines of several ranks or replicas come."""
+        return len({(stream.name[0], stream.name[2]) for stream in self._streams.values()}) > 1
+
+    def _find(self) -> Iterator[tuple[Path, str, int, int]]:
+        """Path, replica, generation and rank of each log that was chosen."""
+        for group in _folders(self._logs):
+            for replica in sorted(_folders(group), key=lambda path: (len(path.name), path.name)):
+                if self._selection.takes(group.name, replica.name):
+                    for generation in self._generations(replica):
+                        yield from self._of_generation(replica / f"gen-{generation}", generation)
+
+    def _of_generation(self, folder: Path, generation: int) -> Iterator[tuple[Path, str, int, int]]:
+        for path in sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name)):
+            match = _RANK.fullmatch(path.name)
+            if match is not None and self._selection.rank in (None, int(match[1])):
+                replica = f"{folder.parent.parent.name}/{folder.parent.name}"
+                yield path, replica, generation, int(match[1])
+
+    def _generations(self, replica: Path) -> list[int]:
+        found = sorted(int(path.name[4:]) for path in _folders(replica) if path.name[4:].isdigit())
+        if self._selection.generation is not None:
+            return [number for number in found if number == self._selection.generation]
+        if not self._begun:
+            return found[-1:]
+        known = [stream.name[1] for path, stream in self._streams.items() if path.parent.parent == replica]
+        return [number for number in found if not known or number >= min(known)]
+
+    def _nothing(self) -> UsageError:
+        chosen = self._selection
+        words = [chosen.target or "this run"]
+        words += [f"rank {chosen.rank}"] if chosen.rank is not None else []
+        words += [f"generation {chosen.generation}"] if chosen.generation is not None else []
+        known = sorted(f"{path.parent.name}/{path.name}" for group in _folders(self._logs) for path in _folders(group))
+        return UsageError(
+            f"there is no log of {', '.join(words)} in {self._logs}",
+            hint=f"there are logs of: {', '.join(known)}" if known else "nothing has been started yet",
+        )
+
+
+def _folders(path: Path) -> list[Path]:
+    try:
+        return sorted(entry for entry in path.iterdir() if entry.is_dir())
+    except FileNotFoundError:
+        return []
+
+
+def _line(stream: _Stream, text: bytes) -> LogLine:
+    replica, generation, rank = stream.name
+    return LogLine(replica=replica, generation=generation, rank=rank, text=text.decode(errors="replace"))

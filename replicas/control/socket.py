@@ -1,0 +1,133 @@
+"""The run's Unix socket, on which its own user gives orders.
+
+Theory of operation
+===================
+
+Three doors, each sufficient: the file's mode is 0600 from the moment it appears (set on the socket *before* bind, so that
+no umask of the process has to be changed); the kernel tells who connects (SO_PEERCRED), and only our own user and root are
+heard; and the file lies in the run's state folder. It carries the same pages as the control port, where orders need the
+token.
+
+The path of a Unix socket may have 107 bytes, and state folders may lie deep. A longer one is reached through a descriptor
+of its folder (``/proc/self/fd/N/control.sock``): the file is where it should be in any case, and no folder in /tmp has to be
+shared with strangers.
+
+A file that an earlier, killed supervisor left there is replaced; the run's lock, which we hold, says that nobody listens on
+it. Ours is removed at the end, unless another has taken its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import socket
+import stat
+import struct
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from starlette.routing import BaseRoute
+
+from replicas import errors
+from replicas.control.socket_path import reachable
+from replicas.coordinator.guard import Guard, HttpProtocol
+from replicas.coordinator.server import Server
+
+__all__ = ["SOCKET_FILE", "ControlSocket", "peer_uid"]
+
+SOCKET_FILE = "control.sock"
+_CREDENTIALS = struct.Struct("3i")
+_BACKLOG = 64
+_FORBIDDEN = (
+    b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
+    b'{"done":false,"error":{"kind":"UsageError","message":"this socket is for its own user"}}'
+)
+
+
+def peer_uid(connection: socket.socket) -> int:
+    """Effective user of the process that connected, from the kernel."""
+    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+class _OwnUserOnly(HttpProtocol):
+    """HTTP, for processes of our own user and root. Others are told so when they ask something, and nothing is read."""
+
+    _own = False
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
+        super().connection_made(transport)
+        self._own = peer_uid(transport.get_extra_info("socket")) in (os.geteuid(), 0)
+
+    def data_received(self, data: bytes) -> None:
+        if self._own:
+            super().data_received(data)
+        elif not self.transport.is_closing():
+            self.guard.refused("peer")
+            self.transport.write(_FORBIDDEN)
+            self.transport.close()
+
+
+class ControlSocket:
+    """Serves routes on a Unix socket, from the beginning of an ``async with`` block to its end.
+
+    :param path: absolute path of the socket.
+    :param refused: called with the reason for each connection that is turned away.
+    """
+
+    def __init__(self, path: Path, routes: Sequence[BaseRoute], refused: Callable[[str], None]) -> None:
+        self.path = path
+        self._routes = routes
+        self._guard = Guard(refused)
+        self._server: Server | None = None
+        self._inode: tuple[int, int] | None = None
+
+    async def __aenter__(self) -> Self:
+        """:raises replicas.errors.WorldError: the socket cannot be made there."""
+        listener = self._listen()
+        self._server = Server(listener, self._routes, self._guard, http=_OwnUserOnly)
+        try:
+            await self._server.start()
+        except BaseException:
+            listener.close()
+            self._remove()
+            raise
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._server is not None:
+            await self._server.aclose()
+        self._remove()
+
+    def _listen(self) -> socket.socket:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            with contextlib.suppress(FileNotFoundError):
+                if not stat.S_ISSOCK(self.path.lstat().st_mode):
+                    raise OSError(0, "there is something else in its place")
+                self.path.unlink()
+            os.fchmod(listener.fileno(), 0o600)
+            with reachable(self.path) as name:
+                listener.bind(name)
+            found = self.path.lstat()
+            self._inode = (found.st_dev, found.st_ino)
+            listener.listen(_BACKLOG)
+        except OSError as error:
+            listener.close()
+            raise errors.WorldError(
+                f"control: cannot make the socket {self.path}: {error.strerror}",
+                hint="name another place with control.socket in the config",
+            ) from error
+        listener.setblocking(False)
+        return listener
+
+    def _remove(self) -> None:
+        with contextlib.suppress(OSError):  # its folder may be gone by now
+            found = self.path.lstat()
+            if (found.st_dev, found.st_ino) == self._inode:
+                self.path.unlink()

@@ -1,0 +1,72 @@
+"""Replicas that are being ended: what they have begun may finish, and nothing new waits for them.
+
+A *draining* replica is not asked to take a new version, nor caught up, nor admitted again; no new round is opened for it. It
+is *busy* while it packs or moves a version of its own, takes part in a transfer (also as one who gives), has ranks that load
+what others of it have loaded already, or has posted an operation. In a free lane nobody knows what its members do: the lane
+is recalled. At the first moment at which it is not busy, :class:`~replicas.core.effects.ReplicaIdle` is emitted, once, and
+whoever wants to end it should do so.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from replicas.core.effects import Emit, ReplicaIdle
+from replicas.core.identity import Member
+
+if TYPE_CHECKING:
+    from replicas.core.channel import ChannelState
+
+__all__ = ["Drains"]
+
+
+class Drains:
+    """The draining replicas of one channel."""
+
+    def __init__(self, channel: ChannelState) -> None:
+        self._channel = channel
+        self._waiting: dict[tuple[str, int], int] = {}
+        """Generations that are busy still."""
+
+    def begin(self, group: str, replica: int, generation: int, now: float) -> None:
+        """This generation is being ended, and so is any before it."""
+        states = self._of(group, replica, generation)
+        for member in states:
+            state = self._channel.roster.get(member)
+            if state is not None:
+                state.draining = True
+            self._channel.operations.free.leaving(member, now)
+        if states:
+            self._waiting[group, replica] = generation
+
+    def advance(self) -> None:
+        """Tell of those that are not busy any more."""
+        for (group, replica), generation in list(self._waiting.items()):
+            if not self.busy(group, replica):
+                del self._waiting[group, replica]
+                if self._of(group, replica, generation):
+                    self._channel.out.append(Emit(ReplicaIdle(self._channel.config.name, group, replica, generation)))
+
+    def busy(self, group: str, replica: int) -> str:
+        """What the replica is in the middle of, in words; empty: of nothing."""
+        channel = self._channel
+        name = channel.config.name
+        members = [state.member for state in channel.roster.replica(group, replica)]
+        if not members:
+            return ""
+        for publish in channel.commits.publishes.open():
+            if (publish.group, publish.replica) == (group, replica):
+                return f"{name}: publishes version {publish.version}"
+        for transfer in channel.commits.transfers:
+            concerned = transfer.concerned | (transfer.needers - transfer.verified)
+            if not concerned.isdisjoint(members):
+                return f"{name}: version {transfer.payload.version} is on its way"
+        if channel.rounds.loading(group, replica):
+            return f"{name}: loads version {channel.rounds.of(group, replica).version}"
+        if any(channel.operations.engages(member) for member in members):
+            return f"{name}: waits for the end of an operation"
+        return ""
+
+    def _of(self, group: str, replica: int, generation: int) -> list[Member]:
+        states = self._channel.roster.replica(group, replica)
+        return [state.member for state in states if state.hello.generation <= generation]

@@ -1,0 +1,51 @@
+"""Environment files: ``NAME=value`` lines, as systemd, Docker and shells read them, and nothing that is expanded or run.
+
+A line is empty, a comment (``#``), or ``NAME=value`` with an optional ``export`` before it. A value in single quotes is
+taken as it is; in double quotes ``\\n``, ``\\t``, ``\\"``, ``\\\\`` and ``\\$`` are escapes. Without quotes it ends at
+`` #`` or the end of the line, less the blanks round it. The last line of a name wins. ``$NAME`` stands for itself.
+"""
+
+from __future__ import annotations
+
+import re
+
+__all__ = ["BadLine", "parse"]
+
+_LINE = re.compile(r"(?:export[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*(.*)", re.DOTALL)
+_SINGLE = re.compile(r"'([^']*)'\s*(?:#.*)?")
+_DOUBLE = re.compile(r'"((?:[^"\\]|\\.)*)"\s*(?:#.*)?')
+_ESCAPE = re.compile(r"\\(.)")
+_COMMENT = re.compile(r"(?:^|\s+)#.*")
+_ESCAPES = {"n": "\n", "t": "\t"}
+
+
+class BadLine(ValueError):
+    """Which line is no ``NAME=value``. The text does not quote it, as it may hold a secret."""
+
+
+def parse(text: str) -> dict[str, str]:
+    """The variables of an environment file.
+
+    :raises BadLine: at the first line that is none.
+    """
+    variables: dict[str, str] = {}
+    for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):
+        line = line.strip()
+        if not line or line.startswith("#"):
+            continue
+        match = _LINE.fullmatch(line)
+        if match is None:
+            raise BadLine(f"line {number}: expected NAME=value")
+        if "\0" in line:
+            raise BadLine(f"line {number}: contains a NUL character")
+        variables[match[1]] = _value(match[2], number)
+    return variables
+
+
+def _value(text: str, number: int) -> str:
+    if not text.startswith(("'", '"')):
+        return _COMMENT.sub("", text)
+    match = (_SINGLE if text[0] == "'" else _DOUBLE).fullmatch(text)
+    if match is None:
+        raise BadLine(f"line {number}: the value begins with a quote that does not end it")
+    return match[1] if text[0] == "'" else _ESCAPE.sub(lambda found: _ESCAPES.get(found[1], found[1]), match[1])

@@ -1,0 +1,68 @@
+"""How a process shows its stacks when it is asked to: what a rank sets up, and what its shim finds. Standard library only.
+
+:func:`register`, called by ``join``, opens a file of this process's own in the folder ``stacks`` beside its logs, and has
+faulthandler write the stacks of all threads into it whenever :data:`SIGNUM` comes. That runs in the signal handler, in C,
+without the GIL: a rank that hangs in a collective, or in a loop that never comes back to the interpreter, answers too. A
+handler that the program had set for the signal still gets it.
+
+The file's name says whose it is (:func:`parse`): a signal is sent only to the process that made it.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from pathlib import Path
+from typing import BinaryIO, NamedTuple
+
+__all__ = ["SIGNUM", "Asked", "folder", "parse", "register"]
+
+SIGNUM = signal.SIGRTMIN + 13
+"""Far from SIGUSR1 and SIGUSR2, which programs and batch systems use."""
+
+_open: dict[int, BinaryIO] = {}
+
+
+class Asked(NamedTuple):
+    """A process that can be asked. ``start``: clock ticks from boot to its start."""
+
+    rank: int
+    pid: int
+    start: int
+    path: Path
+
+
+def folder(log_dir: Path) -> Path:
+    """Where the processes that log to ``log_dir`` keep their files."""
+    return log_dir / "stacks"
+
+
+def register(log_dir: Path, rank: int, start: int) -> None:
+    """Have this process write its stacks when asked to; a second call changes nothing.
+
+    :param start: clock ticks from boot to the start of this process.
+
+    :raises OSError: the file cannot be made.
+    """
+    pid = os.getpid()
+    if pid in _open:
+        return
+    where = folder(log_dir)
+    where.mkdir(exist_ok=True)
+    file = (where / f"{rank}.{pid}.{start}").open("ab", buffering=0)
+    chained = signal.getsignal(SIGNUM) not in (signal.SIG_DFL, signal.SIG_IGN)
+    faulthandler.register(SIGNUM, file=file, all_threads=True, chain=chained)
+    for inherited in _open.values():  # by a fork; the parent's file is the parent's
+        inherited.close()
+    _open.clear()
+    _open[pid] = file
+
+
+def parse(path: Path) -> Asked | None:
+    """Whose file it is; None if it is none of :func:`register`."""
+    words = path.name.split(".")
+    if len(words) != 3 or not all(word.isdigit() for word in words):
+        return None
+    rank, pid, start = map(int, words)
+    return Asked(rank, pid, start, path)

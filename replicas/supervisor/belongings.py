@@ -1,0 +1,191 @@
+"""What the processes of a node have that can outlast them, or be in the way of the next generation. Standard library only.
+
+The shim takes stock (:class:`Stocktaking`) soon after the start, once a minute, and before it ends its processes, and tells
+the supervisor: a rank that is killed leaves nobody to ask. Listening TCP ports, paths of Unix sockets, files in /dev/shm,
+whether a GPU was open, and who the processes were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import socket
+import struct
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+from replicas.supervisor.processes import start_time
+
+__all__ = ["Belongings", "Listener", "Stocktaking", "listeners", "shared_files", "take", "unix_sockets"]
+
+_FIRST_S = 5.0
+_INTERVAL_S = 60.0
+_MAX_EACH = 512
+_LISTENS = "0A"
+T = TypeVar("T")
+
+
+class Listener(NamedTuple):
+    """A listening TCP socket. ``inode`` tells it from another one on the same port."""
+
+    address: str
+    port: int
+    inode: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Belongings:
+    """``segments``: files in /dev/shm. ``gpu``: some process had a GPU open. ``processes``: pid and start time of each."""
+
+    ports: tuple[Listener, ...] = ()
+    sockets: tuple[str, ...] = ()
+    segments: tuple[str, ...] = ()
+    gpu: bool = False
+    processes: tuple[tuple[int, int], ...] = ()
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Belongings:
+        return cls(
+            ports=tuple(Listener(*port) for port in data["ports"]),
+            sockets=tuple(data["sockets"]),
+            segments=tuple(data["segments"]),
+            gpu=bool(data["gpu"]),
+            processes=tuple((int(pid), int(start)) for pid, start in data["processes"]),
+        )
+
+    def message(self) -> dict[str, Any]:
+        return {"type": "belongings", **dataclasses.asdict(self)}
+
+
+def take(pids: Iterable[int]) -> Belongings:
+    """What these processes have now; of one that ends meanwhile, what was still seen."""
+    inodes: set[int] = set()
+    segments: set[str] = set()
+    gpu = False
+    processes: list[tuple[int, int]] = []
+    for pid in pids:
+        start = start_time(pid)
+        if start is None:
+            continue
+        processes.append((pid, start))
+        for target in _descriptors(pid):
+            if target.startswith("socket:["):
+                inodes.add(int(target[8:-1]))
+            elif target.startswith("/dev/nvidia") and target[11:].isdigit():
+                gpu = True
+        segments |= shared_files(pid)
+    return Belongings(
+        ports=tuple(one for one in (listeners() if inodes else ()) if one.inode in inodes)[:_MAX_EACH],
+        sockets=tuple(sorted(path for path, inode in (unix_sockets() if inodes else ()) if inode in inodes))[
+            :_MAX_EACH
+        ],
+        segments=tuple(sorted(segments))[:_MAX_EACH],
+        gpu=gpu,
+        processes=tuple(processes)[:_MAX_EACH],
+    )
+
+
+class Stocktaking:
+    """Takes stock when it is due. ``pids``: gives the processes."""
+
+    def __init__(self, pids: Callable[[], Iterable[int]], now: float) -> None:
+        self._pids = pids
+        self._look_at = now + _FIRST_S
+        self._last = Belongings()
+
+    @property
+    def wakes(self) -> list[float]:
+        """When :meth:`on_time` wants to be called."""
+        return [self._look_at]
+
+    def on_time(self, now: float) -> Belongings | None:
+        """What they have, when it is time to look and something has changed."""
+        return self.now(now) if now >= self._look_at else None
+
+    def now(self, now: float) -> Belongings | None:
+        """What they have, when that has changed."""
+        self._look_at = now + _INTERVAL_S
+        return self._note(take(self._pids()))
+
+    def last_time(self, now: float) -> Belongings | None:
+        """What they have and had, some being gone already, when that has changed."""
+        self._look_at = now + _INTERVAL_S
+        found, old = take(self._pids()), self._last
+        return self._note(
+            Belongings(
+                ports=_union(old.ports, found.ports),
+                sockets=_union(old.sockets, found.sockets),
+                segments=_union(old.segments, found.segments),
+                gpu=old.gpu or found.gpu,
+                processes=_union(old.processes, found.processes),
+            )
+        )
+
+    def _note(self, found: Belongings) -> Belongings | None:
+        changed, self._last = found != self._last, found
+        return found if changed else None
+
+
+def _union(one: tuple[T, ...], other: tuple[T, ...]) -> tuple[T, ...]:
+    return tuple(dict.fromkeys((*other, *one)))[:_MAX_EACH]
+
+
+# ------------------------------------------------------------ from /proc
+
+
+def _descriptors(pid: int) -> list[str]:
+    """What its descriptors refer to; of somebody else's process nothing."""
+    targets: list[str] = []
+    try:
+        with os.scandir(f"/proc/{pid}/fd") as entries:
+            for entry in entries:
+                with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                    targets.append(os.readlink(entry.path))  # noqa: PTH115  # hundreds of them
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return targets
+    return targets
+
+
+def shared_files(pid: int) -> set[str]:
+    """Files in /dev/shm that it has open or mapped, and that still have their names."""
+    found = set(_descriptors(pid))
+    try:
+        maps = Path(f"/proc/{pid}/maps").read_bytes()
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        maps = b""
+    if b"/dev/shm/" in maps:
+        lines = (line.decode(errors="surrogateescape") for line in maps.splitlines() if b" /dev/shm/" in line)
+        found |= {line.split(None, 5)[5] for line in lines}
+    return {name for name in found if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
+
+
+def listeners() -> Iterator[Listener]:
+    """Every TCP socket that listens in this network namespace."""
+    for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
+        try:
+            lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
+        except FileNotFoundError:
+            continue  # no IPv6
+        for line in lines:
+            fields = line.split()
+            if fields[3] == _LISTENS:
+                address, _, port = fields[1].partition(":")
+                yield Listener(_address(address, family), int(port, 16), int(fields[9]))
+
+
+def _address(text: str, family: socket.AddressFamily) -> str:
+    """The kernel writes 32-bit words in its own byte order."""
+    words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
+    order = "<" if sys.byteorder == "little" else ">"
+    return socket.inet_ntop(family, struct.pack(f"{order}{len(words)}I", *words))
+
+
+def unix_sockets() -> Iterator[tuple[str, int]]:
+    """Path and inode of every Unix socket that is bound to a path."""
+    for line in Path("/proc/net/unix").read_bytes().decode(errors="surrogateescape").splitlines()[1:]:
+        fields = line.split(None, 7)
+        if len(fields) == 8 and fields[7].startswith("/"):
+            yield fields[7], int(fields[6])

@@ -1,0 +1,241 @@
+"""Control groups (cgroup v2): what is started for a replica stays in its group, whatever it does. Standard library only.
+
+Theory of operation
+===================
+
+A process can leave its parent, its session, its process group and its environment behind, but not its control group. Where
+this process may make groups below its own one, the supervisor makes one for the run and in it one for each node of each
+generation::
+
+    <mount><group of the supervisor>/replicas-<run>-<pid>-<start time>/<group>.<replica>.<generation>/<node>
+
+Only what the shim starts goes in there (the program's guard enters by itself, before it execs it), never the shim, so the
+shim's own last sweep is ``cgroup.kill``: one write, which no fork bomb outruns. When the shim is dead, the supervisor or the
+janitor writes it. An empty group is removed by whoever sees its end; should all be killed at once, by the next supervisor, as
+the group's name tells whether its own is alive.
+
+Where groups cannot be made (no cgroup v2, read-only in a container, not ours) everything works without: processes are then
+found by descent and by the mark in their environment, and limits of memory and processes cannot be enforced.
+
+Limits need the controllers ``memory`` and ``pids`` in the supervisor's own group, which the kernel lets it hand on only when
+no process is directly in that group: the supervisor then moves itself into ``supervisor`` below it, as systemd's delegation
+is meant to be used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import signal
+import time
+from pathlib import Path
+
+from replicas.supervisor.processes import signal_each, start_time
+
+__all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "members", "remove", "sweep_cgroup"]
+
+LIMITS = {"memory": "memory_nbytes", "pids": "max_processes"}
+"""Controllers that limits need, with what they limit."""
+_LEAF = "supervisor"
+_INTERVAL_S = 0.01
+
+
+def find_own(process: Path = Path("/proc/self")) -> Path:
+    """The folder of this process's own group, in which it may make others.
+
+    :param process: for tests.
+    :raises OSError: there is none; its text says why.
+    """
+    lines = (process / "cgroup").read_text().splitlines()
+    own = next((line[3:] for line in lines if line.startswith("0::")), None)
+    if own is None:
+        raise OSError(errno.ENOENT, "this kernel has no cgroup v2")
+    for line in (process / "mountinfo").read_text().splitlines():
+        fields = line.split()
+        if fields[fields.index("-") + 1] != "cgroup2":
+            continue
+        root, mount = (fields[index].replace("\\040", " ") for index in (3, 4))
+        if root != "/" and own != root and not own.startswith(f"{root}/"):
+            continue
+        below = own if root == "/" else own[len(root) :]
+        folder = Path(f"{mount}/{below}")
+        if ".." in Path(below).parts or not (folder / "cgroup.procs").exists():
+            continue
+        if not (os.access(folder, os.W_OK) and os.access(folder / "cgroup.procs", os.W_OK)):
+            raise OSError(errno.EACCES, f"no right to make control groups in {folder}")
+        return folder
+    raise OSError(errno.ENOENT, "cgroup v2 is not mounted, or this process's group is not visible")
+
+
+def members(group: Path) -> list[int]:
+    """Living processes in the group and below it; none if it is gone."""
+    found: list[int] = []
+    for folder, _, _ in os.walk(group):
+        with contextlib.suppress(OSError):  # ENODEV: it is being removed
+            found += [int(line) for line in (Path(folder) / "cgroup.procs").read_text().split()]
+    return found
+
+
+def enter(group: Path, pid: int) -> None:
+    """Put a process into the group; what it starts from now on is in it too.
+
+    :raises OSError: it cannot be.
+    """
+    _write(group / "cgroup.procs", str(pid))
+
+
+def kill(group: Path) -> bool:
+    """SIGKILL to every process in the group and below it.
+
+    :return: False when there was none.
+    """
+    pids = members(group)
+    if not pids:
+        return False
+    try:
+        _write(group / "cgroup.kill", "1")
+    except FileNotFoundError:  # a kernel before 5.14, or the group is gone
+        signal_each(pids, signal.SIGKILL, lambda pid: pid in members(group))
+    return True
+
+
+def remove(group: Path) -> bool:
+    """Remove the group with those below it; False when a process is in it."""
+    folders = [Path(folder) for folder, _, _ in os.walk(group, topdown=False)]
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                return False
+            raise
+    return True
+
+
+def leave(group: Path, *, run: bool = False) -> None:
+    """Remove an empty group of a node, that of its generation if it was the last in it, and with ``run`` that of the run."""
+    for folder in (group, group.parent, group.parent.parent)[: 3 if run else 2]:
+        try:
+            folder.rmdir()
+        except FileNotFoundError:
+            continue
+        except OSError:
+            return  # there is someone in it, and whoever ends last removes it
+
+
+def remove_stale(own: Path) -> None:
+    """Remove the empty groups below ``own`` of supervisors that are dead."""
+    for path in own.glob("replicas-*-*-*"):
+        pid, start = path.name.split("-")[-2:]
+        if pid.isdigit() and start.isdigit() and start_time(int(pid)) != int(start):
+            with contextlib.suppress(OSError):  # somebody else's
+                remove(path)
+
+
+def sweep_cgroup(group: Path, timeout_s: float = 5.0) -> bool:
+    """Kill what is in the group until nothing is, and remove it. Blocks. False when something is still there."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        if not kill(group) and remove(group):
+            return True
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_INTERVAL_S)  # the kernel ends them at once, but tells nobody who does not poll
+
+
+class RunCgroups:
+    """The groups of one run.
+
+    :ivar path: the run's group.
+    :ivar limits: controllers that can be used in it (of :data:`LIMITS`).
+    """
+
+    def __init__(self, path: Path, limits: frozenset[str]) -> None:
+        self.path = path
+        self.limits = limits
+
+    @classmethod
+    def make(cls, run: str, own: Path, *, limited: bool) -> RunCgroups:
+        """The group of a run below ``own`` (:func:`find_own`).
+
+        :param limited: limits are wanted.
+        :raises OSError: it cannot be made.
+        """
+        limits = _hand_on(own) if limited else frozenset()
+        remove_stale(own)
+        pid = os.getpid()
+        path = own / f"replicas-{run}-{pid}-{start_time(pid)}"
+        path.mkdir(exist_ok=True)  # an embedder may end a run and begin it anew
+        if limits:
+            _write(path / "cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(limits)))
+        return cls(path, limits)
+
+    def add(
+        self, name: str, node: int = 0, *, memory_nbytes: int | None = None, max_processes: int | None = None
+    ) -> Path:
+        """A new group for one node of the generation ``name``, whose nodes share the limits.
+
+        :raises OSError: it cannot be made, or a limit cannot be set.
+        """
+        generation = self.path / name
+        generation.mkdir(parents=True, exist_ok=True)
+        try:
+            if memory_nbytes is not None:
+                self._limit(generation, "memory", "memory.max", memory_nbytes)
+                _write_if_there(generation / "memory.swap.max", "0")
+                _write_if_there(generation / "memory.oom.group", "1")
+            if max_processes is not None:
+                self._limit(generation, "pids", "pids.max", max_processes)
+            group = generation / str(node)
+            group.mkdir()
+        except OSError:
+            remove(generation)
+            raise
+        return group
+
+    def _limit(self, group: Path, controller: str, file: str, value: int) -> None:
+        if controller not in self.limits:
+            raise OSError(errno.EOPNOTSUPP, f"the controller {controller} of cgroup v2 cannot be used in {self.path}")
+        _write(group / file, str(value))
+
+    def close(self) -> bool:
+        """Remove it. False when processes are still in it."""
+        return remove(self.path)
+
+
+def _hand_on(own: Path) -> frozenset[str]:
+    """Have the controllers for limits in the groups below ``own``, as far as that can be."""
+    there = set((own / "cgroup.controllers").read_text().split())
+    control = own / "cgroup.subtree_control"
+    wanted = there & set(LIMITS)
+    if wanted - set(control.read_text().split()):
+        words = " ".join(f"+{name}" for name in sorted(wanted))
+        try:
+            _write(control, words)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                return frozenset()
+            leaf = own / _LEAF
+            leaf.mkdir(exist_ok=True)
+            enter(leaf, os.getpid())
+            with contextlib.suppress(OSError):  # others are in it too: they are not ours to move
+                _write(control, words)
+    return frozenset(wanted & set(control.read_text().split()))
+
+
+def _write_if_there(path: Path, value: str) -> None:
+    """Not every kernel has the file."""
+    with contextlib.suppress(FileNotFoundError):
+        _write(path, value)
+
+
+def _write(path: Path, value: str) -> None:
+    """One write to a file that is there."""
+    descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.write(descriptor, value.encode())
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,342 @@
+"""All replicas of a run: who starts when, who ends with whom, and when the run is over.
+
+Theory of operation
+===================
+
+Each replica has a task of its own (:mod:`replicas.supervisor.replica`) and asks the crew what concerns others: may I start,
+may I start again, I have failed. A monitor looks at all of them four times a second, and at once when something has changed:
+a transition, or an event of the coordinator. It decides when the run is over: a replica failed past its budget (exit code
+1), the groups of ``stop_when`` finished, or everything did (0).
+
+Groups start when what they depend on is there. With ``strategy = "group"`` a replica that fails takes the others of its group
+with it; they come back together, when the last of them is gone. What people ask for is in :mod:`replicas.supervisor.fleet`.
+
+The clock is the loop's, and the world is behind :class:`Ground`, so that a whole crew can live in virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Coroutine, Iterable, Mapping
+from typing import Any, Protocol
+
+import anyio
+
+from replicas import errors
+from replicas.config import ChannelConfig, Config, LogsConfig, Party
+from replicas.core.ordering import unmet
+from replicas.core.roster import GroupShape
+from replicas.events import Event, Transition
+from replicas.status import GroupStatus
+from replicas.supervisor.causes import Cause
+from replicas.supervisor.group import Group
+from replicas.supervisor.host import Overseer, ShimStarter
+from replicas.supervisor.node import Node
+from replicas.supervisor.replica import Replica
+from replicas.supervisor.resources import Resources
+from replicas.supervisor.run_state import SavedGroup, ShimRecord
+from replicas.supervisor.starts import Starts
+from replicas.supervisor.state import StateDir
+
+__all__ = ["Crew", "Ground"]
+
+TICK_S = 0.25
+_PAUSE_S = 1.0
+"""A look at the replicas that comes this much late: this process was paused, which is nobody's fault."""
+_SETTLE_S = 0.75
+
+
+class Ground(Protocol):
+    """What a crew stands on: the supervisor, or a fake."""
+
+    @property
+    def state(self) -> StateDir: ...
+    @property
+    def overseer(self) -> Overseer: ...
+    @property
+    def resources(self) -> Resources: ...
+    def environment(self) -> Mapping[str, str]: ...
+    def emit(self, event: Event) -> None: ...
+    def told(self, transition: Transition, resume_in_s: float) -> None: ...
+    def say(self, text: str) -> None: ...
+    def save(self) -> None:
+        """Write down what must not be forgotten: now, before what follows happens."""
+        ...
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None: ...
+
+
+class Crew:
+    """The groups of a run, from :meth:`start` on. Made on the event loop.
+
+    :param saved: what a dead supervisor knew of its groups; :param wall: the time of day, in seconds.
+    :param start_shim: for tests. :param rng: source of the jitter of restarts.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        ground: Ground,
+        *,
+        saved: Mapping[str, SavedGroup] | None = None,
+        wall: float = 0.0,
+        start_shim: ShimStarter = Node,
+        rng: random.Random | None = None,
+    ) -> None:
+        self._ground = ground
+        self._start_shim = start_shim
+        self._starts = Starts()
+        self._rng = rng
+        self._loop = asyncio.get_running_loop()
+        now = self._loop.time()
+        known = saved or {}
+        self.groups = {
+            name: Group(group, saved=known.get(name), now=now, wall=wall, rng=rng)
+            for name, group in config.groups.items()
+        }
+        self.use(config)
+        self.exit_code: int | None = None
+        self.over = asyncio.Event()
+        self.draining = False
+        self.looked_at = 0.0
+        """When the monitor came round last, on the loop's clock."""
+        self._drained = False
+        self._unsaved = False
+        self._hurry_s: float | None = None
+        self._dirty = asyncio.Event()
+        self._watchers: set[asyncio.Event] = set()
+
+    def use(self, config: Config) -> None:
+        """The settings of the run that are not those of a group."""
+        self.config = config
+        self._channel_groups = frozenset(
+            party.group for channel in config.channels.values() for party in _parties(channel)
+        )
+
+    # ------------------------------------------------------------ start
+
+    def start(self) -> None:
+        """Begin; nothing is waited for."""
+        for name, group in self.groups.items():
+            self.resize(name)
+            self.fill(group)
+        self._ground.spawn(self._monitor)
+
+    def fill(self, group: Group) -> None:
+        """Add the replicas that are wanted and not there."""
+        for index in range(group.size):
+            if index not in group.replicas:
+                self._add(group, index)
+
+    def _add(self, group: Group, index: int) -> None:
+        replica = Replica(
+            group.config,
+            index,
+            self,
+            group.rules,
+            generation=group.generation(index),
+            starts=self._starts,
+            start_shim=self._start_shim,
+        )
+        group.enter(replica)
+        self._ground.spawn(replica.run)
+
+    def resize(self, name: str) -> None:
+        """Tell the coordinator how large the group is."""
+        group = self.groups[name]
+        health = group.config.health
+        shape = GroupShape(group.size, group.config.world_size, health.heartbeat_timeout_s)
+        self._ground.overseer.set_group(name, shape)
+
+    # ------------------------------------------------------------ the monitor
+
+    async def _monitor(self) -> None:
+        self.looked_at = self._loop.time()
+        while True:
+            with anyio.move_on_after(TICK_S):
+                await self._dirty.wait()
+            self._dirty.clear()
+            now = self._loop.time()
+            late_s, self.looked_at = now - self.looked_at - TICK_S, now
+            if late_s > _PAUSE_S:
+                # The coordinator reads what has arrived before it judges anybody, and so do we.
+                for replica in self.all():
+                    replica.forgive(late_s)
+                await anyio.sleep(_SETTLE_S)
+                self.looked_at = self._loop.time()
+                continue
+            for replica in self.all():
+                replica.check(now)
+            self._judge()
+            if self._unsaved:
+                self.save()
+            for watcher in self._watchers:
+                watcher.set()
+
+    def look(self) -> None:
+        """Something has changed."""
+        self._dirty.set()
+
+    def _judge(self) -> None:
+        """Is the run over?"""
+        if self.exit_code is not None or self.draining:
+            return
+        failed = next((replica for replica in self.all() if replica.life.state == "failed"), None)
+        wanted = [name for name in self.config.run.stop_when if name in self.groups] or list(self.groups)
+        if failed is not None:
+            self._finish(1, f"group {failed.group.name} failed: replica {failed.name}: {failed.life.reason}")
+        elif all(self.groups[name].finished for name in wanted):
+            self._finish(0, f"done: {', '.join(wanted)} finished")
+
+    def _finish(self, code: int, words: str) -> None:
+        self.exit_code = code
+        self._ground.say(words)
+        self.over.set()
+
+    def all(self) -> list[Replica]:
+        return [replica for group in self.groups.values() for replica in group.replicas.values()]
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Wait for something that the monitor would see."""
+        watcher = asyncio.Event()
+        self._watchers.add(watcher)
+        try:
+            while not condition():
+                watcher.clear()
+                await watcher.wait()
+        finally:
+            self._watchers.discard(watcher)
+
+    async def wait_ready(self, groups: Iterable[Group]) -> None:
+        """:raises replicas.errors.WorldError: a replica failed, or the run ended."""
+        chosen = list(groups)
+
+        def settled() -> bool:
+            failed = next((r for one in chosen for r in one.replicas.values() if r.life.state == "failed"), None)
+            if failed is not None:
+                raise errors.WorldError(f"replica {failed.name} failed: {failed.life.reason}")
+            good = all(one.good for one in chosen)
+            if not good and (self.over.is_set() or self.draining):
+                raise errors.WorldError("the run is over")
+            return good
+
+        await self.until(settled)
+
+    # ------------------------------------------------------------ what it tells
+
+    def saved(self, wall: float) -> dict[str, SavedGroup]:
+        """What must not be forgotten of the groups; ``wall``: the time of day, in seconds."""
+        now = self._loop.time()
+        return {name: group.saved(now, wall) for name, group in self.groups.items()}
+
+    def shims(self) -> tuple[ShimRecord, ...]:
+        """The shims that were, or are about to be, started, and are not known to be gone."""
+        return tuple(record for replica in self.all() for record in replica.shims)
+
+    def statuses(self, now: float) -> tuple[GroupStatus, ...]:
+        return tuple(group.status(now) for group in self.groups.values())
+
+    # ------------------------------------------------------------ what a replica asks for (replica.Host)
+
+    @property
+    def run(self) -> str:
+        return self.config.run.name
+
+    @property
+    def state(self) -> StateDir:
+        return self._ground.state
+
+    @property
+    def overseer(self) -> Overseer:
+        return self._ground.overseer
+
+    @property
+    def logs(self) -> LogsConfig:
+        return self.config.logs
+
+    def environment(self) -> Mapping[str, str]:
+        return self._ground.environment()
+
+    def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
+        return self._ground.resources.environment(self.groups[group].config, replica, node)
+
+    def size(self, group: str) -> int:
+        return self.groups[group].size
+
+    def waits_for(self, group: str, replica: int) -> str:
+        one = self.groups[group]
+        if self._falls(one) or one.rules.resume_in_s(self._loop.time()) > 0:
+            return f"the other replicas of {group}"
+        missing = unmet(one.config, {name: list(other.standings.values()) for name, other in self.groups.items()})
+        if missing:
+            return ", ".join(missing)
+        return self._ground.resources.take(one.config, replica)
+
+    def may_resume(self, group: str, replica: int) -> bool:
+        one = self.groups[group]
+        return not self._falls(one) and not self._ground.resources.take(one.config, replica)
+
+    @staticmethod
+    def _falls(group: Group) -> bool:
+        return group.config.restart.strategy == "group" and group.falling
+
+    def fell(self, group: str, replica: int, text: str) -> None:
+        one = self.groups[group]
+        rules = one.config.restart
+        if rules.strategy != "group" or rules.policy == "never":
+            return
+        cause = Cause("group", f"restarted with {group}/{replica}: {text}")
+        for index, other in one.replicas.items():
+            waits = other.life.state in ("pending", "backoff", "failed")
+            if index != replica and not waits and not other.leaving and not other.halted:
+                other.restart(cause, drain=False)
+
+    def progressed(self, group: str, replica: int) -> bool | None:
+        one = self.groups[group]
+        if one.config.restart.strategy == "group":
+            found = [other.progressed for other in one.replicas.values()]
+            return None if None in found else any(found)
+        return one.replicas[replica].progressed
+
+    def on_channel(self, group: str) -> bool:
+        return group in self._channel_groups
+
+    def moved(self, transition: Transition, words: str) -> None:
+        group = self.groups.get(transition.group)
+        replica = group.replicas.get(transition.replica) if group is not None else None
+        if replica is not None and transition.after in ("finished", "failed"):
+            self._ground.resources.release(transition.group, transition.replica)
+        if transition.restart_reason is not None:
+            self.save()  # spent before anybody hears of it: one that is killed here has at most spent too much
+        self._unsaved = True
+        self._ground.emit(transition)
+        self._ground.told(transition, replica.resume_in_s if replica is not None else 0.0)
+        self.look()
+
+    def save(self) -> None:
+        self._unsaved = False
+        self._ground.save()
+
+    def emit(self, event: Event) -> None:
+        self._ground.emit(event)
+
+    def member_lost(self, group: str, replica: int, rank: int, reason: str) -> None:
+        """The coordinator has lost a member."""
+        one = self._replica(group, replica)
+        if one is not None:
+            one.member_lost(rank, reason)
+
+    def idle(self, group: str, replica: int) -> None:
+        """A draining replica has finished its sync on a channel."""
+        one = self._replica(group, replica)
+        if one is not None:
+            one.idle()
+
+    def _replica(self, group: str, replica: int) -> Replica | None:
+        found = self.groups.get(group)
+        return found.replicas.get(replica) if found is not None else None
+
+
+def _parties(channel: ChannelConfig) -> tuple[Party, ...]:
+    return (*channel.sources, *channel.targets, *channel.peers)

@@ -1,0 +1,194 @@
+"""What can be asked of a run's replicas: scale, restart, drain, reset.
+
+Ending goes in reverse start order, one level of ``depends_on`` after the other. Commands that take long (a drain, a rolling
+restart) are tasks of whoever asked: nothing else waits for them, so that any number of them, and the status, go on side by
+side. Whoever waits does so for what the monitor sees (:meth:`~replicas.supervisor.crew.Crew.until`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from replicas import errors
+from replicas.config import GroupConfig
+from replicas.core.ordering import start_levels, within
+from replicas.events import Drained, Draining, FailedReset, RestartAsked, Scaled
+from replicas.supervisor.causes import Cause
+from replicas.supervisor.crew import Crew
+from replicas.supervisor.group import Group
+from replicas.supervisor.replica import REQUESTED, Replica
+
+__all__ = ["DrainReason", "Fleet"]
+
+DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"]
+
+
+class Fleet(Crew):
+    """The groups of a run, from :meth:`start` to :meth:`drain`. Made on the event loop."""
+
+    def group(self, name: str) -> Group:
+        """:raises replicas.errors.UsageError: there is none of this name."""
+        group = self.groups.get(name)
+        if group is None:
+            raise errors.UsageError(f'no group "{name}"', hint=f"groups: {', '.join(self.groups)}")
+        return group
+
+    def targets(self, target: str | None) -> list[Replica]:
+        """The replicas that ``group`` or ``group/index`` means; None: all.
+
+        :raises replicas.errors.UsageError: there is no such group or replica.
+        """
+        if target is None:
+            return self.all()
+        name, slash, index = target.partition("/")
+        group = self.group(name)
+        if not slash:
+            return [replica for _, replica in sorted(group.replicas.items())]
+        if not index.isdecimal() or int(index) not in group.replicas:
+            known = ", ".join(replica.name for replica in group.replicas.values()) or "none"
+            raise errors.UsageError(f'no replica "{target}"', hint=f"replicas of {name}: {known}")
+        return [group.replicas[int(index)]]
+
+    def refuse_while_draining(self) -> None:
+        """:raises replicas.errors.UsageError: the run is being drained."""
+        if self.draining:
+            raise errors.UsageError("the run is being drained")
+
+    async def scale(self, name: str, replicas: int, *, reason: DrainReason = "scaled") -> None:
+        """Start more, without waiting; or drain the highest ones, and wait for their end."""
+        group = self.group(name)
+        before, group.size = group.size, replicas
+        self.resize(name)
+        if before != replicas:
+            self._ground.emit(Scaled(group=name, before=before, after=replicas))
+        self.fill(group)
+        leaving = [replica for index, replica in group.replicas.items() if index >= replicas]
+        self.save()
+        for replica in leaving:
+            replica.stop()
+        await self._gone(group, leaving, reason)
+
+    async def _gone(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
+        """Wait for the end of replicas that were stopped for good."""
+        began = self._loop.time()
+        for replica in leaving:
+            self._ground.emit(Draining(target=replica.name, reason=reason))
+        for replica in leaving:
+            await replica.over.wait()
+            if group.replicas.get(replica.index) is replica:
+                group.retire(replica)
+                self._ground.resources.release(group.config.name, replica.index)
+                self._ground.emit(Drained(target=replica.name, seconds=self._loop.time() - began))
+        if not self.draining and self.groups.get(group.config.name) is group:
+            self.fill(group)  # it may have been made larger again meanwhile
+        self.look()
+
+    async def remove(self, name: str) -> None:
+        """Drain the group and forget it."""
+        group = self.group(name)
+        await self.scale(name, 0, reason="reloaded")
+        if self.groups.get(name) is group and not group.size:
+            del self.groups[name]
+
+    def adopt(self, config: GroupConfig) -> None:
+        """Begin with a new group."""
+        group = self.groups[config.name] = Group(config, rng=self._rng)
+        self.resize(config.name)
+        self.fill(group)
+
+    async def restart(self, target: str, *, rolling: bool = False) -> None:
+        """End the replicas and start their next generation; wait until that is being started (rolling: is good)."""
+        replicas = self.targets(target)
+        self.refuse_while_draining()
+        self._ground.emit(RestartAsked(target=target, rolling=rolling))
+        group = self.group(target.partition("/")[0])
+        if rolling:
+            await self.roll(group, replicas, REQUESTED)
+            return
+        before = [(replica, replica.life.generation) for replica in replicas]
+        for replica in replicas:
+            replica.restart()
+        await self.until(
+            lambda: (
+                self.over.is_set()
+                or all(one.life.generation > generation or one.over.is_set() for one, generation in before)
+            )
+        )
+
+    async def roll(self, group: Group, replicas: Iterable[Replica], cause: Cause) -> None:
+        """Restart these replicas of a group, never more than ``max_unavailable`` of it away by our doing.
+
+        :raises replicas.errors.WorldError: one failed, or the run ended; the others are left as they are.
+        """
+        todo = [replica.index for replica in replicas]
+
+        def due() -> list[int]:
+            states = group.standings
+            todo[:] = [index for index in todo if index in states]
+            failed = next((one for one in group.replicas.values() if one.life.state == "failed"), None)
+            if failed is not None and failed.index not in todo:
+                raise errors.WorldError(f"rolling restart: replica {failed.name} failed: {failed.life.reason}")
+            if self.draining or self.over.is_set():
+                raise errors.WorldError("rolling restart: the run is over")
+            return within(states, todo, group.config.max_unavailable)
+
+        while todo:
+            for index in due():
+                todo.remove(index)
+                if not group.replicas[index].leaving:
+                    group.replicas[index].restart(cause)
+            await self.until(lambda: not todo or bool(due()))
+        await self.wait_ready([group])
+
+    def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
+        """Start failed replicas, and those that wait after a failure, at once, with a full budget for their groups."""
+        chosen = self.targets(target)
+        self.refuse_while_draining()
+        for name in {replica.group.name for replica in chosen}:
+            self.groups[name].rules.reset()
+        names = tuple(replica.name for replica in chosen if replica.reset())
+        if self.exit_code == 1 and not any(replica.life.state == "failed" for replica in self.all()):
+            self.exit_code = None
+            self.over.clear()
+        self.save()
+        if names:
+            self._ground.emit(FailedReset(replicas=names))
+        self.look()
+        return names
+
+    async def drain(self, target: str | None = None, *, hurry: bool = False, reason: DrainReason = "requested") -> None:
+        """End replicas, and wait until no process of them is left; all of the run (those that depend on others first), or
+        the target's, which then rest until somebody restarts them.
+
+        :param hurry: SIGKILL at once; also hurries a drain that is under way.
+        """
+        if target is not None:
+            await self._drain_some(target, hurry=hurry)
+            return
+        began = self._loop.time()
+        if not self.draining or (hurry and self._hurry_s is None):
+            self._ground.emit(Draining(target="", reason=reason, hurry=hurry))
+        self.draining = True
+        if hurry:
+            self._hurry_s = 0.0
+        for names in reversed(start_levels({name: group.config for name, group in self.groups.items()})):
+            groups = [self.groups[name] for name in names if name in self.groups]
+            ending = [replica for group in groups for replica in group.replicas.values()]
+            for replica in ending if self._hurry_s is None else self.all():
+                replica.stop(self._hurry_s)
+            for replica in ending:
+                await replica.over.wait()
+        if not self._drained:
+            self._drained = True
+            self._ground.emit(Drained(target="", seconds=self._loop.time() - began))
+        self.over.set()
+
+    async def _drain_some(self, target: str, *, hurry: bool) -> None:
+        chosen = self.targets(target)
+        began = self._loop.time()
+        self._ground.emit(Draining(target=target, hurry=hurry))
+        for replica in chosen:
+            replica.halt(0.0 if hurry else None)
+        await self.until(lambda: all(replica.resting or replica.over.is_set() for replica in chosen))
+        self._ground.emit(Drained(target=target, seconds=self._loop.time() - began))

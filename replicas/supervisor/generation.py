@@ -1,0 +1,185 @@
+"""The processes of one generation of a replica: a shim for each node, from their start until nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+
+import msgspec
+
+from replicas.config import GroupConfig
+from replicas.events import HeldUp
+from replicas.supervisor.belongings import Belongings
+from replicas.supervisor.host import Host, ShimHandle, ShimStarter
+from replicas.supervisor.orders import ExitReport, LogLoss
+from replicas.supervisor.remains import Held, wait_clear
+from replicas.supervisor.run_state import ShimRecord, process_record
+from replicas.supervisor.specs import node_spec
+
+__all__ = ["STUCK_S", "Generation", "until_clear"]
+
+STUCK_S = 8.0
+"""Beyond its stop timeout: how long a generation may take to be gone before its shims are killed, and again after that."""
+
+
+class Generation:
+    """One generation. On the event loop only.
+
+    :param changed: called when a shim has said something.
+    """
+
+    def __init__(self, host: Host, start_shim: ShimStarter, changed: Callable[[], None]) -> None:
+        self.nodes: list[ShimHandle] = []
+        self.records: list[ShimRecord] = []
+        """How the shims are found by another supervisor."""
+        self.told = False
+        """Whether the end of its programs has been told."""
+        self.gone_by: float | None = None
+        """When it must be gone, once it has been told to end."""
+        self._killed = False
+        self._host = host
+        self._start_shim = start_shim
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+
+    def start(self, group: GroupConfig, index: int, number: int) -> None:
+        """Start a shim for each node.
+
+        :raises OSError: one cannot be started; the others are told to end.
+        """
+        specs = [node_spec(self._host, group, index, number, node) for node in range(group.nnodes)]
+        self.records = [
+            ShimRecord(nonce=spec.nonce, group=group.name, replica=index, generation=number, node=spec.node)
+            for spec in specs
+        ]
+        self._host.save()  # before any of them is there: whoever comes after us can find them
+        try:
+            for spec in specs:
+                shim = self._start_shim(spec, self._changed, self._host.state.lock)
+                self.nodes.append(shim)
+                self.records[spec.node] = msgspec.structs.replace(
+                    self.records[spec.node], process=process_record(shim.pid), cgroup=shim.cgroup
+                )
+        except OSError:
+            self.stop(0.0)
+            raise
+
+    @property
+    def started(self) -> bool:
+        """Whether the main process of every node runs, or has run."""
+        return bool(self.nodes) and all(node.main_pid is not None for node in self.nodes)
+
+    @property
+    def reports(self) -> list[ExitReport]:
+        """Of the nodes whose main process has ended."""
+        return [node.report for node in self.nodes if node.report is not None]
+
+    @property
+    def ended(self) -> bool:
+        """Whether every main process has ended."""
+        return len(self.reports) == len(self.nodes)
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing is left, or known to be left."""
+        return all(node.gone.is_set() for node in self.nodes)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether something is left that does not go away."""
+        return not all(node.gone.is_set() and node.swept for node in self.nodes)
+
+    @property
+    def belongings(self) -> list[Belongings]:
+        """What its processes had."""
+        return [node.belongings for node in self.nodes]
+
+    def take_losses(self) -> list[LogLoss]:
+        """Lines of logs that were lost since this was last asked."""
+        found = [loss for node in self.nodes for loss in node.losses]
+        for node in self.nodes:
+            node.losses = []
+        return found
+
+    def silent(self, now: float, timeout_s: float) -> list[int]:
+        """Nodes whose shims have not answered for longer than that. Asks them: to be called every second."""
+        return [index for index, node in enumerate(self.nodes) if node.silent_s(now) > timeout_s]
+
+    def introduce(self) -> None:
+        """Tell the nodes where node 0 is."""
+        meeting = self.nodes[0].rendezvous if self.nodes else None
+        for node in self.nodes[1:]:
+            if meeting is not None and node.rendezvous is None:
+                node.rendezvous = meeting
+                node.meet(*meeting)
+
+    def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
+        """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank has shown what it does."""
+        if self.nodes:
+            self.be_gone_within(timeout_s + STUCK_S)
+        for node in self.nodes:
+            node.stop(timeout_s, stacks=stacks)
+
+    def be_gone_soon(self) -> None:
+        """Its programs have ended: what is left is swept."""
+        self.be_gone_within(STUCK_S)
+
+    def be_gone_within(self, seconds: float) -> None:
+        deadline = self._loop.time() + seconds
+        self.gone_by = deadline if self.gone_by is None else min(self.gone_by, deadline)
+
+    def give_up(self) -> bool:
+        """Kill the shims when they are late. True: they have been killed, and are late once more."""
+        if self.gone_by is None or self._loop.time() < self.gone_by:
+            return False
+        if self._killed:
+            return True
+        self._killed = True
+        self.gone_by = self._loop.time() + STUCK_S
+        for node in self.nodes:
+            node.kill()
+        return False
+
+    def abandon(self) -> None:
+        """Leave what is not gone to itself."""
+        for node in self.nodes:
+            if not node.gone.is_set():
+                node.abandon()
+
+    async def stacks(self) -> dict[str, str]:
+        """What its ranks do, by ``group/replica/rank``."""
+        found: dict[str, str] = {}
+        for node in self.nodes:
+            found |= await node.stacks()
+        return found
+
+
+async def until_clear(
+    old: Sequence[Belongings],
+    host: Host,
+    who: tuple[str, int, int],
+    say: Callable[[str], None],
+    pause: Callable[[float], Awaitable[bool]],
+) -> None:
+    """Wait for what the generation before had, as long as that may take, and say who holds it.
+
+    :param who: group, index and generation of the replica that waits. :param pause: as of :func:`wait_clear`.
+    """
+    group, index, generation = who
+
+    def told(held: Held, gave_up: bool = False) -> None:
+        say(f"waits for {held.what}, held by {held.holder}")
+        host.emit(
+            HeldUp(
+                group=group,
+                replica=index,
+                generation=generation,
+                what=held.what,
+                holder=held.holder,
+                gave_up=gave_up,
+            )
+        )
+
+    for held in await wait_clear(old, told, pause):
+        told(held, gave_up=True)
+    say("")

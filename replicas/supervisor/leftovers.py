@@ -1,0 +1,186 @@
+"""What a dead supervisor has left alive: found by what is known of it for certain, never by a name, and killed.
+
+Theory of operation
+===================
+
+Four things tell that a process belongs to a run whose supervisor is dead:
+
+* its pid and start time are in a record of the state file (``record``), or it is below a process of which that is true;
+* it is in a control group that such a record names (``cgroup``);
+* it was started with the mark of such a record in its environment (``mark``), which is random and new for each shim;
+* it was started with any shim's mark and with the path of this very run's token file (``token``): that finds what no record
+  names any more, such as after the loss of the state file.
+
+Records of pids mean something only on the machine, and in the boot and pid namespace, in which they were written. A process
+is signalled through a pidfd, and only when its start time still is the one that was found. This process and those above it
+are never touched, whatever their environment says.
+
+While the supervisor of the state file lives, what its records name is no leftover: then only the fourth way counts, for
+marks that it does not name (``replicas doctor`` asks so).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from replicas import environ
+from replicas.events import How, LeftoverFound
+from replicas.supervisor import cgroups
+from replicas.supervisor.processes import MARK, descendants, parents, processes, signal_each, start_time
+from replicas.supervisor.run_state import Saved, ShimRecord
+
+__all__ = ["find", "lock_holders", "sweep"]
+
+_INTERVAL_S = 0.02
+_QUIET_SCANS = 2
+
+
+def find(saved: Saved | None, token_file: Path) -> list[LeftoverFound]:
+    """The living processes of a dead supervisor's run, each with ``swept`` False. Blocks for one look through ``/proc``.
+
+    :param saved: the state that it left, if there is one.
+    :param token_file: the run's token file, as its processes were told of it.
+    """
+    spared = {os.getpid(), *parents(os.getpid())}
+    if saved is not None and saved.supervisor is not None and saved.of_this_machine() and saved.supervisor.alive():
+        living = {record.nonce for record in saved.shims}
+        candidates = ((pid, how, record) for pid, how, record in _by_environment({}, token_file, but=living))
+        return _described(candidates, spared)
+    records = saved.shims if saved is not None else ()
+    by_nonce = {record.nonce: record for record in records}
+    found = [*_by_record(saved), *_by_group(records), *_by_environment(by_nonce, token_file)]
+    return _described(iter(found), spared)
+
+
+def sweep(saved: Saved | None, token_file: Path, timeout_s: float = 5.0) -> list[LeftoverFound]:
+    """Kill them until none is seen any more. Blocks.
+
+    :return: each that was found; ``swept`` False: it was still there after ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    seen: dict[tuple[int, int], LeftoverFound] = {}
+    quiet = 0
+    while quiet < (_QUIET_SCANS if seen else 1) and time.monotonic() < deadline:
+        found = find(saved, token_file)
+        for one in found:
+            seen.setdefault((one.pid, one.start_time), one)
+            _kill(one)
+        quiet = 0 if found else quiet + 1
+        if seen:
+            time.sleep(_INTERVAL_S)  # they are not our children: nothing tells of their end
+    for record in saved.shims if saved is not None else ():
+        if record.cgroup:
+            cgroups.leave(Path(record.cgroup), run=True)
+    for record in saved.shims if saved is not None else ():
+        if record.cgroup:
+            _remove_group(Path(record.cgroup))
+    return [
+        msgspec.structs.replace(one, swept=start_time(one.pid) != one.start_time)
+        for one in sorted(seen.values(), key=lambda one: one.start_time)
+    ]
+
+
+def lock_holders(lock: Path) -> list[int]:
+    """Processes that have the lock file open with the lock on it; the kernel says so of each descriptor."""
+    there = lock.stat()
+    return [pid for pid in processes() if pid != os.getpid() and _holds(pid, there)]
+
+
+def _kill(one: LeftoverFound) -> None:
+    signal_each([one.pid], signal.SIGKILL, lambda pid: start_time(pid) == one.start_time)
+
+
+def _remove_group(group: Path) -> None:
+    """The control group of a shim, and the run's one above it when that was the last."""
+    with contextlib.suppress(OSError):  # it is gone, or something is left in it
+        cgroups.remove(group)
+        group.parent.rmdir()
+
+
+# ------------------------------------------------------------ the ways to find one
+
+_Candidate = tuple[int, How, ShimRecord | None]
+
+
+def _by_record(saved: Saved | None) -> Iterator[_Candidate]:
+    if saved is None or not saved.of_this_machine():
+        return
+    helpers = [(helper, None) for helper in saved.helpers]
+    for process, record in [*((one.process, one) for one in saved.shims), *helpers]:
+        if process is not None and process.alive():
+            for pid in (process.pid, *descendants(process.pid)):
+                yield pid, "record", record
+
+
+def _by_group(records: tuple[ShimRecord, ...]) -> Iterator[_Candidate]:
+    for record in records:
+        if record.cgroup:
+            for pid in cgroups.members(Path(record.cgroup)):
+                yield pid, "cgroup", record
+
+
+def _by_environment(
+    records: dict[str, ShimRecord], token_file: Path, *, but: set[str] | frozenset[str] = frozenset()
+) -> Iterator[_Candidate]:
+    """By the marks of records, and by the token file with a mark that is not in ``but``."""
+    mark, token = f"{MARK}=".encode(), f"{environ.TOKEN_FILE}={token_file}".encode()
+    for pid in processes():
+        try:
+            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            continue  # it has ended, or is somebody else's
+        nonce = next((entry[len(mark) :].decode(errors="replace") for entry in entries if entry.startswith(mark)), None)
+        if nonce is None or nonce in but:
+            continue
+        record = records.get(nonce)
+        if record is not None or token in entries:
+            yield pid, "mark" if record is not None else "token", record
+
+
+def _described(candidates: Iterator[_Candidate], spared: set[int]) -> list[LeftoverFound]:
+    found: dict[int, LeftoverFound] = {}
+    for pid, how, record in candidates:
+        started = start_time(pid)
+        if pid in spared or pid in found or started is None:
+            continue
+        found[pid] = LeftoverFound(
+            pid=pid,
+            start_time=started,
+            command=_command(pid),
+            how=how,
+            group=record.group if record is not None else "",
+            replica=record.replica if record is not None else -1,
+            generation=record.generation if record is not None else 0,
+            swept=False,
+        )
+    return list(found.values())
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
+    except OSError:
+        return ""
+
+
+def _holds(pid: int, lock: os.stat_result) -> bool:
+    try:
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False  # it has ended, or is somebody else's
+    for path in descriptors:
+        try:
+            there = path.stat()
+            ours = (there.st_dev, there.st_ino) == (lock.st_dev, lock.st_ino)
+            if ours and b"lock:" in Path(f"/proc/{pid}/fdinfo/{path.name}").read_bytes():
+                return True
+        except OSError:
+            continue  # it was closed meanwhile
+    return False

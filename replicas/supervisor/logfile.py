@@ -1,0 +1,115 @@
+"""One log file that is rotated by size. Standard library only.
+
+``rank-0.log`` is the newest part; when it is full it becomes ``rank-0.log.1``, that one ``rank-0.log.2``, and so on up to
+``keep``. Beside a rank's log lies ``rank-0.log.times``: a line ``OFFSET TIME`` (seconds since 1970) for about each second
+in which something was written, so that readers find the lines since a time. It is an aid: where it cannot be written, it is
+left alone until the next part.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from pathlib import Path
+
+__all__ = ["RotatedFile"]
+
+_TIMES_INTERVAL_S = 1.0
+
+
+class RotatedFile:
+    """A file of which this object is the only writer.
+
+    :param keep: how many older parts are kept.
+    :param times: whether the times are noted beside it.
+    """
+
+    def __init__(self, path: Path, max_nbytes: int, keep: int, *, times: bool) -> None:
+        self.path = path
+        self._max_nbytes = max_nbytes
+        self._keep = keep
+        self._with_times = times
+        self._file: int | None = None
+        self._times: int | None = None
+        self._noted_at = 0.0
+
+    def open(self, size: int) -> int:
+        """Go on after its first ``size`` bytes, of which there may be fewer: returns how many there are.
+
+        :raises OSError: it cannot be opened.
+        """
+        if self._file is None:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = _append_to(self.path)
+            if self._with_times:
+                with contextlib.suppress(OSError):  # see the module's header
+                    self._times = _append_to(_times_of(self.path))
+        there = os.fstat(self._file).st_size
+        if there > size:
+            os.ftruncate(self._file, size)
+        return min(size, there)
+
+    def is_full(self, size: int, more_nbytes: int) -> bool:
+        """Whether so many bytes belong into the next part."""
+        return size > 0 and size + more_nbytes > self._max_nbytes
+
+    def rotate(self) -> None:
+        """Begin the next part.
+
+        :raises OSError: it cannot be renamed.
+        """
+        self.close()
+        for number in range(self._keep, 0, -1):
+            older = self._part(number)
+            newer = self._part(number - 1)
+            for old, new in ((newer, older), (_times_of(newer), _times_of(older))):
+                with contextlib.suppress(FileNotFoundError):
+                    old.rename(new)
+        if self._keep == 0:
+            for path in (self.path, _times_of(self.path)):
+                path.unlink(missing_ok=True)
+
+    def _part(self, number: int) -> Path:
+        return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
+
+    def append(self, lines: bytes, size: int) -> None:
+        """Write all of ``lines`` after the first ``size`` bytes, or nothing.
+
+        :raises OSError: there is no room, or worse.
+        """
+        assert self._file is not None
+        if lines:
+            self._note(size)
+        rest = memoryview(lines)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            os.ftruncate(self._file, size)
+            raise
+
+    def _note(self, size: int) -> None:
+        now = time.time()
+        if self._times is not None and not 0 <= now - self._noted_at < _TIMES_INTERVAL_S:
+            self._noted_at = now
+            try:
+                os.write(self._times, f"{size} {now:.3f}\n".encode())
+            except OSError:
+                os.close(self._times)
+                self._times = None
+
+    def close(self) -> None:
+        for descriptor in (self._file, self._times):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._file = self._times = None
+        self._noted_at = 0.0
+
+
+def _append_to(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+
+
+def _times_of(path: Path) -> Path:
+    return path.with_name(f"{path.name}.times")

@@ -1,0 +1,128 @@
+"""What this machine has to give: GPUs, CPUs, memory. Looked up without torch and without a context on a GPU."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from replicas.supervisor.cgroups import LIMITS, find_own
+
+__all__ = ["Machine", "look", "visible_gpus"]
+
+_REMEDY = "start it as root or under systemd with Delegate=yes, or remove the limit"
+_NVML = "libnvidia-ml.so.1"
+_NO_GPUS = ("", "-1", "NoDevFiles")
+
+
+class Machine(msgspec.Struct, frozen=True, kw_only=True):
+    """``gpus``: what ``CUDA_VISIBLE_DEVICES`` calls them; ``gpus_from``: who says so, or why there are none.
+
+    ``limits_refused``: why no limit of memory and processes can be set for a replica, and what helps; empty: it can.
+    ``gpu_order``: the ``CUDA_DEVICE_ORDER`` that these names need; empty: the one that is set already.
+    """
+
+    gpus: tuple[str, ...] = ()
+    gpus_from: str = ""
+    gpu_order: str = ""
+    cpus: int = 1
+    memory_nbytes: int = 0
+    limits_refused: str = ""
+
+
+def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Machine:
+    """This machine, as far as this process may use it: its CPU set, its cgroups and ``CUDA_VISIBLE_DEVICES`` bound it.
+
+    :param gpus: whether to look for GPUs, which may take the driver a second.
+    """
+    names, gpus_from, order = _gpus(os.environ if environ is None else environ) if gpus else ((), "", "")
+    return Machine(
+        gpus=names,
+        gpus_from=gpus_from,
+        gpu_order=order,
+        cpus=_cpus(),
+        memory_nbytes=_memory_nbytes(),
+        limits_refused=_limits_refused(),
+    )
+
+
+def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str, str]:
+    visible = visible_gpus(environ)
+    return _nvml_gpus() if visible is None else (visible, "CUDA_VISIBLE_DEVICES", "")
+
+
+def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` lists (indices or UUIDs, taken as they are); None when it is not set."""
+    text = environ.get("CUDA_VISIBLE_DEVICES")
+    if text is None:
+        return None
+    gpus: list[str] = []
+    for word in text.split(","):
+        if word.strip() in _NO_GPUS:  # CUDA too looks no further
+            break
+        gpus.append(word.strip())
+    return tuple(dict.fromkeys(gpus))
+
+
+def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
+    """Indices in the order of the PCI bus, which is NVML's."""
+    try:
+        nvml = ctypes.CDLL(_NVML)
+    except OSError as error:
+        return (), f"no NVIDIA driver: {error}", ""
+    count = ctypes.c_uint()
+    code = nvml.nvmlInit_v2()
+    if code == 0:
+        code = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
+        nvml.nvmlShutdown()
+    if code != 0:
+        nvml.nvmlErrorString.restype = ctypes.c_char_p
+        return (), f"NVML says: {nvml.nvmlErrorString(code).decode()}", ""
+    return tuple(map(str, range(count.value))), "NVML", "PCI_BUS_ID"
+
+
+def _cpus() -> int:
+    cpus = len(os.sched_getaffinity(0))
+    for text in _cgroup_texts("cpu.max"):
+        quota, _, period = text.partition(" ")
+        if quota != "max":
+            cpus = min(cpus, max(1, int(quota) // int(period)))
+    return cpus
+
+
+def _memory_nbytes() -> int:
+    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return min([total, *(int(text) for text in _cgroup_texts("memory.max") if text != "max")])
+
+
+def _cgroup_texts(name: str) -> Iterator[str]:
+    """Contents of this file of our cgroup (version 2) and of those above it, as far as they have it."""
+    found = _own_cgroup()
+    for place in () if found is None else (found[1], *found[1].parents):
+        if found is not None and place.is_relative_to(found[0]):
+            try:
+                yield (place / name).read_text().strip()
+            except OSError:
+                continue  # the root has no limits, and a controller that is off has no file
+
+
+def _own_cgroup() -> tuple[Path, Path] | None:
+    """Where cgroup v2 is mounted, and this process's own folder in it; None when it is not mounted."""
+    mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
+    root = next((Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"), None)
+    lines = Path("/proc/self/cgroup").read_text().splitlines()
+    own = next((line.removeprefix("0::") for line in lines if line.startswith("0::")), None)
+    return None if root is None or own is None else (root, root / own.lstrip("/"))
+
+
+def _limits_refused() -> str:
+    try:
+        own = find_own()
+        controllers = (own / "cgroup.controllers").read_text().split()
+    except OSError as error:
+        return f"{error.strerror}; {_REMEDY}"
+    missing = [name for name in LIMITS if name not in controllers]
+    return f"{own} has no controller {' or '.join(missing)}; {_REMEDY}" if missing else ""

@@ -1,0 +1,121 @@
+"""Lines of ranks on the supervisor's own stderr, which must never hold anybody up. Standard library only.
+
+Whatever stderr is, it is shared with others (the supervisor, the other pumps, perhaps a shell), so its mode is left alone:
+a terminal or a pipe is opened once more, without blocking; to a socket each message is sent without waiting; a file does
+not block. Lines go out in blocks of at most ``PIPE_BUF`` bytes, which a pipe takes whole or not at all: lines of several
+pumps never mix. What does not fit for a while is dropped from the screen (it is in the log), counted, and said.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import stat
+from collections import deque
+
+from replicas.supervisor.folding import readable
+
+__all__ = ["Tee"]
+
+_QUEUE_NBYTES = 256 << 10
+_BLOCK_NBYTES = select.PIPE_BUF
+
+
+class Tee:
+    """See the module's header.
+
+    :param descriptor: of the supervisor's stderr; it stays open.
+    :param name: of the replica.
+    """
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._name = name
+        self._blocks: deque[bytes] = deque()
+        self._queued = 0
+        self._dropped = 0
+        self.dropped = 0
+        """Lines that were not shown, in all."""
+        self._socket: socket.socket | None = None
+        self._file: int | None = None
+        kind = os.fstat(descriptor).st_mode
+        if stat.S_ISSOCK(kind):
+            self._socket = socket.socket(fileno=os.dup(descriptor))
+        elif stat.S_ISREG(kind):
+            self._file = descriptor
+        else:
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            self._file = os.open(f"/proc/self/fd/{descriptor}", flags)
+
+    def fileno(self) -> int:
+        """What to wait for when :attr:`waiting`."""
+        if self._socket is not None:
+            return self._socket.fileno()
+        assert self._file is not None
+        return self._file
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is more than the other side takes just now."""
+        return bool(self._blocks)
+
+    def show(self, lines: bytes, prefix: str) -> None:
+        """Queue complete lines, and write what can be written.
+
+        :raises OSError: the other side is gone for good.
+        """
+        if self._queued >= _QUEUE_NBYTES:
+            self._drop(lines.count(b"\n"))
+        else:
+            self._say_dropped()
+            self._queue(readable(lines, f"{prefix}| ".encode(), _BLOCK_NBYTES))
+        self.write()
+
+    def _drop(self, count: int) -> None:
+        self._dropped += count
+        self.dropped += count
+
+    def _say_dropped(self) -> None:
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            note = f"{self._name}| ({dropped} lines are only in the log: nobody reads them here fast enough)\n"
+            self._queue([note.encode()])
+
+    def _queue(self, lines: list[bytes]) -> None:
+        block = b""
+        for number, line in enumerate(lines):
+            if self._queued >= _QUEUE_NBYTES:
+                self._drop(len(lines) - number)
+                break
+            if len(block) + len(line) > _BLOCK_NBYTES:
+                self._blocks.append(block)
+                block = b""
+            block += line
+            self._queued += len(line)
+        if block:
+            self._blocks.append(block)
+
+    def write(self) -> None:
+        """Write what can be written now.
+
+        :raises OSError: the other side is gone for good.
+        """
+        while self._blocks:
+            block = self._blocks[0]
+            try:
+                count = self._put(block)
+            except BlockingIOError:
+                return
+            self._queued -= count
+            if count < len(block):  # a terminal took a part of it
+                self._blocks[0] = block[count:]
+                return
+            self._blocks.popleft()
+            if not self._blocks:
+                self._say_dropped()
+
+    def _put(self, block: bytes) -> int:
+        if self._socket is not None:
+            return self._socket.send(block, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        assert self._file is not None
+        return os.write(self._file, block)

@@ -1,0 +1,249 @@
+"""The ``replicas`` command against a living run, as an operator uses it: every command, its words and its exit code."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from replicas.control import cli
+from replicas.control.client import Client, fetch_status
+from replicas.control.commands import Scale
+from replicas.errors import UsageError
+from replicas.events import RunEnded, RunStarted, Scaled, decode
+from replicas.status import RunStatus
+from tests.support.programs import SLEEPS, group
+from tests.support.runs import ROOT, Run, running
+
+COUNTS = "import itertools, time\nfor i in itertools.count():\n    print('tick', i, flush=True); time.sleep(0.05)"
+FAILS = "import os, sys, time; time.sleep(0.1); sys.exit(0 if os.path.exists('mended') else 7)"
+GROUPS = group("a", COUNTS, "replicas = 2") + group("b", SLEEPS, 'depends_on = ["a"]')
+COMMAND = [sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())"]
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "100")
+    with running(tmp_path, GROUPS) as started:
+        started.wait_line("b/0: ready")  # the last one, as it starts after the others
+        yield started
+
+
+class Cli:
+    """Runs commands in this process. What they print is taken from ``capsys``."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+        self.err = ""
+
+    def __call__(self, *arguments: str, code: int = 0) -> str:
+        got = cli.main([*arguments])
+        captured = self._capsys.readouterr()
+        self.err = captured.err
+        assert got == code, (arguments, captured)
+        return captured.out
+
+
+@pytest.fixture
+def replicas(capsys: pytest.CaptureFixture[str]) -> Cli:
+    return Cli(capsys)
+
+
+@contextlib.contextmanager
+def background(*arguments: str) -> Iterator[subprocess.Popen[str]]:
+    """A command in a process of its own, ended at the end of the block."""
+    env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    with subprocess.Popen([*COMMAND, *arguments], stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+def until(process: subprocess.Popen[str], text: str) -> list[str]:
+    """Its lines up to the first with this text; the test's own timeout bounds it."""
+    assert process.stdout is not None
+    lines: list[str] = []
+    for line in process.stdout:
+        lines.append(line)
+        if text in line:
+            return lines
+    raise AssertionError(f"no {text!r} in {lines}")
+
+
+def names(status: RunStatus) -> list[str]:
+    return [one.name for group in status.groups for one in group.replicas]
+
+
+def test_an_operators_day(run: Run, replicas: Cli) -> None:
+    out = replicas("status")
+    assert "test  ready" in out
+    assert "2 of 2" in out
+    assert names(msgspec.json.decode(replicas("status", "-c", "run.toml", "--json"), type=RunStatus)) == [
+        "a/0",
+        "a/1",
+        "b/0",
+    ]
+
+    assert replicas("scale", "a", "3") == "a: 3 replicas wanted\n"
+    assert replicas("restart", "a/1") == "a/1: restarted\n"
+    assert json.loads(replicas("restart", "a", "--rolling", "--json")) == {"done": True, "result": None}
+    assert replicas("scale", "a", "1", "-c", "run.toml") == "a: 1 replica wanted\n"
+    status = run.status()
+    assert names(status) == ["a/0", "b/0"]
+    assert status.groups[0].restarts == {"requested": 4}
+    assert status.groups[0].restart_budget_remaining_ratio == 1.0
+
+    assert replicas("drain", "b") == "b: drained\n"
+    assert run.status().groups[1].replicas[0].state == "finished"
+    assert replicas("restart", "b") == "b: restarted\n"
+    assert replicas("reset-failed") == "nothing had failed\n"
+    out = replicas("stacks", "a")
+    assert out.startswith("a/0/0 ")
+    assert list(json.loads(replicas("stacks", "--json"))) == ["a/0/0", "b/0/0"]
+
+    assert replicas("logs", "a/0", "-g", "1", "-r", "0").startswith("tick 0\ntick 1\n")
+    assert replicas("logs", "a", "-n", "1").startswith("a/0.0| tick ")
+    assert replicas("logs", "--since", "1h").startswith("a/0.0| tick 0\na/0.0| tick 1\n")
+    line = json.loads(replicas("logs", "a/0", "-n", "1", "--json"))
+    assert (line["replica"], line["rank"]) == ("a/0", 0)
+    events = [decode(line.encode()) for line in replicas("events", "--json").splitlines()]
+    assert isinstance(events[0].event, RunStarted)
+    assert [(one.event.before, one.event.after) for one in events if isinstance(one.event, Scaled)] == [(2, 3), (3, 1)]
+    assert "scaled from 2 to 3" in replicas("events", "-t", "a", "--since", "1h")
+    assert len(replicas("events", "-n", "3").splitlines()) == 3
+    behind = decode(replicas("events", "--after", "4", "--json").splitlines()[0].encode())
+    assert behind == events[4]
+    assert "[+] run       supervised by process" in replicas("doctor", "run.toml")
+
+    run.config.write_text(run.config.read_text().replace("replicas = 2", "replicas = 2\nenv = { NEW = '1' }"))
+    assert replicas("reload") == "reloaded; changed: a\n"
+    run.config.write_text(run.config.read_text().replace("replicas = 2", "replica = 2"))
+    replicas("reload", code=cli.BAD_CONFIG)
+    assert replicas.err.splitlines()[1] == '  groups.a.replica: unknown key; did you mean "replicas"?'
+    assert run.status().groups[1].replicas[0].state == "ready"
+
+    assert replicas("drain") == "the run is over\n"
+    assert run.wait() == 0
+    run.assert_nothing_left()
+    replicas("status", code=cli.UNAVAILABLE)
+    assert 'run "test" is not running' in replicas.err
+    assert isinstance(decode(replicas("events", "--json").splitlines()[-1].encode()).event, RunEnded)
+    assert replicas("logs", "a/0", "-n", "1", "-f").startswith("tick ")  # it ends, as nothing more can come
+
+
+HELPFUL = [
+    (["scale", "c", "1"], 'no group "c" (groups: a, b)'),
+    (["restart", "a/9"], 'no replica "a/9"'),
+    (["restart", "run.toml"], '"run.toml" is no group or replica (name a config with -c run.toml)'),
+    (["drain", "c"], 'no group "c"'),
+    (["logs", "c"], "there is no log of c"),
+    (["logs", "--since", "noon"], '"noon" is no time'),
+    (["scale", "a"], "Missing argument 'REPLICAS'"),
+    (["scale", "a", "x"], "'REPLICAS'"),
+    (["status", "run.toml", "-c", "run.toml"], "give CONFIG once"),
+]
+
+
+def test_over_tcp_orders_need_the_token_and_errors_help(run: Run, replicas: Cli, tmp_path: Path) -> None:
+    endpoint = run.endpoint()
+    token = str(run.state_dir / "token")
+    for arguments, words in HELPFUL:
+        replicas(*arguments, code=cli.USAGE)
+        assert words in replicas.err
+
+    assert fetch_status(endpoint).run == "test"
+    replicas("scale", "a", "1", "--endpoint", endpoint, code=cli.USAGE)
+    assert "takes no orders from here: this needs the run's token" in replicas.err
+    assert "give --token-file" in replicas.err
+    with pytest.raises(UsageError, match="wrong token"):
+        Client(endpoint, token="wrong").order(Scale(group="a", replicas=1))
+    replicas("logs", "--endpoint", endpoint, code=cli.USAGE)
+    assert run.status().refused["token"] == 1
+    assert names(run.status()) == ["a/0", "a/1", "b/0"]
+
+    assert replicas("scale", "a", "1", "--endpoint", endpoint, "--token-file", token) == "a: 1 replica wanted\n"
+    assert replicas("logs", "a/0", "--endpoint", endpoint, "--token-file", token).startswith("tick 0\ntick 1\n")
+    assert "scaled from 2 to 1" in replicas("events", "--endpoint", endpoint, "--after", "0")
+    assert names(msgspec.json.decode(replicas("status", "--endpoint", endpoint, "--json"), type=RunStatus)) == [
+        "a/0",
+        "b/0",
+    ]
+    replicas("drain", "--endpoint", endpoint, "--token-file", str(tmp_path / "none"), code=cli.USAGE)
+    assert "cannot read the token" in replicas.err
+
+    request = urllib.request.Request(f"http://{endpoint}/reload", data=b"{}", method="POST")
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=10)
+    refused.value.close()
+    assert refused.value.code == 401
+    assert replicas("drain", "--endpoint", endpoint, "--token-file", token, "--hurry") == "the run is over\n"
+    assert run.wait() == 0
+
+
+def test_following_until_the_run_is_over(run: Run, replicas: Cli) -> None:
+    with (
+        background("logs", "a/0", "-f", "-n", "1") as logs,
+        background("events", "-f", "-n", "1") as events,
+        background("status", "--watch", "--interval", "0.1") as watch,
+        background("status", "--watch", "--interval", "0.1", "--json") as stream,
+    ):
+        first = until(logs, "tick")[-1]
+        assert until(logs, "tick")[-1] != first
+        until(watch, "2 of 2")
+        replicas("restart", "a/0")
+        assert until(events, "a/0                restart asked for")
+        until(logs, "tick 0\n")  # the new generation is followed, too
+        until(stream, '"name":"a/0","group":"a","replica":0,"state":"ready","generation":2')
+        assert replicas("drain") == "the run is over\n"
+        assert "over, exit code 0" in until(events, "over, exit code")[-1]
+        assert until(watch, "the run is over")
+        assert [process.wait(20) for process in (logs, events, watch, stream)] == [0, 0, 0, 0]
+
+
+def test_reset_failed_starts_at_once_what_waits_after_a_failure(
+    tmp_path: Path, replicas: Cli, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = group("c", FAILS, 'restart = { initial_delay = "300s", max_delay = "300s" }')
+    with running(tmp_path, text) as run:
+        run.wait_line("c/0: rank 0 exited with code 7; starting again in ")
+        (tmp_path / "mended").touch()
+        assert replicas("reset-failed", "c/0") == "starting again: c/0\n"
+        assert run.wait() == 0
+
+
+def completed(*words: str) -> list[str]:
+    """What the shell is offered for the last word."""
+    line = " ".join(["replicas", *words])
+    env = {"_REPLICAS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())"],
+        env={**os.environ, **env, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert done.stderr == ""
+    return done.stdout.split()
+
+
+def test_completion_knows_commands_groups_and_replicas(run: Run) -> None:
+    assert sorted(completed("re")) == ["reload", "reset-failed", "restart"]
+    assert completed("restart", "a") == ["a", "a/0", "a/1"]
+    assert completed("scale", "''") == ["a", "b"]
+    run.signal(15)
+    assert run.wait() == 0
+    assert completed("restart", "a") == []  # there is nobody to ask, and no tracebacks either
+    assert completed("restart", "-c", "run.toml", "a") == ["a"]

@@ -1,0 +1,98 @@
+"""The run's Unix socket: who is let in, where it lies, what is left of it."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+import stat
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from replicas import errors
+from replicas.control import socket as control_socket
+from replicas.control.app import control_routes
+from replicas.control.client import Client
+from replicas.control.commands import Answer, Restart, Scale
+from replicas.control.socket import ControlSocket, peer_uid
+from tests.unit.test_control_orders import Run
+
+pytestmark = pytest.mark.anyio
+
+
+@asynccontextmanager
+async def serving(path: Path, run: Run) -> AsyncIterator[ControlSocket]:
+    async with ControlSocket(path, control_routes(run, commands=run, streams=run), run.refused.append) as door:
+        yield door
+
+
+async def test_orders_need_no_token_there(tmp_path: Path) -> None:
+    run = Run()
+    path = tmp_path / "control.sock"
+    async with serving(path, run):
+        assert stat.S_IMODE(path.stat().st_mode) == 0o600
+        client = Client(f"unix:{path}")
+        assert (await asyncio.to_thread(client.status)).run == "grpo"
+        answer = await asyncio.to_thread(client.order, Scale(group="a", replicas=3))
+        assert answer == Answer(done=True)
+        assert run.asked == [("scale", "a", 3)]
+        run.error = errors.WorldError("replica a/0 failed", hint="look at its log")
+        with pytest.raises(errors.WorldError, match=r"replica a/0 failed \(look at its log\)"):
+            await asyncio.to_thread(client.order, Restart(target="a"))
+    assert not path.exists()
+    with pytest.raises(errors.Disconnected, match="nobody answers at unix:"):
+        await asyncio.to_thread(client.status)
+
+
+async def test_a_path_that_is_too_long_for_a_socket(tmp_path: Path) -> None:
+    path = tmp_path / ("deep" * 20) / ("down" * 20) / "control.sock"
+    path.parent.mkdir(parents=True)
+    async with serving(path, Run()):
+        assert path.is_socket()
+        assert (await asyncio.to_thread(Client(f"unix:{path}").status)).run == "grpo"
+    assert not path.exists()
+
+
+async def test_what_a_killed_supervisor_left_is_replaced_and_nothing_else(tmp_path: Path) -> None:
+    path = tmp_path / "control.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    async with serving(path, Run()):
+        assert (await asyncio.to_thread(Client(f"unix:{path}").status)).run == "grpo"
+        path.unlink()
+        path.touch()
+    assert path.read_bytes() == b""  # it is not ours
+    with pytest.raises(
+        errors.WorldError, match=r"something else in its place \(name another place with control\.socket"
+    ):
+        async with serving(path, Run()):
+            pass
+    assert path.exists()
+    with pytest.raises(errors.WorldError, match="No such file or directory"):
+        async with serving(tmp_path / "gone" / "control.sock", Run()):
+            pass
+
+
+async def test_processes_of_other_users_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also when the file's mode lets them in."""
+    run = Run()
+    path = tmp_path / "control.sock"
+    uids: list[int] = []
+
+    def foreign(connection: socket.socket) -> int:
+        uids.append(peer_uid(connection))
+        return uids[-1] + 12345
+
+    async with serving(path, run):
+        monkeypatch.setattr(control_socket, "peer_uid", foreign)
+        with pytest.raises(errors.UsageError, match="takes no orders from here: this socket is for its own user"):
+            await asyncio.to_thread(Client(f"unix:{path}").order, Scale(group="a", replicas=0))
+        with pytest.raises(errors.Disconnected, match="answered GET /status with 403"):
+            await asyncio.to_thread(Client(f"unix:{path}").status)
+        monkeypatch.undo()
+        assert (await asyncio.to_thread(Client(f"unix:{path}").status)).run == "grpo"
+    assert uids == [path.parent.stat().st_uid] * 2
+    assert run.asked == []
+    assert run.refused == ["peer", "peer"]

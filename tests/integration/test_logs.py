@@ -1,0 +1,136 @@
+"""Logs of real processes: every line once and whole, whatever happens to the pump, the disk and the terminal."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+
+from replicas.supervisor.orders import LogLoss
+from tests.support.disks import fill, small_disk
+from tests.support.runs import alive, eventually
+from tests.support.shims import ShimUnderTest, shim
+
+FLOODS = """
+import os
+def flood(fd, name):
+    with os.fdopen(fd, "wb", buffering=8192) as out:
+        for n in range(100_000):
+            out.write(b"%s %d %s\\n" % (name, n, name * 90))
+if os.fork() == 0:
+    flood(2, b"E")
+    os._exit(0)
+flood(os.dup(1), b"O")
+os.wait()
+"""
+"""Two processes, one on stdout and one on stderr, in blocks that end in the middle of lines: 20 MB."""
+
+
+def kill(pid: int, signum: int) -> None:
+    pidfd = os.pidfd_open(pid)
+    try:
+        signal.pidfd_send_signal(pidfd, signum)
+    finally:
+        os.close(pidfd)
+
+
+def test_no_line_is_lost_doubled_or_torn_while_pumps_are_killed(tmp_path: Path) -> None:
+    with shim(tmp_path, FLOODS, log_max_nbytes=1 << 20, log_keep=100) as one:
+        pump, kills = one.pump(), 0
+        kill(pump, signal.SIGTERM)  # as systemd does to every process of a unit: it goes on
+        main = int(one.wait_for("started")["pid"])
+        while kills < 10 and alive(main):
+            kill(pump, signal.SIGKILL)
+            kills += 1
+            pump = one.pump(besides=pump)
+        assert one.report().outcome == "ok"
+        assert one.gone() == 0
+        expected = {b"E": 0, b"O": 0}
+        for line in one.log().splitlines():
+            name, number, text = line.split()
+            assert (int(number), text) == (expected[name], name * 90)
+            expected[name] += 1
+        assert expected == {b"E": 100_000, b"O": 100_000}
+        sizes = [path.stat().st_size for path in one.folder.glob("rank-0.log*") if path.suffix != ".times"]
+        assert max(sizes) <= 1 << 20
+        assert len(sizes) >= 18
+        assert kills
+
+
+def ping_until_another_pump(one: ShimUnderTest, pump: int) -> bool:
+    one.send({"type": "ping"})
+    one.wait_for("pong")
+    return not alive(pump)
+
+
+def test_a_pump_that_hangs_is_replaced_and_nothing_is_lost(tmp_path: Path) -> None:
+    with shim(tmp_path, "", command=("sh", "-c", 'seq 1 20000; echo "done"; sleep 600')) as one:
+        pump = one.pump()
+        kill(pump, signal.SIGSTOP)
+        eventually(lambda: ping_until_another_pump(one, pump), "the end of the pump that was stopped")
+        eventually(lambda: one.log().endswith(b"\ndone\n"), "the last line")
+        assert one.log().split() == [*(b"%d" % n for n in range(1, 20001)), b"done"]
+        one.send({"type": "stop", "timeout_s": 5.0})
+        assert one.gone() == 0
+
+
+def test_a_full_disk_holds_nobody_up_and_the_last_lines_are_known(tmp_path: Path) -> None:
+    code = "import pathlib, sys\nprint('first')\nsys.stdin = open(sys.argv[1])\ninput()\n"
+    code += "for n in range(20_000): print('line', n)\nprint('all written')\npathlib.Path(sys.argv[3]).touch()\n"
+    code += "sys.stdin = open(sys.argv[2])\ninput()\nprint('late')\nraise ValueError('boom')"
+    fifos = [tmp_path / "one", tmp_path / "two"]
+    done = tmp_path / "done"
+    for fifo in fifos:
+        os.mkfifo(fifo)
+    with small_disk(tmp_path / "disk", 1 << 20) as mounted:
+        if not mounted:
+            pytest.skip("takes the right to mount")
+        command = (sys.executable, "-u", "-c", code, *map(str, (*fifos, done)))
+        with shim(tmp_path, "", command=command, log_dir=str(tmp_path / "disk" / "logs")) as one:
+            eventually(lambda: (one.folder / "rank-0.log").exists() and one.log() == b"first\n", "the first line")
+            with fill(tmp_path / "disk"):
+                fifos[0].write_text("go on\n")
+                one.wait_for("dropped")
+                eventually(done.exists, "the end of what it writes")
+            eventually(lambda: accounted_for(one) == 20_002, "the log to go on")
+            fifos[1].write_text("go on\n")
+            report = one.report()
+            assert report.ranks[0].lines[-1] == "ValueError: boom"
+            assert report.ranks[0].text == "ValueError: boom"
+            assert one.gone() == 0
+            losses = [LogLoss.of(message) for message in one.said if message["type"] == "dropped"]
+            assert {(loss.where, loss.reason) for loss in losses} == {("file", "No space left on device")}
+            lines = one.log().decode().splitlines()
+            assert (lines[0], lines[-1]) == ("first", "ValueError: boom")
+            written = sum(not line.startswith("replicas: ") for line in lines[: lines.index("late")])
+            assert written + sum(loss.count for loss in losses) == 20_002
+
+
+def accounted_for(one: ShimUnderTest) -> int:
+    """Lines in the log, and lines that it says are missing."""
+    lines = one.log().decode().splitlines()
+    missing = [int(line.split()[1]) for line in lines if "are missing here: No space left on device" in line]
+    return len(lines) - len(missing) + sum(missing)
+
+
+def test_a_terminal_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:
+    ours, theirs = os.openpty()
+    try:
+        flags = fcntl.fcntl(theirs, fcntl.F_GETFL)
+        code = "import sys\nsys.stdout.buffer.write(b'\\x1b[2Jhello \\x1b[31mred\\n\\xff\\n')\n"
+        code += "for n in range(20_000): print('line', n, 'x' * 80)"
+        with shim(tmp_path, code, tee=theirs) as one:
+            assert one.report().outcome == "ok"
+            losses = [LogLoss.of(message) for message in one.said if message["type"] == "dropped"]
+            assert {loss.where for loss in losses} == {"tee"}
+            assert len(one.log().splitlines()) == 20_002
+            assert fcntl.fcntl(theirs, fcntl.F_GETFL) == flags
+            shown = os.read(ours, 1 << 16)
+        assert shown.startswith(b"a/0.0| hello \x1b[31mred\x1b[0m\r\na/0.0| \xef\xbf\xbd\r\na/0.0| line 0 xx")
+    finally:
+        os.close(ours)
+        os.close(theirs)

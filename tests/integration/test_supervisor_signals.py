@@ -1,0 +1,135 @@
+"""What an operator's signals do to the daemon, what it tells systemd, and the exit codes of both."""
+
+from __future__ import annotations
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from replicas.supervisor.__main__ import PREEMPTED
+from tests.support.notify import FakeSystemd
+from tests.support.programs import IGNORES, SLEEPS, group
+from tests.support.runs import Run, eventually, running
+
+DAEMON = (sys.executable, "-m", "replicas.supervisor")
+CHECK = (sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())", "check")
+
+
+def with_environment(*variables: str) -> Sequence[str]:
+    return ("env", *variables, *DAEMON)
+
+
+def pids(run: Run) -> dict[str, int | None]:
+    return {one.name: one.pid for found in run.status().groups for one in found.replicas}
+
+
+def is_up(run: Run, replica: str) -> bool:
+    return run.log(replica).exists() and "up" in run.log(replica).read_text()
+
+
+def test_systemd_is_told_of_start_reload_and_end(tmp_path: Path) -> None:
+    shows = "import os; print('NOTIFY_SOCKET' in os.environ, 'WATCHDOG_USEC' in os.environ, flush=True); " + SLEEPS
+    text = group("a", shows) + group("b", SLEEPS)
+    with FakeSystemd() as systemd:
+        command = with_environment(f"NOTIFY_SOCKET={systemd.address}", "WATCHDOG_USEC=2000000")
+        with running(tmp_path, text, command=command) as run:
+            first = systemd.wait(lambda message: "READY" in message)[-1]
+            assert "RELOADING" not in first
+            systemd.wait(lambda message: message.get("STATUS") == "a 1/1, b 1/1 ready")
+            systemd.wait(lambda message: "WATCHDOG" in message)
+            before = pids(run)
+
+            good = run.config.read_text()
+            run.config.write_text(good.replace("[groups.b]", "[groups.b]\nreplicas = 0"))
+            run.signal(signal.SIGHUP)
+            begun = systemd.wait(lambda message: "RELOADING" in message)[-1]
+            systemd.wait(lambda message: "READY" in message)
+            assert "groups.b.replicas: expected" in run.wait_line("SIGHUP: nothing is changed") + run.wait_line(
+                "b.replicas"
+            )
+            assert int(begun["MONOTONIC_USEC"]) > 0
+            assert pids(run) == before
+
+            run.config.write_text(good.replace(group("b", SLEEPS), group("b", SLEEPS.replace("'up'", "'again'"))))
+            run.signal(signal.SIGHUP)
+            systemd.wait(lambda message: "RELOADING" in message)
+            systemd.wait(lambda message: "READY" in message)
+            run.wait_line("SIGHUP: in use; changed: b")
+            eventually(lambda: pids(run)["b/0"] not in (None, before["b/0"]), "a new process of b/0")
+            assert pids(run)["a/0"] == before["a/0"]
+
+            run.signal(signal.SIGTERM)
+            systemd.wait(lambda message: "STOPPING" in message)
+            assert run.wait() == 0
+            assert not any("READY" in message for message in systemd.messages())
+            assert run.log("a/0").read_text().startswith("False False\n")
+            run.assert_nothing_left()
+
+
+def test_usr1_drains_and_ends_with_75(tmp_path: Path) -> None:
+    with running(tmp_path, group("a", SLEEPS)) as run:
+        eventually(lambda: is_up(run, "a/0"), "a/0")
+        run.signal(signal.SIGUSR1)
+        assert run.wait() == PREEMPTED
+        run.assert_nothing_left()
+
+
+def test_after_usr1_another_does_nothing_and_term_hurries(tmp_path: Path) -> None:
+    with running(tmp_path, group("a", IGNORES, 'stop_timeout = "60s"')) as run:
+        eventually(lambda: is_up(run, "a/0"), "a/0")
+        run.signal(signal.SIGUSR1)
+        run.wait_line("SIGUSR1: this machine is about to be taken away; draining")
+        run.signal(signal.SIGUSR1)
+        run.wait_line("SIGUSR1: draining already")
+        run.signal(signal.SIGHUP)
+        run.wait_line("SIGHUP: draining; the config is not read again")
+        run.signal(signal.SIGTERM)
+        run.wait_line("SIGTERM: killing what is left")
+        assert run.wait(timeout_s=10) == PREEMPTED
+        run.assert_nothing_left()
+
+
+def test_a_terminal_that_goes_away_drains(tmp_path: Path) -> None:
+    run = Run(tmp_path, group("a", SLEEPS))
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TEST_RUN_MARK": run.mark}
+    with subprocess.Popen([*DAEMON, str(run.config)], stderr=theirs, env=environment, start_new_session=True) as daemon:
+        try:
+            os.close(theirs)
+            eventually(lambda: is_up(run, "a/0"), "a/0")
+            os.close(ours)
+            daemon.send_signal(signal.SIGHUP)
+            assert daemon.wait(30) == 0
+            run.assert_nothing_left()
+        finally:
+            daemon.kill()
+            run.clean_up()
+
+
+def test_gpus_are_given_out_once_and_come_back(tmp_path: Path) -> None:
+    shows = "import os; print(os.environ['CUDA_VISIBLE_DEVICES'], os.environ.get('OMP_NUM_THREADS'), flush=True)"
+    text = (
+        group("a", shows, "replicas = 2\nresources = { gpus = 2, cpu_threads = 2 }")
+        + group("b", shows, 'resources = { gpus = 4 }\ndepends_on = ["a:finished"]')
+        + group("c", shows)
+    )
+    with running(tmp_path, text, command=with_environment("CUDA_VISIBLE_DEVICES=GPU-x,1,2,3")) as run:
+        assert run.wait() == 0
+        shares = sorted(run.log(f"a/{index}").read_text() for index in (0, 1))
+        assert shares == ["2,3 2\n", "GPU-x,1 2\n"]
+        assert run.log("b/0").read_text() == "GPU-x,1,2,3 1\n"
+        assert run.log("c/0").read_text() == " 1\n"
+
+
+def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path) -> None:
+    text = group("a", SLEEPS, "replicas = 2\nresources = { gpus = 1 }")
+    wanted = "groups.a.resources.gpus: 2 GPUs are asked for at once (a: 2 replicas x 1), but this machine has 1"
+    for command in (DAEMON, CHECK):
+        with running(tmp_path, text, command=("env", "CUDA_VISIBLE_DEVICES=0", *command)) as run:
+            assert run.wait() == 78
+            assert any(wanted in line for line in run.lines), run.lines
+            run.assert_nothing_left()

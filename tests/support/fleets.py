@@ -1,0 +1,274 @@
+"""A fleet on fake shims, for histories in virtual time.
+
+A :class:`Yard` is supervisor, coordinator and machine in one. Each generation of a replica lives as its :class:`Life` says:
+how long it takes to start, when it ends and how, and how long it needs from SIGTERM to its end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+from replicas.config import Config, Dependency, GroupConfig, RestartConfig, RunConfig
+from replicas.coordinator import GroupShape, Readiness
+from replicas.events import Event, Transition
+from replicas.supervisor.belongings import Belongings
+from replicas.supervisor.fleet import Fleet
+from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, RankExit
+from replicas.supervisor.resources import Resources
+from replicas.supervisor.run_state import SavedGroup
+from replicas.supervisor.state import StateDir
+
+__all__ = ["DIES", "DONE", "Life", "Yard", "config_of", "fleet", "group_of"]
+
+
+@dataclass(frozen=True)
+class Life:
+    """One generation. ``ends_s``: after its start; None: when it is told to. ``code``: what its rank exits with.
+
+    ``stop_s``: from SIGTERM to its end; None: it ignores SIGTERM.
+    """
+
+    start_s: float = 0.1
+    ends_s: float | None = None
+    code: int = 0
+    stop_s: float | None = 0.1
+
+
+DIES = Life(ends_s=0.2, code=1)
+DONE = Life(ends_s=1.0, code=0)
+
+
+class SimShim:
+    """A shim whose processes live as planned."""
+
+    last_stacks: Mapping[str, str] = {}
+    cgroup = ""
+
+    def __init__(self, yard: Yard, spec: NodeSpec, changed: Callable[[], None], life: Life) -> None:
+        self.spec, self.life = spec, life
+        self.pid = 0
+        self.main_pid: int | None = None
+        self.rendezvous: tuple[str, int] | None = None
+        self.report: ExitReport | None = None
+        self.gone = asyncio.Event()
+        self.swept = True
+        self.belongings = Belongings()
+        self.losses: list[LogLoss] = []
+        self.told: list[tuple[float, float]] = []
+        self._yard = yard
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+        self._loop.call_later(life.start_s, self._started)
+        if life.ends_s is not None:
+            self._loop.call_later(life.start_s + life.ends_s, self._ended_by_itself)
+
+    def _started(self) -> None:
+        if self.report is None:
+            self.main_pid = 100
+            self._changed()
+
+    def _ended_by_itself(self) -> None:
+        failed = ExitReport("failed", ranks=(RankExit(0, self.life.code),))
+        self.end(failed if self.life.code else ExitReport("ok"))
+
+    def end(self, report: ExitReport) -> None:
+        if self.report is None:
+            self.report = report
+            self.gone.set()
+            self._changed()
+
+    async def stacks(self) -> Mapping[str, str]:
+        return {}
+
+    def meet(self, host: str, port: int) -> None: ...
+
+    def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
+        self.told.append((self._yard.now, timeout_s))
+        takes_s = timeout_s if self.life.stop_s is None else min(self.life.stop_s, timeout_s)
+        self._loop.call_later(takes_s, self.end, ExitReport("stopped"))
+
+    def kill(self) -> None:
+        self.end(ExitReport("lost", text="the shim was killed"))
+
+    def silent_s(self, now: float) -> float:
+        return 0.0
+
+    def abandon(self) -> None: ...
+
+
+def group_of(name: str, **changes: Any) -> GroupConfig:
+    """A group, with names of what it depends on (``"a"``, ``"a:finished"``) and rules of its restarts."""
+    depends = tuple(Dependency(*one.split(":")) for one in changes.pop("depends_on", ()))
+    rules = {"initial_delay_s": 1.0, "max_delay_s": 60.0} | changes.pop("restart", {})
+    return GroupConfig(
+        name=name,
+        command=("x",),
+        cwd=Path("/"),
+        launcher="exec",
+        depends_on=depends,
+        restart=RestartConfig(**rules),
+        **changes,
+    )
+
+
+def config_of(*groups: GroupConfig, stop_when: tuple[str, ...] = ()) -> Config:
+    run = RunConfig(name="test", state_dir=Path("/nowhere"), stop_when=stop_when)
+    return Config(schema_version=1, run=run, groups={group.name: group for group in groups})
+
+
+class Yard:
+    """Supervisor and coordinator in one.
+
+    :ivar lives: of each replica, by name, its generations to come; the last one is for all that follow.
+    :ivar on_channel: groups that are on a channel. :ivar steps: how far replicas have come, by name.
+    :ivar syncs: what replicas are in the middle of, by name.
+    """
+
+    def __init__(self, config: Config, lives: Mapping[str, list[Life]]) -> None:
+        self.config = config
+        self.lives = {name: list(plan) for name, plan in lives.items()}
+        self.on_channel: set[str] = set()
+        self.steps: dict[str, int] = {}
+        self.syncs: dict[str, str] = {}
+        self.views: dict[str, Readiness] = {}
+        self.shims: dict[str, list[SimShim]] = defaultdict(list)
+        self.events: list[tuple[float, Event]] = []
+        self.said: list[str] = []
+        self.shapes: dict[str, GroupShape] = {}
+        self.draining: list[str] = []
+        self.saved: dict[str, SavedGroup] = {}
+        self.fleet: Fleet
+        self.resources = Resources()
+        self.state = cast("StateDir", self)
+        self.lock = 0
+        self._loop = asyncio.get_running_loop()
+        self._began = self._loop.time()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._test = asyncio.current_task()
+
+    @property
+    def now(self) -> float:
+        """Seconds since the beginning."""
+        return self._loop.time() - self._began
+
+    # ------------------------------------------------------------ the ground
+
+    @property
+    def overseer(self) -> Yard:
+        return self
+
+    def environment(self) -> Mapping[str, str]:
+        return {}
+
+    def emit(self, event: Event) -> None:
+        self.events.append((self.now, event))
+
+    def told(self, transition: Transition, resume_in_s: float) -> None: ...
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def save(self) -> None:
+        self.saved = self.fleet.saved(self.now)
+
+    def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        task = asyncio.create_task(work())
+        self._tasks.append(task)
+        task.add_done_callback(self._look_at_end)
+
+    def _look_at_end(self, task: asyncio.Task[None]) -> None:
+        """A bug in a replica's task must not have the test wait for ever."""
+        if not task.cancelled() and task.exception() is not None and self._test is not None:
+            self._test.cancel()
+
+    def log_dir(self, group: str, replica: int, generation: int) -> Path:
+        return Path("/nowhere")
+
+    def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int) -> SimShim:
+        name = f"{spec.group}/{spec.replica}"
+        plan = self.lives.get(name) or self.lives.get(spec.group) or [Life()]
+        born = self.shims[name]
+        shim = SimShim(self, spec, changed, plan[min(len(born), len(plan) - 1)])
+        born.append(shim)
+        return shim
+
+    async def end(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        for ended in await asyncio.gather(*self._tasks, return_exceptions=True):
+            if isinstance(ended, Exception):
+                raise ended  # also in place of the cancellation
+
+    # ------------------------------------------------------------ the coordinator
+
+    def readiness(self, group: str, replica: int, generation: int) -> Readiness:
+        name = f"{group}/{replica}"
+        shims = self.shims[name]
+        started = bool(shims) and shims[-1].main_pid is not None
+        return self.views.get(name, Readiness(started, "" if started else "nobody joined"))
+
+    def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
+        self.syncs.pop(f"{group}/{replica}", None)
+
+    def set_draining(self, group: str, replica: int, generation: int) -> None:
+        self.draining.append(f"{group}/{replica}")
+
+    def busy(self, group: str, replica: int) -> str:
+        return self.syncs.get(f"{group}/{replica}", "")
+
+    def progress(self, group: str, replica: int) -> tuple[int, ...]:
+        return (self.steps.get(f"{group}/{replica}", 0),)
+
+    def set_group(self, group: str, shape: GroupShape) -> None:
+        self.shapes[group] = shape
+
+    # ------------------------------------------------------------ what tests ask
+
+    def moves(self, name: str = "") -> list[tuple[float, str]]:
+        """Time and new state of each step of a replica (or ``name state`` of all), to tenths of a second."""
+        steps = [(at, one) for at, one in self.events if isinstance(one, Transition) and one.after != one.before]
+        named = [(at, f"{one.group}/{one.replica}", one.after) for at, one in steps]
+        return [(round(at, 1), state if name else f"{who} {state}") for at, who, state in named if name in ("", who)]
+
+    def states(self) -> dict[str, str]:
+        return {replica.name: replica.life.state for replica in self.fleet.all()}
+
+    def told_at(self, name: str, generation: int = 0) -> list[tuple[float, float]]:
+        """When a shim was told to stop, and how long after that it may kill."""
+        return self.shims[name][generation].told
+
+
+@asynccontextmanager
+async def fleet(
+    *groups: GroupConfig,
+    lives: Mapping[str, list[Life]] | None = None,
+    on_channel: set[str] | None = None,
+    saved: Mapping[str, SavedGroup] | None = None,
+    stop_when: tuple[str, ...] = (),
+) -> AsyncIterator[tuple[Fleet, Yard]]:
+    """A fleet that runs, until the end of the block. There is no jitter."""
+    config = config_of(*groups, stop_when=stop_when)
+    yard = Yard(config, lives or {})
+    yard.on_channel = on_channel or set()
+    made = Fleet(config, yard, saved=saved, wall=0.0, start_shim=yard.start, rng=_NoJitter())
+    made.on_channel = lambda group: group in yard.on_channel  # type: ignore[method-assign]  # the yard has no channels
+    yard.fleet = made
+    made.start()
+    try:
+        yield made, yard
+        if not made.draining:
+            await asyncio.wait_for(made.drain(), 1000)
+    finally:
+        await yard.end()
+
+
+class _NoJitter(random.Random):
+    def uniform(self, a: float, b: float) -> float:
+        return 0.0

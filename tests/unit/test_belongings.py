@@ -1,0 +1,122 @@
+"""What processes have, and who holds it afterwards."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import anyio
+import pytest
+
+from replicas.supervisor import remains
+from replicas.supervisor.belongings import Belongings, Listener, Stocktaking, take
+from replicas.supervisor.remains import Held, held, wait_clear
+
+ME = f"process {os.getpid()} ("
+
+
+def test_ports_sockets_and_segments_are_found_with_their_holder(tmp_path: Path) -> None:
+    path = str(tmp_path / "s")
+    segment = Path(f"/dev/shm/test-belongings-{os.getpid()}")
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        socket.socket(socket.AF_UNIX) as bound,
+        segment.open("wb") as file,
+    ):
+        bound.bind(path)
+        port = listener.getsockname()[1]
+        found = take([os.getpid()])
+        assert (port, path in found.sockets, str(segment) in found.segments) == (
+            next(one.port for one in found.ports if one.address == "127.0.0.1" and one.port == port),
+            True,
+            True,
+        )
+        assert [pid for pid, _ in found.processes] == [os.getpid()]
+        assert Belongings.of(found.message()) == found
+        mine = Belongings(
+            ports=tuple(one for one in found.ports if one.port == port), sockets=(path,), segments=(str(segment),)
+        )
+        now = held([mine])
+        assert [one.what for one in now] == [f"port 127.0.0.1:{port}", f"socket {path}", f"segment {segment}"]
+        assert all(one.holder.startswith(ME) for one in now)
+        file.close()
+    segment.unlink()
+    assert held([mine]) == []
+
+
+def test_another_socket_on_a_port_of_the_kernels_choice_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        old = Belongings(ports=(Listener("0.0.0.0", port, 1),))
+        monkeypatch.setattr(remains, "_ephemeral", lambda: (port, port))
+        assert held([old]) == []
+        monkeypatch.setattr(remains, "_ephemeral", lambda: (port + 1, port + 2))
+        (one,) = held([old])
+        assert one.what == f"port 0.0.0.0:{port}"
+        assert one.holder.startswith(ME)
+
+
+def test_gpu_memory_that_the_driver_counts_for_the_old_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("")
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.CompletedProcess(command, 0, "4000001, GPU-a, 512\n77, GPU-b, 3\n[N/A], GPU-c, 1\n", "")
+
+    monkeypatch.setattr("shutil.which", lambda _: str(smi))
+    monkeypatch.setattr("subprocess.run", run)
+    assert held([Belongings(gpu=True, processes=((4000001, 5),))]) == [
+        Held("512 MiB on GPU GPU-a", "process 4000001 (gone)")
+    ]
+    assert held([Belongings(processes=((4000001, 5),))]) == []
+
+
+def test_the_wait_ends_when_it_is_clear_given_up_or_too_long() -> None:
+    said: list[Held] = []
+    pauses: list[float] = []
+
+    async def waits(seconds: float) -> bool:
+        pauses.append(seconds)
+        return True
+
+    async def gives_up(seconds: float) -> bool:
+        return False
+
+    async def main() -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            port = listener.getsockname()[1]
+            old = [Belongings(ports=tuple(one for one in take([os.getpid()]).ports if one.port == port))]
+
+            async def closes(seconds: float) -> bool:
+                listener.close()
+                return True
+
+            assert len(await wait_clear(old, said.append, waits, timeout_s=0.0)) == 1
+            assert len(await wait_clear(old, said.append, gives_up)) == 1
+            assert await wait_clear(old, said.append, closes) == []
+        assert await wait_clear([Belongings()], said.append, gives_up) == []
+
+    anyio.run(main)
+    assert [one.what.startswith("port 127.0.0.1:") for one in said] == [True, True, True]
+    assert pauses == []
+
+
+def test_stock_is_taken_when_due_and_told_when_changed() -> None:
+    with socket.socket(socket.AF_INET) as one:
+        one.bind(("127.0.0.1", 0))
+        stock = Stocktaking(lambda: [os.getpid()], 100.0)
+        assert stock.on_time(104.9) is None
+        before = stock.on_time(105.0)
+        assert before is not None
+        assert stock.wakes == [165.0]
+        assert stock.on_time(165.0) is None
+        one.listen()
+        port = one.getsockname()[1]
+        after = stock.on_time(225.0)
+        assert after is not None
+        assert {listener.port for listener in after.ports} - {listener.port for listener in before.ports} == {port}
+    assert stock.last_time(226.0) is None  # what it had counts, too

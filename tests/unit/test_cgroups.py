@@ -1,0 +1,120 @@
+"""Control groups, on folders that look like the kernel's."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import anyio
+import pytest
+
+from replicas import errors
+from replicas.config import ResourcesConfig
+from replicas.supervisor import cgroups
+from replicas.supervisor.cgroups import RunCgroups, find_own
+from replicas.supervisor.containment import Containment
+from replicas.supervisor.processes import start_time
+
+
+def process(folder: Path, *, cgroup: str, mounts: str) -> Path:
+    """A folder like ``/proc/self``."""
+    folder.mkdir()
+    (folder / "cgroup").write_text(f"4:memory:/elsewhere\n{cgroup}\n")
+    (folder / "mountinfo").write_text(mounts)
+    return folder
+
+
+def mount(root: str, point: Path, kind: str = "cgroup2") -> str:
+    return f"41 31 0:38 {root} {point} rw,relatime shared:7 - {kind} none rw\n"
+
+
+def group(path: Path, controllers: str = "cpu memory pids", handed_on: str = "") -> Path:
+    """A folder like a control group, with the files that are written."""
+    path.mkdir(parents=True)
+    (path / "cgroup.controllers").write_text(controllers)
+    (path / "cgroup.subtree_control").write_text(handed_on)
+    (path / "cgroup.procs").write_text("")
+    return path
+
+
+def test_the_own_group_is_found_below_whatever_is_mounted(tmp_path: Path) -> None:
+    here = group(tmp_path / "unified" / "service")
+    mounts = mount("/", tmp_path / "v1", "cgroup") + mount("/other", tmp_path / "no") + mount("/", tmp_path / "unified")
+    assert find_own(process(tmp_path / "a", cgroup="0::/service", mounts=mounts)) == here
+    mounts = mount("/slice", tmp_path / "unified")
+    assert find_own(process(tmp_path / "b", cgroup="0::/slice/service", mounts=mounts)) == here
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "root", "says"),
+    [
+        ("3:pids:/x", "/", "this kernel has no cgroup v2"),
+        ("0::/missing", "/", "not mounted, or this process's group is not visible"),
+        ("0::/../outside", "/", "not visible"),
+        ("0::/service", "/other", "not visible"),
+    ],
+)
+def test_why_there_is_none_is_said(tmp_path: Path, cgroup: str, root: str, says: str) -> None:
+    group(tmp_path / "unified" / "service")
+    with pytest.raises(OSError, match=says):
+        find_own(process(tmp_path / "a", cgroup=cgroup, mounts=mount(root, tmp_path / "unified")))
+
+
+def test_a_run_hands_its_controllers_on_and_limits_a_generation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own = group(tmp_path / "own", handed_on="memory pids")
+    for dead in ("replicas-x-4000001-5", "replicas-grpo-4000001-6/a.0.1/0"):
+        (own / dead).mkdir(parents=True)
+    alive = own / f"replicas-y-{os.getpid()}-{start_time(os.getpid())}"
+    alive.mkdir()
+    made: list[str] = []
+    real = cgroups._write
+
+    def write(path: Path, value: str) -> None:
+        made.append(f"{path.relative_to(tmp_path / 'own')}={value}")
+        if path.exists():
+            real(path, value)
+
+    monkeypatch.setattr(cgroups, "_write", write)
+    run = RunCgroups.make("grpo", own, limited=True)
+    name = run.path.name
+    assert run.limits == {"memory", "pids"}
+    assert name.startswith(f"replicas-grpo-{os.getpid()}-")
+    assert sorted(own.glob("replicas-*")) == sorted([alive, run.path])
+    path = run.add("a.0.1", 3, memory_nbytes=1000, max_processes=7)
+    assert path == run.path / "a.0.1" / "3"
+    assert made == [
+        f"{name}/cgroup.subtree_control=+memory +pids",
+        f"{name}/a.0.1/memory.max=1000",
+        f"{name}/a.0.1/memory.swap.max=0",
+        f"{name}/a.0.1/memory.oom.group=1",
+        f"{name}/a.0.1/pids.max=7",
+    ]
+    assert cgroups.members(path) == []
+    cgroups.leave(path)
+    assert run.path.exists()
+    assert run.close()
+    assert not run.path.exists()
+
+
+def test_a_limit_without_its_controller_is_refused(tmp_path: Path) -> None:
+    run = RunCgroups.make("grpo", group(tmp_path / "own", controllers="cpu pids", handed_on="pids"), limited=False)
+    with pytest.raises(OSError, match="the controller memory of cgroup v2 cannot be used"):
+        run.add("a.0.1", memory_nbytes=1000)
+    assert run.add("a.0.1").is_dir()
+    assert run.limits == frozenset()
+
+
+def test_limits_that_cannot_be_set_are_refused_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere() -> Path:
+        raise OSError("this kernel has no cgroup v2")
+
+    monkeypatch.setattr("replicas.supervisor.containment.find_own", nowhere)
+
+    async def main() -> None:
+        contained = Containment("r", lambda _: ResourcesConfig(), lock=None, limits=frozenset({"memory"}))
+        with pytest.raises(errors.WorldError, match="limits of memory and processes cannot be set: this kernel has no"):
+            await contained.__aenter__()
+
+    anyio.run(main)

@@ -1,0 +1,115 @@
+"""What a reload does, from two configs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from replicas.config import Config
+from replicas.config_diff import ConfigDiff, diff
+from replicas.config_file import parse
+
+BASE = Path("/")
+
+
+def config(groups: dict[str, dict[str, Any]] | None = None, **tables: Any) -> Config:
+    wanted = {"a": {}, "b": {}} if groups is None else groups
+    mapping = {
+        "schema_version": 1,
+        "run": {"name": "x"},
+        "groups": {name: {"command": ["-m", "x"], **keys} for name, keys in wanted.items()},
+        **tables,
+    }
+    return parse(mapping, base=BASE)
+
+
+def test_nothing_differs() -> None:
+    assert diff(config(), config()).empty
+
+
+def test_groups_come_go_and_are_resized() -> None:
+    found = diff(config({"a": {}, "b": {}, "c": {}}), config({"b": {"replicas": 3}, "d": {}, "c": {}}))
+    assert found == ConfigDiff(added=("d",), removed=("a",), resized={"b": 3})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"command": ["-m", "y"]},
+        {"nproc_per_node": 2},
+        {"nnodes": 2},
+        {"launcher": "exec"},
+        {"env": {"A": "1"}},
+        {"cwd": "/tmp"},
+        {"resources": {"cpu_threads": 1}},
+    ],
+)
+def test_what_processes_are_started_with_replaces_them(keys: dict[str, Any]) -> None:
+    assert diff(config(), config({"a": keys, "b": {}})) == ConfigDiff(restarted=("a",))
+    both = {**keys, "replicas": 2, "stop_timeout": 1}
+    assert diff(config(), config({"a": both, "b": {}})) == ConfigDiff(restarted=("a",), resized={"a": 2})
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"restart": {"max_restarts": 1}},
+        {"health": {"start_timeout": 1}},
+        {"depends_on": ["b"]},
+        {"drain_timeout": 1},
+        {"stop_timeout": 1},
+        {"max_unavailable": 2},
+    ],
+)
+def test_policies_apply_without_a_restart(keys: dict[str, Any]) -> None:
+    assert diff(config(), config({"a": keys, "b": {}})) == ConfigDiff(adjusted=("a",))
+
+
+def test_an_environment_file_counts_by_what_is_in_it(tmp_path: Path) -> None:
+    file = tmp_path / "x.env"
+    file.write_text("A=1\n")
+    before = config({"a": {"env_file": str(file)}})
+    assert diff(before, config({"a": {"env": {"A": "1"}}})).empty
+    file.write_text("A=2\n")
+    assert diff(before, config({"a": {"env_file": str(file)}})) == ConfigDiff(restarted=("a",))
+
+
+def test_settings_of_the_run_apply() -> None:
+    after = config(run={"name": "x", "stop_when": ["a"]}, logs={"tee": "always"})
+    assert diff(config(), after) == ConfigDiff(settings=("run.stop_when", "logs"))
+
+
+def test_what_cannot_change_is_named() -> None:
+    after = config(
+        run={"name": "y", "state_dir": "/tmp/y", "events_max_size": "1MiB"},
+        store={"port": 1},
+        control={"listen": "127.0.0.1:0"},
+        channels={"p": {"peers": ["a"]}},
+    )
+    end = ": end the run and start it again"
+    assert diff(config(), after).refused == (
+        f"run.name cannot change while the run lives (x -> y){end}",
+        f"run.state_dir cannot change while the run lives (/.replicas/x -> /tmp/y){end}",
+        f"run.events_max_size cannot change while the run lives (67108864 -> 1048576){end}",
+        f"store cannot change while the run lives{end}",
+        f"control cannot change while the run lives{end}",
+        f"channels cannot change while the run lives{end}",
+    )
+
+
+def test_limits_begin_with_the_run() -> None:
+    limited = config({"a": {}, "b": {"resources": {"max_processes": 9}}})
+    assert diff(config(), limited).refused == (
+        "groups.b.resources: limits need control groups that are made at the start: end the run and start it again",
+    )
+    assert not diff(limited, config()).refused
+    assert not diff(limited, config({"a": {"resources": {"memory": "1GiB"}}, "b": {}})).refused
+
+
+def test_every_field_is_accounted_for() -> None:
+    """A new field of a group is a policy until somebody decides otherwise; one of the run must be decided on."""
+    known = {"schema_version", "run", "store", "control", "logs", "groups", "channels", "source"}
+    assert set(Config.__struct_fields__) == known
+    assert set(config().run.__struct_fields__) == {"name", "stop_when", "state_dir", "events_max_nbytes"}

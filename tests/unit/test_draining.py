@@ -1,0 +1,171 @@
+"""What a channel does with a replica that is being ended: its sync may finish, and nothing new waits for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas import messages as wire
+from replicas.core import free_lanes
+from replicas.core.effects import ReplicaIdle
+from replicas.core.roster import GroupShape
+from tests.support.channel_world import SimMember, World, peer_config
+from tests.support.free_members import FreeWorld
+
+
+def world_of(*names: str, **options: int) -> tuple[World, list[SimMember]]:
+    world = World()
+    sims = [world.join(name, **options) if name.startswith("rollout") else world.join(name) for name in names]
+    world.run()
+    return world, sims
+
+
+def drain(world: World, group: str, replica: int) -> str:
+    """Ask for the end of the replica; what it is in the middle of."""
+    world.state.set_draining(group, replica, 1, world.now)
+    world._collect()
+    return world.state.busy(group, replica)
+
+
+def idle(world: World) -> list[str]:
+    """Replicas that were said to have finished their sync."""
+    return [f"{one.group}/{one.replica}" for one in world.events if isinstance(one, ReplicaIdle)]
+
+
+def commit(world: World, trainer: SimMember, **options: tuple[SimMember, ...]) -> wire.PublishEnd:
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run(**options)
+    return trainer.verdicts[number]
+
+
+def test_one_that_does_nothing_may_end_at_once() -> None:
+    world, _ = world_of("trainer/0/0", "rollout/0/0")
+    assert drain(world, "rollout", 0) == ""
+    assert idle(world) == ["rollout/0"]
+
+
+def test_a_version_goes_on_without_it_and_nobody_is_lost() -> None:
+    world, (trainer, one, two) = world_of("trainer/0/0", "rollout/0/0", "rollout/1/0")
+    drain(world, "rollout", 1)
+    end = commit(world, trainer, frozen=(two,))
+    assert end.receipt is not None
+    assert (end.receipt.lost, [member.name for member in end.receipt.members]) == ((), ["rollout/0/0"])
+    assert (one.held, two.held) == ({1}, set())
+    world.advance(60)
+    world.run()
+    assert two.held == set(), "it is neither caught up nor taken back"
+    assert {state.member.name for state in world.state.roster.live} == {"trainer/0/0", "rollout/0/0"}
+
+
+def test_a_transfer_that_is_under_way_finishes() -> None:
+    world, (trainer, one, two) = world_of("trainer/0/0", "rollout/0/0", "rollout/1/0")
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run(frozen=(two,))
+    assert drain(world, "rollout", 1) == "policy: version 1 is on its way"
+    assert idle(world) == []
+    world.run()
+    assert one.held == two.held == {1}
+    assert trainer.verdicts[number].receipt is not None
+    assert idle(world) == ["rollout/1"]
+
+
+def test_a_source_ends_after_its_publish() -> None:
+    world, (trainer, _) = world_of("trainer/0/0", "rollout/0/0")
+    number = trainer.publish()
+    world.run()
+    assert drain(world, "trainer", 0) == "policy: publishes version 1"
+    trainer.pack(number)
+    world.run()
+    assert trainer.verdicts[number].receipt is not None
+    assert idle(world) == ["trainer/0"]
+
+
+def test_all_ranks_load_what_one_has_begun_to_load_and_nothing_newer() -> None:
+    world, (trainer, one, two) = world_of("trainer/0/0", "rollout/0/0", "rollout/0/1", world_size=2)
+    commit(world, trainer)
+    one.loads = False
+    one.ask()
+    world.run()
+    assert one.granted == [1]
+    assert drain(world, "rollout", 0) == "policy: loads version 1"
+    two.ask()
+    one.outbox.append(wire.Loaded(1, 0.1))
+    world.run()
+    assert two.granted == [1]
+    assert idle(world) == ["rollout/0"]
+    commit(world, trainer)
+    one.asked = False
+    one.ask()
+    world.run()
+    assert one.granted == [1], "nothing new is begun"
+
+
+def test_what_was_granted_to_nobody_is_not_begun() -> None:
+    world, (trainer, one, two) = world_of("trainer/0/0", "rollout/0/0", "rollout/0/1", world_size=2)
+    commit(world, trainer)
+    assert drain(world, "rollout", 0) == ""
+    one.ask()
+    two.ask()
+    world.run()
+    assert (one.granted, two.granted) == ([], [])
+
+
+def test_the_next_generation_is_none_of_it() -> None:
+    world, (trainer, _) = world_of("trainer/0/0", "rollout/0/0")
+    drain(world, "rollout", 0)
+    commit(world, trainer)
+    again = world.join("rollout/0/0", generation=2)
+    world.run()
+    again.ask()
+    world.run()
+    assert again.granted == [1]
+
+
+def test_a_peer_ends_between_two_operations() -> None:
+    world = World(peer_config(), {"peer": GroupShape(replicas=2)})
+    one, two = world.join("peer/0/0"), world.join("peer/1/0")
+    world.run()
+    one.post("all_reduce", step=1)
+    world.run()
+    assert drain(world, "peer", 0) == "outer: waits for the end of an operation"
+    two.post("all_reduce", step=1)
+    world.run()
+    assert (len(one.ends), idle(world)) == (1, ["peer/0"])
+
+
+def test_a_free_lane_is_recalled_and_not_set_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(free_lanes, "STREAK", 2)
+    world = FreeWorld(peer_config(), {"peer": GroupShape(replicas=2)})
+    sims = [world.join("peer/0/0"), world.join("peer/1/0")]
+    for _ in range(2):
+        for sim in sims:
+            sim.post("barrier")
+        world.run()
+    assert world.state.operations.free.domains
+    assert drain(world, "peer", 0) != ""
+    world.run()
+    assert idle(world) == ["peer/0"]
+    for _ in range(4):
+        for sim in sims:
+            sim.post("barrier")
+        world.run()
+    assert not world.state.operations.free.domains
+
+
+def test_how_far_a_replica_has_ever_come() -> None:
+    world, (trainer, target) = world_of("trainer/0/0", "rollout/0/0")
+    marks = world.state.marks
+    before = marks.of("rollout", 0)
+    commit(world, trainer)
+    assert marks.of("trainer", 0) == (-1, 1, 0)
+    target.ask()
+    world.run()
+    assert marks.of("rollout", 0) == (-1, 1, 0) > before
+    target.outbox.append(wire.Progress(9))
+    world.run()
+    target.outbox.append(wire.Progress(4))  # again, from a checkpoint
+    world.run()
+    assert marks.of("rollout", 0) == (9, 1, 0)
+    marks.forget("rollout", 0)
+    assert marks.of("rollout", 0) == before

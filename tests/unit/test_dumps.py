@@ -1,0 +1,55 @@
+"""How a shim collects stacks: the parts without signals."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from replicas import stacks
+from replicas.supervisor.dumps import Stack, StackDump, describe, short
+from replicas.supervisor.processes import catches, is_below, start_time
+
+
+def test_the_name_of_a_file_tells_whose_it_is(tmp_path: Path) -> None:
+    asked = stacks.parse(tmp_path / "3.1234.777")
+    assert asked is not None
+    assert (asked.rank, asked.pid, asked.start) == (3, 1234, 777)
+    assert stacks.parse(tmp_path / "rank-3.txt") is None
+    assert stacks.parse(tmp_path / "3.1234") is None
+
+
+def test_a_file_of_a_process_that_is_gone_or_not_ours_is_no_reason_to_signal(tmp_path: Path) -> None:
+    folder = stacks.folder(tmp_path)
+    folder.mkdir()
+    me = os.getpid()
+    start = start_time(me)
+    for name in (f"0.{me}.{start}", f"1.{me}.1", "2.4000001.5", "notes.txt"):
+        (folder / name).write_text("old")
+    dump = StackDump(me, tmp_path, {}, 100.0, last_words=False)  # this process is not below itself
+    assert dump.look(100.0) == []
+    assert (folder / f"0.{me}.{start}").read_text() == "old"
+
+
+def test_a_rank_that_has_not_joined_is_described_from_proc(tmp_path: Path) -> None:
+    me = os.getpid()
+    found = StackDump(1, tmp_path, {me: 5}, 100.0, last_words=False).look(100.0)
+    assert found is not None
+    (stack,) = found
+    assert (stack.rank, stack.pid) == (5, me)
+    assert stack.text.startswith("it has not joined a channel\nstate R (running), ")
+    assert f"thread {me} (" in stack.text
+    assert stack.entry().startswith(f"replicas: stacks of rank 5, process {me}:\nit has")
+    assert stack.entry().endswith("\nreplicas: end of stacks\n")
+
+
+def test_what_is_gone_is_said_to_be_gone() -> None:
+    assert describe(4_000_001) == "it is gone\n"
+    assert not catches(4_000_001, 15)
+    assert not is_below(4_000_001, 1)
+
+
+def test_long_stacks_are_cut_for_the_message() -> None:
+    found = short([Stack(0, 1, "x" * 200_000), Stack(1, 2, "y")])
+    assert sum(len(stack.text) for stack in found) < 110_000
+    assert found[0].text.endswith("x\n[cut]")
+    assert found[1].text == "y"

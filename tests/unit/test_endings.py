@@ -1,0 +1,96 @@
+"""The exit report of a node, and what people read of it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable
+
+import pytest
+
+from replicas.events import LogLinesDropped, RankEnd, ReplicaExited
+from replicas.supervisor.causes import exited
+from replicas.supervisor.endings import exit_report
+from replicas.supervisor.failure import FailureReports
+from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.processes import Child
+
+BOOM = ("step 7", "Traceback (most recent call last):", "ValueError: boom", "")
+
+
+@pytest.fixture(scope="module")
+def child() -> Child:
+    popen = subprocess.Popen(["true"])
+    one = Child(popen)
+    one.ended(popen.wait(30))
+    return one
+
+
+def spec(launcher: str) -> NodeSpec:
+    return NodeSpec(
+        run="r", group="a", replica=0, generation=1, node=0, nnodes=1, nproc_per_node=2, launcher=launcher,
+        command=("x",), env={}, cwd="/", log_dir="/logs", stop_timeout_s=1.0, nonce="n",
+    )  # fmt: skip
+
+
+def lines(**known: tuple[str, ...]) -> Callable[[str], tuple[str, ...]]:
+    return lambda name: known.get(name.replace(" ", "_"), ())
+
+
+def test_a_program_that_failed_is_reported_with_its_last_lines(child: Child) -> None:
+    child.code = 3
+    report = exit_report(spec("exec"), child, None, lines(rank_0=BOOM), stopping=False)
+    (rank,) = report.ranks
+    assert (report.outcome, rank.code, rank.text, rank.lines) == ("failed", 3, "ValueError: boom", BOOM)
+    assert exit_report(spec("exec"), child, None, lines(), stopping=True).outcome == "stopped"
+    child.code = 0
+    assert exit_report(spec("exec"), child, None, lines(rank_0=BOOM), stopping=False) == ExitReport("ok")
+
+
+def test_a_crash_is_named_by_what_faulthandler_says(child: Child) -> None:
+    child.code = -signal.SIGSEGV
+    stacks = ("Fatal Python error: Segmentation fault", "Thread 0x1 (most recent call first):", '  File "x", line 3')
+    report = exit_report(spec("exec"), child, None, lines(rank_0=stacks), stopping=False)
+    assert report.ranks[0].text == "Fatal Python error: Segmentation fault"
+
+
+def test_what_torchelastic_wrote_is_told_only_where_the_log_does_not_have_it(child: Child) -> None:
+    trace = "Traceback (most recent call last):\nValueError: boom"
+    told = ExitReport("failed", ranks=(RankExit(1, 1, error=trace, text="ValueError: boom"), RankExit(0, -15)))
+    seen = exit_report(spec("torchrun"), child, told, lines(rank_1=BOOM, rank_0=("bye",)), stopping=False)
+    assert [(one.error, one.lines, one.text) for one in seen.ranks] == [("", BOOM, "ValueError: boom"), ("", (), "bye")]
+    mute = exit_report(spec("torchrun"), child, told, lines(), stopping=False)
+    assert mute.ranks[0].error == trace
+
+
+def test_a_torchrun_that_died_without_a_word(child: Child) -> None:
+    child.code = 1
+    report = exit_report(spec("torchrun"), child, None, lines(torchrun=("ImportError: torch",)), stopping=False)
+    assert (report.outcome, report.text) == ("lost", "torchrun of node 0 exited with code 1: ImportError: torch")
+    told = ExitReport("stopped")
+    report = exit_report(spec("torchrun"), child, told, lines(), stopping=False)
+    assert (report.outcome, report.text) == ("lost", "torchrun of node 0 was stopped from outside")
+    assert exit_report(spec("torchrun"), child, told, lines(), stopping=True) == told
+
+
+def test_a_failure_report_has_the_log_of_the_first_rank_of_all_nodes_once() -> None:
+    first = ExitReport("failed", ranks=(RankExit(1, 1, at=1.0, lines=("one",), error="Traceback\nE: x\n"),))
+    second = ExitReport("failed", ranks=(RankExit(0, 1, at=2.0, lines=("zero",)),))
+    event = exited("a", 0, 1, [second, first], reason="rank 1 exited with code 1")
+    assert [(end.rank, end.lines) for end in event.ranks] == [(1, ("one",)), (0, ())]
+    assert FailureReports().text(event).split("\n") == [
+        *("a/0: the last lines of rank 1:", "    | one"),
+        *("a/0: the error of rank 1:", "    | Traceback", "    | E: x"),
+    ]
+    ranks = (RankEnd(rank=0, code=-15, lines=("x",)),)
+    asked = ReplicaExited(group="a", replica=0, generation=1, outcome="stopped", ranks=ranks)
+    assert FailureReports().text(asked) == ""
+
+
+def test_lost_lines_are_said_once_for_each_reason() -> None:
+    reports = FailureReports()
+    full = LogLinesDropped(group="a", replica=0, generation=1, count=5, reason="No space left on device")
+    slow = LogLinesDropped(group="a", replica=0, generation=2, count=5, reason="nobody reads", where="tee")
+    assert reports.text(full) == "a/0: lines of its log are being lost: No space left on device"
+    assert "not all of its lines are shown here" in reports.text(slow)
+    assert [reports.text(one) for one in (full, slow)] == ["", ""]

@@ -1,0 +1,45 @@
+"""Environment files: what is read, and what is refused without telling a secret."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas import env_file
+
+
+@pytest.mark.parametrize(
+    ("line", "value"),
+    [
+        ("A=1", "1"),
+        ("export A=1", "1"),
+        ("  A = x y  ", "x y"),
+        ("A=", ""),
+        ("A= # nothing", ""),
+        ("A=x#y # a comment", "x#y"),
+        ("A='# \" $B'", '# " $B'),
+        (r'A="a\nb\t\"\\\$" # c', 'a\nb\t"\\$'),
+        ("A=$B ${C}", "$B ${C}"),
+        ("A=caf\u00e9 = 2", "caf\u00e9 = 2"),
+    ],
+)
+def test_a_line(line: str, value: str) -> None:
+    assert env_file.parse(f"# first\n\n{line}\r\nB=2\n") == {"A": value, "B": "2"}
+
+
+def test_the_last_line_of_a_name_wins() -> None:
+    assert env_file.parse("\ufeffA=1\nA=2") == {"A": "2"}
+
+
+@pytest.mark.parametrize("line", ["secret", "=secret", "1A=secret", "A-B=secret", 'A="secret', "A='secret' x", "A=\0"])
+def test_a_bad_line_is_numbered_and_not_quoted(line: str) -> None:
+    with pytest.raises(env_file.BadLine, match=r"^line 2: ") as caught:
+        env_file.parse(f"A=1\n{line}\n")
+    assert "secret" not in str(caught.value)
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.text(st.characters(exclude_characters="\0'\n\r", codec="utf-8")))
+def test_single_quotes_keep_everything(value: str) -> None:
+    assert env_file.parse(f"A='{value}'") == {"A": value}

@@ -1,0 +1,369 @@
+"""Histories of whole fleets, in virtual time: who starts when, who ends with whom, and what is spent."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import pytest
+
+from replicas import errors
+from replicas.events import Drained, Draining, FailedReset, RestartAsked, Scaled, Transition
+from replicas.supervisor.causes import Cause
+from tests.support.fleets import DIES, DONE, Life, fleet, group_of
+from tests.support.virtual import virtually
+
+Story = Callable[[], Coroutine[Any, Any, None]]
+
+
+def history(story: Story) -> Callable[[], None]:
+    """A test that runs in virtual time."""
+
+    def test() -> None:
+        virtually(story())
+
+    test.__doc__ = story.__doc__
+    return test
+
+
+# ---------------------------------------------------------------- restarts
+
+
+@history
+async def test_delays_double_and_the_run_fails_when_the_budget_is_spent() -> None:
+    async with fleet(group_of("a", restart={"max_restarts": 3}), lives={"a": [DIES]}) as (made, yard):
+        await asyncio.wait_for(made.over.wait(), 100)
+        assert [at for at, state in yard.moves("a/0") if state == "backoff"] == [0.3, 1.6, 3.9]  # 1, 2, 4 s apart
+        assert yard.said == ["group a failed: replica a/0: rank 0 exited with code 1; no restart is left of 3 in 600 s"]
+        assert (made.exit_code, made.groups["a"].restarts_by_reason()) == (1, {"exit": 3})
+
+
+@history
+async def test_a_window_that_slides_gives_restarts_back() -> None:
+    lives = [Life(ends_s=6.0, code=1)]
+    rules = {"max_restarts": 2, "window_s": 10.0, "initial_delay_s": 0.1}
+    async with fleet(group_of("a", restart=rules), lives={"a": lives}) as (made, yard):
+        await asyncio.sleep(100)
+        assert yard.states() == {"a/0": "ready"}
+        assert made.groups["a"].restarts_by_reason()["exit"] >= 14
+
+
+@history
+async def test_policies_decide_what_an_exit_means() -> None:
+    groups = (
+        group_of("always", restart={"policy": "always"}),
+        group_of("never", restart={"policy": "never"}),
+        group_of("onfail"),
+    )
+    async with fleet(*groups, lives={"always": [DONE], "never": [DONE], "onfail": [DONE]}) as (made, yard):
+        await asyncio.sleep(2)
+        assert yard.states() == {"always/0": "backoff", "never/0": "finished", "onfail/0": "finished"}
+        assert not made.over.is_set()
+
+
+@history
+async def test_three_generations_without_a_new_step_are_a_crash_loop() -> None:
+    rules = {"max_restarts": 50, "no_progress_cycles": 3}
+    async with fleet(group_of("a", restart=rules), lives={"a": [DIES]}, on_channel={"a"}) as (made, yard):
+        await made.until(lambda: len(yard.shims["a/0"]) == 2)
+        yard.steps["a/0"] = 7  # the second one gets somewhere: counting begins anew
+        await asyncio.wait_for(made.over.wait(), 1000)
+        assert len(yard.shims["a/0"]) == 5
+        assert "3 generations in a row without a new step or version" in yard.said[0]
+        assert made.groups["a"].restarts_by_reason() == {"exit": 4}
+
+
+@history
+async def test_what_is_on_no_channel_has_no_steps_to_miss() -> None:
+    async with fleet(group_of("a", restart={"max_restarts": 6}), lives={"a": [DIES] * 5 + [Life()]}) as (_, yard):
+        await asyncio.sleep(100)
+        assert yard.states() == {"a/0": "ready"}
+
+
+@history
+async def test_a_restart_that_somebody_asked_for_spends_nothing() -> None:
+    async with fleet(group_of("a", restart={"max_restarts": 0, "policy": "never"}, replicas=2)) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        for _ in range(4):
+            await made.restart("a/0")
+            await made.wait_ready(made.groups.values())
+        assert made.groups["a"].restarts_by_reason() == {"requested": 4}
+        assert made.groups["a"].rules.budget.ages(0.0) == []
+        assert len(yard.shims["a/1"]) == 1
+        assert RestartAsked(target="a/0") in [event for _, event in yard.events]
+
+
+# ---------------------------------------------------------------- the whole group
+
+
+@history
+async def test_one_that_fails_takes_its_group_with_it_and_all_come_back_together() -> None:
+    group = group_of("a", replicas=3, restart={"strategy": "group", "max_restarts": 1})
+    lives = {"a/1": [Life(ends_s=5.0, code=1), Life()], "a/2": [Life(stop_s=4.0), Life()]}
+    async with fleet(group, group_of("b"), lives=lives) as (made, yard):
+        await asyncio.sleep(30)
+        assert set(yard.states().values()) == {"ready"}
+        again = {at for at, what in yard.moves() if what.startswith("a/") and what.endswith("starting")}
+        assert max(again) - min(again - {0.0}) < 0.3
+        assert min(again - {0.0}) >= 5.1 + 4.0, "the slowest to end is waited for"
+        assert made.groups["a"].restarts_by_reason() == {"exit": 1, "group": 2}
+        assert made.groups["a"].rules.budget.remaining(0.0) == 0, "one incident, one restart"
+        assert len(yard.shims["b/0"]) == 1
+
+
+@history
+async def test_replicas_that_die_of_the_same_thing_are_one_incident() -> None:
+    group = group_of("a", replicas=3, restart={"strategy": "group", "max_restarts": 1})
+    async with fleet(group, lives={"a": [Life(ends_s=5.0, code=1), Life()]}) as (made, yard):
+        await asyncio.sleep(30)
+        assert set(yard.states().values()) == {"ready"}
+        assert sum(made.groups["a"].restarts_by_reason().values()) == 3
+
+
+@history
+async def test_a_finished_replica_runs_again_when_its_group_starts_over() -> None:
+    group = group_of("a", replicas=2, restart={"strategy": "group"})
+    lives = {"a/0": [Life(ends_s=1.0), Life(ends_s=1.0)], "a/1": [Life(ends_s=3.0, code=1), Life(ends_s=1.0)]}
+    async with fleet(group, lives=lives) as (made, yard):
+        await asyncio.wait_for(made.over.wait(), 100)
+        assert made.exit_code == 0
+        assert len(yard.shims["a/0"]) == 2
+
+
+# ---------------------------------------------------------------- order
+
+
+@history
+async def test_groups_start_when_what_they_need_is_there() -> None:
+    groups = (
+        group_of("late", depends_on=["early:finished", "server"]),
+        group_of("server", depends_on=["early:ready"]),
+        group_of("early"),
+    )
+    lives = {"early": [Life(start_s=2.0, ends_s=10.0)], "server": [Life(start_s=1.0)]}
+    async with fleet(*groups, lives=lives, stop_when=("late",)) as (made, yard):
+        await asyncio.sleep(1)
+        assert made.groups["late"].status(0.0).replicas[0].reason == "waits for early:finished, server"
+        await asyncio.sleep(30)
+        starts = {what: at for at, what in yard.moves() if what.endswith("starting")}
+        assert 2.0 <= starts["server/0 starting"] < 2.6
+        assert 12.0 <= starts["late/0 starting"] < 12.6
+
+
+@history
+async def test_one_that_was_stopped_by_hand_is_not_finished() -> None:
+    groups = (group_of("a"), group_of("b", depends_on=["a:finished"]))
+    async with fleet(*groups, stop_when=("a",)) as (made, yard):
+        await made.drain("a")
+        await asyncio.sleep(10)
+        assert yard.states() == {"a/0": "finished", "b/0": "pending"}
+        assert not made.over.is_set()
+        await made.restart("a/0")
+        await made.wait_ready([made.groups["a"]])
+        assert made.groups["a"].restarts_by_reason() == {}, "it did not run: nothing was restarted"
+
+
+@history
+async def test_the_run_ends_in_reverse_order() -> None:
+    groups = (group_of("a"), group_of("b", depends_on=["a"]), group_of("c", depends_on=["b"]))
+    async with fleet(*groups, lives={"b": [Life(stop_s=3.0)]}) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        await made.drain()
+        ends = [what for _, what in yard.moves() if what.endswith("finished")]
+        assert ends == ["c/0 finished", "b/0 finished", "a/0 finished"]
+        kinds = [event for _, event in yard.events if isinstance(event, Draining | Drained)]
+        assert [type(event) for event in kinds] == [Draining, Drained]
+
+
+# ---------------------------------------------------------------- drain
+
+
+@history
+async def test_a_replica_may_finish_its_sync_before_it_is_told_to_stop() -> None:
+    async with fleet(group_of("a", drain_timeout_s=60.0), on_channel={"a"}) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        yard.syncs["a/0"] = "policy: version 3 is on its way"
+        asked = yard.now
+        ending = asyncio.create_task(made.drain())
+        await asyncio.sleep(20)
+        assert yard.draining == ["a/0"]
+        assert yard.told_at("a/0") == []
+        status = made.statuses(0.0)[0].replicas[0]
+        assert (status.state, status.reason) == ("draining", "stop requested; policy: version 3 is on its way")
+        del yard.syncs["a/0"]
+        made.idle("a", 0)
+        await ending
+        ((told, timeout_s),) = yard.told_at("a/0")
+        assert told - asked == pytest.approx(20.0)
+        assert timeout_s == 10.0
+
+
+@history
+async def test_a_sync_without_end_is_cut_off_and_one_that_ignores_sigterm_is_killed() -> None:
+    group = group_of("a", drain_timeout_s=30.0, stop_timeout_s=7.0)
+    async with fleet(group, on_channel={"a"}, lives={"a": [Life(stop_s=None)]}) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        yard.syncs["a/0"] = "policy: loads version 2"
+        began = yard.now
+        await made.drain()
+        ((told, timeout_s),) = yard.told_at("a/0")
+        assert 30.0 <= told - began <= 30.3
+        assert timeout_s == 7.0
+        assert 37.0 <= yard.now - began <= 38.0
+
+
+@history
+async def test_a_second_signal_hurries() -> None:
+    async with fleet(group_of("a"), group_of("b", depends_on=["a"]), on_channel={"a", "b"}) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        yard.syncs |= {"a/0": "busy", "b/0": "busy"}
+        first = asyncio.create_task(made.drain())
+        await asyncio.sleep(5)
+        began = yard.now
+        await made.drain(hurry=True)
+        await first
+        assert yard.now - began < 1.0
+        assert [yard.told_at(name)[-1][1] for name in ("a/0", "b/0")] == [0.0, 0.0]
+
+
+@history
+async def test_a_sick_replica_is_not_drained() -> None:
+    async with fleet(group_of("a"), on_channel={"a"}) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        yard.syncs["a/0"] = "busy"
+        made.member_lost("a", 0, 0, "lease")
+        assert yard.draining == []
+        assert len(yard.told_at("a/0")) == 1
+
+
+# ---------------------------------------------------------------- scale, rolling restart, reset
+
+
+@history
+async def test_scaling_down_drains_the_highest_and_the_index_goes_on_where_it_was() -> None:
+    async with fleet(group_of("a", replicas=3), on_channel={"a"}) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        yard.syncs["a/2"] = "busy"
+        scaling = asyncio.create_task(made.scale("a", 2))
+        await asyncio.sleep(5)
+        assert yard.states()["a/2"] == "draining"
+        assert yard.shapes["a"].replicas == 2
+        again = asyncio.create_task(made.scale("a", 3))  # while it still drains
+        del yard.syncs["a/2"]
+        await asyncio.gather(scaling, again)
+        await made.wait_ready(made.groups.values())
+        assert made.groups["a"].replicas[2].life.generation == 2
+        assert [event for _, event in yard.events if isinstance(event, Scaled)] == [
+            Scaled(group="a", before=3, after=2),
+            Scaled(group="a", before=2, after=3),
+        ]
+
+
+@pytest.mark.parametrize(("most", "away"), [(1, 1), (2, 2), (9, 5)])
+def test_a_rolling_restart_keeps_the_others_ready(most: int, away: int) -> None:
+    async def story() -> None:
+        group = group_of("a", replicas=5, max_unavailable=most)
+        async with fleet(group, lives={"a": [Life(start_s=2.0)]}) as (made, yard):
+            await made.wait_ready(made.groups.values())
+            before, worst, now_away = len(yard.events), 0, set[int]()
+            await made.restart("a", rolling=True)
+            for _, event in yard.events[before:]:
+                if isinstance(event, Transition):
+                    (now_away.discard if event.after == "ready" else now_away.add)(event.replica)
+                    worst = max(worst, len(now_away))
+            assert worst == away
+            assert {one.life.generation for one in made.all()} == {2}
+
+    virtually(story())
+
+
+@history
+async def test_a_rolling_restart_stops_where_a_replica_fails() -> None:
+    group = group_of("a", replicas=3, restart={"max_restarts": 0})
+    async with fleet(group, lives={"a/0": [Life(), DIES]}) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        with pytest.raises(errors.WorldError, match="rolling restart: replica a/0 failed: rank 0 exited with code 1"):
+            await made.restart("a", rolling=True)
+        assert len(yard.shims["a/1"]) == 1
+
+
+@history
+async def test_reset_failed_starts_again_with_a_full_budget() -> None:
+    async with fleet(group_of("a", restart={"max_restarts": 1}), lives={"a": [DIES, DIES, Life()]}) as (made, yard):
+        await asyncio.wait_for(made.over.wait(), 100)
+        assert made.reset_failed("a") == ("a/0",)
+        assert (made.exit_code, made.over.is_set()) == (None, False)
+        await made.wait_ready(made.groups.values())
+        assert made.groups["a"].rules.budget.remaining(0.0) == 1
+        assert made.reset_failed() == ()
+        assert FailedReset(replicas=("a/0",)) in [event for _, event in yard.events]
+
+
+@history
+async def test_waiting_is_cut_short_by_a_reset() -> None:
+    rules = {"initial_delay_s": 50.0}
+    async with fleet(group_of("a", restart=rules), lives={"a": [DIES, Life()]}) as (made, yard):
+        await made.until(lambda: yard.states() == {"a/0": "backoff"})
+        assert made.reset_failed("a/0") == ("a/0",)
+        await made.wait_ready(made.groups.values())
+        assert yard.now < 2.0
+
+
+@history
+async def test_what_there_is_not_is_named() -> None:
+    async with fleet(group_of("a", replicas=2)) as (made, _):
+        for target, text in (("b", 'no group "b"'), ("a/7", 'no replica "a/7"'), ("a/x", 'no replica "a/x"')):
+            with pytest.raises(errors.UsageError, match=text):
+                await made.drain(target)
+        await made.drain()
+        with pytest.raises(errors.UsageError, match="the run is being drained"):
+            await made.restart("a")
+
+
+# ---------------------------------------------------------------- the death of a supervisor
+
+
+@history
+async def test_what_a_dead_supervisor_had_spent_is_spent() -> None:
+    group = group_of("a", restart={"max_restarts": 2, "no_progress_cycles": 0}, replicas=2)
+    async with fleet(group, lives={"a/0": [DIES, DIES, Life()]}) as (made, yard):
+        await made.scale("a", 3)
+        await asyncio.sleep(20)
+        saved = made.saved(wall=0.0)
+    assert (saved["a"].size, saved["a"].configured, len(saved["a"].spent)) == (3, 2, 2)
+    async with fleet(group, lives={"a/0": [DIES]}, saved=saved) as (made, yard):
+        await asyncio.wait_for(made.over.wait(), 10)
+        assert sorted(yard.states()) == ["a/0", "a/1", "a/2"]
+        assert made.groups["a"].replicas[0].life.generation == 4
+        assert "no restart is left of 2" in yard.said[0]
+        assert made.groups["a"].restarts_by_reason() == {"exit": 2}
+
+
+@history
+async def test_it_is_on_record_as_spent_before_the_next_generation_starts() -> None:
+    async with fleet(group_of("a"), lives={"a": [DIES, Life()]}) as (made, yard):
+        seen: list[int] = []
+        start = made._start_shim
+
+        def spy(*arguments: Any) -> Any:
+            seen.append(len(yard.saved["a"].spent))
+            return start(*arguments)
+
+        made.groups["a"].replicas[0]._start_shim = spy
+        await made.until(lambda: len(yard.shims["a/0"]) == 2)
+        assert seen[-1] == 1
+
+
+@history
+async def test_a_roll_passes_over_those_that_are_scaled_away() -> None:
+    async with fleet(group_of("a", replicas=3), lives={"a": [Life(start_s=5.0)]}) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        rolling = asyncio.create_task(
+            made.roll(made.groups["a"], made.all(), Cause("reload", "its config has changed"))
+        )
+        await asyncio.sleep(1)
+        await made.scale("a", 1)
+        await asyncio.wait_for(rolling, 100)
+        assert made.groups["a"].restarts_by_reason() == {"reload": 1}
+        assert len(yard.shims["a/2"]) == 1

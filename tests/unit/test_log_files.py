@@ -1,0 +1,188 @@
+"""Reading logs as they grow: tails, rotation, new generations and replicas, times."""
+
+from __future__ import annotations
+
+import io
+import os
+from pathlib import Path
+
+import pytest
+
+from replicas import errors
+from replicas.control import log_files
+from replicas.control.cli_look import moment
+from replicas.control.log_files import Follower, LogLine, Selection, offset_since, tail_offset
+
+
+def write(logs: Path, name: str, text: str) -> Path:
+    path = logs / f"{name}.log"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a") as file:
+        file.write(text)
+    return path
+
+
+def texts(lines: list[LogLine]) -> list[str]:
+    return [line.text for line in lines]
+
+
+def rotate(path: Path, keep: int = 3) -> None:
+    for number in range(keep, 0, -1):
+        newer = path.with_name(f"{path.name}.{number - 1}") if number > 1 else path
+        if newer.exists():
+            newer.rename(path.with_name(f"{path.name}.{number}"))
+
+
+@pytest.mark.parametrize("block", [1, 3, 64])
+@pytest.mark.parametrize(
+    ("data", "lines", "expected"),
+    [
+        (b"", 2, (b"", 0)),
+        (b"a\nb\nc\n", 2, (b"b\nc\n", 2)),
+        (b"a\nb\nc", 2, (b"b\nc", 2)),
+        (b"a\nb\n", 2, (b"a\nb\n", 2)),
+        (b"a\n", 5, (b"a\n", 1)),
+        (b"\n\n\n", 2, (b"\n\n", 2)),
+        (b"abc", 1, (b"abc", 1)),
+    ],
+)
+def test_the_last_lines(
+    monkeypatch: pytest.MonkeyPatch, block: int, data: bytes, lines: int, expected: tuple[bytes, int]
+) -> None:
+    monkeypatch.setattr(log_files, "_BLOCK_NBYTES", block)
+    offset, found = tail_offset(io.BytesIO(data), lines)
+    assert (data[offset:], found) == expected
+
+
+def test_lines_come_as_they_are_complete(tmp_path: Path) -> None:
+    write(tmp_path, "a/0/gen-1/rank-0", "one\ntw")
+    follower = Follower(tmp_path, Selection())
+    assert texts(follower.poll()) == ["one"]
+    assert follower.poll() == []
+    write(tmp_path, "a/0/gen-1/rank-0", "o\nthree")
+    assert texts(follower.poll()) == ["two"]
+    assert texts(follower.rest()) == ["three"]
+    assert follower.rest() == []
+    follower.close()
+
+
+def test_a_follower_loses_nothing_in_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of them between two looks, and one while it is behind; the first part is gone in the end."""
+    monkeypatch.setattr(log_files, "_READ_NBYTES", 8)
+    path = write(tmp_path, "a/0/gen-1/rank-0", "".join(f"line {number}\n" for number in range(10)))
+    follower = Follower(tmp_path, Selection())
+    seen = texts(follower.poll())
+    for number in range(10, 40):
+        if number in (12, 13, 25):
+            rotate(path)
+        write(tmp_path, "a/0/gen-1/rank-0", f"line {number}\n")
+        if number in (11, 30):
+            seen += texts(follower.poll())
+    while found := follower.poll():
+        seen += texts(found)
+    assert seen == [f"line {number}" for number in range(40)]
+    follower.close()
+
+
+def test_the_last_lines_of_a_rotated_log(tmp_path: Path) -> None:
+    path = write(tmp_path, "a/0/gen-1/rank-0", "1\n2\n")
+    rotate(path)
+    write(tmp_path, "a/0/gen-1/rank-0", "3\n4\n")
+    rotate(path)
+    write(tmp_path, "a/0/gen-1/rank-0", "5\n")
+
+    def last(lines: int | None) -> list[str]:
+        follower = Follower(tmp_path, Selection(lines=lines))
+        found: list[str] = []
+        while more := follower.poll():
+            found += texts(more)
+        follower.close()
+        return found
+
+    assert last(None) == ["1", "2", "3", "4", "5"]
+    assert last(4) == ["2", "3", "4", "5"]
+    assert last(2) == ["4", "5"]
+    assert last(0) == []
+
+
+def test_new_generations_and_replicas_are_read_from_their_start(tmp_path: Path) -> None:
+    write(tmp_path, "a/0/gen-1/rank-0", "old\n")
+    write(tmp_path, "a/0/gen-2/rank-0", "x\nnow\n")
+    follower = Follower(tmp_path, Selection(target="a", lines=1))
+    assert [(line.generation, line.text) for line in follower.poll()] == [(2, "now")]
+    write(tmp_path, "a/0/gen-3/rank-0", "first\nsecond\n")
+    write(tmp_path, "a/1/gen-1/rank-0", "third\n")
+    write(tmp_path, "b/0/gen-1/rank-0", "not chosen\n")
+    assert texts(follower.poll()) == ["first", "second", "third"]
+    assert follower.many
+    follower.close()
+
+
+def test_a_run_that_starts_again_is_followed(tmp_path: Path) -> None:
+    logs = tmp_path / "logs"
+    write(logs, "a/0/gen-1/rank-0", "before\n")
+    follower = Follower(logs, Selection())
+    assert texts(follower.poll()) == ["before"]
+    logs.rename(tmp_path / "logs.previous")
+    assert follower.poll() == []
+    write(logs, "a/0/gen-1/rank-0", "after\n")
+    assert texts(follower.poll()) == ["after"]
+    follower.close()
+
+
+def test_bytes_that_are_no_text_and_lines_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_files, "_LINE_NBYTES", 4)
+    path = write(tmp_path, "a/0/gen-1/rank-0", "")
+    path.write_bytes(b"\xff\xfe\nabcdefgh")
+    follower = Follower(tmp_path, Selection())
+    assert texts(follower.poll()) == ["\ufffd\ufffd", "abcdefgh"]
+    follower.close()
+
+
+def test_a_selection_that_is_empty_names_what_there_is(tmp_path: Path) -> None:
+    with pytest.raises(errors.UsageError, match=r"no log of this run .*nothing has been started yet"):
+        Follower(tmp_path, Selection()).poll()
+    write(tmp_path, "a/0/gen-1/rank-0", "x\n")
+    with pytest.raises(errors.UsageError, match=r"no log of a/0, rank 3, generation 2 .*there are logs of: a/0"):
+        Follower(tmp_path, Selection(target="a/0", rank=3, generation=2)).poll()
+
+
+def test_since_goes_by_the_times_beside_a_log(tmp_path: Path) -> None:
+    path = write(tmp_path, "a/0/gen-1/rank-0", "1\n2\n3\n")
+    os.utime(path, (50, 50))
+    assert offset_since(path, 60) is None
+    assert offset_since(path, 40) == 0  # no times were noted: all or nothing
+    path.with_name("rank-0.log.times").write_text("0 10.000\n2 20.000\n4 30.000\n4")
+    assert [offset_since(path, since) for since in (5, 15, 25, 31)] == [0, 0, 2, 4]
+    follower = Follower(tmp_path, Selection(since=25))
+    assert texts(follower.poll()) == ["2", "3"]
+    follower.close()
+    later = Follower(tmp_path, Selection(since=60))
+    assert later.poll() == []
+    write(tmp_path, "a/0/gen-1/rank-0", "4\n")
+    assert texts(later.poll()) == ["4"]
+    later.close()
+
+
+NOW = 1_800_000_000.0
+
+
+@pytest.mark.parametrize(("text", "ago_s"), [("10m", 600), ("1.5h", 5400), ("250 ms", 0.25), ("2d", 172800)])
+def test_an_age(text: str, ago_s: float) -> None:
+    assert moment(text, now=NOW) == NOW - ago_s
+
+
+def test_a_time_of_day_is_the_last_one_such() -> None:
+    import time
+
+    before = time.strftime("%Y-%m-%d %H:%M", time.localtime(NOW - 3600))
+    after = time.strftime("%Y-%m-%d %H:%M", time.localtime(NOW + 3600))
+    assert NOW - 3660 <= moment(before, now=NOW) <= NOW - 3600
+    assert moment(after, now=NOW) > NOW
+    assert moment(after.split()[1], now=NOW) < NOW
+
+
+@pytest.mark.parametrize("text", ["", "yesterday", "10 minutes ago", "25:99"])
+def test_what_is_no_time(text: str) -> None:
+    with pytest.raises(errors.UsageError, match="is no time"):
+        moment(text, now=NOW)

@@ -1,0 +1,189 @@
+"""The log pump's parts: files that are rotated, memory that outlives a pump, a disk that is full, a slow terminal."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+import pytest
+
+from replicas.supervisor.guard import RANK_MARK
+from replicas.supervisor.logfile import RotatedFile
+from replicas.supervisor.logpump import Log, LogSource
+from replicas.supervisor.tee import Tee
+
+LIMIT = 64 << 10
+
+
+class Pipe:
+    """One stream of a log, and who writes into it."""
+
+    def __init__(self, name: str = "rank-0") -> None:
+        reader, self.writer = os.pipe()
+        self.source = LogSource(name, (reader,), shown=True)
+
+    def write(self, data: bytes) -> None:
+        os.write(self.writer, data)
+
+    def close(self) -> None:
+        os.close(self.source.pipes[0])
+        os.close(self.writer)
+
+
+@pytest.fixture
+def pipe() -> Pipe:
+    return Pipe()
+
+
+def log_of(pipe: Pipe, folder: Path, max_nbytes: int = LIMIT, keep: int = 3) -> Log:
+    return Log(pipe.source, folder, max_nbytes, keep, "a/0")
+
+
+def test_a_log_is_rotated_by_size_and_only_so_many_parts_are_kept(tmp_path: Path, pipe: Pipe) -> None:
+    log = log_of(pipe, tmp_path, 1000, 2)
+    for number in range(50):
+        pipe.write(b"%098d\n" % number)
+        log.read(0, 0.0)
+    parts = [tmp_path / name for name in ("rank-0.log.2", "rank-0.log.1", "rank-0.log")]
+    assert [part.stat().st_size for part in parts] == [990, 990, 990]
+    text = b"".join(part.read_bytes() for part in parts)
+    assert [int(line) for line in text.split()] == list(range(20, 50))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {name for part in parts for name in (part.name, f"{part.name}.times")}
+    log.close()
+    pipe.close()
+
+
+def test_another_pump_goes_on_at_the_very_byte(tmp_path: Path, pipe: Pipe) -> None:
+    """A pump that was killed between two instructions leaves the file longer than it has committed, or bytes unannounced."""
+    path = tmp_path / "rank-0.log"
+    log = log_of(pipe, tmp_path)
+    pipe.write(b"one\nhal")
+    log.read(0, 0.0)
+    with path.open("ab") as file:
+        file.write(b"half a line, writ")  # appended, but not committed
+    memory = pipe.source.memory
+    state = memory.load()
+    pipe.write(b"f\ntwo\n")
+    stream = state.streams[0]
+    stream.reading = 6
+    memory.commit(state)
+    place = memory._at(0) + stream.end
+    memory._map[place : place + 6] = os.read(pipe.source.pipes[0], 6)  # read, but not committed
+    log.close()
+    log = log_of(pipe, tmp_path)
+    assert path.read_bytes() == b"one\n"
+    assert log.advance(0, 0.0) == b"half\ntwo\n"
+    state = memory.load()
+    place = memory._at(0) + state.streams[0].end
+    memory._map[place : place + 5] = bytes(5)
+    state.streams[0].reading = 5
+    memory.commit(state)  # about to read: nothing came
+    log.close()
+    log = log_of(pipe, tmp_path)
+    pipe.write(b"three")
+    assert log.read(0, 0.0) == b""
+    assert log.finish(0.0) == b"three\n"
+    assert path.read_bytes() == b"one\nhalf\ntwo\nthree\n"
+    assert memory.tail().endswith(b"two\nthree\n")
+    log.close()
+    pipe.close()
+
+
+def test_a_full_disk_drops_lines_counts_them_and_says_so_when_it_has_room(
+    tmp_path: Path, pipe: Pipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = log_of(pipe, tmp_path)
+    pipe.write(b"before\n")
+    log.read(0, 0.0)
+    write = os.write
+    room = [3]
+
+    def full(descriptor: int, data: bytes) -> int:
+        if room[0] == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= 1
+        return write(descriptor, data[:3])
+
+    monkeypatch.setattr(os, "write", full)
+    for number in range(4):
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "write", write)
+            pipe.write(b"lost line %d\n" % number)
+        assert log.read(0, 0.1 * number) == b"lost line %d\n" % number  # it goes to the terminal all the same
+    assert log.trouble == "No space left on device"
+    assert (tmp_path / "rank-0.log").read_bytes() == b"before\n"  # no part of a line is left
+    monkeypatch.undo()
+    assert log.due is not None
+    log.late(log.due)
+    pipe.write(b"after\n")
+    log.read(0, log.due or 9.0)
+    missing = b"replicas: 4 lines (48 bytes) are missing here: No space left on device\n"
+    assert (tmp_path / "rank-0.log").read_bytes() == b"before\n" + missing + b"after\n"
+    assert log.trouble == ""
+    assert pipe.source.memory.tail() == b"before\n" + b"".join(b"lost line %d\n" % n for n in range(4)) + b"after\n"
+    log.close()
+    pipe.close()
+
+
+def test_a_worker_of_torchrun_is_named_by_its_guard(tmp_path: Path) -> None:
+    pipe = Pipe(name="")
+    log = log_of(pipe, tmp_path)
+    pipe.write(RANK_MARK + b"1")
+    log.read(0, 0.0)
+    assert not list(tmp_path.iterdir())
+    pipe.write(b"2\nhello\n")
+    assert log.read(0, 0.0) == b"hello\n"
+    assert (tmp_path / "rank-12.log").read_bytes() == b"hello\n"
+    assert log.prefix == "a/0.12"
+    log.close()
+    pipe.close()
+
+
+def test_the_end_of_a_stream_and_a_line_without_end(tmp_path: Path, pipe: Pipe) -> None:
+    log = log_of(pipe, tmp_path)
+    assert log.read(0, 0.0) == b""  # nothing yet
+    pipe.write(b"last words")
+    os.close(pipe.writer)
+    assert log.read(0, 0.0) == b""
+    assert log.read(0, 0.0) is None
+    assert log.finish(0.0) == b"last words\n"
+    log.close()
+    os.close(pipe.source.pipes[0])
+
+
+def test_a_file_is_opened_again_where_it_was(tmp_path: Path) -> None:
+    path = tmp_path / "x.log"
+    path.write_bytes(b"12345")
+    file = RotatedFile(path, 100, 0, times=False)
+    assert file.open(3) == 3
+    file.append(b"ab", 3)
+    assert path.read_bytes() == b"123ab"
+    file.rotate()
+    assert file.open(5) == 0
+    assert path.read_bytes() == b""
+    file.close()
+
+
+def test_a_terminal_that_nobody_reads_costs_lines_and_no_time() -> None:
+    reader, writer = os.pipe()
+    tee = Tee(writer, "a/0")
+    line = b"x" * 99 + b"\n"
+    for _ in range(100):
+        tee.show(line * 100, "a/0.0")
+    shown = b""
+    while tee.waiting:
+        shown += os.read(reader, 1 << 16)
+        tee.write()
+    os.close(writer)
+    os.close(tee.fileno())
+    while part := os.read(reader, 1 << 16):
+        shown += part
+    lines = shown.decode().splitlines()
+    dropped = [int(one.split("(")[1].split()[0]) for one in lines if "are only in the log" in one]
+    whole = [one for one in lines if one == "a/0.0| " + "x" * 99]
+    assert len(whole) + len(dropped) == len(lines)
+    assert len(whole) + sum(dropped) == 10_000
+    assert tee.dropped == sum(dropped) > 5000
+    os.close(reader)

@@ -1,0 +1,105 @@
+"""Events as lines for people: every kind has one, and the lines of a run read like a story."""
+
+from __future__ import annotations
+
+from typing import get_args
+
+import pytest
+
+from replicas import events
+from replicas.control.render_events import concerns, event_line
+from replicas.core import effects
+from replicas.core.identity import Member
+from replicas.core.lifecycle import Event as Step
+from replicas.status import SyncRecord
+
+MEMBER = Member("rollout", 1, 0, "nonce")
+
+
+def transition(**fields: object) -> events.Transition:
+    base = {"group": "a", "replica": 0, "generation": 2, "event": Step.READY, "before": "starting", "after": "ready"}
+    return events.Transition(**{**base, "reason": "", **fields})  # type: ignore[arg-type]  # fields by name
+
+
+TOLD: list[tuple[events.Event, str, str]] = [
+    (transition(start_s=2.0), "a/0", "ready after 2 s (generation 2)"),
+    (
+        transition(start_s=2.0, recovery_s=3.5),
+        "a/0",
+        "ready after 2 s (generation 2, 3.5 s after it was lost)",
+    ),
+    (transition(event=Step.START, before="pending", after="starting"), "a/0", "starting (generation 2)"),
+    (
+        transition(event=Step.UNREADY, before="ready", after="starting", reason="behind"),
+        "a/0",
+        "ready -> starting: behind",
+    ),
+    (events.RunStarted(run="grpo", pid=7, version="1.0"), "run", "grpo: supervised by process 7, release 1.0"),
+    (events.RunEnded(exit_code=1, reason="a failed"), "run", "over, exit code 1: a failed"),
+    (events.Draining(target="", reason="preempted"), "run", "draining (preempted)"),
+    (events.Draining(target="a/0", hurry=True), "a/0", "draining (requested, at once)"),
+    (events.Drained(target="a", seconds=1.5), "a", "drained in 1.5 s"),
+    (events.Scaled(group="a", before=1, after=3), "a", "scaled from 1 to 3"),
+    (events.RestartAsked(target="a", rolling=True), "a", "rolling restart asked for"),
+    (events.FailedReset(replicas=("a/0", "a/1")), "run", "failures forgotten: a/0, a/1"),
+    (events.Reloaded(changed=("a",), removed=("b",)), "config", "reloaded: changed: a; removed: b"),
+    (events.Reloaded(), "config", "reloaded: nothing has changed"),
+    (events.ReloadRefused(problems=("a: b", "c")), "config", "not reloaded: a: b; c"),
+    (
+        events.ReplicaExited(group="a", replica=0, generation=1, outcome="failed", reason="rank 0 exited"),
+        "a/0",
+        "generation 1 ended: failed: rank 0 exited",
+    ),
+    (
+        events.HeldUp(group="a", replica=0, generation=1, what="port :80", holder="process 7"),
+        "a/0",
+        "held up: generation 1, what port :80, holder process 7",
+    ),
+    (
+        events.LeftoverFound(pid=7, start_time=1, command="sleep 9", how="mark", group="a", replica=0),
+        "a/0",
+        "left over by a dead run: process 7 (sleep 9), killed",
+    ),
+    (events.ConnectionsRefused(reason="token", count=3), "run", "connections refused: reason token, count 3"),
+    (effects.MemberJoined("policy", MEMBER), MEMBER.name, "joined policy"),
+    (effects.MemberLost("policy", MEMBER, "lease"), MEMBER.name, "left policy: lease"),
+    (effects.MemberQuarantined("policy", MEMBER, "slow"), MEMBER.name, "quarantined on policy: slow"),
+    (effects.EpochStarted("policy", 4, (MEMBER,)), "policy", "epoch 4 of 1 members"),
+    (
+        effects.SyncEnded("policy", SyncRecord(version=3, outcome="committed", seconds=0.5, nbytes=2048, members=2)),
+        "policy",
+        "version 3 committed in 500 ms, 2 KiB, 2 members",
+    ),
+    (effects.ReplicaLoaded("policy", "rollout", 1, 3), "rollout/1", "serves version 3 of policy"),
+    (effects.StoreChanged("policy", False), "policy", "store down"),
+    (effects.Retried("policy", "lost"), "run", "retried: channel policy, reason lost"),
+]
+
+
+@pytest.mark.parametrize(("event", "who", "what"), TOLD, ids=lambda value: type(value).__name__)
+def test_what_is_told(event: events.Event, who: str, what: str) -> None:
+    line = event_line(events.Record(12, 100.0, event)).plain
+    assert line[8:] == f"{12:>7}  {who:18} {what}"
+
+
+def test_every_kind_of_event_has_its_group_where_it_is_looked_for() -> None:
+    """A new kind is told by its name and fields; it must not be about a group in another way than all others."""
+    for kind in get_args(events.Event):
+        fields = set(kind.__struct_fields__)
+        if "replica" in fields:
+            assert "group" in fields, kind
+        assert fields & {"group", "target", "member", "channel"} or fields.isdisjoint({"replica", "rank"}), kind
+
+
+@pytest.mark.parametrize(
+    ("target", "concerned"),
+    [("a", [True, True, False, True]), ("a/0", [True, False, False, True]), ("b", [False, False, True, True])],
+)
+def test_whom_an_event_concerns(target: str, concerned: list[bool]) -> None:
+    told: list[events.Event] = [
+        transition(),
+        transition(replica=1),
+        transition(group="b"),
+        events.RunEnded(exit_code=0),
+    ]
+    assert [concerns(events.Record(1, 0.0, event), target) for event in told] == concerned

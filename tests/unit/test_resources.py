@@ -1,0 +1,169 @@
+"""GPUs, threads and limits: what a plan may ask for, and who gets what."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from replicas.config import Config
+from replicas.config_file import parse
+from replicas.errors import BadConfig
+from replicas.supervisor import machine
+from replicas.supervisor.machine import Machine, look, visible_gpus
+from replicas.supervisor.resources import Resources, notes, problems, refuse_unfit
+
+EIGHT = Machine(gpus=tuple("01234567"), gpus_from="NVML", gpu_order="PCI_BUS_ID", cpus=8, memory_nbytes=64 << 30)
+
+
+def config(**groups: dict[str, Any]) -> Config:
+    mapping = {name: {"command": ["-m", "x"], **keys} for name, keys in groups.items()}
+    return parse({"schema_version": 1, "run": {"name": "x"}, "groups": mapping}, base=Path("/"))
+
+
+def gpus(count: int, **keys: Any) -> dict[str, Any]:
+    return {"resources": {"gpus": count}, **keys}
+
+
+def ledger(plan: Config, machine: Machine = EIGHT) -> Resources:
+    resources = Resources()
+    resources.plan(plan, machine)
+    return resources
+
+
+# ---------------------------------------------------------------- the plan
+
+
+def test_a_plan_that_asks_for_nothing_fits_anywhere() -> None:
+    assert problems(config(a={"replicas": 1000}), Machine()) == []
+
+
+def test_gpus_that_are_not_there() -> None:
+    plan = config(trainer=gpus(1, nproc_per_node=4), rollout=gpus(2, replicas=3), cpu={})
+    assert problems(plan, EIGHT) == [
+        "groups.trainer.resources.gpus: 10 GPUs are asked for at once (trainer: 4 ranks x 1, rollout: 3 replicas x 2), "
+        "but this machine has 8 (NVML)"
+    ]
+    with pytest.raises(BadConfig, match="this machine has 0"):
+        refuse_unfit(plan, Machine())
+
+
+def test_groups_that_never_run_at_once_may_use_the_same_gpus() -> None:
+    chain = {"b": gpus(8, depends_on=["a:finished"]), "c": gpus(8, depends_on=["b:finished"])}
+    assert problems(config(a=gpus(8), **chain), EIGHT) == []
+    late = config(a=gpus(8), b={"depends_on": ["a:finished"]}, c=gpus(8, depends_on=["b:ready"]))
+    assert problems(late, EIGHT) == []
+    apart = config(a=gpus(8), b={}, c=gpus(8, depends_on=["b:finished"]))
+    assert len(problems(apart, EIGHT)) == 1
+    assert len(problems(config(a=gpus(8), b=gpus(1, depends_on=["a"])), EIGHT)) == 1
+
+
+def test_memory_threads_and_limits() -> None:
+    big = config(a={"replicas": 2, "resources": {"memory": "33GiB"}}, b={"resources": {"cpu_threads": 9}})
+    assert problems(big, EIGHT) == [
+        "groups.a.resources.memory: 66.0 GiB at once (a), but this machine has 64.0 GiB",
+        "groups.b.resources.cpu_threads: 9 for each rank, but this process may use 8 CPUs",
+    ]
+    here = Machine(memory_nbytes=1 << 40, limits_refused="no cgroup v2")
+    small = config(a={"resources": {"memory": "1GiB", "max_processes": 5}})
+    assert problems(small, here) == [
+        "groups.a.resources.memory: no limit can be set here: no cgroup v2",
+        "groups.a.resources.max_processes: no limit can be set here: no cgroup v2",
+    ]
+
+
+def test_shared_cpus_are_noted() -> None:
+    plan = config(a={"replicas": 4, "resources": {"cpu_threads": 4}})
+    assert problems(plan, EIGHT) == []
+    assert notes(plan, EIGHT) == ["16 CPU threads at once (a) share 8 CPUs"]
+    assert notes(config(a={"resources": {"cpu_threads": 8}}), EIGHT) == []
+
+
+# ---------------------------------------------------------------- the ledger
+
+
+def test_gpus_are_kept_over_restarts_and_given_back() -> None:
+    plan = config(a=gpus(3, replicas=2), b=gpus(3))
+    resources = ledger(plan)
+    a, b = plan.groups["a"], plan.groups["b"]
+    assert resources.take(a, 0) == resources.take(a, 1) == ""
+    assert resources.take(a, 0) == ""
+    assert (resources.held("a", 0), resources.held("a", 1)) == (("0", "1", "2"), ("3", "4", "5"))
+    assert resources.take(b, 0) == "3 GPUs (2 free)"
+    resources.release("a", 0)
+    assert resources.take(b, 0) == ""
+    assert resources.held("b", 0) == ("0", "1", "2")
+    assert resources.free == ("6", "7")
+
+
+def test_a_group_that_asks_for_another_number_takes_anew() -> None:
+    resources = ledger(config(a=gpus(8)))
+    assert resources.take(config(a=gpus(8)).groups["a"], 0) == ""
+    fewer = config(a=gpus(2)).groups["a"]
+    assert resources.take(fewer, 0) == ""
+    assert len(resources.held("a", 0)) == 2
+
+
+def test_the_environment_of_each_node() -> None:
+    plan = config(a=gpus(2, nproc_per_node=2, nnodes=2), cpu={"resources": {"cpu_threads": 3}})
+    resources = ledger(plan)
+    a = plan.groups["a"]
+    assert resources.take(a, 0) == ""
+    order = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
+    assert resources.environment(a, 0, 0) == {"CUDA_VISIBLE_DEVICES": "0,1,2,3", **order}
+    assert resources.environment(a, 0, 1) == {"CUDA_VISIBLE_DEVICES": "4,5,6,7", **order}
+    nothing = resources.environment(plan.groups["cpu"], 0)
+    assert nothing == {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "3", **order}
+
+
+def test_a_run_without_gpus_leaves_the_environment_alone() -> None:
+    plan = config(a={})
+    assert ledger(plan).environment(plan.groups["a"], 0) == {}
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.booleans()), max_size=30))
+def test_no_gpu_has_two_owners(steps: list[tuple[str, int, bool]]) -> None:
+    plan = config(a=gpus(1), b=gpus(3), c=gpus(0))
+    resources = ledger(plan)
+    for name, index, takes in steps:
+        if takes:
+            resources.take(plan.groups[name], index)
+        else:
+            resources.release(name, index)
+        held = [gpu for group in "abc" for replica in range(3) for gpu in resources.held(group, replica)]
+        assert sorted([*held, *resources.free]) == sorted(EIGHT.gpus)
+
+
+# ---------------------------------------------------------------- the machine
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [("", ()), ("0, 2", ("0", "2")), ("GPU-1a,MIG-2b", ("GPU-1a", "MIG-2b")), ("1,-1,0", ("1",)), ("NoDevFiles", ())],
+)
+def test_visible_gpus(text: str, found: tuple[str, ...]) -> None:
+    assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == found
+    assert look(environ={"CUDA_VISIBLE_DEVICES": text}).gpus == found
+
+
+def test_this_machine_has_something() -> None:
+    assert visible_gpus({}) is None
+    here = look(gpus=False)
+    assert here.cpus >= 1
+    assert here.memory_nbytes > 1 << 28
+    assert here.gpus == ()
+
+
+def test_limits_need_controllers_that_we_may_use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "find_own", lambda: tmp_path)
+    controllers = tmp_path / "cgroup.controllers"
+    controllers.write_text("cpu memory pids\n")
+    assert look(gpus=False).limits_refused == ""
+    controllers.write_text("cpu\n")
+    assert look(gpus=False).limits_refused.startswith(f"{tmp_path} has no controller memory or pids; start it")
+    controllers.unlink()
+    assert look(gpus=False).limits_refused.startswith("No such file or directory; ")
