@@ -57,8 +57,8 @@ class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``socket``: absolute path of the Unix socket for commands. None: ``control.sock`` in the state folder, or a shorter
-    path where that one is too long for a socket.
+    """``socket``: absolute path of the Unix socket for commands. None: ``control.sock`` in the state folder
+    (where that path is too long for a socket, it is reached through a descriptor of its folder).
     """
 
     host: str = "127.0.0.1"

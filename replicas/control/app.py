@@ -7,7 +7,7 @@ without one they are routes for any Starlette app.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from typing import Protocol
 
 from starlette.requests import Request
@@ -93,18 +93,23 @@ def control_routes(
         lines += ["", _ORDERS] if commands is not None else []
         return _text("\n".join(lines) + "\n", 200)
 
-    async def unknown(request: Request) -> Response:
-        if commands is not None and request.url.path in ORDERS:
-            return refusal(f"{request.url.path} is an order: POST it", 405, Allow="POST")
-        return json_response({"error": f"no such page: {request.url.path}", "endpoints": endpoints}, 404)
-
     shown = {"/": index, "/livez": livez, "/readyz": readyz, "/metrics": metrics, "/status": status}
     return [
         *(Route(path, _unless_starting(page), methods=["GET"]) for path, page in shown.items()),
         *(stream_routes(streams, access) if streams is not None else ()),
         *(desk_routes(commands, access) if commands is not None else ()),
-        Route("/{path:path}", unknown, methods=["GET"]),
+        _everything_else(endpoints),
     ]
+
+
+def _everything_else(endpoints: Sequence[str]) -> Route:
+    async def unknown(request: Request) -> Response:
+        path = request.url.path
+        if path in ORDERS and path in endpoints:
+            return refusal(f"{path} is an order: POST it", 405, Allow="POST")
+        return json_response({"error": f"no such page: {path}", "endpoints": endpoints}, 404)
+
+    return Route("/{path:path}", unknown, methods=["GET"])
 
 
 def _unless_starting(page: Page) -> Page:

@@ -72,7 +72,7 @@ def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str,
 
 def _targets(place: Place) -> list[tuple[str, str]]:
     try:
-        status = place.status(timeout_s=0.5)
+        status = place.status(timeout_s=2.0)
     except Disconnected:
         groups = place.config.groups.values() if place.config is not None else ()
         return [(group.name, f"group of {group.replicas}") for group in groups]

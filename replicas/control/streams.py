@@ -1,8 +1,9 @@
 """What goes on for as long as somebody reads it: ``GET /events`` (server-sent events) and ``GET /logs``.
 
-Events are for everyone who reaches the port, like the other pages; what programs print may hold secrets, and needs the
-same right as an order. A stream that has nothing to say sends an empty line every :data:`BEAT_S`, so that each side knows
-of the other's end. Whoever reads too slowly holds up only himself: the next part is made when the last one has left.
+Events are for everyone who reaches the port, like the other pages; what programs print (logs, and the last lines in the event
+of a failure) may hold secrets, and needs the same right as an order. A stream that has nothing to say sends an empty line
+every :data:`BEAT_S`, so that each side knows of the other's end. Whoever reads too slowly holds up only himself: the next
+part is made when the last one has left.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from replicas import errors
 from replicas.control.access import Access
 from replicas.control.desk import NO_STORE, refusal
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
-from replicas.events import Record, encode
+from replicas.events import Record, ReplicaExited, encode
 
 __all__ = ["BEAT_S", "StreamSource", "stream_routes"]
 
@@ -57,7 +58,8 @@ def stream_routes(source: StreamSource, access: Access) -> list[Route]:
         except errors.UsageError as error:
             return refusal(str(error), 400)
         until = None if follow else source.last_event
-        return StreamingResponse(_events(source, after, until), media_type="text/event-stream", headers=NO_STORE)
+        stream = _events(source, after, until, whole=not access(request))
+        return StreamingResponse(stream, media_type="text/event-stream", headers=NO_STORE)
 
     async def logs(request: Request) -> Response:
         if why := access(request):
@@ -115,7 +117,7 @@ def _selection(query: Mapping[str, str]) -> Selection:
 # ------------------------------------------------------------ what is sent
 
 
-async def _events(source: StreamSource, after: int | None, until: int | None) -> AsyncIterator[bytes]:
+async def _events(source: StreamSource, after: int | None, until: int | None, *, whole: bool) -> AsyncIterator[bytes]:
     if until is not None and until <= (after if after is not None else until):
         return
     records = source.events(after)
@@ -128,7 +130,8 @@ async def _events(source: StreamSource, after: int | None, until: int | None) ->
                 yield b":\n\n"
                 continue
             record, pending = pending.result(), None
-            yield b"id: %d\nevent: %s\ndata: %s\n\n" % (record.seq, _type(record).encode(), encode(record))
+            told = encode(record if whole else _without_output(record))
+            yield b"id: %d\nevent: %s\ndata: %s\n\n" % (record.seq, type(record.event).__name__.encode(), told)
             if until is not None and record.seq >= until:
                 return
     except StopAsyncIteration:  # the run is over
@@ -145,8 +148,12 @@ async def _next(records: AsyncIterator[Record]) -> Record:
     return await anext(records)
 
 
-def _type(record: Record) -> str:
-    return type(record.event).__name__
+def _without_output(record: Record) -> Record:
+    """The record without the lines that a program printed before it failed."""
+    if not isinstance(record.event, ReplicaExited):
+        return record
+    ranks = tuple(msgspec.structs.replace(rank, lines=(), error="") for rank in record.event.ranks)
+    return Record(record.seq, record.at, msgspec.structs.replace(record.event, ranks=ranks))
 
 
 async def _logs(follower: Follower, lines: list[LogLine], *, follow: bool, as_json: bool) -> AsyncIterator[bytes]:

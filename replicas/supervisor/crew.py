@@ -266,7 +266,7 @@ class Crew:
 
     def waits_for(self, group: str, replica: int) -> str:
         one = self.groups[group]
-        if self._falls(one) or one.rules.resume_in_s(self._loop.time()) > 0:
+        if self._held_back(one):
             return f"the other replicas of {group}"
         missing = unmet(one.config, {name: list(other.standings.values()) for name, other in self.groups.items()})
         if missing:
@@ -275,11 +275,13 @@ class Crew:
 
     def may_resume(self, group: str, replica: int) -> bool:
         one = self.groups[group]
-        return not self._falls(one) and not self._ground.resources.take(one.config, replica)
+        return not self._held_back(one) and not self._ground.resources.take(one.config, replica)
 
-    @staticmethod
-    def _falls(group: Group) -> bool:
-        return group.config.restart.strategy == "group" and group.falling
+    def _held_back(self, group: Group) -> bool:
+        """Whether the group restarts as a whole, and it is not yet time."""
+        if group.config.restart.strategy != "group":
+            return False
+        return group.falling or group.rules.resume_in_s(self._loop.time()) > 0
 
     def fell(self, group: str, replica: int, text: str) -> None:
         one = self.groups[group]
@@ -320,6 +322,9 @@ class Crew:
 
     def emit(self, event: Event) -> None:
         self._ground.emit(event)
+
+    def say(self, text: str) -> None:
+        self._ground.say(text)
 
     def member_lost(self, group: str, replica: int, rank: int, reason: str) -> None:
         """The coordinator has lost a member."""

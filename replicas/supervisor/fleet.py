@@ -12,7 +12,7 @@ from typing import Literal
 
 from replicas import errors
 from replicas.config import GroupConfig
-from replicas.core.ordering import start_levels, within
+from replicas.core.ordering import is_good, start_levels, within
 from replicas.events import Drained, Draining, FailedReset, RestartAsked, Scaled
 from replicas.supervisor.causes import Cause
 from replicas.supervisor.crew import Crew
@@ -121,10 +121,12 @@ class Fleet(Crew):
 
         :raises replicas.errors.WorldError: one failed, or the run ended; the others are left as they are.
         """
-        todo = [replica.index for replica in replicas]
+        chosen = list(replicas)
+        todo = [replica.index for replica in chosen]
 
         def due() -> list[int]:
-            states = group.standings
+            halted = {index for index, one in group.replicas.items() if one.halted and index not in todo}
+            states = {index: state for index, state in group.standings.items() if index not in halted}
             todo[:] = [index for index in todo if index in states]
             failed = next((one for one in group.replicas.values() if one.life.state == "failed"), None)
             if failed is not None and failed.index not in todo:
@@ -139,7 +141,7 @@ class Fleet(Crew):
                 if not group.replicas[index].leaving:
                     group.replicas[index].restart(cause)
             await self.until(lambda: not todo or bool(due()))
-        await self.wait_ready([group])
+        await self.until(lambda: not due() and is_good([one.standing for one in chosen if not one.leaving]))
 
     def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
         """Start failed replicas, and those that wait after a failure, at once, with a full budget for their groups."""

@@ -121,7 +121,7 @@ class Group:
     @property
     def falling(self) -> bool:
         """Whether some of them are being ended."""
-        return any(replica.life.state == "draining" for replica in self.replicas.values())
+        return any(replica.falling for replica in self.replicas.values())
 
     def status(self, now: float) -> GroupStatus:
         """A snapshot; ``now`` in seconds of the loop's clock."""

@@ -113,7 +113,8 @@ def clean_up(watched: Sequence[Watched], run: Path | None, shims_s: float = SHIM
                 deadline = time.monotonic() + shims_s
         gone = [shim for shim in left if shim.pidfd is None]
         left = [shim for shim in left if shim.pidfd is not None]
-        swept = _sweep(gone) and swept
+        if gone:
+            swept = _sweep(gone) and swept
     return (cgroups.sweep_cgroup(run) if run is not None else True) and swept
 
 

@@ -10,9 +10,10 @@ milliseconds). The shim made the pipes and holds both ends of them, so that no w
 pump has died: the shim (:mod:`replicas.supervisor.logkeeper`) forks another one, which goes on where this one was, to the
 byte, by the memory that they share (:mod:`replicas.supervisor.logmemory`).
 
-The pump is forked, not exec'ed: 1 ms and 1 MiB in place of 30 ms and 9 MiB for each replica. It keeps nothing of the shim
-but the pipes, leads a session of its own and ignores SIGTERM, which systemd sends to every process of a unit: it ends when
-nobody can write any more (the shim has closed its ends, and whatever it started is gone), or soon after the shim is dead.
+The pump is forked, not exec'ed: it starts in some ms less of CPU time, and has 3 MiB of its own in place of 6. It keeps
+nothing of the shim but the pipes, leads a session of its own and ignores SIGTERM, which systemd sends to every process of a
+unit: it ends when nobody can write any more (the shim has closed its ends, and whatever it started is gone), or soon after
+the shim is dead.
 
 One loop, which waits for pipes, orders and the terminal::
 
@@ -55,6 +56,7 @@ __all__ = ["Log", "LogSource", "Pump", "waiting_nbytes"]
 READ_NBYTES = 128 << 10
 _RETRY_S = 0.25
 _TELL_INTERVAL_S = 1.0
+_SHOW_S = 0.2
 _SLOW = "nobody reads them fast enough"
 _ALONE_S = 2.0
 
@@ -307,6 +309,8 @@ class Pump:
         for log in self._logs:
             self._show(log, log.finish(now))
             log.close()
+        if self._tee is not None:
+            self._on_tee(lambda tee: tee.finish(_SHOW_S))
         self._tell_dropped(now, at_once=True)
 
     def _timeout(self) -> float | None:

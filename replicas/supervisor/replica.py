@@ -108,6 +108,11 @@ class Replica:
         return "pending" if self.halted else self.life.state
 
     @property
+    def falling(self) -> bool:
+        """Whether its generation is at its end, and something of it may be left."""
+        return self.life.alive and (self.life.state == "draining" or self._cause is not None)
+
+    @property
     def leaving(self) -> bool:
         """Whether it was asked to stop for good."""
         return self._ending == "leave"
@@ -266,6 +271,8 @@ class Replica:
             self._host.overseer.set_draining(self.group.name, self.index, self.life.generation)
             self._drain_by = self._now() + self.group.drain_timeout_s
             self._check_drain(self._now())
+            if self._busy_with:
+                self._host.say(f"{self.name}: stopping it when its sync is over; {self._busy_with}")
         else:
             self._end_processes(self.group.stop_timeout_s)
 
@@ -277,6 +284,8 @@ class Replica:
         if self._drain_by is None:
             return
         self._busy_with = self._host.overseer.busy(self.group.name, self.index)
+        if self._busy_with and now >= self._drain_by:
+            self._host.say(f"{self.name}: not over within {self.group.drain_timeout_s:g} s; {self._busy_with}")
         if not self._busy_with or now >= self._drain_by or self._generation.reports:
             self._end_processes(self.group.stop_timeout_s)
 

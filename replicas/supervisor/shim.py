@@ -18,6 +18,10 @@ into a session of its own stays below it. One thread, one loop over a selector, 
 * *sweeping*: the exit report is out; SIGTERM to what is left, SIGKILL ``SWEEP_GRACE_S`` later, again and again until
   this process has no child, and the control group is empty. Then ``gone`` is sent and the shim ends.
 
+What the processes write goes through pipes to the log pump, a child of the shim that outlives all others
+(:mod:`replicas.supervisor.logpump`). The exit report waits until it has read all that the main process wrote, for the last
+lines; in the end it is the only child, gets no more input, and ends.
+
 Where it can be, all that the shim starts is in a control group (:mod:`replicas.supervisor.cgroups`), which the shim itself is
 not in: SIGKILL to the tree is then one write, too, that nothing outruns or slips away from.
 
@@ -34,13 +38,11 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import os
 import selectors
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -48,10 +50,8 @@ from pathlib import Path
 
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Stocktaking
-from replicas.supervisor.commands import guard_command, guard_orders, scratch_folder
 from replicas.supervisor.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
 from replicas.supervisor.endings import exit_report
-from replicas.supervisor.guard import GUARD
 from replicas.supervisor.keeper import ForkserverKeeper
 from replicas.supervisor.logkeeper import LogKeeper
 from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec
@@ -60,9 +60,9 @@ from replicas.supervisor.processes import (
     become_subreaper,
     descendants,
     own_children,
-    python_module,
     signal_descendants,
 )
+from replicas.supervisor.starting import Starter
 from replicas.supervisor.stopped import StoppedWatch
 
 __all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main"]
@@ -98,6 +98,7 @@ class Shim:
         self._stacks: Stacks | None = None
         self._tee = tee
         self._logs: LogKeeper | None = None
+        self._starter: Starter | None = None
         self._stopping = False
         self._sweeping = False
         self._childless = False
@@ -115,8 +116,8 @@ class Shim:
             self._on_time(time.monotonic())
             if self._logs is not None and self._empty():
                 self._logs.close()
-        if self.spec is not None and self.spec.scratch:
-            shutil.rmtree(self.spec.scratch, ignore_errors=True)
+        if self._starter is not None and self._starter.scratch:
+            shutil.rmtree(self._starter.scratch, ignore_errors=True)
         if self._cgroup is not None:
             cgroups.leave(self._cgroup, run=self.control is None)
         self._tell({"type": "gone"})
@@ -199,52 +200,22 @@ class Shim:
         self._stacks = Stacks(Path(spec.log_dir), self._save_stacks)
         try:
             self._logs = LogKeeper(spec, self._selector, self._tee, self._on_loss)
+            self._starter = Starter(spec, self._logs)
             self._logs.start()
             if spec.forkserver:
-                self._forkserver = ForkserverKeeper(self._spawn_forkserver, self._selector)
+                self._forkserver = ForkserverKeeper(self._starter.forkserver, self._selector)
                 self._forkserver.start()
             if spec.launcher == "torchrun":
-                self._main = self._start_launcher(spec)
+                self._main, self._launcher = self._starter.launcher()
+                self._stopped = StoppedWatch(self._main.pid)
+                self._selector.register(self._launcher, selectors.EVENT_READ, self._on_launcher)
             else:
-                env = {**spec.env, GUARD: guard_orders(spec, direct=True)}
-                self._main = self._spawn(guard_command(), spec, env, "rank 0")
+                self._main = self._starter.program()
         except OSError as error:
             self._tell(ExitReport("failed", text=f"cannot be started: {error}").message())
             self._begin_sweep()
         else:
             self._tell({"type": "started", "pid": self._main.pid})
-
-    def _start_launcher(self, spec: NodeSpec) -> Child:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        fd = theirs.fileno()
-        command = python_module("replicas.supervisor.launcher", "--control", str(fd), "--parent", str(os.getpid()))
-        child = self._spawn(command, spec, spec.env, "torchrun", (fd,))
-        theirs.close()
-        self._enclose(child)
-        assert self._logs is not None
-        spec = dataclasses.replace(spec, shim=os.getpid(), pipes=self._logs.pipes(), scratch=str(scratch_folder(spec)))
-        self.spec = spec
-        orders.send(ours, spec.message())
-        self._launcher = ours
-        self._stopped = StoppedWatch(child.pid)
-        self._selector.register(ours, selectors.EVENT_READ, self._on_launcher)
-        return child
-
-    def _spawn_forkserver(self, ready: int) -> Child:
-        spec = self.spec
-        assert spec is not None
-        command = python_module("replicas.sidecar.forkserver", "--name", spec.forkserver, "--ready", str(ready))
-        child = self._spawn(command, spec, spec.env, "forkserver", (ready,))
-        self._enclose(child)
-        return child
-
-    def _enclose(self, child: Child) -> None:
-        """Into the control group, before it can have started anything: the launcher waits for orders, the forkserver loads.
-
-        A program enters by its guard.
-        """
-        if self._cgroup is not None:
-            cgroups.enter(self._cgroup, child.pid)
 
     def _own(self) -> list[int]:
         """All that runs for the replica on this node."""
@@ -258,23 +229,6 @@ class Shim:
 
     def _on_loss(self, loss: LogLoss) -> None:
         self._tell(loss.message())
-
-    def _spawn(
-        self, command: list[str], spec: NodeSpec, env: dict[str, str], log: str, fds: tuple[int, ...] = ()
-    ) -> Child:
-        assert self._logs is not None
-        out, err = self._logs.streams(log)
-        popen = subprocess.Popen(
-            command,
-            env=env,
-            cwd=spec.cwd,
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=err,
-            pass_fds=fds,
-            start_new_session=True,
-        )
-        return Child(popen)
 
     def _reap(self) -> None:
         while True:

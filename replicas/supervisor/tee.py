@@ -12,6 +12,7 @@ import os
 import select
 import socket
 import stat
+import time
 from collections import deque
 
 from replicas.supervisor.folding import readable
@@ -113,6 +114,20 @@ class Tee:
             self._blocks.popleft()
             if not self._blocks:
                 self._say_dropped()
+
+    def finish(self, timeout_s: float) -> None:
+        """Write what is left, as far as it is taken in that time.
+
+        :raises OSError: the other side is gone for good.
+        """
+        deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self, select.POLLOUT)
+        while self._blocks and (left_s := deadline - time.monotonic()) > 0:
+            poll.poll(left_s * 1000)
+            self.write()
+        self._drop(sum(block.count(b"\n") for block in self._blocks))
+        self._blocks.clear()
 
     def _put(self, block: bytes) -> int:
         if self._socket is not None:

@@ -33,7 +33,7 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
             return f"{name}: {transition.event.value}"
         case Event.UNREADY:
             return f"{name}: not ready{': ' if reason else ''}{reason}"
-        case Event.STOP | Event.READY | Event.RESTART:
+        case Event.STOP | Event.READY | Event.RESTART | Event.RESET:
             return ""
         case _:
             return f"{name}: {reason}; stopping it"

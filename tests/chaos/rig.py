@@ -82,7 +82,7 @@ class Shape:
         env = self.env(folder)
         common = f"""env = {{ {", ".join(f'{key} = "{value}"' for key, value in env.items())} }}
 stop_timeout = "1s"
-restart = {{ policy = "always", max_restarts = 100000, initial_delay = "50ms", max_delay = "100ms" }}
+restart = {{ policy = "always", max_restarts = 100000, no_progress_cycles = 0, initial_delay = "50ms", max_delay = "100ms" }}
 health = {{ heartbeat_timeout = "{LEASE_S:g}s", load_deadline = "{LOAD_DEADLINE_S:g}s" }}
 """
         double = 'launcher = "torchrun"\nnproc_per_node = 2\n' if self.torchrun else 'launcher = "exec"\n'

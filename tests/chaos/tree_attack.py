@@ -55,8 +55,8 @@ class Attack:
         """Those that nobody can end but a supervisor: of a replica with a frozen shim."""
         self.hit: set[str] = set()
         """Replicas that were hit, in whatever way."""
-        self.flooded: dict[tuple[str, int], int] = {}
-        """Rank and generation of which a flood was asked: how many lines it had told of before."""
+        self.flooded: dict[str, tuple[int, int, int]] = {}
+        """Generation and pid of replicas of which a flood was asked, and how many lines they had told of before."""
         self.at = 0.0
         """When the last fault came."""
         self.words: list[str] = []
@@ -128,7 +128,7 @@ class Attack:
         if fault.pair == ("freeze", "shim"):
             self.frozen |= picture.all_of(name)
         if fault.kind == "flood":
-            self._flooded(name, fault)
+            self._flooded(name)
         if fault.restarts:
             self._costs(name, picture, certain=fault.at_s == 0.0)
 
@@ -161,10 +161,9 @@ class Attack:
             found += [(name, pid) for pid in pids if pid and picture.identities[pid] is not None]
         return found[int(fault.pick * len(found))] if found else ("", 0)
 
-    def _flooded(self, name: str, fault: Fault) -> None:
-        told = self._world.told(name)
-        lines = [line for line in told if "written" in line and line["generation"] == told[-1]["generation"]]
-        self.flooded[name, told[-1]["generation"]] = lines[-1]["written"] if lines else 0
+    def _flooded(self, name: str) -> None:
+        up = next(line for line in reversed(self._world.told(name)) if "up" in line)
+        self.flooded[name] = (up["generation"], up["pid"], self._world.written(name, up["pid"]))
 
     # ------------------------------------------------------------ the rest
 

@@ -38,7 +38,6 @@ class Facts:
         """Whether all that happened in this lineage could be written down: no disk was full when its supervisor died."""
         self._base = _usage(base.supervisor)
         self._shared = shared_memory()
-        self._floods: dict[tuple[str, int], int] = {}
         self._generations: dict[str, tuple[int, int]] = {}
         self._seq = 0
 
@@ -181,21 +180,17 @@ class Facts:
         lossy = attack.ends is not None or any(
             fault.target == "disk" or (fault.target == "shim" and fault.kind != "pause") for fault in attack.faults
         )
-        for (name, generation), before in attack.flooded.items():
-            if name in {hit for hit in attack.hit if attack.most[hit.partition("-")[0]]} or lossy:
-                self._floods.pop((name, generation), None)
+        for name, (generation, pid, before) in attack.flooded.items():
+            if lossy or attack.most[name.partition("-")[0]]:  # it may have died of it, and its log with it
                 continue
-            written = eventually(lambda name=name, before=before: self._written(name, before), f"{what}: the flood")
-            eventually(
-                lambda name=name, generation=generation, written=written: (
-                    self._logged(name, generation, what) in (written, -1)
-                ),
-                f"{what}: {written} lines in the log of {name}",
-            )
+            self._wait_for_flood(name, generation, pid, before, what)
 
-    def _written(self, name: str, before: int) -> int:
-        lines = [line for line in self._world.told(name) if "written" in line]
-        return int(lines[-1]["written"]) if lines and lines[-1]["written"] > before else 0
+    def _wait_for_flood(self, name: str, generation: int, pid: int, before: int, what: str) -> None:
+        eventually(lambda: self._world.written(name, pid) > before, f"{what}: the flood")
+        written = self._world.written(name, pid)
+        complete = (written, -1)
+        what = f"{what}: {written} lines in the log of {name}"
+        eventually(lambda: self._logged(name, generation, what) in complete, what)
 
     def _logged(self, name: str, generation: int, what: str) -> int:
         """How many lines; -1: some were dropped for a full disk, before this round."""

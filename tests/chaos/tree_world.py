@@ -76,7 +76,8 @@ command = {json.dumps(command)}
 {launcher}
 replicas = {replicas}
 stop_timeout = "1s"
-restart = {{ policy = "always", max_restarts = {MAX_RESTARTS}, window = "24h", initial_delay = "50ms", max_delay = "100ms" }}
+restart = {{ policy = "always", max_restarts = {MAX_RESTARTS}, no_progress_cycles = 0, window = "24h", \
+initial_delay = "50ms", max_delay = "100ms" }}
 health = {{ heartbeat_timeout = "{HEARTBEAT_S:g}s" }}
 """
         return text
@@ -188,6 +189,11 @@ class TreeWorld:
         """What a rank of ``group-replica`` has written down, over all its generations."""
         path = self.out / f"{name}.{rank}.jsonl"
         return self._tails.setdefault(path, Tail(path)).lines()
+
+    def written(self, name: str, pid: int) -> int:
+        """How many lines that very process says it has written to its log."""
+        lines = [line for line in self.told(name) if "written" in line and line["pid"] == pid]
+        return int(lines[-1]["written"]) if lines else 0
 
     def look(self) -> Picture | None:
         """Everything, if it is there and every program is up."""

@@ -22,7 +22,7 @@ from replicas.errors import UsageError
 from replicas.events import RunEnded, RunStarted, Scaled, decode
 from replicas.status import RunStatus
 from tests.support.programs import SLEEPS, group
-from tests.support.runs import ROOT, Run, running
+from tests.support.runs import ROOT, Run, eventually, running
 
 COUNTS = "import itertools, time\nfor i in itertools.count():\n    print('tick', i, flush=True); time.sleep(0.05)"
 FAILS = "import os, sys, time; time.sleep(0.1); sys.exit(0 if os.path.exists('mended') else 7)"
@@ -221,6 +221,7 @@ def test_reset_failed_starts_at_once_what_waits_after_a_failure(
         (tmp_path / "mended").touch()
         assert replicas("reset-failed", "c/0") == "starting again: c/0\n"
         assert run.wait() == 0
+    assert not any("stopping" in line for line in run.lines)
 
 
 def completed(*words: str) -> list[str]:
@@ -241,8 +242,9 @@ def completed(*words: str) -> list[str]:
 
 def test_completion_knows_commands_groups_and_replicas(run: Run) -> None:
     assert sorted(completed("re")) == ["reload", "reset-failed", "restart"]
-    assert completed("restart", "a") == ["a", "a/0", "a/1"]
-    assert completed("scale", "''") == ["a", "b"]
+    # Again, as a completion does not wait for a busy machine.
+    eventually(lambda: completed("restart", "a") == ["a", "a/0", "a/1"], "replicas to restart", timeout_s=40)
+    eventually(lambda: completed("scale", "''") == ["a", "b"], "groups to scale", timeout_s=40)
     run.signal(15)
     assert run.wait() == 0
     assert completed("restart", "a") == []  # there is nobody to ask, and no tracebacks either

@@ -12,7 +12,8 @@ import pytest
 
 from replicas.supervisor.orders import LogLoss
 from tests.support.disks import fill, small_disk
-from tests.support.runs import alive, eventually
+from tests.support.programs import group
+from tests.support.runs import alive, eventually, running
 from tests.support.shims import ShimUnderTest, shim
 
 FLOODS = """
@@ -115,6 +116,19 @@ def accounted_for(one: ShimUnderTest) -> int:
     lines = one.log().decode().splitlines()
     missing = [int(line.split()[1]) for line in lines if "are missing here: No space left on device" in line]
     return len(lines) - len(missing) + sum(missing)
+
+
+def test_lines_of_all_replicas_come_whole_and_with_their_names(tmp_path: Path) -> None:
+    code = "import sys; sys.stdout.reconfigure(line_buffering=True); [print(n, 'x' * n) for n in range(600)]"
+    head = '[logs]\ntee = "always"\nmax_size = "1MiB"\n'
+    with running(tmp_path, group("a", code, "replicas = 3"), head=head) as run:
+        assert run.wait() == 0
+    shown: dict[str, list[str]] = {}
+    for line in run.lines:
+        name, bar, text = line.partition("| ")
+        if bar:
+            shown.setdefault(name, []).append(text)
+    assert shown == {f"a/{index}.0": [f"{n} {'x' * n}" for n in range(600)] for index in range(3)}
 
 
 def test_a_terminal_that_nobody_reads_holds_nobody_up(tmp_path: Path) -> None:

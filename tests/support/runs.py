@@ -21,6 +21,7 @@ import msgspec
 
 from replicas.control.client import fetch_status
 from replicas.status import RunStatus
+from replicas.supervisor.cgroups import find_own
 from replicas.supervisor.processes import start_time
 
 __all__ = ["MARK", "ROOT", "Run", "alive", "eventually", "processes_marked", "running", "shared_memory"]
@@ -61,6 +62,14 @@ def processes_marked(mark: str) -> dict[int, str]:
 def shared_memory() -> set[str]:
     """Names in /dev/shm."""
     return {path.name for path in Path("/dev/shm").iterdir()}
+
+
+def control_groups(supervisor: int) -> list[Path]:
+    """Those that the supervisor with this pid has made."""
+    try:
+        return list(find_own().glob(f"replicas-*-{supervisor}-*"))
+    except OSError:
+        return []
 
 
 class Run:
@@ -179,13 +188,14 @@ class Run:
         return int(eventually(look, f"a process with {text!r} in its command line"))
 
     def assert_nothing_left(self, *ports: int, timeout_s: float = 10.0) -> None:
-        """No process, port, socket or shared memory of the run is there after at most 10 s."""
+        """No process, port, socket, control group or shared memory of the run is there after at most 10 s."""
         deadline = time.monotonic() + timeout_s
         eventually(
             lambda: not processes_marked(self.mark), f"the end of {processes_marked(self.mark)}", timeout_s=timeout_s
         )
         remaining_s = max(0.5, deadline - time.monotonic())
         eventually(lambda: shared_memory() <= self._before, "no new entry in /dev/shm", timeout_s=remaining_s)
+        eventually(lambda: not control_groups(self.pid), "no control group of the run", timeout_s=remaining_s)
         assert not list(self.scratch.iterdir())
         assert str(self.folder) not in Path("/proc/net/unix").read_text()
         for port in ports:

@@ -59,7 +59,7 @@ class Fake:
 
 async def ask(source: Fake, path: str, method: str = "GET") -> httpx.Response:
     transport = httpx.ASGITransport(app=Starlette(routes=control_routes(source)))
-    async with httpx.AsyncClient(transport=transport, base_url="http://control") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://control", trust_env=False) as client:
         return await client.request(method, path)
 
 

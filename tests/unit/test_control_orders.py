@@ -18,8 +18,8 @@ from replicas.control import desk
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.commands import ORDERS, Answer, Problem
+from replicas.events import RankEnd, Reloaded, ReplicaExited, Scaled, decode
 from replicas.events import Record as EventRecord
-from replicas.events import Reloaded, Scaled, decode
 from tests.unit.test_control_app import Fake
 
 pytestmark = pytest.mark.anyio
@@ -83,8 +83,9 @@ class Run(Fake):
 
 
 async def ask(run: Run, path: str, body: object = None, *, method: str = "POST", **options: Any) -> httpx.Response:
+    transport = httpx.ASGITransport(app=run.app())
     content = body if isinstance(body, bytes) else b"" if body is None else msgspec.json.encode(body)
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=run.app()), base_url="http://control") as client:
+    async with httpx.AsyncClient(transport=transport, base_url="http://control", trust_env=False) as client:
         return await client.request(method, path, content=content, **{"headers": TOKEN, **options})
 
 
@@ -292,6 +293,24 @@ async def test_events_are_server_sent_to_everyone(path: str, headers: dict[str, 
     assert [record.seq for record in records] == numbers
     assert [line for line in lines if line.startswith(b"id: ")] == [b"id: %d" % number for number in numbers]
     assert lines.count(b"event: Scaled") == len(numbers)
+
+
+@pytest.mark.parametrize(("headers", "lines"), [({}, ()), (TOKEN, ("secret",))])
+async def test_what_a_program_printed_is_not_for_everyone(
+    headers: dict[str, str], lines: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank = RankEnd(rank=0, code=1, text="boom", lines=("secret",), error="secret" * bool(lines))
+    end = ReplicaExited(group="a", replica=0, generation=1, outcome="failed", ranks=(rank,))
+
+    async def events(*_: object) -> AsyncIterator[EventRecord]:
+        yield EventRecord(1, 0.0, end)
+
+    monkeypatch.setattr(Run, "events", events)
+    response = await read(Run(), "/events?after=0&follow=0", headers=headers)
+    (line,) = (line for line in response.content.splitlines() if line.startswith(b"data: "))
+    told = decode(line[6:]).event
+    assert isinstance(told, ReplicaExited)
+    assert told.ranks == (RankEnd(rank=0, code=1, text="boom", lines=lines, error="secret" * bool(lines)),)
 
 
 @pytest.mark.parametrize("after", ["-1", "x", "1e3", "9" * 30])

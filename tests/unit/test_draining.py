@@ -12,9 +12,10 @@ from tests.support.channel_world import SimMember, World, peer_config
 from tests.support.free_members import FreeWorld
 
 
-def world_of(*names: str, **options: int) -> tuple[World, list[SimMember]]:
+def world_of(*names: str, world_size: int = 1) -> tuple[World, list[SimMember]]:
+    """``world_size``: ranks of a target replica."""
     world = World()
-    sims = [world.join(name, **options) if name.startswith("rollout") else world.join(name) for name in names]
+    sims = [world.join(name, world_size=world_size if name.startswith("rollout") else 1) for name in names]
     world.run()
     return world, sims
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
 from pathlib import Path
+
+import pytest
 
 from replicas import stacks
 from replicas.supervisor.dumps import Stack, StackDump, describe, short
@@ -16,6 +20,29 @@ def test_the_name_of_a_file_tells_whose_it_is(tmp_path: Path) -> None:
     assert (asked.rank, asked.pid, asked.start) == (3, 1234, 777)
     assert stacks.parse(tmp_path / "rank-3.txt") is None
     assert stacks.parse(tmp_path / "3.1234") is None
+
+
+def test_a_process_writes_its_stacks_when_asked_and_its_own_handler_still_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "_open", {})
+    heard: list[int] = []
+    me = os.getpid()
+    before = signal.signal(stacks.SIGNUM, lambda signum, _: heard.append(signum))
+    try:
+        for _ in range(2):
+            stacks.register(tmp_path, 3, start_time(me) or 0)
+        assert catches(me, stacks.SIGNUM)
+        signal.raise_signal(stacks.SIGNUM)
+        faulthandler.unregister(stacks.SIGNUM)
+    finally:
+        signal.signal(stacks.SIGNUM, before)
+        for file in stacks._open.values():
+            file.close()
+    (path,) = stacks.folder(tmp_path).iterdir()
+    assert path.name == f"3.{me}.{start_time(me)}"
+    assert "in test_a_process_writes_its_stacks_when_asked_and_its_own_handler_still_runs" in path.read_text()
+    assert heard == [stacks.SIGNUM]
 
 
 def test_a_file_of_a_process_that_is_gone_or_not_ours_is_no_reason_to_signal(tmp_path: Path) -> None:

@@ -113,6 +113,16 @@ async def test_one_that_fails_takes_its_group_with_it_and_all_come_back_together
 
 
 @history
+async def test_those_that_end_at_once_wait_for_the_one_that_failed() -> None:
+    group = group_of("a", replicas=3, restart={"strategy": "group", "initial_delay_s": 20.0})
+    async with fleet(group, lives={"a/1": [Life(ends_s=5.0, code=1), Life()]}) as (_, yard):
+        await asyncio.sleep(60)
+        again = [at for at, what in yard.moves() if what.endswith("starting") and at > 1.0]
+        assert len(again) == 3
+        assert 25.0 <= min(again) <= max(again) <= 25.7
+
+
+@history
 async def test_replicas_that_die_of_the_same_thing_are_one_incident() -> None:
     group = group_of("a", replicas=3, restart={"strategy": "group", "max_restarts": 1})
     async with fleet(group, lives={"a": [Life(ends_s=5.0, code=1), Life()]}) as (made, yard):
@@ -276,6 +286,17 @@ def test_a_rolling_restart_keeps_the_others_ready(most: int, away: int) -> None:
             assert {one.life.generation for one in made.all()} == {2}
 
     virtually(story())
+
+
+@history
+async def test_a_reload_leaves_those_alone_that_were_stopped_by_hand() -> None:
+    async with fleet(group_of("a", replicas=3)) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        await made.drain("a/1")
+        chosen = [one for one in made.all() if not one.halted]
+        await asyncio.wait_for(made.roll(made.groups["a"], chosen, Cause("reload", "its config has changed")), 60)
+        assert yard.states() == {"a/0": "ready", "a/1": "finished", "a/2": "ready"}
+        assert made.groups["a"].restarts_by_reason() == {"reload": 2}
 
 
 @history

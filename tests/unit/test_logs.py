@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from replicas.config import LogsConfig
 from replicas.supervisor.guard import RANK_MARK
 from replicas.supervisor.logfile import RotatedFile
 from replicas.supervisor.logpump import Log, LogSource
+from replicas.supervisor.specs import wants_tee
 from replicas.supervisor.tee import Tee
 
 LIMIT = 64 << 10
@@ -151,6 +153,14 @@ def test_the_end_of_a_stream_and_a_line_without_end(tmp_path: Path, pipe: Pipe) 
     assert log.finish(0.0) == b"last words\n"
     log.close()
     os.close(pipe.source.pipes[0])
+
+
+def test_lines_go_to_stderr_when_they_are_wanted_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    for terminal in (True, False):
+        monkeypatch.setattr(os, "isatty", lambda _, terminal=terminal: terminal)
+        assert wants_tee(LogsConfig()) == terminal
+        assert wants_tee(LogsConfig(tee="always"))
+        assert not wants_tee(LogsConfig(tee="never"))
 
 
 def test_a_file_is_opened_again_where_it_was(tmp_path: Path) -> None:

@@ -131,6 +131,8 @@ class FakeWorld:
 
     def save(self) -> None: ...
 
+    def say(self, text: str) -> None: ...
+
     def emit(self, event: Event) -> None:
         if isinstance(event, ReplicaExited):
             self.exits.append(event)

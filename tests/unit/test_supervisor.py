@@ -110,7 +110,12 @@ def test_one_supervisor_of_a_state_folder(tmp_path: Path) -> None:
         second.acquire()
     first.write(endpoint="127.0.0.1:1", token="secret")
     assert first.token_file.stat().st_mode & 0o777 == 0o600
-    assert json.loads(first.endpoint_file.read_text()) == {"endpoint": "127.0.0.1:1", "pid": os.getpid(), "run": "r"}
+    assert json.loads(first.endpoint_file.read_text()) == {
+        "endpoint": "127.0.0.1:1",
+        "pid": os.getpid(),
+        "run": "r",
+        "socket": "",
+    }
     (first.logs / "old").touch()
     first.release()
     assert not first.token_file.exists()
