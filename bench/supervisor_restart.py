@@ -47,15 +47,22 @@ def _restarts(run: Supervised, launcher: str) -> Iterator[RestartSample]:
     until(run.told, "the program runs")
     for what in VICTIMS[launcher]:
         until(lambda: run.status().ready, "the replica is ready")
-        before = len(run.told())
         if what == "program":
             pid = run.told()[-1]["pid"]
             victim = next(process for process in run.processes() if process[0] == pid)
         else:
             victim = run.find("supervisor.launcher" if what == "torchrun" else "supervisor.shim")
         at = _kill(victim)
-        told = until(lambda before=before: run.told()[before:], "the program runs again")
-        yield RestartSample(launcher, what, told[0]["at"] - at)
+        yield RestartSample(launcher, what, _next(run, at) - at)
+
+
+def _next(run: Supervised, at: float) -> float:
+    """When the next program was up that came after ``at``."""
+
+    def later() -> list[float]:
+        return [line["at"] for line in run.told() if line["at"] > at]
+
+    return until(later, "the program runs again")[0]
 
 
 def _kill(victim: tuple[int, int]) -> float:

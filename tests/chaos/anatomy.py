@@ -39,11 +39,18 @@ class Anatomy:
     """A picture of the run; ``orphans`` are processes of it that have no place in the picture.
 
     :param guests: processes that are known to be there besides. :param channels: whether the replicas have sidecars.
+    :param whole: False leaves out replicas of which something is missing.
     :raises Unfinished: some part is missing.
     """
 
     def __init__(
-        self, run: Run, replicas: Mapping[str, ReplicaStatus], guests: Set[int], *, channels: bool = True
+        self,
+        run: Run,
+        replicas: Mapping[str, ReplicaStatus],
+        guests: Set[int],
+        *,
+        channels: bool = True,
+        whole: bool = True,
     ) -> None:
         lines = run.processes()
         up = parents()
@@ -53,10 +60,13 @@ class Anatomy:
         own = below.get(run.pid, [])
         self.store = next((pid for pid in own if "store_process" in lines[pid]), 0)
         self.janitor = next((pid for pid in own if "supervisor.janitor" in lines[pid]), 0)
-        self.bodies = {name: _body(name, one.pid, up, below, lines) for name, one in replicas.items()}
-        for name, body in self.bodies.items():
-            if channels and not body.forkserver:
-                raise Unfinished(f"{name} has no forkserver")
+        self.bodies: dict[str, Body] = {}
+        for name, one in replicas.items():
+            try:
+                self.bodies[name] = _body(name, one.pid, up, below, lines, channels=channels)
+            except Unfinished:
+                if whole:
+                    raise
         known = {run.pid, self.store, self.janitor, *guests}
         for body in self.bodies.values():
             known |= body.pids
@@ -67,7 +77,13 @@ class Anatomy:
 
 
 def _body(
-    name: str, main: int | None, up: Mapping[int, int], below: Mapping[int, list[int]], lines: Mapping[int, str]
+    name: str,
+    main: int | None,
+    up: Mapping[int, int],
+    below: Mapping[int, list[int]],
+    lines: Mapping[int, str],
+    *,
+    channels: bool,
 ) -> Body:
     if main is None or main not in lines:
         raise Unfinished(f"{name} has no main process")
@@ -76,8 +92,8 @@ def _body(
     pump = next((pid for pid in below.get(shim, []) if lines[pid].startswith("replicas log pump")), 0)
     launcher = main if "supervisor.launcher" in lines[main] else 0
     ranks = sorted(below.get(launcher, []), key=_rank) if launcher else [main]
-    if not ranks:
-        raise Unfinished(f"{name} has no ranks")
+    if not ranks or (channels and not server):
+        raise Unfinished(f"{name} has no {'forkserver' if ranks else 'ranks'}")
     return Body(name, shim, launcher, ranks, server, pump, below.get(server, []) if server else [])
 
 

@@ -70,7 +70,8 @@ def _in_body(fault: Fault, body: Body) -> dict[str, Any]:
     if fault.target == "sidecar":
         return _deed(fault, child_of=body.forkserver, pick=fault.pick * 7919 % 1.0)
     rank = body.ranks[int(fault.pick * 7919) % len(body.ranks)]
-    pid = {"forkserver": body.forkserver, "torchrun": body.launcher, "shim": body.shim}.get(fault.target, rank)
+    others = {"forkserver": body.forkserver, "pump": body.pump, "torchrun": body.launcher, "shim": body.shim}
+    pid = others.get(fault.target, rank)
     return _deed(fault, pid=pid)
 
 

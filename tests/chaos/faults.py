@@ -18,7 +18,7 @@ from tests.chaos.moments import OUTER_MOMENTS
 __all__ = ["PAIRS", "Cost", "Fault", "deck"]
 
 RANKS = ("source rank", "target rank")
-PROCESSES = (*RANKS, "sidecar", "forkserver", "torchrun", "shim", "store")
+PROCESSES = (*RANKS, "sidecar", "forkserver", "pump", "torchrun", "shim", "store")
 
 PAIRS: tuple[tuple[str, str], ...] = (
     *(("kill", target) for target in PROCESSES),

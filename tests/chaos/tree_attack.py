@@ -110,7 +110,7 @@ class Attack:
             self.doomed |= self._before.everything()
 
     def _signal(self, fault: Fault) -> None:
-        picture = self._before if fault.at_s == 0.0 else self._world.look()
+        picture = self._before if fault.at_s == 0.0 else self._world.look(whole=False)
         name, pid = self._victim(fault, picture) if picture is not None else ("", 0)
         if picture is None or not pid:
             self.words.append(f"{fault} (nobody there)")
@@ -118,6 +118,8 @@ class Attack:
         identity = (pid, picture.identities[pid] or 0)
         self.words.append(f"{fault} {name} pid {pid}" + (f" at {fault.at_s:.2f} s" if fault.at_s else ""))
         _send(identity, SIGNALS[fault.kind])
+        if fault.kind in ("kill", "freeze") and fault.pair != ("freeze", "shim"):
+            self.doomed.add(identity)
         if fault.kind == "pause":
             self._plan(self.at + fault.pause_s, lambda: _send(identity, signal.SIGCONT))
         elif fault.kind == "freeze":

@@ -88,10 +88,16 @@ Process = tuple[int, int]
 
 
 class Picture(Anatomy):
-    """All processes of a run. ``daemons``: by replica, what its present ranks have left to themselves."""
+    """All processes of a run. ``daemons``: by replica, what its present ranks have left to themselves.
 
-    def __init__(self, run: Run, replicas: dict[str, ReplicaStatus], daemons: dict[str, list[int]]) -> None:
-        super().__init__(run, replicas, {pid for pids in daemons.values() for pid in pids}, channels=False)
+    ``whole`` False: replicas of which something is missing may be left out.
+    """
+
+    def __init__(
+        self, run: Run, replicas: dict[str, ReplicaStatus], daemons: dict[str, list[int]], *, whole: bool = True
+    ) -> None:
+        guests = {pid for pids in daemons.values() for pid in pids}
+        super().__init__(run, replicas, guests, channels=False, whole=whole)
         self.daemons = daemons
         self.supervisor = run.pid
         pids = {pid for name, body in self.bodies.items() for pid in (*body.pids, *daemons[name])}
@@ -195,27 +201,30 @@ class TreeWorld:
         lines = [line for line in self.told(name) if "written" in line and line["pid"] == pid]
         return int(lines[-1]["written"]) if lines else 0
 
-    def look(self) -> Picture | None:
-        """Everything, if it is there and every program is up."""
+    def look(self, *, whole: bool = True) -> Picture | None:
+        """Everything, if it is there and every program is up; with ``whole`` False what there is."""
         if not (self.run.state_dir / "endpoint.json").exists():
             return None
         try:
             replicas = self.replicas()
-            if set(replicas) != set(self.shape.sizes):
+            if whole and set(replicas) != set(self.shape.sizes):
                 return None
-            daemons = {name: self._daemons(name, one.generation) for name, one in replicas.items()}
-            picture = Picture(self.run, replicas, daemons)
+            daemons = {name: self._daemons(name, one.generation, whole=whole) for name, one in replicas.items()}
+            picture = Picture(self.run, replicas, daemons, whole=whole)
         except (Unfinished, Disconnected):  # or a killed supervisor's endpoint file is still there
             return None
-        whole = all(len(body.ranks) == self.shape.sizes[name] for name, body in picture.bodies.items())
-        return picture if whole else None
+        if whole and any(len(body.ranks) != self.shape.sizes[name] for name, body in picture.bodies.items()):
+            return None
+        return picture
 
-    def _daemons(self, name: str, generation: int) -> list[int]:
+    def _daemons(self, name: str, generation: int, *, whole: bool) -> list[int]:
         found: list[int] = []
         for rank in range(self.shape.sizes[name]):
             ups = [line for line in self.told(name, rank) if "up" in line]
             if not ups or ups[-1]["generation"] != generation or start_time(ups[-1]["pid"]) is None:
-                raise Unfinished(f"rank {rank} of {name} is not up")
+                if whole:
+                    raise Unfinished(f"rank {rank} of {name} is not up")
+                continue
             found += ups[-1]["daemons"]
         return found
 

@@ -160,3 +160,19 @@ async def test_a_cancelled_program_still_ends_everything(tmp_path: Path) -> None
         await task
     assert pid is not None
     assert not alive(pid)
+
+
+async def test_after_a_preemption_the_next_supervisor_goes_on(tmp_path: Path) -> None:
+    async with Supervisor(config(tmp_path, a={})) as first:
+        await first.scale("a", 2)
+        await first.wait_ready(timeout=30)
+        await first.preempt()
+        assert await first.run_until_done() == 75
+    async with Supervisor(config(tmp_path, a={})) as second:
+        await second.wait_ready(timeout=30)
+        (group,) = second.status().groups
+        assert [(one.name, one.generation) for one in group.replicas] == [("a/0", 2), ("a/1", 2)]
+        assert group.restarts == {}, "it spends nothing"
+    async with Supervisor(config(tmp_path, a={})) as third:
+        await third.wait_ready(timeout=30)
+        assert [one.name for one in third.status().groups[0].replicas] == ["a/0"], "one that ended in order is over"

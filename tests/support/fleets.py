@@ -195,6 +195,7 @@ class Yard:
         name = f"{spec.group}/{spec.replica}"
         plan = self.lives.get(name) or self.lives.get(spec.group) or [Life()]
         born = self.shims[name]
+        assert all(shim.gone.is_set() for shim in born), "two generations of one replica at once"
         shim = SimShim(self, spec, changed, plan[min(len(born), len(plan) - 1)])
         born.append(shim)
         return shim

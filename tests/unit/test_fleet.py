@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import random
 from collections.abc import Callable, Coroutine
 from typing import Any
 
@@ -92,6 +94,50 @@ async def test_a_restart_that_somebody_asked_for_spends_nothing() -> None:
         assert made.groups["a"].rules.budget.ages(0.0) == []
         assert len(yard.shims["a/1"]) == 1
         assert RestartAsked(target="a/0") in [event for _, event in yard.events]
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_whatever_happens_no_budget_is_exceeded(seed: int) -> None:
+    """Random lives and requests: no window has more restarts than it may (two generations at once would raise)."""
+    chance = random.Random(seed)
+
+    def lives() -> list[Life]:
+        return [
+            Life(
+                chance.uniform(0.1, 2.0),
+                chance.choice((None, 1.0, 4.0)),
+                chance.choice((0, 1)),
+                chance.choice((0.1, 3.0, None)),
+            )
+            for _ in range(40)
+        ]
+
+    async def story() -> None:
+        rules = {"max_restarts": 4, "window_s": 20.0, "policy": "always", "no_progress_cycles": 0}
+        strategy = chance.choice(("replica", "group"))
+        group = group_of("a", replicas=3, restart={**rules, "strategy": strategy}, stop_timeout_s=5.0)
+        plans = {f"a/{index}": lives() for index in range(4)}
+        async with fleet(group, lives=plans, on_channel={"a"}) as (made, yard):
+            for _ in range(25):
+                await asyncio.sleep(chance.uniform(0.1, 4.0))
+                target, number = f"a/{chance.randrange(2)}", chance.randrange(2, 5)
+                work = chance.choice((made.restart, made.drain, None, None))
+                yard.syncs[target] = chance.choice(("", "busy"))
+                if work is not None:
+                    yard.spawn(functools.partial(work, target))
+                elif chance.random() < 0.5:
+                    yard.spawn(functools.partial(made.scale, "a", number))
+                if made.over.is_set():
+                    made.reset_failed()
+            spent: list[float] = []
+            for at, one in yard.events:
+                if isinstance(one, FailedReset):
+                    spent = []
+                elif isinstance(one, Transition) and one.restart_reason not in (None, "requested", "group"):
+                    spent = [before for before in spent if before > at - 20.0] + [at]
+                    assert len(spent) <= (4 if strategy == "replica" else 12)
+
+    virtually(story())
 
 
 # ---------------------------------------------------------------- the whole group
