@@ -104,7 +104,7 @@ def test_a_terminal_that_goes_away_drains(tmp_path: Path) -> None:
             os.close(ours)
             daemon.send_signal(signal.SIGHUP)
             assert daemon.wait(30) == 0
-            run.assert_nothing_left()
+            run.assert_nothing_left(pid=daemon.pid)
         finally:
             daemon.kill()
             run.clean_up()

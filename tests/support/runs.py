@@ -187,15 +187,19 @@ class Run:
 
         return int(eventually(look, f"a process with {text!r} in its command line"))
 
-    def assert_nothing_left(self, *ports: int, timeout_s: float = 10.0) -> None:
-        """No process, port, socket, control group or shared memory of the run is there after at most 10 s."""
+    def assert_nothing_left(self, *ports: int, timeout_s: float = 10.0, pid: int | None = None) -> None:
+        """No process, port, socket, control group or shared memory of the run is there after at most 10 s.
+
+        :param pid: of its supervisor, where the test has started that by itself.
+        """
+        supervisor = self.pid if pid is None else pid
         deadline = time.monotonic() + timeout_s
         eventually(
             lambda: not processes_marked(self.mark), f"the end of {processes_marked(self.mark)}", timeout_s=timeout_s
         )
         remaining_s = max(0.5, deadline - time.monotonic())
         eventually(lambda: shared_memory() <= self._before, "no new entry in /dev/shm", timeout_s=remaining_s)
-        eventually(lambda: not control_groups(self.pid), "no control group of the run", timeout_s=remaining_s)
+        eventually(lambda: not control_groups(supervisor), "no control group of the run", timeout_s=remaining_s)
         assert not list(self.scratch.iterdir())
         assert str(self.folder) not in Path("/proc/net/unix").read_text()
         for port in ports:

@@ -10,8 +10,6 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 import replicas
 
 ROOT = Path(replicas.__file__).parent
@@ -135,26 +133,6 @@ def test_importing_replicas_is_light() -> None:
     code = "import replicas, sys; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'replicas'))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)
     assert done.stdout.split() == ["replicas", "replicas.errors"]
-
-
-def test_the_public_names() -> None:
-    assert set(replicas.__all__) == {
-        "Channel",
-        "Coordinator",
-        "Member",
-        "Pending",
-        "Receipt",
-        "Shard",
-        "Supervisor",
-        "Update",
-        "__version__",
-        "errors",
-        "join",
-    }
-    for name in replicas.__all__:
-        assert getattr(replicas, name) is not None
-    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
-        _ = replicas.nothing
 
 
 def test_errors_form_the_tree_of_the_docstring() -> None:
