@@ -16,7 +16,7 @@ BENCH_PYTHON = $(or $(wildcard $(VENV)/peers/bin/python),$(BIN)/python)
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test unit integration chaos check format bench bench-peers diagrams clean
+.PHONY: help demo test unit integration chaos chaos-tree check format bench bench-peers diagrams clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -56,6 +56,10 @@ integration: $(VENV)/.dev
 chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=500 SEED=3
 	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s --timeout 0 tests/chaos/test_chaos.py
 
+chaos-tree: $(VENV)/.dev ## the same for the supervisor alone: make chaos-tree ROUNDS=300 SEED=3
+	@CHAOS_ROUNDS=$(or $(ROUNDS),100) CHAOS_SEED=$(or $(SEED),1) CHAOS_AT_ONCE=$(or $(AT_ONCE),3) \
+	  $(BIN)/python -m pytest -q -s --timeout 0 tests/chaos/test_supervisor.py
+
 check: $(VENV)/.dev ## lint and check types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -70,7 +74,7 @@ bench: $(VENV)/.dev ## run the benchmarks, in short with QUICK=1; tables to the 
 	  echo "== $$file"; $(BENCH_PYTHON) $$file $(if $(QUICK),--quick) $(ARGS) || failed="$$failed $$file"; \
 	done; test -z "$$failed" || { echo "failed:$$failed"; exit 1; }
 
-bench-peers: $(VENV)/.dev ## install what the benchmarks compare with (torchft, Ray) into an environment beside .venv
+bench-peers: $(VENV)/.dev ## install what the benchmarks compare with (torchft, Ray, supervisord, circus) into an environment beside .venv
 	@$(BIN)/python -m bench.peers
 
 diagrams: $(VENV)/.dev ## write the state tables of the code into ARCHITECTURE.md

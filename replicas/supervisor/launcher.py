@@ -22,7 +22,7 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import run as torch_run
@@ -203,5 +203,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0 if report.outcome == "ok" else 1
 
 
+def _leave(code: int) -> NoReturn:
+    """End without taking torch apart, which takes a fifth of a second in which the replica cannot start again."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

@@ -1,7 +1,7 @@
 """Faults by seed of the supervisor and its tree alone, without channels, one round after the other; after each, the facts.
 
 Without more it goes on for some 50 seconds, in two worlds. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or a
-longer one (``make chaos-supervisor ROUNDS=300 SEED=3``): the same seed deals the same faults, victims and moments.
+longer one (``make chaos-tree ROUNDS=300 SEED=3``): the same seed deals the same faults, victims and moments.
 ``CHAOS_WORLD``: ``exec`` or ``torchrun`` in place of the seed's choice; ``CHAOS_AT_ONCE``: up to so many faults in a round;
 ``CHAOS_ONLY="freeze shim"``: only such. ``pytest -s`` shows each round and a table at the end.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import os
 import random
+import signal
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -72,7 +73,7 @@ class TreeChaos:
             return None
         self._wait_for_end(doomed, what)
         seconds = time.monotonic() - attack.at
-        slow = seconds > GONE_S and not attack.frozen
+        slow = seconds > GONE_S and not any(fault.kind == "freeze" for fault in attack.faults)
         self.slow += slow
         print(f": gone in {seconds:.1f} s{' !' if slow else ''}", end="", flush=True)
         return seconds
@@ -93,8 +94,15 @@ class TreeChaos:
         run, world = self.world.run, self.world
         code = run.wait(timeout_s=PATIENCE_S)
         assert code == ENDS_RUN[attack.ends.pair], (what, "its exit code", code, run.lines[-10:])
-        self.facts.nothing_left(run, self.ports, what, but={pid for pid, _ in attack.frozen})
+        but = {pid for pid, _ in attack.frozen}
+        self.facts.nothing_left(run, self.ports, what, but=but)
         world.start()
+        if attack.ends.kind == "stutter":
+            time.sleep(attack.ends.pause_s)  # the fault itself, not a wait for anything
+            world.run.signal(signal.SIGKILL)
+            assert world.run.wait(timeout_s=PATIENCE_S) == -signal.SIGKILL
+            self.facts.nothing_left(world.run, [], what, but=but)
+            world.start()
 
     def _recovered(self, attack: Attack, what: str) -> Picture:
         """Everything is there and ready again, and has been paid for."""
@@ -122,7 +130,7 @@ class TreeChaos:
             raise AssertionError(f"{what}: no recovery within {2 * PATIENCE_S} s for {missing}") from None
         self.ports = world.ports()
         if attack.ends is not None:
-            killed = attack.ends.kind == "kill"
+            killed = attack.ends.kind in ("kill", "stutter")
             full = any(fault.target == "disk" for fault in attack.faults)
             resumed = self.facts.resumed()
             assert resumed or not killed or full, (what, "the state of a dead supervisor was not taken up")

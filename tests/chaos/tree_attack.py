@@ -33,6 +33,7 @@ SIGNALS = {
     "freeze": signal.SIGSTOP,
     "exit": signal.SIGUSR2,
     "flood": signal.SIGUSR1,
+    "stutter": signal.SIGKILL,
     "drain": signal.SIGTERM,
     "hurry": signal.SIGTERM,
     "preempt": signal.SIGUSR1,
@@ -52,7 +53,7 @@ class Attack:
         self.doomed: set[Process] = set()
         """Processes that must be gone soon."""
         self.frozen: set[Process] = set()
-        """Those that nobody can end but a supervisor: of a replica with a frozen shim."""
+        """Those that only the next supervisor can end: of a shim that is frozen, or that was killed with all who look on."""
         self.hit: set[str] = set()
         """Replicas that were hit, in whatever way."""
         self.flooded: dict[str, tuple[int, int, int]] = {}
@@ -65,6 +66,8 @@ class Attack:
         self._undo = undo
         self._steps: list[tuple[float, int, Callable[[], None]]] = []
         self._paid: set[str] = set()
+        self._unwatched: set[Process] = set()
+        self._last = ""
         self.ends = next((fault for fault in faults if fault.ends_run), None)
 
     def run(self) -> None:
@@ -76,6 +79,8 @@ class Attack:
             due, _, step = heapq.heappop(self._steps)
             time.sleep(max(0.0, due - time.monotonic()))  # the line of time itself, not a wait for anything
             step()
+        if self.ends is not None and any(fault.pair == ("kill", "janitor") for fault in self.faults):
+            self.frozen |= self._unwatched
 
     def __str__(self) -> str:
         return " + ".join(self.words)
@@ -127,8 +132,11 @@ class Attack:
         if not name:
             return
         self.hit.add(name)
+        self._last = name
         if fault.pair == ("freeze", "shim"):
             self.frozen |= picture.all_of(name)
+        elif fault.pair == ("kill", "shim"):
+            self._unwatched |= picture.all_of(name)
         if fault.kind == "flood":
             self._flooded(name)
         if fault.restarts:
@@ -150,6 +158,8 @@ class Attack:
         names = sorted(picture.bodies)
         if fault.kind == "flood":
             names = [name for name in names if name.startswith("loud")]
+        elif fault.same and self._last in names:
+            names = [self._last]
         found = []
         for name in names:
             body = picture.bodies[name]

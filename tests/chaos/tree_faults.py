@@ -3,8 +3,8 @@
 ``kill``, ``pause`` (SIGSTOP, and SIGCONT ``pause_s`` later) and ``freeze`` (SIGSTOP until the round is over) are signals to
 one process; ``exit`` has a rank end with code 3; ``flood`` has it write 20,000 lines at once; ``full`` leaves no room on the
 disk of logs and state for ``pause_s``; ``jump`` sets the supervisor's wall clock. ``drain`` (SIGTERM), ``hurry`` (twice) and
-``preempt`` (USR1) end the run, which is then started again, as it is after ``kill supervisor``. ``restart`` and ``scale`` are
-commands; ``reload`` (HUP) reads a config in which nothing has changed.
+``preempt`` (USR1) end the run, which is then started again, as after ``kill supervisor``; ``stutter`` kills the next one too,
+``pause_s`` after its start. ``restart`` and ``scale`` are commands; ``reload`` (HUP) reads a config that is as before.
 """
 
 from __future__ import annotations
@@ -25,13 +25,14 @@ PAIRS: tuple[tuple[str, str], ...] = (
     ("flood", "rank"),
     ("full", "disk"),
     ("jump", "clock"),
-    *((kind, "supervisor") for kind in ("drain", "hurry", "preempt", "reload")),
+    *((kind, "supervisor") for kind in ("stutter", "drain", "hurry", "preempt", "reload")),
     ("restart", "replica"),
     ("scale", "group"),
 )
 
 ENDS_RUN = {
     ("kill", "supervisor"): -9,
+    ("stutter", "supervisor"): -9,
     ("drain", "supervisor"): 0,
     ("hurry", "supervisor"): 0,
     ("preempt", "supervisor"): 75,
@@ -50,9 +51,8 @@ _JUMPS_S = (-86_400.0, -600.0, -5.0, 5.0, 600.0, 86_400.0)
 
 @dataclass(frozen=True)
 class Fault:
-    """``at_s``: how long after the round's begin it comes. ``pick``: which of several victims, from 0 to 1.
-
-    ``jump_s``: of the clock.
+    """``at_s``: how long after the round's begin it comes. ``pick``: which of several victims, from 0 to 1; with ``same``,
+    one of the replica that the fault before it has hit. ``jump_s``: of the clock.
     """
 
     kind: str
@@ -60,6 +60,7 @@ class Fault:
     at_s: float
     pause_s: float
     pick: float
+    same: bool
     jump_s: float
 
     @property
@@ -120,10 +121,12 @@ def _get_along(one: Fault, other: Fault) -> bool:
 
 def _fault(rng: random.Random, pair: tuple[str, str], at_s: float) -> Fault:
     longer = _LONG_PAUSE_S * (pair == ("pause", "supervisor")) * rng.choice((0, 0, 1))
+    longer += 3.0 * (pair[0] == "stutter") * rng.random()
     return Fault(
         *pair,
         at_s=at_s,
         pause_s=rng.uniform(0.2, 1.2) + longer,
         pick=rng.random(),
+        same=rng.random() < 0.5,
         jump_s=rng.choice(_JUMPS_S),
     )
