@@ -41,13 +41,15 @@ class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """``max_nbytes``: size at which a rank's log is rotated; ``keep``: how many rotated files of a rank are kept.
+    """``max_nbytes``: size at which a rank's log is rotated; ``keep``: how many rotated files of a rank are kept;
+    ``keep_generations``: of how many generations of a replica, the present one included.
 
     ``tee``: whether the lines of all ranks go to the supervisor's stderr too (``"auto"``: when that is a terminal).
     """
 
     max_nbytes: int = 64 << 20
     keep: int = 3
+    keep_generations: int = 10
     tee: Literal["auto", "always", "never"] = "auto"
 
 

@@ -219,6 +219,7 @@ _logs = table(
     {
         "max_size": Key(_log_size, "max_nbytes"),
         "keep": Key(natural),
+        "keep_generations": Key(count),
         "tee": Key(one_of("auto", "always", "never")),
     },
     lambda _, fields: LogsConfig(**fields),

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,6 +40,9 @@ def scratch_folder(spec: NodeSpec) -> Path:
 
     It lies beside the logs, or, when that disk takes nothing any more, where temporary files do.
     """
+    import shutil  # these take long to load, and most shims have no need of them
+    import tempfile
+
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,7 +18,6 @@ Theory of operation
 from __future__ import annotations
 
 import os
-import platform
 import resource
 import signal
 from collections.abc import Callable, Mapping
@@ -320,7 +319,7 @@ def _syscall(text: str) -> str:
         return number  # "running"
     if int(number) < 0:
         return ""
-    return f"system call {_SYSCALLS.get(platform.machine(), {}).get(int(number), number)}"
+    return f"system call {_SYSCALLS.get(os.uname().machine, {}).get(int(number), number)}"
 
 
 def _read(path: Path) -> str:

@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-__all__ = ["RotatedFile"]
+__all__ = ["RotatedFile", "remove_old_generations"]
 
 _TIMES_INTERVAL_S = 1.0
 
@@ -113,3 +113,26 @@ def _append_to(path: Path) -> int:
 
 def _times_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.times")
+
+
+def remove_old_generations(folder: Path, keep: int) -> None:
+    """Of the logs of a replica, of which ``folder`` (``gen-<n>``) is the newest, keep those of ``keep`` generations."""
+    newest = _generation(folder)
+    for other in folder.parent.glob("gen-*"):
+        if _generation(other) > newest - keep:
+            continue
+        for path, folders, files in os.walk(other, topdown=False):
+            for name in files:
+                with contextlib.suppress(OSError):  # somebody else's, or gone already: the next generation tries again
+                    os.unlink(os.path.join(path, name))  # noqa: PTH108, PTH118  # as os.walk names them
+            for name in folders:
+                with contextlib.suppress(OSError):
+                    os.rmdir(os.path.join(path, name))  # noqa: PTH106, PTH118
+        with contextlib.suppress(OSError):
+            other.rmdir()
+
+
+def _generation(folder: Path) -> int:
+    """Its number; a large one for a folder that is none of ours."""
+    number = folder.name.removeprefix("gen-")
+    return int(number) if number.isdigit() else 1 << 62

@@ -26,7 +26,6 @@ import signal
 import socket
 import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable
 from pathlib import Path
@@ -34,6 +33,7 @@ from typing import NoReturn
 
 from replicas.supervisor import orders
 from replicas.supervisor.folding import last_lines
+from replicas.supervisor.logfile import remove_old_generations
 from replicas.supervisor.logpump import Log, LogSource, Pump, waiting_nbytes
 from replicas.supervisor.orders import LogLoss, NodeSpec
 from replicas.supervisor.processes import send_signal
@@ -191,10 +191,11 @@ class LogKeeper:
             folder = Path(spec.log_dir)
             _rename(f"replicas log pump of {name}")
             logs = [Log(source, folder, spec.log_max_nbytes, spec.log_keep, name) for source in self._sources]
+            remove_old_generations(folder, spec.log_keep_generations)
             Pump(logs, control, self._tee, name).run()
             code = 0
         except BaseException:  # noqa: BLE001  # a child must not go on in its parent's code, whatever happens
-            traceback.print_exc()
+            sys.excepthook(*sys.exc_info())  # as traceback does, which takes long to load
         finally:
             os._exit(code)
 

@@ -33,7 +33,8 @@ class NodeSpec:
     :param forkserver: name of the forkserver's abstract socket; empty: none is wanted.
     :param cgroup: path of the control group that its processes start in; empty: there is none.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
-    :param log_max_nbytes: size at which a log is rotated; ``log_keep``: how many older parts of it are kept.
+    :param log_max_nbytes: size at which a log is rotated; ``log_keep``: how many older parts of it are kept;
+        ``log_keep_generations``: of how many generations there are logs.
     :param tee: whether the ranks' lines go to the supervisor's stderr too.
 
     The shim adds for the launcher: ``shim`` (its pid), ``pipes`` (its descriptors of each local rank's stdout and stderr)
@@ -60,6 +61,7 @@ class NodeSpec:
     rendezvous_timeout_s: float = 300.0
     log_max_nbytes: int = 64 << 20
     log_keep: int = 3
+    log_keep_generations: int = 10
     tee: bool = False
     shim: int = 0
     pipes: tuple[tuple[int, int], ...] = ()

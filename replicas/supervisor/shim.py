@@ -40,7 +40,6 @@ import argparse
 import contextlib
 import os
 import selectors
-import shutil
 import signal
 import socket
 import sys
@@ -117,6 +116,8 @@ class Shim:
             if self._logs is not None and self._empty():
                 self._logs.close()
         if self._starter is not None and self._starter.scratch:
+            import shutil  # it takes long to load, and most shims have no need of it
+
             shutil.rmtree(self._starter.scratch, ignore_errors=True)
         if self._cgroup is not None:
             cgroups.leave(self._cgroup, run=self.control is None)

@@ -48,5 +48,6 @@ def node_spec(host: Host, group: GroupConfig, index: int, generation: int, node:
         rendezvous_timeout_s=group.health.start_timeout_s,
         log_max_nbytes=host.logs.max_nbytes,
         log_keep=host.logs.keep,
+        log_keep_generations=host.logs.keep_generations,
         tee=wants_tee(host.logs),
     )

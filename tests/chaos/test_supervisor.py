@@ -3,7 +3,7 @@
 Without more it goes on for some 50 seconds, in two worlds. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or a
 longer one (``make chaos-tree ROUNDS=300 SEED=3``): the same seed deals the same faults, victims and moments.
 ``CHAOS_WORLD``: ``exec`` or ``torchrun`` in place of the seed's choice; ``CHAOS_AT_ONCE``: up to so many faults in a round;
-``CHAOS_ONLY="freeze shim"``: only such. ``pytest -s`` shows each round and a table at the end.
+``CHAOS_ONLY="freeze shim,full disk"``: only such. ``pytest -s`` shows each round and a table at the end.
 """
 
 from __future__ import annotations
@@ -61,9 +61,13 @@ class TreeChaos:
                 self._again(attack, what)
             self._picture = self._recovered(attack, what)
         seconds = time.monotonic() - attack.at
-        self.facts.floods(attack, what)
-        self.facts.nothing_piles_up(self._picture, what)
-        self.facts.one_story(attack, before, self._picture, what)
+        try:
+            self.facts.floods(attack, what)
+            self.facts.nothing_piles_up(self._picture, what)
+            self.facts.one_story(attack, before, self._picture, what)
+        except AssertionError:
+            self.world.explain()
+            raise
         self._note(attack, seconds, gone_s)
 
     def _gone(self, attack: Attack, what: str) -> float | None:

@@ -44,7 +44,7 @@ RESTARTS = {(kind, target) for kind in ("kill", "freeze") for target in ("shim",
 }
 """What costs the replica that it hits a restart."""
 
-_LONG_PAUSE_S = 5.0
+_LONG_PAUSE_S = 7.0
 """Of the supervisor: more than the heartbeat timeout of a shim."""
 _JUMPS_S = (-86_400.0, -600.0, -5.0, 5.0, 600.0, 86_400.0)
 
@@ -91,10 +91,12 @@ def deck(rng: random.Random, *, at_once: int, torchrun: bool, disk: bool, only: 
     Of those that come together one at most ends the run, and then none is a command. Half of them come at the very same time,
     the others while the run recovers from the first.
 
-    :param disk: whether it can be filled. :param only: pairs with this in their text.
+    :param disk: whether it can be filled. :param only: pairs with one of these, separated by commas, in their text.
     """
     left_out = (set() if torchrun else {"torchrun"}) | (set() if disk else {"disk"})
-    pairs = [pair for pair in PAIRS if pair[1] not in left_out and only in " ".join(pair)]
+    pairs = [
+        pair for pair in PAIRS if pair[1] not in left_out and any(one in " ".join(pair) for one in only.split(","))
+    ]
     waiting: list[tuple[str, str]] = []
     while True:
         count = rng.choice([1, 1, *range(1, at_once + 1)])

@@ -36,8 +36,8 @@ __all__ = [
     "open_tree",
 ]
 
-HEARTBEAT_S = 3.0
-"""After so much silence a shim is killed."""
+HEARTBEAT_S = 5.0
+"""After so much silence a shim is killed; long enough for a machine that is busy with other things."""
 MAX_RESTARTS = 100_000
 LOG_NBYTES = 1 << 20
 KEPT_LOGS = 16

@@ -109,6 +109,9 @@ def test_whoever_asks_is_told_the_stacks_and_the_rank_goes_on(tmp_path: Path) ->
         async with replicas.Supervisor(config) as supervisor:
             await supervisor.wait_ready("a", timeout=40)
             before = [replica.pid for replica in supervisor.status().groups[0].replicas]
+            async with asyncio.timeout(20):
+                while "in works" not in (await supervisor.stacks("a/0"))["a/0/0"]:
+                    pass  # ready is who has joined; a moment later it works
             for _ in range(2):
                 found = await supervisor.stacks("a/0")
                 assert list(found) == ["a/0/0"]

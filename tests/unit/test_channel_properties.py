@@ -23,7 +23,9 @@ WORLD_SIZES = {"trainer": 1, "rollout": 2}
 class Channel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(groups={"rollout": GroupShape(replicas=2, world_size=2, heartbeat_timeout_s=20.0)}, machine="a")
+        self.world = World(
+            groups={"rollout": GroupShape(replicas=2, world_size=2, heartbeat_timeout_s=20.0)}, machine="a"
+        )
         self.grants: dict[tuple[str, int], list[int]] = {}
         self.frozen: set[SimMember] = set()
         self.away: list[SimMember] = []

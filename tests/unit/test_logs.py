@@ -10,7 +10,7 @@ import pytest
 
 from replicas.config import LogsConfig
 from replicas.supervisor.guard import RANK_MARK
-from replicas.supervisor.logfile import RotatedFile
+from replicas.supervisor.logfile import RotatedFile, remove_old_generations
 from replicas.supervisor.logpump import Log, LogSource
 from replicas.supervisor.specs import wants_tee
 from replicas.supervisor.tee import Tee
@@ -55,6 +55,15 @@ def test_a_log_is_rotated_by_size_and_only_so_many_parts_are_kept(tmp_path: Path
     assert names == {name for part in parts for name in (part.name, f"{part.name}.times")}
     log.close()
     pipe.close()
+
+
+def test_logs_of_old_generations_go(tmp_path: Path) -> None:
+    for number in (1, 2, 9, 10, 11):
+        (tmp_path / f"gen-{number}" / "stacks").mkdir(parents=True)
+        (tmp_path / f"gen-{number}" / "rank-0.log").write_text("x")
+    (tmp_path / "gen-mine").mkdir()
+    remove_old_generations(tmp_path / "gen-11", 3)
+    assert {path.name for path in tmp_path.iterdir()} == {"gen-9", "gen-10", "gen-11", "gen-mine"}
 
 
 def test_another_pump_goes_on_at_the_very_byte(tmp_path: Path, pipe: Pipe) -> None:
