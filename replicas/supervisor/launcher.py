@@ -48,7 +48,7 @@ from replicas.supervisor.processes import die_with_parent
 __all__ = ["local_store", "main"]
 
 _BACKEND = "replicas-c10d"
-_MONITOR_INTERVAL_S = 0.1
+_MONITOR_INTERVAL_S = 0.05
 _ERROR_NCHARS = 4000
 _SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun kills what ignores SIGTERM a little before the shim would
 

@@ -75,7 +75,8 @@ def sweep(nonce: str, timeout_s: float = 5.0, *, cgroup: str = "", known: Belong
         if time.monotonic() > deadline:
             return False
         quiet = quiet + 1 if signal_marked(nonce, signal.SIGKILL) == 0 else 0
-        time.sleep(0.02)
+        if quiet < _QUIET_SCANS:
+            time.sleep(0.02)
     return swept
 
 
