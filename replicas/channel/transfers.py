@@ -152,7 +152,9 @@ class Transfers:
             )
         self._hub.holdings.overtake(offer.version)
         self._hub.arena.release(offer.version)
-        return self._hub.arena.adopt(offer.version, manifest, buffer, offer.digest)
+        slot = self._hub.arena.adopt(offer.version, manifest, buffer, offer.digest)
+        slot.sharing = offer.sharing
+        return slot
 
     async def _digest_pinned(self, slot: Slot) -> str:
         self._hub.arena.pin(slot)
@@ -211,6 +213,7 @@ class Transfers:
             hub.arena.release(offer.version)
             transfer.slot = await asyncio.to_thread(hub.arena.acquire, offer.version, manifest)
             if transfer.slot is not None:
+                transfer.slot.sharing = offer.sharing
                 return
             left = until - time.monotonic()
             if left <= 0:

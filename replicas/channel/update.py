@@ -117,9 +117,9 @@ class Update:
         :raises replicas.errors.ManifestMismatch: naming what does not fit; ``model`` is unchanged.
         """
         self._begin()
-        buffer = self._open_slot().buffer
-        tensors = views(buffer.readable(), self.manifest)
-        load_into(model, tensors, self.manifest.aliases, sharing=buffer.readers())  # they mostly load at the same time
+        slot = self._open_slot()
+        tensors = views(slot.buffer.readable(), self.manifest)
+        load_into(model, tensors, self.manifest.aliases, sharing=slot.sharing)  # they mostly load at the same time
 
     def loaded(self) -> None:
         """This rank serves this version from now on. Calling it again does nothing.

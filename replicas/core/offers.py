@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Literal
 
@@ -35,10 +36,12 @@ class Offers:
         )
         for member in plan.senders:
             self._send(member, send)
+        waiting = Counter(self._host(member) for member in plan.waiting)
         for member in plan.receivers:
-            self._send(member, receive)
+            self._send(member, receive, sharing=1 + waiting[self._host(member)])
+        readers = Counter(plan.maps.values())
         for member, lender in plan.maps.items():
-            self._send(member, place, self._place(lender))
+            self._send(member, place, self._place(lender), sharing=readers[lender])
 
     def _alike(
         self, plan: Plan, transfer: int, role: Literal["send", "receive", "map"], remaining_s: float, digest: str
@@ -59,15 +62,17 @@ class Offers:
         )
         return [offer, msgspec.structs.replace(offer, manifest=payload.manifest)]
 
-    def _send(self, member: Member, offers: list[TransferOffer], place: SlotPlace | None = None) -> None:
+    def _send(
+        self, member: Member, offers: list[TransferOffer], place: SlotPlace | None = None, *, sharing: int = 1
+    ) -> None:
         state = self._context.roster.get(member)
         if state is None:
             return
         known = self._payload.manifest_hash in state.manifests
         state.manifests.add(self._payload.manifest_hash)
         offer = offers[0 if known else 1]
-        if offer.place != place:
-            offer = offers[0 if known else 1] = msgspec.structs.replace(offer, place=place)
+        if (offer.place, offer.sharing) != (place, sharing):
+            offer = offers[0 if known else 1] = msgspec.structs.replace(offer, place=place, sharing=sharing)
         self._context.out.append(Send(member, offer))
 
     def go(self, plan: Plan, go: TransferGo, lane: Lane | None) -> None:
@@ -83,6 +88,10 @@ class Offers:
         """Of attempt ``transfer`` nothing is wanted from these any more."""
         context, cancel = self._context, TransferCancel(transfer)
         context.out.extend(Send(member, cancel) for member in sorted(members) if member in context.roster)
+
+    def _host(self, member: Member) -> int:
+        state = self._context.roster.get(member)
+        return state.host if state is not None else 0
 
     def lender(self, member: Member) -> MemberState | None:
         """The member, or who stands in for it."""

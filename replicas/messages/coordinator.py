@@ -165,7 +165,8 @@ class TransferOffer(_FromCoordinator, frozen=True):
 
     A sender of mode ``"parts"`` sends its own publish slot, one of mode ``"image"`` a whole version that it holds. A mapper
     opens ``place`` and answers ``TransferDone`` at once. ``digest``: of the image's data (or of the sender's part), where
-    it is known. ``streaming``: the sender's slot is still being filled by its own rank.
+    it is known. ``streaming``: the sender's slot is still being filled by its own rank. ``sharing``: how many members of the
+    receiver's host get the version together, and will mostly load it at the same time.
     """
 
     transfer: int
@@ -179,6 +180,7 @@ class TransferOffer(_FromCoordinator, frozen=True):
     digest: str = ""
     place: SlotPlace | None = None
     streaming: bool = False
+    sharing: int = 1
 
 
 class TransferGo(_FromCoordinator, frozen=True):

@@ -216,10 +216,6 @@ class Buffer:
         fd = self._open_fd
         return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
 
-    def readers(self) -> int:
-        """How many processes of this host hold what is in it, as far as can be seen from here."""
-        return len(locks.holders(os.fstat(self._open_fd).st_ino))
-
     def keep_mappings_in(self, kept: KeptMappings) -> None:
         """Where the mapping of somebody else's memory outlives this buffer, for the next one of the same memory."""
         self._kept = kept

@@ -19,6 +19,7 @@ class Slot:
     :ivar foreign: it is the memory of another member of this host.
     :ivar manifest: of an image (:class:`Manifest`, or a :class:`PartManifest` without pieces), or of a packed part.
     :ivar digest: of the data, once held.
+    :ivar sharing: how many processes of this host are known to have got its version together.
     """
 
     def __init__(self, index: int, state: SlotState = "free", *, foreign: bool = False) -> None:
@@ -29,6 +30,7 @@ class Slot:
         self.manifest: Manifest | PartManifest | None = None
         self.digest = ""
         self.pins = 0
+        self.sharing = 1
         self._buffer: Buffer | None = None
 
     @property

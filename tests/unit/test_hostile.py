@@ -35,7 +35,7 @@ def play(world: World, bad: SimMember, history: list[tuple[str, wire.FromMember]
     world.run(frozen=(bad,))
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(SOME, SOME)
 def test_a_hostile_target(before: list[tuple[str, wire.FromMember]], during: list[tuple[str, wire.FromMember]]) -> None:
     world = World()
@@ -60,7 +60,7 @@ def test_a_hostile_target(before: list[tuple[str, wire.FromMember]], during: lis
     assert good.granted[-1] == receipt.version
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(SOME, SOME)
 def test_a_hostile_second_source(
     before: list[tuple[str, wire.FromMember]], during: list[tuple[str, wire.FromMember]]
@@ -85,7 +85,7 @@ def test_a_hostile_second_source(
         assert good.commits[-1] == receipt.version
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(SOME, SOME)
 def test_a_hostile_peer(before: list[tuple[str, wire.FromMember]], during: list[tuple[str, wire.FromMember]]) -> None:
     world = World(peer_config())
@@ -104,7 +104,7 @@ def test_a_hostile_peer(before: list[tuple[str, wire.FromMember]], during: list[
         assert sim.ends[post].receipt is not None, sim.ends[post].error
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(st.lists(any_hello(), max_size=6), st.booleans())
 def test_hellos_that_lie(hellos: list[wire.Hello], published: bool) -> None:
     """Each is taken or refused with an error of ours, and the channel goes on without them."""
