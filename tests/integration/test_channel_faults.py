@@ -246,7 +246,6 @@ async def test_a_source_frozen_in_the_middle_of_a_publish_harms_nothing_when_it_
 
 INTERRUPTED = """
 import threading
-signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background of a shell it is ignored
 from replicas import errors
 def interrupt_soon(): threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
 for _ in range(3):
@@ -274,7 +273,6 @@ async def test_receives_that_were_interrupted_harm_no_later_one() -> None:
 
 INTERRUPTED_SOURCE = """
 import threading, torch
-signal.signal(signal.SIGINT, signal.default_int_handler)
 def walk(interrupt):
     yield "w", torch.ones(1000)
     if interrupt:
