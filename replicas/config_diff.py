@@ -81,8 +81,16 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
         name = path.removesuffix("_nbytes").replace("events_max", "events_max_size")
         change = f" ({before} -> {after})" if "." in path else ""
         yield f"{name} cannot change while the run lives{change}: {_REMEDY}"
+    if not _with_gpus(old) and _with_gpus(new):
+        place = f"groups.{_with_gpus(new)[0]}.resources.gpus"
+        yield f"{place}: GPUs are given out from the start on, and what runs now has seen all of them: {_REMEDY}"
     if not _limits(old) and _limits(new):
         yield f"groups.{_limits(new)[0]}.resources: limits need control groups that are made at the start: {_REMEDY}"
+
+
+def _with_gpus(config: Config) -> list[str]:
+    """Groups that ask for GPUs of their own."""
+    return [name for name, group in config.groups.items() if group.resources.gpus]
 
 
 def _limits(config: Config) -> list[str]:

@@ -22,7 +22,6 @@ __all__ = ["count", "groups", "names", "natural"]
 count: Reader = plain(Annotated[int, Meta(ge=1)], "a whole number of at least 1")
 natural: Reader = plain(Annotated[int, Meta(ge=0)], "a whole number of at least 0")
 names: Reader = plain(tuple[str, ...], "a list of group names")
-_environment = plain(dict[str, str], "a table of strings")
 _positive = duration()
 
 _RESERVED_ENV = ("REPLICA_ID", "REPLICA_NUM")
@@ -40,6 +39,16 @@ def _command(place: Place, value: object) -> Any:
     if any("\0" in word for word in words):
         return place.problem("contains a NUL character")
     return words
+
+
+def _environment(place: Place, value: object) -> Any:
+    """A table of strings. Its values may be secrets: no problem quotes one."""
+    if not isinstance(value, Mapping):
+        return place.problem('expected a table of strings such as { NAME = "value" }')
+    for variable, text in value.items():
+        if not isinstance(text, str):
+            place.at(str(variable)).problem("expected a string; put its value in quotes")
+    return {str(variable): text for variable, text in value.items() if isinstance(text, str)}
 
 
 def _dependencies(place: Place, value: object) -> Any:

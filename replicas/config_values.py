@@ -109,6 +109,11 @@ def show(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def _instead(value: object) -> str:
+    """What stands where a table should be. Lists are not shown: they may hold tables with secrets in them."""
+    return "a list" if isinstance(value, list | tuple) else show(value)
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """``; did you mean "x"?`` for the nearest known name, or the list of all of them."""
     names = list(known)
@@ -245,7 +250,7 @@ def table(schema: Mapping[str, Key], build: Callable[[Place, dict[str, Any]], An
 
     def read(place: Place, value: object) -> Any:
         if not isinstance(value, Mapping):
-            return place.problem(f"expected a table, got {show(value)}")
+            return place.problem(f"expected a table, got {_instead(value)}")
         fields: dict[str, Any] = {}
         for key, item in value.items():
             known = schema.get(key)
@@ -272,7 +277,7 @@ def each(read: Reader) -> Reader:
 
     def read_all(place: Place, value: object) -> Any:
         if not isinstance(value, Mapping):
-            return place.problem(f"expected a table, got {show(value)}")
+            return place.problem(f"expected a table, got {_instead(value)}")
         results = {}
         for key, item in value.items():
             here = place.at(str(key))

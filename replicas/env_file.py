@@ -2,7 +2,8 @@
 
 A line is empty, a comment (``#``), or ``NAME=value`` with an optional ``export`` before it. A value in single quotes is
 taken as it is; in double quotes ``\\n``, ``\\t``, ``\\"``, ``\\\\`` and ``\\$`` are escapes. Without quotes it ends at
-`` #`` or the end of the line, less the blanks round it. The last line of a name wins. ``$NAME`` stands for itself.
+`` #`` (a blank and a hash: ``COLOR=#fff`` has none) or the end of the line, less the blanks round it. The last line of a
+name wins. ``$NAME`` stands for itself.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ import re
 
 __all__ = ["BadLine", "parse"]
 
-_LINE = re.compile(r"(?:export[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)[ \t]*=[ \t]*(.*)", re.DOTALL)
+_LINE = re.compile(r"(?:export[ \t]+)?([A-Za-z_][A-Za-z0-9_]*)[ \t]*=(.*)", re.DOTALL)
 _SINGLE = re.compile(r"'([^']*)'\s*(?:#.*)?")
 _DOUBLE = re.compile(r'"((?:[^"\\]|\\.)*)"\s*(?:#.*)?')
 _ESCAPE = re.compile(r"\\(.)")
-_COMMENT = re.compile(r"(?:^|\s+)#.*")
+_COMMENT = re.compile(r"\s+#.*")
 _ESCAPES = {"n": "\n", "t": "\t"}
 
 
@@ -43,9 +44,10 @@ def parse(text: str) -> dict[str, str]:
 
 
 def _value(text: str, number: int) -> str:
-    if not text.startswith(("'", '"')):
-        return _COMMENT.sub("", text)
-    match = (_SINGLE if text[0] == "'" else _DOUBLE).fullmatch(text)
+    quoted = text.lstrip()
+    if not quoted.startswith(("'", '"')):
+        return _COMMENT.sub("", text).strip()
+    match = (_SINGLE if quoted[0] == "'" else _DOUBLE).fullmatch(quoted)
     if match is None:
         raise BadLine(f"line {number}: the value begins with a quote that does not end it")
-    return match[1] if text[0] == "'" else _ESCAPE.sub(lambda found: _ESCAPES.get(found[1], found[1]), match[1])
+    return match[1] if quoted[0] == "'" else _ESCAPE.sub(lambda found: _ESCAPES.get(found[1], found[1]), match[1])

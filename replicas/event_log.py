@@ -26,7 +26,7 @@ import re
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
@@ -79,7 +79,6 @@ class EventLog:
         self._closed = False
         self._fd = -1
         self._size = 0
-        self._lost = 0
         self._problem = ""
         if path is not None:
             self._open(path)
@@ -87,14 +86,15 @@ class EventLog:
 
     def emit(self, event: Event) -> Record:
         """Number, count, write and tell one event. Never fails for the disk's sake."""
-        if self._lost:
+        if self.tally.events_untold:
             self._tell_lost()
         record = Record(self.seq + 1, self._now(), event)
+        line = encode(record) + b"\n"
+        self._make_room(len(line))
         self.tally.count(event)
         self._append(record)
-        if not self._write(record):
-            self._lost += 1
-            self.tally.events_lost += 1
+        if not self._write(line):
+            self.tally.lost_event()
         return record
 
     def follow(self, after: int | None = None) -> AsyncIterator[Record]:
@@ -169,17 +169,22 @@ class EventLog:
             self.tally.count(record.event)
             self.seq = record.seq
 
-    def _write(self, record: Record) -> bool:
+    def _make_room(self, nbytes: int) -> None:
+        """Rotate when so much would not fit. To be called before the next event is counted: the counters are saved here, and
+        an event that is counted in the state, and not in the file when we are killed, would be nowhere.
+        """
+        full = bool(self._size) and self._size + nbytes > self._max_nbytes
+        if full and self.path is not None and self._fd >= 0 and not self._closed:
+            self._rotate(self.path)
+
+    def _write(self, line: bytes) -> bool:
         if self.path is None or self._closed:
             return True
-        line = encode(record) + b"\n"
         try:
             if self._fd < 0:
                 self._open(self.path)
             if self._fd < 0:
                 return False
-            if self._size and self._size + len(line) > self._max_nbytes:
-                self._rotate(self.path)
             if os.write(self._fd, line) != len(line):
                 os.ftruncate(self._fd, self._size)
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -197,11 +202,14 @@ class EventLog:
 
     def _tell_lost(self) -> None:
         """See whether the disk takes lines again; the first one says how many are missing (they have been counted)."""
-        record = Record(self.seq + 1, self._now(), EventsLost(count=self._lost, reason=self._problem))
-        if self._write(record):
-            log.warning("events are written to %s again; %d are missing", self.path, self._lost)
+        lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
+        record = Record(self.seq + 1, self._now(), lost)
+        line = encode(record) + b"\n"
+        self._make_room(len(line))
+        if self._write(line):
+            log.warning("events are written to %s again; %d are missing", self.path, lost.count)
+            self.tally.count(lost)
             self._append(record)
-            self._lost = 0
             self._problem = ""
 
     def _rotate(self, path: Path) -> None:
@@ -212,8 +220,9 @@ class EventLog:
         fd = -1
         try:
             fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
-            path.rename(_older(path))
-            beside.rename(path)
+            with suppress(FileNotFoundError):  # somebody took it away
+                path.rename(_older(path))
+            self._put_in_place(beside, path)
         except OSError as error:
             if fd >= 0:
                 os.close(fd)
@@ -221,6 +230,16 @@ class EventLog:
             return
         os.close(self._fd)
         self._fd, self._size = fd, 0
+
+    @staticmethod
+    def _put_in_place(beside: Path, path: Path) -> None:
+        """:raises OSError: it does not work; the file that we write to has its name back, if that works."""
+        try:
+            beside.rename(path)
+        except OSError:
+            with suppress(OSError):  # the next rotation finds no file of this name, and goes on
+                _older(path).rename(path)
+            raise
 
 
 def read(path: Path, after: int = 0) -> Iterator[Record]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import faulthandler
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
@@ -22,6 +23,16 @@ SIGNUM = signal.SIGRTMIN + 13
 """Far from SIGUSR1 and SIGUSR2, which programs and batch systems use."""
 
 _open: dict[int, BinaryIO] = {}
+_lock = threading.Lock()
+
+
+def _unlock_in_a_child() -> None:
+    """Another thread of the parent may have had it."""
+    global _lock
+    _lock = threading.Lock()
+
+
+os.register_at_fork(after_in_child=_unlock_in_a_child)
 
 
 class Asked(NamedTuple):
@@ -39,15 +50,19 @@ def folder(log_dir: Path) -> Path:
 
 
 def register(log_dir: Path, rank: int, start: int) -> None:
-    """Have this process write its stacks when asked to; a second call changes nothing.
+    """Have this process write its stacks when asked to; a second call, from any thread, changes nothing.
 
     :param start: clock ticks from boot to the start of this process.
 
     :raises OSError: the file cannot be made.
     """
+    with _lock:
+        if os.getpid() not in _open:
+            _register(log_dir, rank, start)
+
+
+def _register(log_dir: Path, rank: int, start: int) -> None:
     pid = os.getpid()
-    if pid in _open:
-        return
     where = folder(log_dir)
     where.mkdir(exist_ok=True)
     file = (where / f"{rank}.{pid}.{start}").open("ab", buffering=0)

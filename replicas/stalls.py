@@ -36,7 +36,7 @@ class StallWatch:
             self._stopped_since, self._idle_since = None, now
         self._looked_at = now
         state, *done = self._stat()
-        if tuple(done) != self._seen or not starting:
+        if tuple(done) != self._seen or not starting or state == "X":
             self._seen, self._idle_since = tuple(done), now
         if state != "T":
             self._stopped_since = None
@@ -49,10 +49,10 @@ class StallWatch:
         return ""
 
     def _stat(self) -> tuple[str, ...]:
-        """State letter, minor and major page faults, CPU time in user and system mode; the letter X when it is gone."""
+        """State letter, minor and major page faults, CPU time in user and system mode; only X when it cannot be seen."""
         try:
             text = Path(f"/proc/{self.pid}/stat").read_bytes().decode(errors="replace")
-        except (FileNotFoundError, ProcessLookupError):
+        except (FileNotFoundError, PermissionError, ProcessLookupError):
             return ("X",)
         fields = text.rpartition(")")[2].split()
         return (fields[0], fields[7], fields[9], fields[11], fields[12])

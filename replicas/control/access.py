@@ -1,4 +1,5 @@
-"""Who may give orders: the user of the supervisor on its Unix socket, and whoever shows the run's token over TCP."""
+"""Who may give orders, and see what programs print: the user of the supervisor on its Unix socket, and whoever shows the
+run's token over TCP."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import Protocol
 
 from starlette.requests import Request
 
+from replicas.coordinator.guard import welcome
+
 __all__ = ["Access", "ByToken", "everyone"]
 
 
 class Access(Protocol):
     def __call__(self, request: Request, /) -> str:
-        """Why this request may not do more than read the pages; empty when it may."""
+        """Why this request may not do more than read the pages for everyone; empty when it may."""
 
 
 def everyone(_: Request) -> str:
@@ -37,6 +40,7 @@ class ByToken:
         if given is None:
             return "this needs the run's token, as `Authorization: Bearer TOKEN`, or the run's Unix socket"
         if hmac.compare_digest(given.encode(), f"Bearer {self._token()}".encode()):
+            welcome(request.scope)
             return ""
         self._refused("token")
         return "wrong token"

@@ -2,7 +2,8 @@
 
 ``/livez``, ``/readyz``, ``/metrics``, ``/status`` and a short index only read; ``/events`` and ``/logs`` are in
 :mod:`replicas.control.streams`, the orders in :mod:`replicas.control.desk`. The coordinator serves them beside its sessions;
-without one they are routes for any Starlette app.
+without one they are routes for any Starlette app. Pages are for everyone who reaches the port; what programs print is not
+(:mod:`replicas.control.public`).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from replicas import errors
 from replicas.control.access import Access, everyone
 from replicas.control.commands import ORDERS, Commands
 from replicas.control.desk import NO_STORE, desk_routes, json_response, refusal
+from replicas.control.public import public
 from replicas.control.streams import StreamSource, stream_routes
 from replicas.status import ReplicaStatus, RunStatus
 
@@ -63,7 +65,7 @@ def control_routes(
 
     :param commands: who carries out orders; None: none are taken.
     :param streams: where events and logs come from; None: there are none.
-    :param access: who may give orders and read logs on the transport that these routes are for.
+    :param access: who may give orders and see what programs print, on the transport that these routes are for.
     """
     pages = {**_PAGES, **(_STREAMS if streams is not None else {})}
     endpoints = ["/", *pages, *(ORDERS if commands is not None else ())]
@@ -77,15 +79,17 @@ def control_routes(
         code = 200 if status.ready else 503
         if request.query_params.get("verbose", "0").lower() in ("0", "false"):
             return _text("ok\n" if status.ready else "not ready; see /readyz?verbose\n", code)
-        lines = [f"[{'+' if good else '-'}] {text}" for good, text in readiness_checks(status)]
+        checks = readiness_checks(status)
+        lines = [f"[{'+' if good else '-'}] {public(text) if access(request) else text}" for good, text in checks]
         lines.append(f"run {status.run} is {'ready' if status.ready else 'not ready'}")
         return _text("\n".join(lines) + "\n", code)
 
     async def metrics(_: Request) -> Response:
         return Response(source.metrics_text(), headers={"Content-Type": _METRICS_TYPE, **NO_STORE})
 
-    async def status(_: Request) -> Response:
-        return json_response(source.status())
+    async def status(request: Request) -> Response:
+        status = source.status()
+        return json_response(public(status) if access(request) else status)
 
     async def index(_: Request) -> Response:
         run = source.status()
@@ -97,7 +101,7 @@ def control_routes(
     return [
         *(Route(path, _unless_starting(page), methods=["GET"]) for path, page in shown.items()),
         *(stream_routes(streams, access) if streams is not None else ()),
-        *(desk_routes(commands, access) if commands is not None else ()),
+        *(desk_routes(commands, access, lambda: source.status().run) if commands is not None else ()),
         _everything_else(endpoints),
     ]
 

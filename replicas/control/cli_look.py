@@ -30,7 +30,7 @@ from replicas.control.cli_base import (
     place_of,
     show,
 )
-from replicas.control.find import Place, lives
+from replicas.control.find import End, Place, lives
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
 from replicas.control.render_events import concerns, event_line
 from replicas.errors import Disconnected, UsageError
@@ -57,6 +57,7 @@ def status(
     config: ConfigArgument = None,
     named: ConfigOption = None,
     endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
     watch: Annotated[
         bool, typer.Option("--watch", "-w", help="Show it again and again, until the run is over.")
     ] = False,
@@ -65,15 +66,16 @@ def status(
 ) -> None:
     """Print the state of a running run: its replicas, channels and versions."""
     with exit_codes():
-        place = place_of(config, named, endpoint)
+        place = place_of(config, named, endpoint, token_file)
+        end = place.end() if watch else None
         answer = place.status()
-        if watch:
-            _watch(place, interval, as_json=as_json)
+        if end is not None:
+            _watch(place, end, interval, as_json=as_json)
         else:
             show(answer, lambda console: console.print(render.run_status(answer)), as_json=as_json)
 
 
-def _watch(place: Place, interval_s: float, *, as_json: bool) -> None:
+def _watch(place: Place, end: End, interval_s: float, *, as_json: bool) -> None:
     """On a terminal one picture that changes; elsewhere one after another; as JSON one line each."""
     console = new_console()
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
@@ -81,9 +83,13 @@ def _watch(place: Place, interval_s: float, *, as_json: bool) -> None:
         while True:
             try:
                 answer = place.status()
-            except Disconnected:
+                end.answered()
+            except Disconnected as error:
                 if place.remote:
                     raise
+                if not end.came(error):
+                    time.sleep(interval_s)
+                    continue
                 if not as_json:
                     console.print("the run is over")
                 return
@@ -185,6 +191,7 @@ def events(
     config: ConfigArgument = None,
     named: ConfigOption = None,
     endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
     target: Annotated[
         str | None, typer.Option("--target", "-t", help="Only those of a group, or of GROUP/INDEX.")
     ] = None,
@@ -197,7 +204,7 @@ def events(
 ) -> None:
     """Print what has happened in a run, also in one that is over."""
     with exit_codes():
-        place = place_of(config, named, endpoint)
+        place = place_of(config, named, endpoint, token_file)
         first = 0.0 if since is None else moment(since, now=time.time())
         console = Console(highlight=False, soft_wrap=True)
         position = after if after is not None else 0 if every or since is not None else _began(place)

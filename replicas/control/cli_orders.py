@@ -26,7 +26,7 @@ from replicas.control.cli_base import (
     place_of,
 )
 from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, Stacks
-from replicas.control.find import Place
+from replicas.control.find import End, Place
 from replicas.errors import Disconnected
 from replicas.status import RunStatus
 
@@ -97,9 +97,10 @@ def drain(
         if target is not None:
             answer = _hand_in(place, order, f"draining {target}", wait=not no_wait)
         else:
+            end = place.end()
             answer = place.client().order(order, wait=False)
             if not no_wait:
-                _until_gone(place)
+                _until_gone(place, end)
                 answer = Answer(done=True)
     _tell(answer, f"{target}: drained" if target is not None else "the run is over", as_json=as_json)
 
@@ -176,15 +177,22 @@ def _patience(doing: str) -> Iterator[Any]:
         yield spinner
 
 
-def _until_gone(place: Place) -> None:
-    """Wait until the run has ended; it answers questions until then, each of them within some seconds."""
+def _until_gone(place: Place, end: End) -> None:
+    """Wait until the run has ended; it answers questions until then, each of them within some seconds.
+
+    :raises Disconnected: it has not, and nobody answers any more.
+    """
     pid = None
     with _patience("draining") as spinner:
         while True:
             try:
                 status = place.status()
-            except Disconnected:
-                return
+                end.answered()
+            except Disconnected as error:
+                if end.came(error):
+                    return
+                time.sleep(_LOOK_AGAIN_S)
+                continue
             if pid not in (None, status.pid):
                 return  # somebody has started it again by now
             pid = status.pid

@@ -11,11 +11,11 @@ import http.client
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from urllib.parse import urlencode
+from urllib.parse import quote, urlencode
 
 import msgspec
 
-from replicas.control.commands import ORDERS, Answer, Order
+from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Order
 from replicas.control.socket_path import reachable
 from replicas.errors import Disconnected, ReplicasError, UsageError
 from replicas.status import RunStatus
@@ -50,12 +50,16 @@ class Client:
     :param where: ``host:port`` of the control port, or ``unix:PATH`` of the run's socket.
     :param token: the run's token, for orders and logs over TCP.
     :param pid: the supervisor's, as far as it is known: so that it can be told why nobody answers.
+    :param run: name of the run that is meant, as far as it is known: another one takes no order then.
     :raises UsageError: ``where`` is neither.
     """
 
-    def __init__(self, where: str, *, token: str = "", pid: int = 0, timeout_s: float = _TIMEOUT_S) -> None:
+    def __init__(
+        self, where: str, *, token: str = "", pid: int = 0, run: str = "", timeout_s: float = _TIMEOUT_S
+    ) -> None:
         self.where = where
         self._pid = pid
+        self._run = run
         self._token = token
         self._timeout_s = timeout_s
         self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
@@ -117,6 +121,8 @@ class Client:
         headers = {"Accept": "application/json"}
         if self._token:
             headers["Authorization"] = f"Bearer {self._token}"
+        if self._run:
+            headers[RUN_HEADER] = quote(self._run, safe="")
         try:
             connection.request(method, path, body=body, headers=headers)
             with connection.getresponse() as response:

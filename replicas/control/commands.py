@@ -12,6 +12,7 @@ from replicas import errors
 
 __all__ = [
     "ORDERS",
+    "RUN_HEADER",
     "Answer",
     "Commands",
     "Drain",
@@ -24,6 +25,9 @@ __all__ = [
     "Stacks",
     "carry_out",
 ]
+
+RUN_HEADER = "Replicas-Run"
+"""Header of an order with the name of the run that is meant (percent-encoded): another run refuses it."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Target = Name

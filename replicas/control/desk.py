@@ -4,8 +4,9 @@ Theory of operation
 ===================
 
 A body is a small JSON object with the fields of its order (:mod:`replicas.control.commands`; an empty body is ``{}``), the
-answer an :class:`~replicas.control.commands.Answer`. Access is judged first, then the body, and only then is anything
-begun.
+answer an :class:`~replicas.control.commands.Answer`. Access is judged first, then whether this run is meant (where the header
+:data:`RUN_HEADER` names one: the file by which a socket was found may be a dead run's), then the body, and only then is
+anything begun.
 
 An order may take as long as a replica has to finish its sync. One that is done in :data:`QUICK_S` is answered with its own
 status code. For a longer one the answer begins with code 200 and a newline every :data:`BEAT_S`, which JSON allows before a
@@ -20,7 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import quote, unquote
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -29,7 +31,7 @@ from starlette.routing import Route
 
 from replicas import errors
 from replicas.control.access import Access
-from replicas.control.commands import ORDERS, Answer, Commands, Drain, Order, Problem, carry_out
+from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem, carry_out
 
 __all__ = ["BEAT_S", "BODY_NBYTES", "NO_STORE", "QUICK_S", "desk_routes", "json_response", "refusal"]
 
@@ -54,14 +56,16 @@ def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Respo
     return json_response(Answer(done=False, error=problem), code, **headers)
 
 
-def desk_routes(commands: Commands, access: Access) -> list[Route]:
-    """A route for each order."""
+def desk_routes(commands: Commands, access: Access, run: Callable[[], str]) -> list[Route]:
+    """A route for each order. ``run`` gives the run's name."""
     running: set[asyncio.Task[Answer]] = set()  # the loop itself keeps only weak references
 
     def route(path: str, kind: type[Order]) -> Route:
         async def endpoint(request: Request) -> Response:
             if why := access(request):
                 return refusal(why, 401, **{"WWW-Authenticate": "Bearer"})
+            if problem := _another_run(request, run):
+                return json_response(Answer(done=False, error=problem), 409)
             try:
                 order = msgspec.json.decode(await _body(request), type=kind)
             except msgspec.DecodeError as error:
@@ -76,6 +80,18 @@ def desk_routes(commands: Commands, access: Access) -> list[Route]:
         return Route(path, endpoint, methods=["POST"])
 
     return [route(path, kind) for path, kind in ORDERS.items()]
+
+
+def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
+    """What is wrong when another run is meant than this one."""
+    meant = request.headers.get(RUN_HEADER)
+    try:
+        if meant is None or meant == quote(run(), safe=""):
+            return None
+        text = f'run "{unquote(meant)[:100]}" is gone: run "{run()}" is at its address now'
+        return Problem.of(errors.Disconnected(text))
+    except errors.ReplicasError as error:  # it is just being started
+        return Problem.of(error)
 
 
 class _BadBody(Exception):

@@ -28,6 +28,7 @@ from replicas.supervisor.processes import descendants, start_time
 from replicas.supervisor.remains import held
 from replicas.supervisor.resources import notes, problems
 from replicas.supervisor.run_state import RunState, Saved
+from replicas.supervisor.smi import gpu_processes
 
 __all__ = ["Finding", "examine"]
 
@@ -98,6 +99,8 @@ def _leftovers(state_dir: Path, saved: Saved | None, supervisor: int | None) -> 
     found = leftovers.find(saved, state_dir / "token")
     remedy = "the next start of this run kills it"
     if supervisor is not None:
+        ours = set(descendants(supervisor))  # the state file, which names them, may never have been written
+        found = [one for one in found if one.pid not in ours]
         remedy = "it is of an earlier supervisor of this run; end it by hand"
     for one in found:
         whose = f" of {one.group}/{one.replica}, generation {one.generation}" if one.group else ""
@@ -184,13 +187,8 @@ def _gpus(machine: Machine, supervisor: int | None) -> Iterator[Finding]:
 
 def _gpu_holders() -> list[tuple[int, str, str, str]]:
     """Pid, GPU, MiB and command of each process that the driver knows of."""
-    smi = shutil.which("nvidia-smi")
-    if smi is None:
-        raise FileNotFoundError("nvidia-smi is not on PATH")
-    query = [smi, "--query-compute-apps=pid,gpu_uuid,used_memory,process_name", "--format=csv,noheader,nounits"]
-    done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=True)
     found = []
-    for line in done.stdout.splitlines():
+    for line in gpu_processes("pid,gpu_uuid,used_memory,process_name", _SMI_TIMEOUT_S):
         pid, gpu, used, command = ([word.strip() for word in line.split(",", 3)] + [""] * 4)[:4]
         if pid.isdigit():
             found.append((int(pid), gpu, used, command))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -15,10 +16,24 @@ from replicas.errors import Disconnected, UsageError
 from replicas.status import RunStatus
 from replicas.supervisor.processes import start_time
 
-__all__ = ["ENDPOINT_FILE", "EndpointFile", "Place", "find_endpoint", "find_state_dir", "lives", "read_endpoint"]
+__all__ = [
+    "ENDPOINT_FILE",
+    "SILENT_S",
+    "End",
+    "EndpointFile",
+    "Place",
+    "find_endpoint",
+    "find_state_dir",
+    "lives",
+    "read_endpoint",
+]
 
 ENDPOINT_FILE = "endpoint.json"
 """Name of the file in a run's state folder that says where its supervisor listens."""
+
+
+SILENT_S = 30.0
+"""How long a supervisor that lives may not answer before whoever waits for its end gives up."""
 
 
 class EndpointFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,6 +108,51 @@ def lives(state_dir: Path) -> bool:
         return False
 
 
+class End:
+    """The end of a run, for whoever asks it again and again: nobody answers any more, but that may mean other things too.
+
+    :param state_dir: of the run; None: it is elsewhere, and only its silence can be judged.
+    :raises Disconnected: it is not running.
+    """
+
+    def __init__(self, state_dir: Path | None) -> None:
+        self._state_dir = state_dir
+        self._pid = 0 if state_dir is None else read_endpoint(state_dir).pid
+        self._silent_since: float | None = None
+
+    def answered(self) -> None:
+        """It is there."""
+        self._silent_since = None
+
+    def came(self, error: Disconnected) -> bool:
+        """Whether the run is over, now that a question has ended with ``error``; else it is to be asked again.
+
+        :raises Disconnected: its supervisor was killed, or has been silent for :data:`SILENT_S`.
+        """
+        now = time.monotonic()
+        self._silent_since = now if self._silent_since is None else self._silent_since
+        if self._state_dir is None:
+            if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
+                return True
+        else:
+            dead = start_time(self._pid) is None  # asked first: an orderly end removes the file before
+            if not self._is_named():
+                return True
+            if dead:
+                raise error
+        if now - self._silent_since > SILENT_S:
+            raise error
+        return False
+
+    def _is_named(self) -> bool:
+        """Whether the endpoint file, which goes last, is still that of this supervisor."""
+        assert self._state_dir is not None
+        try:
+            return read_endpoint(self._state_dir).pid == self._pid
+        except Disconnected:
+            return False
+
+
 def _here() -> Path:
     try:
         return Path.cwd()
@@ -156,8 +216,9 @@ class Place:
             return Client(self.endpoint, token=self._token(None), timeout_s=timeout_s)
         where = find_endpoint(self.config, folder=self._folder)
         if where.socket and Path(where.socket).is_socket():
-            return Client(f"unix:{where.socket}", pid=where.pid, timeout_s=timeout_s)
-        return Client(where.endpoint, token=self._token(self.state_dir), pid=where.pid, timeout_s=timeout_s)
+            return Client(f"unix:{where.socket}", pid=where.pid, run=where.run, timeout_s=timeout_s)
+        token = self._token(self.state_dir)
+        return Client(where.endpoint, token=token, pid=where.pid, run=where.run, timeout_s=timeout_s)
 
     def status(self, *, timeout_s: float = 5.0) -> RunStatus:
         """Its state now.
@@ -171,6 +232,13 @@ class Place:
         if answer.run != where.run:
             raise Disconnected(f'run "{where.run}" is gone: {where.endpoint} is now the port of run "{answer.run}"')
         return answer
+
+    def end(self) -> End:
+        """For whoever waits for the end of the run that is under way now.
+
+        :raises Disconnected: it is not running.
+        """
+        return End(None if self.remote else self.state_dir)
 
     def _token(self, state_dir: Path | None) -> str:
         """Read once: the file goes with the run, whose end may be waited for."""

@@ -29,10 +29,11 @@ import msgspec
 
 from replicas.errors import UsageError
 
-__all__ = ["POLL_S", "Follower", "LogLine", "Selection", "offset_since", "prefixed", "tail_offset"]
+__all__ = ["BATCH_NBYTES", "POLL_S", "Follower", "LogLine", "Selection", "offset_since", "prefixed", "tail_offset"]
 
 POLL_S = 0.2
-_READ_NBYTES = 256 * 1024
+BATCH_NBYTES = 256 * 1024
+_READ_NBYTES = BATCH_NBYTES
 _BLOCK_NBYTES = 64 * 1024
 _LINE_NBYTES = (1 << 20) + 1024
 """A line that is longer is cut there."""
@@ -71,8 +72,8 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 def _parts(path: Path) -> list[Path]:
     """The log with its older parts, the oldest first."""
     found = []
-    for other in path.parent.glob(f"{path.name}.*"):
-        match = _PART.fullmatch(other.name[len(path.stem) :])
+    for other in _entries(path.parent):
+        match = _PART.fullmatch(other.name.removeprefix(path.stem))
         if match is not None:
             found.append((-int(match[1]), other))
     return [*(other for _, other in sorted(found)), path]
@@ -126,6 +127,7 @@ class _Stream:
         self._file: BinaryIO | None = None
         self._inode = (0, 0)
         self._rest = b""
+        self._at_end = False
 
     def begin(self, selection: Selection, *, fresh: bool) -> None:
         parts = _parts(self.path)
@@ -165,8 +167,10 @@ class _Stream:
         """Complete lines that have come, at most some hundred KiB."""
         if self._file is None and not self._open():
             self._todo = _parts(self.path)
+            self._at_end = True
             return []
         data = self._chunk()
+        self._at_end = not data
         if not data:
             return []
         *lines, self._rest = (self._rest + data).split(b"\n")
@@ -206,6 +210,10 @@ class _Stream:
                 if (found.st_dev, found.st_ino) == self._inode:
                     return parts[index + 1 :]
         return parts
+
+    def is_over(self) -> bool:
+        """Whether its folder was removed, and all that it held has been read."""
+        return self._at_end and not self.path.parent.exists()
 
     def rest(self) -> bytes:
         """The last line, if it has no end."""
@@ -252,9 +260,10 @@ class Follower:
         self._selection = selection
         self._streams: dict[Path, _Stream] = {}
         self._begun = False
+        self._turn = 0
 
     def poll(self) -> list[LogLine]:
-        """What has come since; empty: nothing more for now."""
+        """What has come since, about :data:`BATCH_NBYTES` at a time; empty: nothing more for now."""
         for path, replica, generation, rank in self._find():
             if path not in self._streams:
                 stream = self._streams[path] = _Stream(path, replica, generation, rank)
@@ -262,7 +271,26 @@ class Follower:
         if not self._begun and not self._streams:
             raise self._nothing()
         self._begun = True
-        return [_line(stream, text) for stream in self._streams.values() for text in stream.read()]
+        found = self._forget_removed()
+        streams = list(self._streams.values())
+        nbytes = 0
+        for _ in range(len(streams)):
+            if nbytes >= BATCH_NBYTES:  # the others come first the next time
+                break
+            stream = streams[self._turn % len(streams)]
+            self._turn += 1
+            for text in stream.read():
+                nbytes += len(text)
+                found.append(_line(stream, text))
+        return found
+
+    def _forget_removed(self) -> list[LogLine]:
+        """Old generations are removed while the run goes on: their files are held open no more. Returns their last words."""
+        over = [path for path, stream in self._streams.items() if stream.is_over()]
+        found = [_line(stream, rest) for path in over if (rest := (stream := self._streams[path]).rest())]
+        for path in over:
+            self._streams.pop(path).close()
+        return found
 
     def rest(self) -> list[LogLine]:
         """Last lines that have no end yet; for whoever does not go on."""
@@ -286,7 +314,7 @@ class Follower:
                         yield from self._of_generation(replica / f"gen-{generation}", generation)
 
     def _of_generation(self, folder: Path, generation: int) -> Iterator[tuple[Path, str, int, int]]:
-        for path in sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name)):
+        for path in _entries(folder):
             match = _RANK.fullmatch(path.name)
             if match is not None and self._selection.rank in (None, int(match[1])):
                 replica = f"{folder.parent.parent.name}/{folder.parent.name}"
@@ -314,8 +342,13 @@ class Follower:
 
 
 def _folders(path: Path) -> list[Path]:
+    return sorted(entry for entry in _entries(path) if entry.is_dir())
+
+
+def _entries(folder: Path) -> list[Path]:
+    """What is in it, in the order of numbers; nothing when it is gone: old generations are removed."""
     try:
-        return sorted(entry for entry in path.iterdir() if entry.is_dir())
+        return sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
     except FileNotFoundError:
         return []
 

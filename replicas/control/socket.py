@@ -12,8 +12,8 @@ The path of a Unix socket may have 107 bytes, and state folders may lie deep. A 
 of its folder (``/proc/self/fd/N/control.sock``): the file is where it should be in any case, and no folder in /tmp has to be
 shared with strangers.
 
-A file that an earlier, killed supervisor left there is replaced; the run's lock, which we hold, says that nobody listens on
-it. Ours is removed at the end, unless another has taken its place.
+A file that an earlier, killed supervisor left there is replaced, when nobody listens on it: another run's config may name
+the same path, and its socket is not taken from it. Ours is removed at the end, unless another has taken its place.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from typing import Self
 from starlette.routing import BaseRoute
 
 from replicas import errors
-from replicas.control.socket_path import reachable
+from replicas.control.socket_path import listens, reachable
 from replicas.coordinator.guard import Guard, HttpProtocol
 from replicas.coordinator.server import Server
 
@@ -61,6 +61,8 @@ class _OwnUserOnly(HttpProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
         self._own = peer_uid(transport.get_extra_info("socket")) in (os.geteuid(), 0)
+        if self._own:
+            self.accepted()
 
     def data_received(self, data: bytes) -> None:
         if self._own:
@@ -110,6 +112,8 @@ class ControlSocket:
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISSOCK(self.path.lstat().st_mode):
                     raise OSError(0, "there is something else in its place")
+                if listens(self.path):
+                    raise OSError(0, "another process listens on it")
                 self.path.unlink()
             os.fchmod(listener.fileno(), 0o600)
             with reachable(self.path) as name:

@@ -1,13 +1,14 @@
-"""Names of Unix sockets that are short enough for the kernel."""
+"""Unix sockets by their path: names that are short enough for the kernel, and who listens. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["reachable"]
+__all__ = ["listens", "reachable"]
 
 _PATH_NBYTES = 107
 
@@ -26,3 +27,20 @@ def reachable(path: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{folder}/{path.name}"
     finally:
         os.close(folder)
+
+
+def listens(path: Path) -> bool:
+    """Whether a process listens on the socket ``path``; also one that is frozen. Never blocks.
+
+    :raises OSError: it cannot be told, such as for the socket of another user.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            with reachable(path) as name:
+                probe.connect(name)
+        except BlockingIOError:  # more wait there than it lets wait
+            return True
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+    return True

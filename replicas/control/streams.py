@@ -1,7 +1,7 @@
 """What goes on for as long as somebody reads it: ``GET /events`` (server-sent events) and ``GET /logs``.
 
-Events are for everyone who reaches the port, like the other pages; what programs print (logs, and the last lines in the event
-of a failure) may hold secrets, and needs the same right as an order. A stream that has nothing to say sends an empty line
+Events are for everyone who reaches the port, like the other pages; what programs print (logs, and the last lines in events)
+may hold secrets, and needs the same right as an order. A stream that has nothing to say sends an empty line
 every :data:`BEAT_S`, so that each side knows of the other's end. Whoever reads too slowly holds up only himself: the next
 part is made when the last one has left.
 """
@@ -23,7 +23,8 @@ from replicas import errors
 from replicas.control.access import Access
 from replicas.control.desk import NO_STORE, refusal
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
-from replicas.events import Record, ReplicaExited, encode
+from replicas.control.public import public_record
+from replicas.events import Record, encode
 
 __all__ = ["BEAT_S", "StreamSource", "stream_routes"]
 
@@ -57,6 +58,8 @@ def stream_routes(source: StreamSource, access: Access) -> list[Route]:
             follow = _flag(request.query_params, "follow", default=True)
         except errors.UsageError as error:
             return refusal(str(error), 400)
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream", headers=NO_STORE)
         until = None if follow else source.last_event
         stream = _events(source, after, until, whole=not access(request))
         return StreamingResponse(stream, media_type="text/event-stream", headers=NO_STORE)
@@ -76,6 +79,9 @@ def stream_routes(source: StreamSource, access: Access) -> list[Route]:
         except errors.UsageError as error:
             return refusal(error.message, 404, hint=error.hint)
         kind = "application/x-ndjson" if as_json else "text/plain; charset=utf-8"
+        if request.method == "HEAD":
+            follower.close()
+            return Response(media_type=kind, headers=NO_STORE)
         lines = _logs(follower, first, follow=follow, as_json=as_json)
         return StreamingResponse(lines, media_type=kind, headers=NO_STORE)
 
@@ -130,7 +136,7 @@ async def _events(source: StreamSource, after: int | None, until: int | None, *,
                 yield b":\n\n"
                 continue
             record, pending = pending.result(), None
-            told = encode(record if whole else _without_output(record))
+            told = encode(record) if whole else public_record(record)
             yield b"id: %d\nevent: %s\ndata: %s\n\n" % (record.seq, type(record.event).__name__.encode(), told)
             if until is not None and record.seq >= until:
                 return
@@ -148,20 +154,12 @@ async def _next(records: AsyncIterator[Record]) -> Record:
     return await anext(records)
 
 
-def _without_output(record: Record) -> Record:
-    """The record without the lines that a program printed before it failed."""
-    if not isinstance(record.event, ReplicaExited):
-        return record
-    ranks = tuple(msgspec.structs.replace(rank, lines=(), error="") for rank in record.event.ranks)
-    return Record(record.seq, record.at, msgspec.structs.replace(record.event, ranks=ranks))
-
-
 async def _logs(follower: Follower, lines: list[LogLine], *, follow: bool, as_json: bool) -> AsyncIterator[bytes]:
     try:
         quiet_since = time.monotonic()
         while True:
             if lines:
-                yield _encode(lines, as_json=as_json, many=follower.many)
+                yield await asyncio.to_thread(_encode, lines, as_json=as_json, many=follower.many)
                 quiet_since = time.monotonic()
             elif not follow:
                 break

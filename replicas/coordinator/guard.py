@@ -6,7 +6,8 @@ Theory of operation
 uvicorn has no limit on connections that never send a request, or one byte of it at a time, and gives one connection the
 loop for as long as it has data. The protocols here are uvicorn's own with these holes closed:
 
-* A *stranger* is a connection whose Hello has not been accepted (a page that is being served counts, too). There may be
+* A *stranger* is a connection of which we do not know that it may be here: no Hello of it has been accepted, and no request
+  of it has shown the run's token (a page that is being served counts, too). There may be
   :data:`~replicas.coordinator.limits.STRANGERS` of them; one more closes the oldest, which a member, who says who he is
   within milliseconds, never is.
 * A request must be complete in some seconds. (The Hello behind it has its own deadline in the server.)
@@ -41,7 +42,7 @@ from replicas.coordinator.limits import (
     Pace,
 )
 
-__all__ = ["Config", "Guard", "HttpProtocol", "SessionProtocol", "connection_of"]
+__all__ = ["Config", "Guard", "HttpProtocol", "SessionProtocol", "connection_of", "welcome"]
 
 _SCOPE_KEY = "replicas.connection"
 _NO_MESSAGE = b"\xc1"
@@ -105,6 +106,7 @@ class HttpProtocol(H11Protocol):
     def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.guard = config.guard
+        self.app_state = {**self.app_state, _SCOPE_KEY: self}  # each request finds it as its scope's "state"
         self.logger = _quiet
         self._deadline: asyncio.TimerHandle | None = None
 
@@ -115,6 +117,7 @@ class HttpProtocol(H11Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_waiting()
+        self.app_state.pop(_SCOPE_KEY, None)
         self.guard.left(self.transport)
         super().connection_lost(exc)
 
@@ -127,11 +130,16 @@ class HttpProtocol(H11Protocol):
 
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
         self._stop_waiting()
+        self.app_state.pop(_SCOPE_KEY, None)
         super().handle_websocket_upgrade(event)
 
     def send_400_response(self, msg: str) -> None:
         self.guard.refused("malformed")
         super().send_400_response(msg)
+
+    def accepted(self) -> None:
+        """Whoever sends its requests may: no stranger any more."""
+        self.guard.accepted(self.transport)
 
     def _await_request(self) -> None:
         if self._deadline is None:
@@ -257,6 +265,13 @@ class SessionProtocol(WebSocketsSansIOProtocol):
 
 def _nothing() -> None:
     """Nobody waits for it."""
+
+
+def welcome(scope: Any) -> None:
+    """The request with this scope has shown that it may be here. What comes over another transport is left alone."""
+    connection = scope.get("state", {}).get(_SCOPE_KEY)
+    if isinstance(connection, HttpProtocol):
+        connection.accepted()
 
 
 def connection_of(scope: Any) -> SessionProtocol:

@@ -269,6 +269,7 @@ class Server:
             ws_max_size=FRAME_NBYTES,
             ws_per_message_deflate=False,
             ws_ping_interval=None,
+            proxy_headers=False,  # a member's address is the one that it comes from, whatever it says
             log_config=None,
             access_log=False,
             lifespan="off",

@@ -52,7 +52,7 @@ class CatchUp:
         alone = [state for state in waiting if state.standing == "quarantined"]
         needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
         held = any(version in s.held or version in s.parts for s in self._channel.roster)
-        if not needers or not (held or self._channel.keeping.serves(version, waiting)):
+        if not needers or not (held or self._channel.keeping.serves(version, payload.part_owners, waiting)):
             return
         self.transfer = Transfer(
             self._channel,

@@ -134,6 +134,7 @@ class ChannelState:
         member = state.member
         if state.is_source:
             self.commits.publishes.joined(member, first=not self.roster.replica(member.group, member.replica))
+        self.drains.joined(state)
         self.roster.insert(state)
         self.hosts.joined(state, now)
         if state.from_before:
@@ -163,7 +164,7 @@ class ChannelState:
         self.keeping.lost(state)
         self.hosts.lost(state)
         state.note = LOSS_WORDS.get(reason, reason)
-        self.out.append(Emit(MemberLost(self.config.name, member, reason)))
+        self.out.append(Emit(MemberLost(self.config.name, member, reason, state.observes)))
         self._watches = [watch for watch in self._watches if watch[0] != member]
         if state.observes:
             return

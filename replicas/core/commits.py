@@ -287,7 +287,8 @@ class Commits:
 
     def obtainable(self, members: Iterable[MemberState]) -> bool:
         """Whether ``members`` can get the newest committed version: somebody still has it, or may come back with it."""
-        if self._channel.recovery.active or self._channel.keeping.serves(self.latest, members):
+        owners = self.committed.part_owners if self.committed is not None else ()
+        if self._channel.recovery.active or self._channel.keeping.serves(self.latest, owners, members):
             return True
         return any(self.latest in state.held or self.latest in state.parts for state in self._channel.roster)
 

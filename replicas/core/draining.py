@@ -1,10 +1,10 @@
 """Replicas that are being ended: what they have begun may finish, and nothing new waits for them.
 
-A *draining* replica is not asked to take a new version, nor caught up, nor admitted again; no new round is opened for it. It
-is *busy* while it packs or moves a version of its own, takes part in a transfer (also as one who gives), has ranks that load
-what others of it have loaded already, or has posted an operation. In a free lane nobody knows what its members do: the lane
-is recalled. At the first moment at which it is not busy, :class:`~replicas.core.effects.ReplicaIdle` is emitted, once, and
-whoever wants to end it should do so.
+A *draining* replica is not asked to take a new version, nor caught up, nor admitted again; no new round is opened for it. The
+same holds for ranks of it that join only now. It is *busy* while it packs or moves a version of its own, takes part in a
+transfer (also as one who gives), has ranks that load what others of it have loaded already, or has posted an operation. In a
+free lane nobody knows what its members do: the lane is recalled. At the first moment at which it is not busy,
+:class:`~replicas.core.effects.ReplicaIdle` is emitted, once, and whoever wants to end it should do so.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from replicas.core.identity import Member
 
 if TYPE_CHECKING:
     from replicas.core.channel import ChannelState
+    from replicas.core.roster import MemberState
 
 __all__ = ["Drains"]
 
@@ -27,9 +28,12 @@ class Drains:
         self._channel = channel
         self._waiting: dict[tuple[str, int], int] = {}
         """Generations that are busy still."""
+        self._ending: dict[tuple[str, int], int] = {}
+        """The last generation of each replica that was ever ended on request."""
 
     def begin(self, group: str, replica: int, generation: int, now: float) -> None:
         """This generation is being ended, and so is any before it."""
+        self._ending[group, replica] = generation
         states = self._of(group, replica, generation)
         for member in states:
             state = self._channel.roster.get(member)
@@ -38,6 +42,11 @@ class Drains:
             self._channel.operations.free.leaving(member, now)
         if states:
             self._waiting[group, replica] = generation
+
+    def joined(self, state: MemberState) -> None:
+        """A rank of a replica that is being ended comes too late for anything."""
+        member = state.member
+        state.draining = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
 
     def advance(self) -> None:
         """Tell of those that are not busy any more."""

@@ -48,9 +48,12 @@ class MemberQuarantined(msgspec.Struct, frozen=True, tag=True):
 
 
 class MemberLost(msgspec.Struct, frozen=True, tag=True):
+    """``observes``: it only looked on. It may go by the name of a rank without being one: no replica is worse off for it."""
+
     channel: str
     member: Member
     reason: str
+    observes: bool = False
 
 
 class EpochStarted(msgspec.Struct, frozen=True, tag=True):

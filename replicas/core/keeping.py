@@ -101,9 +101,18 @@ class Keeping:
         """Who stands in for a member that is lost."""
         return self._stand_ins.get(member)
 
-    def serves(self, version: int, needers: Iterable[MemberState]) -> bool:
-        """Whether some of the ``needers`` can map what is kept for those who are lost."""
-        return bool(self.of(version)) and any(state.host == self._hosts.own for state in needers)
+    def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:
+        """Whether some of the ``needers`` can get ``version`` by what is kept for those who are lost.
+
+        :param part_owners: who had its parts, if it was published in parts.
+        """
+        kept = self.of(version)
+        if not kept or all(state.host != self._hosts.own for state in needers):
+            return False
+        if any(version in state.held for state in kept):
+            return True
+        owners = [self.get(member) or self._roster.get(member) for member in part_owners]
+        return bool(owners) and all(owner is not None and version in owner.parts for owner in owners)
 
     def _let_go(self) -> None:
         self._out.extend(LetGo(self._channel, member) for member in self._asked)

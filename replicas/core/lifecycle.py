@@ -153,7 +153,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step of a replica's life.
 
     ``restart_reason``: with ``RETRY``, what is counted in ``replicas_restarts_total``; else None.
-    ``start_s``: seconds from the start of this generation to its first readiness, on the transition that ends them.
+    ``start_s``: seconds from the start of this generation's processes to its first readiness, on the transition that ends them.
     ``recovery_s``: seconds since the replica was last ready, when a later generation becomes ready; else None.
     """
 
@@ -211,6 +211,10 @@ class Lifecycle:
     def starting_s(self, now: float) -> float:
         """Seconds since this generation was started."""
         return max(0.0, now - self._started_at)
+
+    def launched(self, now: float) -> None:
+        """Its processes are started only now: what it waited for before is no part of its start."""
+        self._started_at = now
 
     def forgive(self, pause_s: float) -> None:
         """The supervisor itself did not run for ``pause_s``: a start did not take that long."""

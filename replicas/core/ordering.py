@@ -8,13 +8,14 @@ from replicas import errors
 from replicas.config import GroupConfig
 from replicas.status import ReplicaState
 
-__all__ = ["is_good", "start_levels", "unmet", "within"]
+__all__ = ["is_done", "is_good", "start_levels", "unmet", "within"]
 
 GOOD: frozenset[ReplicaState] = frozenset({"ready", "finished"})
 
 
 def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
     """Group names by level: each one depends on groups of earlier levels only. They start in this order, and end in reverse.
+    A dependency that is not among them (any more: a reload has removed it) keeps nobody.
 
     :raises replicas.errors.UsageError: the dependencies have a cycle.
     """
@@ -24,7 +25,7 @@ def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
         level = [
             name
             for name, group in groups.items()
-            if name not in placed and placed.issuperset(dependency.group for dependency in group.depends_on)
+            if name not in placed and placed.issuperset(one.group for one in group.depends_on if one.group in groups)
         ]
         if not level:
             raise errors.UsageError("depends_on has a cycle")
@@ -38,6 +39,11 @@ def is_good(states: Sequence[ReplicaState]) -> bool:
     return GOOD.issuperset(states)
 
 
+def is_done(states: Sequence[ReplicaState]) -> bool:
+    """Whether every replica has finished: a group that was scaled to none rests, and is not done."""
+    return bool(states) and all(state == "finished" for state in states)
+
+
 def unmet(group: GroupConfig, states: Mapping[str, Sequence[ReplicaState]]) -> list[str]:
     """The dependencies, as in the config, that keep ``group`` from starting.
 
@@ -47,7 +53,7 @@ def unmet(group: GroupConfig, states: Mapping[str, Sequence[ReplicaState]]) -> l
 
     def met(name: str, condition: str) -> bool:
         found = states[name]
-        return all(state == "finished" for state in found) if condition == "finished" else is_good(found)
+        return is_done(found) if condition == "finished" else is_good(found)
 
     return [str(one) for one in group.depends_on if not met(one.group, one.condition)]
 

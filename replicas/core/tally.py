@@ -46,6 +46,7 @@ class Spread(msgspec.Struct):
 class Tally(msgspec.Struct):
     """Counts by name of the group or channel, then by reason, outcome or phase.
 
+    ``events_lost``: those that the disk did not take; of these, no event has said so yet of ``events_untold``.
     ``epochs``: the newest epoch of each channel. ``reload_ok``: whether the config that was last read is in use.
     """
 
@@ -60,6 +61,7 @@ class Tally(msgspec.Struct):
     refused: Counts = {}
     log_lines_dropped: Counts = {}
     events_lost: int = 0
+    events_untold: int = 0
     epochs: Counts = {}
     reload_ok: bool = True
 
@@ -78,16 +80,26 @@ class Tally(msgspec.Struct):
                 _add(self.refused, event.reason, event.count)
             case EpochStarted(channel, epoch):
                 self.epochs[channel] = max(epoch, self.epochs.get(channel, 0))
-            case LogLinesDropped():
+            case LogLinesDropped(where="file"):  # those that only the tee left out are in the log
                 _add(self.log_lines_dropped, event.group, event.count)
             case EventsLost():
-                self.events_lost += event.count
+                self._told_lost(event.count)
             case Reloaded() | ReloadRefused():
                 self.reload_ok = isinstance(event, Reloaded)
             case RunStarted(resumed=False):
                 self._begin()
             case _:
                 pass
+
+    def lost_event(self) -> None:
+        """The disk has not taken an event. It counts at once; the event that tells of it adds nothing then."""
+        self.events_lost += 1
+        self.events_untold += 1
+
+    def _told_lost(self, count: int) -> None:
+        known = min(count, self.events_untold)
+        self.events_untold -= known
+        self.events_lost += count - known
 
     def _begin(self) -> None:
         fresh = Tally()
@@ -135,16 +147,29 @@ class Tally(msgspec.Struct):
 
 
 class Growth:
-    """Turns counters that somebody else keeps, from zero, into what was added since the last look."""
+    """Turns counters that somebody else keeps, from zero, into what was added since the last look.
 
-    def __init__(self) -> None:
+    :param interval_s: growth is told no more often than that.
+    """
+
+    def __init__(self, interval_s: float = 0.0) -> None:
         self._known: Counts = {}
+        self._interval_s = interval_s
+        self._due = 0.0
 
-    def since(self, counts: Mapping[str, int]) -> list[tuple[str, int]]:
-        """Name and growth of each counter that has grown."""
+    def since(self, counts: Mapping[str, int], now: float | None = None) -> list[tuple[str, int]]:
+        """Name and growth of each counter that has grown.
+
+        :param now: the time, by any clock; None: it is time in any case.
+        """
+        if now is not None and now < self._due:
+            return []
         grown = [(name, count - self._known.get(name, 0)) for name, count in counts.items()]
         self._known = dict(counts)
-        return [(name, count) for name, count in grown if count > 0]
+        found = [(name, count) for name, count in grown if count > 0]
+        if found and now is not None:
+            self._due = now + self._interval_s
+        return found
 
 
 def _add(counts: Counts, key: str, count: int = 1) -> None:

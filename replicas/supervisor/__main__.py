@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import faulthandler
 import os
+import resource
 import signal
 import sys
-import time
 import traceback
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
@@ -21,6 +21,7 @@ import anyio
 from replicas import errors
 from replicas.config import Config
 from replicas.events import Reloaded
+from replicas.supervisor.console import Console
 from replicas.supervisor.notify import Notifier, Watcher
 from replicas.supervisor.state import AlreadySupervised
 from replicas.supervisor.supervisor import PREEMPTED, Supervisor
@@ -29,6 +30,8 @@ __all__ = ["ALREADY_SUPERVISED", "CANNOT_START", "PREEMPTED", "supervise"]
 
 CANNOT_START = 2
 ALREADY_SUPERVISED = 3
+_LAST_WORDS_S = 2.0
+_FILES = 1 << 16
 
 
 def supervise(config: Config) -> int:
@@ -38,22 +41,34 @@ def supervise(config: Config) -> int:
         is in use), 3 this run is already supervised, 75 drained on preemption.
     :raises replicas.errors.UsageError: it cannot be started so; a BadConfig if its plan does not fit the machine.
     """
+    _allow_files()
     faulthandler.enable()  # systemd's watchdog ends a hung supervisor with SIGABRT: the journal then has its stacks
+    console = Console()
     try:
-        return anyio.run(_supervise, config)
+        with console.logging():
+            return anyio.run(_supervise, config, console)
     except AlreadySupervised as error:
-        say(str(error))
+        console.say(str(error))
         return ALREADY_SUPERVISED
     except errors.WorldError as error:
-        say(str(error))
+        console.say(str(error))
         return CANNOT_START
+    finally:
+        console.flush(_LAST_WORDS_S)
 
 
-async def _supervise(config: Config) -> int:
+def _allow_files() -> None:
+    """Each replica takes some descriptors here, and the soft limit is often 1024. What is started inherits the limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _FILES)), hard))
+
+
+async def _supervise(config: Config, console: Console) -> int:
+    say = console.say
     notifier = Notifier.take(os.environ)
     supervisor = Supervisor(config, report=say)
     watcher = Watcher(notifier, supervisor)
-    operator = _Operator(supervisor, notifier, watcher)
+    operator = _Operator(supervisor, notifier, watcher, console)
     try:
         with operator.listening():
             async with supervisor:
@@ -73,15 +88,19 @@ async def _supervise(config: Config) -> int:
 class _Operator:
     """What the signals of an operator do."""
 
-    def __init__(self, supervisor: Supervisor, notifier: Notifier, watcher: Watcher) -> None:
+    def __init__(self, supervisor: Supervisor, notifier: Notifier, watcher: Watcher, console: Console) -> None:
         self.started = asyncio.Event()
         self._supervisor = supervisor
         self._notifier = notifier
         self._watcher = watcher
+        self._console = console
+        self._say = console.say
         self._had_terminal = os.isatty(2)
         self._ending = False
         self._reload_again = False
         self._reloading: asyncio.Task[None] | None = None
+        self._changing: set[asyncio.Task[None]] = set()
+        """Reloads whose config is in use, and that are not at the end of what it changes."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextmanager
@@ -100,25 +119,27 @@ class _Operator:
         finally:
             for signum in signals:
                 loop.remove_signal_handler(signum)
+                signal.signal(signum, signal.SIG_IGN)  # the run is over: nothing may replace its exit code
 
     async def finish(self) -> None:
-        """Wait for what was asked for and spawned; a reload that has not begun to change anything is given up."""
-        if self._reloading is not None:
-            self._reloading.cancel()
+        """Wait for what was asked for and spawned; reloads are given up."""
+        for task in (self._reloading, *self._changing):
+            if task is not None:
+                task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # each has told of its own error
 
     def _drain(self, name: str) -> None:
-        say(f"{name}: {'killing what is left' if self._ending else 'draining; once more to kill at once'}")
+        self._say(f"{name}: {'killing what is left' if self._ending else 'draining; once more to kill at once'}")
         self.spawn(self._end(hurry=self._ending))
         self._ending = True
         self._watcher.stopping()
 
     def _preempt(self, name: str) -> None:
         if self._ending:
-            say(f"{name}: draining already")
+            self._say(f"{name}: draining already")
             return
         self._ending = True
-        say(f"{name}: this machine is about to be taken away; draining")
+        self._say(f"{name}: this machine is about to be taken away; draining")
         self.spawn(self._end(preempted=True))
         self._watcher.stopping()
 
@@ -131,7 +152,7 @@ class _Operator:
             if not self._ending:
                 self._drain(f"{name} of a terminal that is gone")
         elif self._ending:
-            say(f"{name}: draining; the config is not read again")
+            self._say(f"{name}: draining; the config is not read again")
         elif self._reloading is not None and not self._reloading.done():
             self._reload_again = True
         else:
@@ -142,53 +163,57 @@ class _Operator:
         self._reload_again = True
         while self._reload_again:
             self._reload_again = False
-            say(f"{name}: reading {self._supervisor.config.source} again")
+            self._say(f"{name}: reading {self._supervisor.config.source} again")
             accepted = asyncio.create_task(self._accepted(name, self._supervisor.last_event))
             work = asyncio.create_task(self._supervisor.reload())
-            try:
-                with self._notifier.reloading():
+            with self._notifier.reloading():
+                try:
                     await asyncio.wait((accepted, work), return_when=asyncio.FIRST_COMPLETED)
-                await work
-            except errors.ReplicasError as error:
-                say(f"{name}: {'' if accepted.done() else 'nothing is changed: '}{error}")
-            finally:
-                accepted.cancel()
-                work.cancel()
+                except asyncio.CancelledError:
+                    accepted.cancel()
+                    work.cancel()
+                    raise
+            rest = self.spawn(self._change(name, accepted, work))
+            self._changing.add(rest)
+            rest.add_done_callback(self._changing.discard)
 
-    async def _accepted(self, name: str, after: int) -> None:
+    async def _change(self, name: str, accepted: asyncio.Task[bool], work: asyncio.Task[Reloaded]) -> None:
+        """What a new config changes may take long, or never come to an end: another one may be read meanwhile."""
+        try:
+            await work
+            await accepted
+        except errors.ReplicasError as error:
+            self._say(f"{name}: {'' if accepted.done() else 'nothing is changed: '}{error}")
+        finally:
+            accepted.cancel()
+            work.cancel()
+
+    async def _accepted(self, name: str, after: int) -> bool:
         """Wait until the new config is in use: what it changes may take long after that."""
         async for record in self._supervisor.events(after):
             event = record.event
             if isinstance(event, Reloaded):
                 parts = (("changed", event.changed), ("added", event.added), ("removed", event.removed))
                 words = "; ".join(f"{word}: {', '.join(names)}" for word, names in parts if names)
-                say(f"{name}: in use{'; ' if words else ''}{words}")
-                return
+                self._say(f"{name}: in use{'; ' if words else ''}{words}")
+                return True
+        return False
 
     def spawn(self, work: Coroutine[object, object, object]) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(_reporting(work))
+        task = asyncio.get_running_loop().create_task(self._reporting(work))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-
-async def _reporting(work: Coroutine[object, object, object]) -> None:
-    """Nobody waits for this work before the end of the run: its error must not wait for that."""
-    try:
-        await work
-    except errors.ReplicasError as error:
-        say(str(error))
-    except Exception:  # noqa: BLE001  # a bug in what a signal asked for must be seen, and must not end the run
-        traceback.print_exc()
-        say("this is a bug; please report it with the lines above")
-
-
-def say(text: str) -> None:
-    """One line on stderr, with the time of day."""
-    try:
-        print(f"{time.strftime('%H:%M:%S')} replicas: {text}", file=sys.stderr, flush=True)
-    except OSError:
-        return  # the terminal is gone, or its disk is full: the run goes on, and the events are on disk
+    async def _reporting(self, work: Coroutine[object, object, object]) -> None:
+        """Nobody waits for this work before the end of the run: its error must not wait for that."""
+        try:
+            await work
+        except errors.ReplicasError as error:
+            self._say(str(error))
+        except Exception:  # noqa: BLE001  # a bug in what a signal asked for must be seen, and must not end the run
+            self._console.write(traceback.format_exc())
+            self._say("this is a bug; please report it with the lines above")
 
 
 if __name__ == "__main__":

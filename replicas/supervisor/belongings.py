@@ -3,10 +3,14 @@
 The shim takes stock (:class:`Stocktaking`) soon after the start, once a minute, and before it ends its processes, and tells
 the supervisor: a rank that is killed leaves nobody to ask. Listening TCP ports, paths of Unix sockets, files in /dev/shm,
 whether a GPU was open, and who the processes were.
+
+A port on which several sockets listen, at the same address, is shared on purpose (SO_REUSEPORT: replicas that serve as one):
+it is in nobody's way, and left out.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import os
@@ -78,7 +82,7 @@ def take(pids: Iterable[int]) -> Belongings:
                 gpu = True
         segments |= shared_files(pid)
     return Belongings(
-        ports=tuple(one for one in (listeners() if inodes else ()) if one.inode in inodes)[:_MAX_EACH],
+        ports=tuple(one for one in (_unshared() if inodes else ()) if one.inode in inodes)[:_MAX_EACH],
         sockets=tuple(sorted(path for path, inode in (unix_sockets() if inodes else ()) if inode in inodes))[
             :_MAX_EACH
         ],
@@ -114,9 +118,10 @@ class Stocktaking:
         """What they have and had, some being gone already, when that has changed."""
         self._look_at = now + _INTERVAL_S
         found, old = take(self._pids()), self._last
+        shared = _shared(listeners()) if old.ports else set()
         return self._note(
             Belongings(
-                ports=_union(old.ports, found.ports),
+                ports=_union(tuple(one for one in old.ports if one[:2] not in shared), found.ports),
                 sockets=_union(old.sockets, found.sockets),
                 segments=_union(old.segments, found.segments),
                 gpu=old.gpu or found.gpu,
@@ -167,13 +172,24 @@ def listeners() -> Iterator[Listener]:
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
         try:
             lines = Path(f"/proc/net/{name}").read_text().splitlines()[1:]
-        except FileNotFoundError:
-            continue  # no IPv6
+        except OSError:
+            continue  # no IPv6, or a sandbox that does not show it
         for line in lines:
             fields = line.split()
             if fields[3] == _LISTENS:
                 address, _, port = fields[1].partition(":")
                 yield Listener(_address(address, family), int(port, 16), int(fields[9]))
+
+
+def _shared(there: Iterable[Listener]) -> set[tuple[str, int]]:
+    """Address and port of those that several sockets listen on."""
+    return {place for place, count in collections.Counter(one[:2] for one in there).items() if count > 1}
+
+
+def _unshared() -> list[Listener]:
+    there = list(listeners())
+    shared = _shared(there)
+    return [one for one in there if one[:2] not in shared]
 
 
 def _address(text: str, family: socket.AddressFamily) -> str:
@@ -185,7 +201,11 @@ def _address(text: str, family: socket.AddressFamily) -> str:
 
 def unix_sockets() -> Iterator[tuple[str, int]]:
     """Path and inode of every Unix socket that is bound to a path."""
-    for line in Path("/proc/net/unix").read_bytes().decode(errors="surrogateescape").splitlines()[1:]:
+    try:
+        lines = Path("/proc/net/unix").read_bytes().decode(errors="surrogateescape").splitlines()[1:]
+    except OSError:
+        return  # a sandbox that does not show it
+    for line in lines:
         fields = line.split(None, 7)
         if len(fields) == 8 and fields[7].startswith("/"):
             yield fields[7], int(fields[6])

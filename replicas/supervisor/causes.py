@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from dataclasses import dataclass
 from typing import Literal
@@ -13,7 +14,7 @@ from replicas.events import LogLinesDropped, RankEnd, ReplicaExited
 from replicas.supervisor.orders import ExitReport, LogLoss, RankExit
 from replicas.supervisor.processes import signal_name
 
-__all__ = ["Cause", "dropped", "exited", "verdict"]
+__all__ = ["Cause", "dropped", "exited", "verdict", "without_output"]
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,16 @@ _OUTCOMES: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost",
 
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that come from outside: the program's last line of output says nothing about them."""
+
+
+_ENDED = r" (?:exited with code \d+|was killed by (?:SIG\w+|signal \d+))"
+_OUTPUT = re.compile(rf"(rank \d+{_ENDED}|torchrun of node \d+(?:{_ENDED})?): .*", re.DOTALL)
+"""How a cause begins that goes on with the last words of a program (here, or in an exit report)."""
+
+
+def without_output(text: str) -> str:
+    """A text as far as it is our own: a cause in it ends with the exit code or the signal."""
+    return _OUTPUT.sub(r"\1", text)
 
 
 def _words(rank: RankExit) -> str:

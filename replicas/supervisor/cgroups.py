@@ -38,6 +38,8 @@ __all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "member
 LIMITS = {"memory": "memory_nbytes", "pids": "max_processes"}
 """Controllers that limits need, with what they limit."""
 _LEAF = "supervisor"
+_left: dict[Path, Path] = {}
+"""The group that this process left, by the one that it made there for itself: a later run of it begins at the same place."""
 _INTERVAL_S = 0.01
 
 
@@ -95,7 +97,7 @@ def kill(group: Path) -> bool:
         return False
     try:
         _write(group / "cgroup.kill", "1")
-    except FileNotFoundError:  # a kernel before 5.14, or the group is gone
+    except OSError:  # a kernel before 5.14, no right to write it, or the group is gone
         signal_each(pids, signal.SIGKILL, lambda pid: pid in members(group))
     return True
 
@@ -116,7 +118,12 @@ def remove(group: Path) -> bool:
 
 
 def leave(group: Path, *, run: bool = False) -> None:
-    """Remove an empty group of a node, that of its generation if it was the last in it, and with ``run`` that of the run."""
+    """Remove an empty group of a node, that of its generation if it was the last in it, and with ``run`` that of the run.
+
+    With a node's group go those that its ranks made in it (podman, apptainer).
+    """
+    with contextlib.suppress(OSError):  # there is someone in it, or it has groups of another user
+        remove(group)
     for folder in (group, group.parent, group.parent.parent)[: 3 if run else 2]:
         try:
             folder.rmdir()
@@ -164,6 +171,7 @@ class RunCgroups:
         :param limited: limits are wanted.
         :raises OSError: it cannot be made.
         """
+        own = _left.get(own, own)
         limits = _hand_on(own) if limited else frozenset()
         remove_stale(own)
         pid = os.getpid()
@@ -221,6 +229,7 @@ def _hand_on(own: Path) -> frozenset[str]:
             leaf = own / _LEAF
             leaf.mkdir(exist_ok=True)
             enter(leaf, os.getpid())
+            _left[leaf] = own
             with contextlib.suppress(OSError):  # others are in it too: they are not ours to move
                 _write(control, words)
     return frozenset(wanted & set(control.read_text().split()))

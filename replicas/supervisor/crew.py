@@ -6,7 +6,7 @@ Theory of operation
 Each replica has a task of its own (:mod:`replicas.supervisor.replica`) and asks the crew what concerns others: may I start,
 may I start again, I have failed. A monitor looks at all of them four times a second, and at once when something has changed:
 a transition, or an event of the coordinator. It decides when the run is over: a replica failed past its budget (exit code
-1), the groups of ``stop_when`` finished, or everything did (0).
+1), the groups of ``stop_when`` finished, or everything did (0). A group that is scaled to none rests, and has not finished.
 
 Groups start when what they depend on is there. With ``strategy = "group"`` a replica that fails takes the others of its group
 with it; they come back together, when the last of them is gone. What people ask for is in :mod:`replicas.supervisor.fleet`.
@@ -95,6 +95,8 @@ class Crew:
             name: Group(group, saved=known.get(name), now=now, wall=wall, rng=rng)
             for name, group in config.groups.items()
         }
+        self.removed = {name: group.once_removed for name, group in known.items() if name not in config.groups}
+        """Generations that groups of earlier configs have used up: one of the same name goes on from there."""
         self.use(config)
         self.exit_code: int | None = None
         self.over = asyncio.Event()
@@ -183,10 +185,11 @@ class Crew:
         if self.exit_code is not None or self.draining:
             return
         failed = next((replica for replica in self.all() if replica.life.state == "failed"), None)
-        wanted = [name for name in self.config.run.stop_when if name in self.groups] or list(self.groups)
+        named = [name for name in self.config.run.stop_when if name in self.groups]
+        wanted = named or [name for name, group in self.groups.items() if group.size]  # one scaled to none only rests
         if failed is not None:
             self._finish(1, f"group {failed.group.name} failed: replica {failed.name}: {failed.life.reason}")
-        elif all(self.groups[name].finished for name in wanted):
+        elif wanted and all(self.groups[name].finished for name in wanted):
             self._finish(0, f"done: {', '.join(wanted)} finished")
 
     def _finish(self, code: int, words: str) -> None:
@@ -228,7 +231,7 @@ class Crew:
     def saved(self, wall: float) -> dict[str, SavedGroup]:
         """What must not be forgotten of the groups; ``wall``: the time of day, in seconds."""
         now = self._loop.time()
-        return {name: group.saved(now, wall) for name, group in self.groups.items()}
+        return self.removed | {name: group.saved(now, wall) for name, group in self.groups.items()}
 
     def shims(self) -> tuple[ShimRecord, ...]:
         """The shims that were, or are about to be, started, and are not known to be gone."""
@@ -268,7 +271,7 @@ class Crew:
         one = self.groups[group]
         if self._held_back(one):
             return f"the other replicas of {group}"
-        missing = unmet(one.config, {name: list(other.standings.values()) for name, other in self.groups.items()})
+        missing = unmet(one.config, {name: other.staying for name, other in self.groups.items()})
         if missing:
             return ", ".join(missing)
         return self._ground.resources.take(one.config, replica)
@@ -291,7 +294,7 @@ class Crew:
         cause = Cause("group", f"restarted with {group}/{replica}: {text}")
         for index, other in one.replicas.items():
             waits = other.life.state in ("pending", "backoff", "failed")
-            if index != replica and not waits and not other.leaving and not other.halted:
+            if index != replica and not waits and not other.unwanted:
                 other.restart(cause, drain=False)
 
     def progressed(self, group: str, replica: int) -> bool | None:
@@ -307,7 +310,7 @@ class Crew:
     def moved(self, transition: Transition, words: str) -> None:
         group = self.groups.get(transition.group)
         replica = group.replicas.get(transition.replica) if group is not None else None
-        if replica is not None and transition.after in ("finished", "failed"):
+        if replica is not None and transition.after in ("finished", "failed") and not replica.stuck:
             self._ground.resources.release(transition.group, transition.replica)
         if transition.restart_reason is not None:
             self.save()  # spent before anybody hears of it: one that is killed here has at most spent too much

@@ -238,9 +238,15 @@ def abort_speakers(pids: list[int], root: int, *, but_term: bool = True) -> list
 
 
 def _without_core(pid: int) -> None:
-    """A core file of a rank is as large as its memory."""
+    """A core file of a rank is as large as its memory.
+
+    core(5): a core that is piped to a program is written with a limit of 0, too, and skipped with one of exactly 1 byte,
+    which is too small for a file.
+    """
     try:
-        resource.prlimit(pid, resource.RLIMIT_CORE, (0, resource.prlimit(pid, resource.RLIMIT_CORE)[1]))
+        hard = resource.prlimit(pid, resource.RLIMIT_CORE)[1]
+        soft = 0 if hard == 0 else 1
+        resource.prlimit(pid, resource.RLIMIT_CORE, (soft, hard))
     except (ProcessLookupError, PermissionError):
         return  # it has ended, or became someone else's
 

@@ -7,6 +7,7 @@ side. Whoever waits does so for what the monitor sees (:meth:`~replicas.supervis
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterable
 from typing import Literal
 
@@ -56,9 +57,12 @@ class Fleet(Crew):
             raise errors.UsageError("the run is being drained")
 
     async def scale(self, name: str, replicas: int, *, reason: DrainReason = "scaled") -> None:
-        """Start more, without waiting; or drain the highest ones, and wait for their end."""
+        """Start more, without waiting; or drain the highest ones, and wait for their end.
+
+        Whoever waits may be cancelled: what was begun goes on.
+        """
         group = self.group(name)
-        before, group.size = group.size, replicas
+        before, group.size, group.configured = group.size, replicas, group.config.replicas
         self.resize(name)
         if before != replicas:
             self._ground.emit(Scaled(group=name, before=before, after=replicas))
@@ -67,7 +71,16 @@ class Fleet(Crew):
         self.save()
         for replica in leaving:
             replica.stop()
-        await self._gone(group, leaving, reason)
+        ended = asyncio.Event()
+
+        async def finish() -> None:
+            try:
+                await self._gone(group, leaving, reason)
+            finally:
+                ended.set()
+
+        self._ground.spawn(finish)
+        await ended.wait()
 
     async def _gone(self, group: Group, leaving: list[Replica], reason: DrainReason) -> None:
         """Wait for the end of replicas that were stopped for good."""
@@ -78,27 +91,32 @@ class Fleet(Crew):
             await replica.over.wait()
             if group.replicas.get(replica.index) is replica:
                 group.retire(replica)
-                self._ground.resources.release(group.config.name, replica.index)
+                if not replica.stuck:
+                    self._ground.resources.release(group.config.name, replica.index)
                 self._ground.emit(Drained(target=replica.name, seconds=self._loop.time() - began))
-        if not self.draining and self.groups.get(group.config.name) is group:
-            self.fill(group)  # it may have been made larger again meanwhile
+        name = group.config.name
+        if self.groups.get(name) is group:
+            if reason == "reloaded" and not group.size:
+                self.removed[name] = group.saved(self._loop.time(), 0.0).once_removed
+                del self.groups[name]
+            elif not self.draining:
+                self.fill(group)  # it may have been made larger again meanwhile
         self.look()
 
     async def remove(self, name: str) -> None:
         """Drain the group and forget it."""
-        group = self.group(name)
         await self.scale(name, 0, reason="reloaded")
-        if self.groups.get(name) is group and not group.size:
-            del self.groups[name]
 
     def adopt(self, config: GroupConfig) -> None:
         """Begin with a new group."""
-        group = self.groups[config.name] = Group(config, rng=self._rng)
+        group = self.groups[config.name] = Group(config, saved=self.removed.pop(config.name, None), rng=self._rng)
         self.resize(config.name)
         self.fill(group)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
-        """End the replicas and start their next generation; wait until that is being started (rolling: is good)."""
+        """End the replicas and start their next generation; wait until that is being started (rolling: is good), or they
+        are stopped meanwhile.
+        """
         replicas = self.targets(target)
         self.refuse_while_draining()
         self._ground.emit(RestartAsked(target=target, rolling=rolling))
@@ -107,26 +125,32 @@ class Fleet(Crew):
             await self.roll(group, replicas, REQUESTED)
             return
         before = [(replica, replica.life.generation) for replica in replicas]
+        if "/" not in target:
+            group.rules.resumed()  # all of them begin anew: none waits for an incident that is over by that
         for replica in replicas:
             replica.restart()
         await self.until(
             lambda: (
                 self.over.is_set()
-                or all(one.life.generation > generation or one.over.is_set() for one, generation in before)
+                or all(
+                    one.life.generation > generation or one.over.is_set() or one.resting for one, generation in before
+                )
             )
         )
 
     async def roll(self, group: Group, replicas: Iterable[Replica], cause: Cause) -> None:
-        """Restart these replicas of a group, never more than ``max_unavailable`` of it away by our doing.
+        """Restart these replicas of a group, never more than ``max_unavailable`` of it away by our doing. One that is stopped
+        meanwhile is left as it is, and not waited for.
 
         :raises replicas.errors.WorldError: one failed, or the run ended; the others are left as they are.
         """
         chosen = list(replicas)
         todo = [replica.index for replica in chosen]
+        rested = {replica.index for replica in chosen if replica.unwanted}
 
         def due() -> list[int]:
-            halted = {index for index, one in group.replicas.items() if one.halted and index not in todo}
-            states = {index: state for index, state in group.standings.items() if index not in halted}
+            aside = {index for index, one in group.replicas.items() if one.unwanted and index not in todo}
+            states = {index: state for index, state in group.standings.items() if index not in aside}
             todo[:] = [index for index in todo if index in states]
             failed = next((one for one in group.replicas.values() if one.life.state == "failed"), None)
             if failed is not None and failed.index not in todo:
@@ -138,10 +162,11 @@ class Fleet(Crew):
         while todo:
             for index in due():
                 todo.remove(index)
-                if not group.replicas[index].leaving:
-                    group.replicas[index].restart(cause)
+                one = group.replicas[index]
+                if not one.leaving and (index in rested or not one.unwanted):
+                    one.restart(cause)
             await self.until(lambda: not todo or bool(due()))
-        await self.until(lambda: not due() and is_good([one.standing for one in chosen if not one.leaving]))
+        await self.until(lambda: not due() and is_good([one.standing for one in chosen if not one.unwanted]))
 
     def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
         """Start failed replicas, and those that wait after a failure, at once, with a full budget for their groups."""
@@ -192,5 +217,9 @@ class Fleet(Crew):
         self._ground.emit(Draining(target=target, hurry=hurry))
         for replica in chosen:
             replica.halt(0.0 if hurry else None)
-        await self.until(lambda: all(replica.resting or replica.over.is_set() for replica in chosen))
+        await self.until(
+            lambda: all(
+                one.resting or one.over.is_set() or not one.unwanted for one in chosen
+            )  # or restarted meanwhile
+        )
         self._ground.emit(Drained(target=target, seconds=self._loop.time() - began))

@@ -147,10 +147,15 @@ class Generation:
                 node.abandon()
 
     async def stacks(self) -> dict[str, str]:
-        """What its ranks do, by ``group/replica/rank``."""
+        """What its ranks do, by ``group/replica/rank``; and of nodes that do not answer in time, that they do not."""
         found: dict[str, str] = {}
-        for node in self.nodes:
-            found |= await node.stacks()
+        for node, record in zip(self.nodes, self.records, strict=False):  # no records are left of one that has ended
+            if node.report is not None:
+                continue
+            try:
+                found |= await node.stacks()
+            except TimeoutError:
+                found[f"{record.group}/{record.replica}, node {record.node}"] = "its shim does not answer"
         return found
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from replicas.config import GroupConfig
-from replicas.core.ordering import is_good
+from replicas.core.ordering import is_done, is_good
 from replicas.core.restarts import Restarts
 from replicas.status import GroupStatus, ReplicaState
 from replicas.supervisor.replica import Replica
@@ -32,7 +32,8 @@ class Group:
         rng: random.Random | None = None,
     ) -> None:
         self.config = config
-        self.size = config.replicas
+        self.size = self.configured = config.replicas
+        """``configured``: the config's number when the size was last set: a reload sets it only after a rolling restart."""
         self.replicas: dict[int, Replica] = {}
         self.rules = Restarts(config.restart, rng=rng)
         self._retired: dict[int, SavedReplica] = {}
@@ -52,17 +53,19 @@ class Group:
         """What must not be forgotten when this process is killed. ``now`` and ``wall`` as for the constructor."""
         cycles = self.rules.cycles
         known = {**self._retired, **{index: _kept(replica) for index, replica in self.replicas.items()}}
+        halted = {index for index, replica in self.replicas.items() if replica.unwanted and not replica.leaving}
         for index in cycles.keys() - known.keys():
             known[index] = SavedReplica()
         return SavedGroup(
             size=self.size,
-            configured=self.config.replicas,
+            configured=self.configured,
             replicas={
                 index: SavedReplica(
                     generation=one.generation,
                     restarts=one.restarts,
                     cycles=cycles.get(index, 0),
                     last_exit=one.last_exit,
+                    halted=index in halted,
                 )
                 for index, one in sorted(known.items())
             },
@@ -87,6 +90,8 @@ class Group:
         if before is not None:
             replica.life.restarts = dict(before.restarts)
             replica.last_exit = before.last_exit
+            if before.halted:
+                replica.halt()
 
     def retire(self, replica: Replica) -> None:
         """Keep what must not be forgotten with a replica that is scaled away."""
@@ -110,9 +115,14 @@ class Group:
         return {index: replica.standing for index, replica in sorted(self.replicas.items())}
 
     @property
+    def staying(self) -> list[ReplicaState]:
+        """The states, as others depend on them, of those that are not being scaled away."""
+        return [replica.standing for replica in self.replicas.values() if not replica.leaving]
+
+    @property
     def finished(self) -> bool:
-        """Whether all of them are done, and none was merely stopped by hand."""
-        return all(state == "finished" for state in self.standings.values())
+        """Whether all of them are done: there are some, and none was merely stopped by hand or is being scaled away."""
+        return is_done(self.staying)
 
     @property
     def good(self) -> bool:

@@ -18,6 +18,7 @@ It ignores SIGTERM and SIGINT: what ends a whole session or process tree must no
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import select
 import signal
@@ -27,10 +28,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from replicas.control.socket_path import listens
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.processes import send_signal, signal_marked, start_time
 
-__all__ = ["SHIMS_S", "Watched", "clean_up", "main"]
+__all__ = ["SHIMS_S", "Watched", "clean_up", "main", "remove_socket"]
 
 SHIMS_S = 3.5
 """How long shims may take to end by themselves when the supervisor is gone (they need up to 3 s)."""
@@ -135,6 +137,13 @@ def _sweep(shims: list[Watched]) -> bool:
     return swept
 
 
+def remove_socket(path: Path) -> None:
+    """The dead supervisor's, of which nobody has made one of his own."""
+    with contextlib.suppress(OSError):  # it is in a folder that is gone, or is not ours: then it stays
+        if not listens(path):
+            path.unlink(missing_ok=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="replicas.supervisor.janitor", description="started by the supervisor")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
@@ -152,7 +161,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     swept = clean_up(list(watched.values()), run)
     if options.socket is not None:
-        options.socket.unlink(missing_ok=True)  # nobody else can have made another one: we hold the run's lock
+        remove_socket(options.socket)
     return 0 if swept else 1
 
 

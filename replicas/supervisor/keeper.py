@@ -14,11 +14,11 @@ from __future__ import annotations
 import os
 import selectors
 import signal
-import sys
 import time
 from collections.abc import Callable
 
 from replicas.stalls import LOOK_INTERVAL_S, StallWatch
+from replicas.supervisor.notes import note
 from replicas.supervisor.processes import Child
 
 __all__ = ["TRIES", "ForkserverKeeper"]
@@ -86,7 +86,7 @@ class ForkserverKeeper:
             try:
                 self.start()
             except OSError as error:
-                print(f"the forkserver cannot be started: {error}", file=sys.stderr, flush=True)
+                note(f"the forkserver cannot be started: {error}")
                 return self._again(now, f"cannot be started ({error}), or died,")
         if self._look_at is not None and now >= self._look_at:
             self._look(now)
@@ -120,7 +120,7 @@ class ForkserverKeeper:
         reason = self._watch.look(now, starting=self._ready is not None)
         if reason:
             self._look_at = None
-            print(f"the forkserver, process {self._child.pid}, {reason}: it is killed", file=sys.stderr, flush=True)
+            note(f"the forkserver, process {self._child.pid}, {reason}: it is killed")
             self._child.signal(signal.SIGKILL)
 
     def _forget_readiness(self) -> None:

@@ -55,19 +55,22 @@ class RotatedFile:
         return size > 0 and size + more_nbytes > self._max_nbytes
 
     def rotate(self) -> None:
-        """Begin the next part.
+        """Begin the next part. It may be killed or fail anywhere in it: once more does what is left.
+
+        So parts are moved only up to the first number that is free, and a part's times go before the part itself.
 
         :raises OSError: it cannot be renamed.
         """
         self.close()
-        for number in range(self._keep, 0, -1):
+        free = (number for number in range(1, self._keep) if not self._part(number).exists())
+        for number in range(next(free, self._keep), 0, -1):
             older = self._part(number)
             newer = self._part(number - 1)
-            for old, new in ((newer, older), (_times_of(newer), _times_of(older))):
+            for old, new in ((_times_of(newer), _times_of(older)), (newer, older)):
                 with contextlib.suppress(FileNotFoundError):
                     old.rename(new)
         if self._keep == 0:
-            for path in (self.path, _times_of(self.path)):
+            for path in (_times_of(self.path), self.path):
                 path.unlink(missing_ok=True)
 
     def _part(self, number: int) -> Path:
@@ -96,15 +99,22 @@ class RotatedFile:
             try:
                 os.write(self._times, f"{size} {now:.3f}\n".encode())
             except OSError:
-                os.close(self._times)
-                self._times = None
+                times, self._times = self._times, None
+                _close(times)
 
     def close(self) -> None:
-        for descriptor in (self._file, self._times):
-            if descriptor is not None:
-                os.close(descriptor)
+        """What is open is closed; that never fails."""
+        open_ones = [descriptor for descriptor in (self._file, self._times) if descriptor is not None]
         self._file = self._times = None
         self._noted_at = 0.0
+        for descriptor in open_ones:
+            _close(descriptor)
+
+
+def _close(descriptor: int) -> None:
+    """It is closed whatever ``close`` says; on NFS that says what a write before should have said (no room, EIO)."""
+    with contextlib.suppress(OSError):
+        os.close(descriptor)
 
 
 def _append_to(path: Path) -> int:

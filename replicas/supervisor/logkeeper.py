@@ -34,7 +34,8 @@ from typing import NoReturn
 from replicas.supervisor import orders
 from replicas.supervisor.folding import last_lines
 from replicas.supervisor.logfile import remove_old_generations
-from replicas.supervisor.logpump import Log, LogSource, Pump, waiting_nbytes
+from replicas.supervisor.logpump import COMM, Log, LogSource, Pump, waiting_nbytes
+from replicas.supervisor.notes import note
 from replicas.supervisor.orders import LogLoss, NodeSpec
 from replicas.supervisor.processes import send_signal
 
@@ -108,8 +109,8 @@ class LogKeeper:
     def say(self, rank: int, text: str) -> None:
         """Have lines in a rank's log as if it had written them itself, without waiting for anything."""
         key = self._key(f"rank {rank}")
-        if key is None or self._closed:
-            print(text, file=sys.stderr, flush=True)
+        if key is None or self._closed or not self._is_named(key):
+            note(text)
             return
         block = b""
         for line in text.rstrip("\n").encode().splitlines(keepends=True):
@@ -143,6 +144,11 @@ class LogKeeper:
                 return key
         return None
 
+    def _is_named(self, key: str) -> bool:
+        """Whether the log has its name. Before a worker of torchrun has told its rank, nothing else may be in its pipes."""
+        source = self._sources[list(self._writers).index(key)]
+        return bool(source.name or source.memory.load().rank)
+
     # ------------------------------------------------------------ the pump
 
     @property
@@ -153,7 +159,7 @@ class LogKeeper:
     @property
     def over(self) -> bool:
         """Whether all is logged, after :meth:`close`."""
-        return self._closed and self._pid == 0
+        return self._closed and self._pid == 0 and self._start_at is None
 
     @property
     def wakes(self) -> list[float]:
@@ -166,12 +172,13 @@ class LogKeeper:
         self._starts = self._starts + 1 if time.monotonic() - self._began < _STEADY_S else 1
         self._began = time.monotonic()
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
         try:
             pid = os.fork()
         except OSError as error:
             ours.close()
             theirs.close()
-            print(f"a log pump cannot be started: {error}", file=sys.stderr, flush=True)
+            note(f"a log pump cannot be started: {error}")
             self._again()
             return
         if pid == 0:
@@ -204,16 +211,18 @@ class LogKeeper:
 
     def ended(self, code: int) -> None:
         """It was reaped."""
-        while self._control is not None:  # what it said before
-            self._on_message()
+        with contextlib.suppress(BlockingIOError):
+            while self._control is not None:  # what it said before
+                self._on_message()
         self._forget()
-        self._kill_at = None
-        if not self._closed:
-            print(f"the log pump ended with {code}: another one goes on", file=sys.stderr, flush=True)
-            if self._starts <= 1:
-                self.start()
-            else:
-                self._again(0.05 if code < 0 else _MAX_DELAY_S)
+        if self._closed and (code == 0 or self._kill_at is None):
+            self._kill_at = None
+            return
+        note(f"the log pump ended with {code}: another one goes on")
+        if self._starts <= 1:
+            self.start()
+        else:
+            self._again(0.05 if code < 0 else _MAX_DELAY_S)
 
     def _again(self, max_delay_s: float = _MAX_DELAY_S) -> None:
         """Later each time it fails by itself; not much later when someone kills it."""
@@ -247,7 +256,7 @@ class LogKeeper:
         if moves != self._moved[0] or not any(waiting_nbytes(pipe) for pipe in self._readers()):
             self._moved = (moves, now)
         elif now - self._moved[1] >= STUCK_S and self._pidfd is not None:
-            print(f"the log pump does nothing for {STUCK_S:g} s: it is killed", file=sys.stderr, flush=True)
+            note(f"the log pump does nothing for {STUCK_S:g} s: it is killed")
             self._moved = (moves, now)
             send_signal(self._pidfd, signal.SIGKILL)
 
@@ -255,14 +264,20 @@ class LogKeeper:
         if self._start_at is not None and now >= self._start_at:
             self.start()
         if self._drained_by is not None and now >= self._drained_by:
-            print(f"the log pump did not come to an end within {DRAIN_S:g} s", file=sys.stderr, flush=True)
+            note(f"the log pump did not come to an end within {DRAIN_S:g} s")
             self._drained()
         if self._speak_at is not None and now >= self._speak_at:
             self._speak(now)
         if self._kill_at is not None and now >= self._kill_at:
-            self._kill_at = None
+            self._kill_at = self._start_at = None
+            self._say_unread()
             if self._pidfd is not None:
                 send_signal(self._pidfd, signal.SIGKILL)
+
+    def _say_unread(self) -> None:
+        unread = sum(waiting_nbytes(pipe) for pipe in self._readers())
+        if unread:
+            note(f"no log pump came to an end within {_CLOSE_S:g} s: {unread} bytes are in no log")
 
     # ------------------------------------------------------------ the end
 
@@ -291,14 +306,17 @@ class LogKeeper:
         return last_lines(source.memory.tail(), _LAST_LINES, _LINE_NCHARS)
 
     def close(self) -> None:
-        """Nobody else can write any more: the pump ends when it has read all; it is killed after a second."""
+        """Nobody else can write any more: the pump ends when it has read all; it is killed after a second.
+
+        Until then one that dies is replaced, as ever.
+        """
         if self._closed:
             return
         self._closed = True
+        self._kill_at = time.monotonic() + _CLOSE_S
         if self._pid == 0:
             self.start()
-        self._start_at = self._speak_at = None
-        self._kill_at = time.monotonic() + _CLOSE_S
+        self._speak_at = None
         for writers in self._writers.values():
             for writer in writers:
                 os.close(writer)
@@ -325,4 +343,4 @@ def _rename(title: str) -> None:
     if end > start > 0:
         ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
     with contextlib.suppress(OSError):
-        Path("/proc/self/comm").write_text("replicas-logs")
+        Path("/proc/self/comm").write_text(COMM)

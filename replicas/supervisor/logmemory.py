@@ -31,7 +31,8 @@ LONGEST_NBYTES = BUFFER_NBYTES // 2
 """A line is kept whole up to this size."""
 TAIL_NBYTES = 8192
 _STREAMS = 2
-_STATE = struct.Struct(f"<{5 + 3 * _STREAMS}Q")
+_NUMBERS = 4
+_STATE = struct.Struct(f"<{5 + _NUMBERS * _STREAMS}Q")
 _SLOTS = (64, 64 + 256)
 _TAIL_AT = 1024
 _BUFFERS_AT = _TAIL_AT + 8 + TAIL_NBYTES
@@ -39,11 +40,15 @@ _BUFFERS_AT = _TAIL_AT + 8 + TAIL_NBYTES
 
 @dataclasses.dataclass
 class StreamState:
-    """What is in the buffer lies at ``begin`` to ``end``; ``reading`` more bytes may have come there."""
+    """What is in the buffer lies at ``begin`` to ``end``; ``reading`` more bytes may have come there.
+
+    ``begun``: 1 once something of it was logged, or told whose it is.
+    """
 
     begin: int = 0
     end: int = 0
     reading: int = 0
+    begun: int = 0
 
 
 @dataclasses.dataclass
@@ -75,13 +80,13 @@ class LogMemory:
     def load(self) -> LogState:
         """The last commit."""
         size, rank, lost_lines, lost_nbytes, moves, *rest = _STATE.unpack_from(self._map, _SLOTS[self._map[0]])
-        streams = tuple(StreamState(*rest[3 * index : 3 * index + 3]) for index in range(self._count))
+        streams = tuple(StreamState(*rest[_NUMBERS * index : _NUMBERS * (index + 1)]) for index in range(self._count))
         return LogState(size, rank, lost_lines, lost_nbytes, moves, streams)
 
     def commit(self, state: LogState) -> None:
         state.moves += 1
-        numbers = [number for one in state.streams for number in (one.begin, one.end, one.reading)]
-        numbers += [0] * (3 * _STREAMS - len(numbers))
+        numbers = [number for one in state.streams for number in (one.begin, one.end, one.reading, one.begun)]
+        numbers += [0] * (_NUMBERS * _STREAMS - len(numbers))
         other = 1 - self._map[0]
         _STATE.pack_into(
             self._map,

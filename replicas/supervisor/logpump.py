@@ -51,20 +51,31 @@ from replicas.supervisor.logfile import RotatedFile
 from replicas.supervisor.logmemory import LogMemory
 from replicas.supervisor.tee import Tee
 
-__all__ = ["Log", "LogSource", "Pump", "waiting_nbytes"]
+__all__ = ["ALONE_S", "COMM", "Log", "LogSource", "Pump", "is_pump", "waiting_nbytes"]
 
+ALONE_S = 2.0
+"""How long it goes on after the shim's death."""
+COMM = "replicas-logs"
+"""The process's name, of at most 15 bytes."""
 READ_NBYTES = 128 << 10
 _RETRY_S = 0.25
 _TELL_INTERVAL_S = 1.0
 _SHOW_S = 0.2
-_SLOW = "nobody reads them fast enough"
-_ALONE_S = 2.0
+_RANK_NDIGITS = 10
 
 
 def waiting_nbytes(pipe: int) -> int:
     """How much there is to read."""
     count: int = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"))[0]
     return count
+
+
+def is_pump(pid: int) -> bool:
+    """Whether this process calls itself a log pump: of use for who is ended last, never for who is ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip() == COMM
+    except (OSError, UnicodeDecodeError):
+        return False  # it is gone
 
 
 def _has_ended(pipe: int) -> bool:
@@ -156,18 +167,35 @@ class Log:
     def advance(self, index: int, now: float) -> bytes:
         """Log what is complete in the buffer of one stream, and return it."""
         data = self._pending(index)
-        if data.startswith(RANK_MARK) and not self.source.name:
-            line, end, data = data.partition(b"\n")
-            if not end:
-                return b""
-            self._state.streams[index].begin += len(line) + 1
-            self._state.rank = 1 + int(line[len(RANK_MARK) :])
-            self._memory.commit(self._state)
-            self._open(now)
+        if not self.source.name and not self._state.streams[index].begun:
+            data = self._learn_rank(data, index, now)
         folded = self._folders[index].fold(data, now)
         if not folded.used and not folded.lines:
             return b""
         return self._put(folded.lines, index, folded.used, now)
+
+    def _learn_rank(self, data: bytes, index: int, now: float) -> bytes:
+        """Take the guard's line, which is whole if it is there, from the beginning of a stream; the rest is returned."""
+        line, end, rest = data.partition(b"\n")
+        number = line.removeprefix(RANK_MARK)
+        if not (end and line.startswith(RANK_MARK) and number.isdigit() and len(number) < _RANK_NDIGITS):
+            return data
+        state, stream = self._state, self._state.streams[index]
+        stream.begun = 1
+        stream.begin += len(line) + 1
+        if not state.rank:
+            state.rank = 1 + int(number)
+            self._forget_file()
+        self._memory.commit(state)
+        self._open(now)
+        return rest
+
+    def _forget_file(self) -> None:
+        """What was said before the rank was known stays in a file of its own."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+            self._state.size = 0
 
     def late(self, now: float) -> bytes:
         """Log what is due by its time, and return it."""
@@ -210,6 +238,8 @@ class Log:
             state.lost_lines += count
             state.lost_nbytes += len(lines)
         stream.begin = stream.end if used < 0 else stream.begin + used
+        if lines or used:
+            stream.begun = 1
         if stream.begin == stream.end:
             stream.begin = stream.end = 0
         self._memory.commit(state)
@@ -334,7 +364,7 @@ class Pump:
         message = orders.receive(self._control)
         if message is None:  # the shim is dead; what it started follows
             self._selector.unregister(self._control)
-            self._leave_at = time.monotonic() + _ALONE_S
+            self._leave_at = time.monotonic() + ALONE_S
         elif message["type"] == "drain":
             self._drain()
             orders.send(self._control, {"type": "drained", "number": message["number"]})
@@ -362,7 +392,10 @@ class Pump:
         if self._tell_at is not None and now < self._tell_at and not at_once:
             return
         self._tell_at = now + _TELL_INTERVAL_S
-        reasons = {"file": next((log.why_dropped for log in self._logs if log.why_dropped), ""), "tee": _SLOW}
+        reasons = {
+            "file": next((log.why_dropped for log in self._logs if log.why_dropped), ""),
+            "tee": "" if self._tee is None else self._tee.why_dropped,
+        }
         for where, count in new.items():
             if count > 0:
                 self._told[where] = lost[where]

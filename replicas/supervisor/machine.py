@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import ctypes
 import os
+import subprocess
+import sys
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 
+from replicas.supervisor import nvml
 from replicas.supervisor.cgroups import LIMITS, find_own
 
-__all__ = ["Machine", "look", "visible_gpus"]
+__all__ = ["Machine", "look", "nvml_count", "visible_gpus"]
 
 _REMEDY = "start it as root or under systemd with Delegate=yes, or remove the limit"
-_NVML = "libnvidia-ml.so.1"
+_NVML_S = 20.0
+_KILL_S = 0.2
 _NO_GPUS = ("", "-1", "NoDevFiles")
 
 
@@ -36,7 +41,7 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Machine:
     """This machine, as far as this process may use it: its CPU set, its cgroups and ``CUDA_VISIBLE_DEVICES`` bound it.
 
-    :param gpus: whether to look for GPUs, which may take the driver a second.
+    :param gpus: whether to look for GPUs, which may take the driver a second, and us 20 when it hangs.
     """
     names, gpus_from, order = _gpus(os.environ if environ is None else environ) if gpus else ((), "", "")
     return Machine(
@@ -70,18 +75,35 @@ def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
 def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
     """Indices in the order of the PCI bus, which is NVML's."""
     try:
-        nvml = ctypes.CDLL(_NVML)
+        ctypes.CDLL(nvml.LIBRARY)  # loading it asks the driver nothing
     except OSError as error:
         return (), f"no NVIDIA driver: {error}", ""
-    count = ctypes.c_uint()
-    code = nvml.nvmlInit_v2()
-    if code == 0:
-        code = nvml.nvmlDeviceGetCount_v2(ctypes.byref(count))
-        nvml.nvmlShutdown()
-    if code != 0:
-        nvml.nvmlErrorString.restype = ctypes.c_char_p
-        return (), f"NVML says: {nvml.nvmlErrorString(code).decode()}", ""
-    return tuple(map(str, range(count.value))), "NVML", "PCI_BUS_ID"
+    count, why = nvml_count([sys.executable, "-I", "-S", nvml.__file__], _NVML_S)
+    if count is None:
+        return (), f"NVML says: {why}", ""
+    return tuple(map(str, range(count))), "NVML", "PCI_BUS_ID"
+
+
+def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
+    """The number that ``command`` prints (:mod:`replicas.supervisor.nvml`); or None, and why. Blocks no longer than that.
+
+    One that hangs in the driver may outlive SIGKILL for a while: it is not waited for.
+    """
+    null = subprocess.DEVNULL
+    asked = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
+    assert asked.stdout is not None
+    try:
+        text, _ = asked.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        asked.stdout.close()
+        with suppress(subprocess.TimeoutExpired):
+            asked.wait(_KILL_S)
+        return None, f"nothing within {timeout_s:g} s: the driver hangs"
+    words = text.strip()
+    if asked.returncode == 0 and words.isdecimal():
+        return int(words), ""
+    return None, words or f"nothing; it ended with {asked.returncode}"
 
 
 def _cpus() -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
+import logging
 import os
 import secrets
 import signal
@@ -21,9 +23,11 @@ from replicas import environ
 from replicas.config import GroupConfig
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Belongings
+from replicas.supervisor.logpump import ALONE_S, is_pump
 from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec
 from replicas.supervisor.processes import (
     MARK,
+    marked,
     python_module,
     send_signal,
     signal_each,
@@ -34,7 +38,10 @@ from replicas.supervisor.processes import (
 
 __all__ = ["Node", "rank_environment", "sweep"]
 
+log = logging.getLogger("replicas.supervisor")
+
 _QUIET_SCANS = 2
+_PUMP_ENDS_S = 0.5
 _PING_INTERVAL_S = 1.0
 _PAUSE_S = 1.0
 
@@ -60,6 +67,8 @@ def rank_environment(
 def sweep(nonce: str, timeout_s: float = 5.0, *, cgroup: str = "", known: Belongings | None = None) -> bool:
     """SIGKILL every process that was started under the shim of this mark, until none is seen any more. Blocks.
 
+    Its log pump ends by itself when it has read what the others wrote, for which it has its time.
+
     :param cgroup: path of the control group that they were started in.
     :param known: what the shim said of them: those that wiped their environment are found by their start times.
     :return: False when some were still there after ``timeout_s``.
@@ -71,10 +80,14 @@ def sweep(nonce: str, timeout_s: float = 5.0, *, cgroup: str = "", known: Belong
         cgroups.leave(Path(cgroup))
     starts = dict(known.processes) if known is not None else {}
     signal_each(starts, signal.SIGKILL, lambda pid: start_time(pid) == starts[pid])
+    spare_until = time.monotonic() + ALONE_S + _PUMP_ENDS_S
     while quiet < _QUIET_SCANS:
-        if time.monotonic() > deadline:
+        now = time.monotonic()
+        if now > deadline:
             return False
-        quiet = quiet + 1 if signal_marked(nonce, signal.SIGKILL) == 0 else 0
+        pumps = frozenset(pid for pid in marked(nonce) if is_pump(pid)) if now < spare_until else frozenset()
+        killed = signal_marked(nonce, signal.SIGKILL, but=pumps)
+        quiet = quiet + 1 if killed == 0 and not pumps else 0
         if quiet < _QUIET_SCANS:
             time.sleep(0.02)
     return swept
@@ -114,7 +127,7 @@ class Node:
         self._sweeper: asyncio.Task[None] | None = None
         self._asked_at: float | None = None
         self._answered_at = self._looked_at = time.monotonic()
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = orders.pair()
         ours.setblocking(False)
         with theirs:
             self._popen = self._spawn(theirs.fileno(), lock)
@@ -124,14 +137,31 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(ours, self._on_message)
         self._loop.add_reader(self._pidfd, self._on_exit)
-        if born is not None:
-            born(self.pid)
-        orders.send(ours, spec.message())
+        try:
+            if born is not None:
+                born(self.pid)
+            orders.send(ours, spec.message())
+        except OSError as error:
+            self._discard()
+            if error.errno == errno.EMSGSIZE:
+                size = len(orders.encode(spec.message())) >> 10
+                text = f"its orders of {size} KiB are too long for a message; the environment must be smaller"
+                raise OSError(errno.EMSGSIZE, text) from None
+            raise
 
     @staticmethod
     def nonce() -> str:
         """A fresh mark for a shim."""
         return secrets.token_hex(16)
+
+    def _discard(self) -> None:
+        """It could not be told what to do: it has started nothing, and must not wait for ever."""
+        self._finishing = True
+        self._close_control()
+        self._loop.remove_reader(self._pidfd)
+        send_signal(self._pidfd, signal.SIGKILL)
+        os.close(self._pidfd)
+        self._popen.wait()
 
     def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
         arguments = ["--control", str(control), "--parent", str(os.getpid())]
@@ -185,15 +215,24 @@ class Node:
         return self.spec.cgroup
 
     async def stacks(self, timeout_s: float = 5.0) -> dict[str, str]:
-        """What each rank is doing, by ``group/replica/rank``: its stacks, which are saved to its log too.
+        """What each rank is doing, by ``group/replica/rank``: its stacks, which are saved to its log too. Of none, when the
+        shim ends before.
 
-        :raises TimeoutError: the shim does not answer, or ends before.
+        :raises TimeoutError: the shim does not answer.
         """
+        if self._control is None:
+            return {}
         if self._asking is None:
             self._asking = self._loop.create_future()
             self._order({"type": "stacks"})
-        async with asyncio.timeout(timeout_s):
-            return await asyncio.shield(self._asking)
+        asked = self._asking
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(asked)
+        except TimeoutError:
+            if self._asking is asked:
+                self._asking = None  # the order, or the answer, is lost: the next one asks again
+            raise
 
     def kill(self) -> None:
         """Kill the shim itself; what was under it is then swept by its mark."""
@@ -232,15 +271,20 @@ class Node:
 
     # ------------------------------------------------------------ what comes back
 
-    def _on_message(self) -> None:
+    def _on_message(self) -> bool:
+        """Take one message; False: there is none."""
         assert self._control is not None
         try:
             message = orders.receive(self._control)
         except BlockingIOError:
-            return
+            return False
         if message is None:
             self._close_control()
-            return
+            return False
+        self._take(message)
+        return True
+
+    def _take(self, message: orders.Message) -> None:
         kind = message["type"]
         self._asked_at, self._answered_at = None, time.monotonic()
         if kind == "pong":
@@ -264,14 +308,19 @@ class Node:
 
     def _on_stacks(self, found: dict[str, str]) -> None:
         self.last_stacks = found
-        if self._asking is not None:
-            self._asking.set_result(found)
-            self._asking = None
+        self._answer(found)
+
+    def _answer(self, stacks: dict[str, str]) -> None:
+        asked, self._asking = self._asking, None
+        if asked is not None and not asked.done():
+            asked.set_result(stacks)
 
     def _on_exit(self) -> None:
         self._loop.remove_reader(self._pidfd)
-        while self._control is not None:  # what it said before it died
-            self._on_message()
+        while self._control is not None and self._on_message():
+            pass  # what it said before it died
+        self._close_control()  # a child of it may have its end still: there would be no end of the stream
+        self._answer({})
         code = self._popen.wait()
         self._finishing = True
         os.close(self._pidfd)
@@ -286,14 +335,29 @@ class Node:
 
     async def _sweep(self) -> None:
         work = functools.partial(sweep, self.spec.nonce, cgroup=self.spec.cgroup, known=self.belongings)
-        self.swept = await anyio.to_thread.run_sync(work)
+        try:
+            self.swept = await anyio.to_thread.run_sync(work)
+        except OSError as error:
+            log.error("what is left of %s/%s cannot be swept: %s", self.spec.group, self.spec.replica, error)
+            self.swept = False
         self._all_gone()
 
     def _all_gone(self) -> None:
         if self.report is None:
-            self.report = ExitReport("stopped")
+            self.report = self._saved_report() or ExitReport("stopped")
         self.gone.set()
         self._changed()
+
+    def _saved_report(self) -> ExitReport | None:
+        """What the shim wrote down, should its message have been lost."""
+        try:
+            message = orders.decode((Path(self.spec.log_dir) / f"exit-{self.spec.node}.json").read_bytes())
+            return ExitReport.of(message["report"])
+        except FileNotFoundError:
+            return None  # its main process was never started
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            log.error("the exit report of %s/%s cannot be read: %s", self.spec.group, self.spec.replica, error)
+            return None
 
     def _close_control(self) -> None:
         if self._control is not None:

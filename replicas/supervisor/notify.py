@@ -36,6 +36,8 @@ LOOK_INTERVAL_S = 1.0
 _EXTENSION_S = 15.0
 _WATCHDOG_SHARE = 3
 _USEC = 1_000_000
+_LINE_CHARACTERS = 900
+"""Of each value: systemd ignores a datagram above 4096 bytes."""
 
 
 class Notifier:
@@ -108,7 +110,8 @@ class Notifier:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(text.split())
+    line = " ".join(text.split())
+    return line if len(line) <= _LINE_CHARACTERS else f"{line[: _LINE_CHARACTERS - 3]}..."
 
 
 class Watched(Protocol):

@@ -13,12 +13,14 @@ Standard library only: the shim must stay small.
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
+import os
 import socket
 from collections.abc import Mapping
 from typing import Any
 
-__all__ = ["ExitReport", "LogLoss", "NodeSpec", "RankExit", "decode", "encode", "receive", "send"]
+__all__ = ["ExitReport", "LogLoss", "NodeSpec", "RankExit", "decode", "encode", "pair", "receive", "send"]
 
 MAX_NBYTES = 1 << 20
 Message = dict[str, Any]
@@ -147,10 +149,24 @@ def decode(data: bytes) -> Message:
     return message
 
 
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection, for messages as long as the kernel allows: by default about 400 KiB."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_NBYTES)
+    return ends
+
+
 def send(connection: socket.socket, message: Message) -> bool:
-    """Send one message without waiting; False when the other side is gone or does not read."""
+    """Send one message without waiting; False when the other side is gone or does not read.
+
+    :raises OSError: ``EMSGSIZE``: it is too long.
+    """
+    data = encode(message)
+    if len(data) > MAX_NBYTES:
+        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
     try:
-        connection.send(encode(message), socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
     except (BlockingIOError, BrokenPipeError, ConnectionResetError):
         return False
     return True

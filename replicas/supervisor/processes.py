@@ -37,6 +37,7 @@ __all__ = [
     "signal_each",
     "signal_marked",
     "signal_name",
+    "signal_own",
     "start_time",
 ]
 
@@ -103,10 +104,13 @@ def signal_name(signum: int) -> str:
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
-    """State letter, parent and start time (clock ticks since boot) of a process; None if it was reaped."""
+    """State letter, parent and start time (clock ticks since boot) of a process.
+
+    None: it was reaped, or is another user's and ``/proc`` hides those (``hidepid``).
+    """
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
         return None
     fields = text[text.rindex(b")") + 2 :].split()
     state = fields[0].decode()
@@ -196,7 +200,7 @@ def catches(pid: int, signum: int) -> bool:
     """Whether it has a handler of its own for the signal; False if it is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
         return False
     mask = next((line.split()[1] for line in status.splitlines() if line.startswith(b"SigCgt:")), b"0")
     return bool(int(mask, 16) >> (signum - 1) & 1)
@@ -215,10 +219,10 @@ def _entries(nonces: str | Iterable[str]) -> frozenset[bytes]:
 
 
 def send_signal(pidfd: int, signum: int) -> bool:
-    """Signal the process of a pidfd; False if it is gone."""
+    """Signal the process of a pidfd; False if it is gone, or has become another user's (``sudo``)."""
     try:
         signal.pidfd_send_signal(pidfd, signum)
-    except ProcessLookupError:
+    except (PermissionError, ProcessLookupError):
         return False
     return True
 
@@ -251,6 +255,18 @@ def signal_descendants(root: int, signum: int, *, but: frozenset[int] = frozense
     return signal_each(pids, signum, lambda pid: is_below(pid, root))
 
 
+def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> int:
+    """Signal every living process below this one, which has but one thread, and those children that ``/proc`` hides.
+
+    With ``hidepid`` a child that cannot be dumped is hidden (``ssh-agent``), but the kernel names it as a child.
+
+    :return: how many were signalled.
+    """
+    pids = dict.fromkeys((*descendants(os.getpid()), *own_children()))
+    chosen = [pid for pid in pids if pid not in but]
+    return signal_each(chosen, signum, lambda pid: is_below(pid, os.getpid()) or pid in own_children())
+
+
 def marked(nonces: str | Iterable[str]) -> list[int]:
     """Living processes, but this one, that were started with ``REPLICAS_SHIM=`` one of these nonces in their environment."""
     entries = _entries(nonces)
@@ -258,7 +274,7 @@ def marked(nonces: str | Iterable[str]) -> list[int]:
     return [pid for pid in processes() if pid != me and _has_mark(pid, entries) and start_time(pid) is not None]
 
 
-def signal_marked(nonces: str | Iterable[str], signum: int) -> int:
+def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[int] = frozenset()) -> int:
     """Signal every process that was started under the shim with this nonce, or one of these; returns how many."""
     entries = _entries(nonces)
-    return signal_each(marked(nonces), signum, lambda pid: _has_mark(pid, entries))
+    return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: _has_mark(pid, entries))

@@ -3,6 +3,10 @@
 What is wrong with a config, or cannot change while the run lives, refuses all of it. New groups start; those that are gone
 drain; those whose processes would be started differently restart, rolling; sizes change; all other settings apply from now
 on. These steps go on side by side: one that fails does not stop the others.
+
+Configs are taken one after the other, but what one changes may take long, or never come to an end (replicas that do not
+become ready). So the next one does not wait for that: it takes the place of the rolling restarts of those groups that it
+restarts or removes, and the reload that had begun them says so. Removals go on; a group that comes back waits for its own.
 """
 
 from __future__ import annotations
@@ -13,7 +17,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import anyio.to_thread
-import msgspec
 
 from replicas import config_file, errors
 from replicas.config import Config
@@ -21,10 +24,12 @@ from replicas.config_diff import ConfigDiff, diff
 from replicas.events import Event, Reloaded, ReloadRefused
 from replicas.supervisor.causes import Cause
 from replicas.supervisor.fleet import Fleet
+from replicas.supervisor.group import Group
 from replicas.supervisor.machine import Machine
 from replicas.supervisor.resources import Resources
+from replicas.supervisor.sizes import with_sizes
 
-__all__ = ["Reloading", "with_sizes"]
+__all__ = ["Reloading"]
 
 _CHANGED = Cause("reload", "its config has changed")
 
@@ -48,6 +53,10 @@ class Reloading:
     def __init__(self, site: Site) -> None:
         self._site = site
         self._one_at_a_time = asyncio.Lock()
+        self._rolls: dict[str, asyncio.Task[None]] = {}
+        self._removals: dict[str, asyncio.Task[None]] = {}
+        self._sizes: dict[str, int] = {}
+        """Of groups that have not come to their new size yet."""
 
     async def reload(self, config: Config | Path | str | Mapping[str, Any] | None) -> Reloaded:
         """See :meth:`replicas.Supervisor.reload`."""
@@ -55,25 +64,28 @@ class Reloading:
             site = self._site
             site.fleet.refuse_while_draining()
             try:
-                new = await anyio.to_thread.run_sync(self._read, config)
+                if isinstance(config, Config):
+                    new = config
+                else:
+                    new = await anyio.to_thread.run_sync(self._read, config)
                 found = self._compare(new)
-                machine = await site.check_plan(new)
+                machine = await site.check_plan(self._as_scaled(new, found))
             except errors.ReplicasError as error:
                 problems = error.problems if isinstance(error, errors.BadConfig) else (str(error),)
                 site.emit(ReloadRefused(problems=tuple(problems)))
                 raise
+            if leaving := [self._removals[name] for name in found.added if name in self._removals]:
+                await asyncio.wait(leaving)
             site.fleet.refuse_while_draining()
             site.resources.plan(new, machine)
             reloaded = self._begin(new, found)
-            await self._carry_out(found)
-            return reloaded
+        await self._carry_out(found)
+        return reloaded
 
-    def _read(self, config: Config | Path | str | Mapping[str, Any] | None) -> Config:
+    def _read(self, config: Path | str | Mapping[str, Any] | None) -> Config:
         source = self._site.config.source
         if config is None and source is None:
             raise errors.UsageError("this run was not started from a config file", hint="pass the new config")
-        if isinstance(config, Config):
-            return config
         if isinstance(config, Mapping):
             return config_file.parse(config, base=Path.cwd(), source="config")
         return config_file.load(config or source or "")
@@ -84,10 +96,21 @@ class Reloading:
             raise errors.BadConfig(found.refused, source=str(new.source or "config"))
         return found
 
+    def _as_scaled(self, new: Config, found: ConfigDiff) -> Config:
+        """The new plan with the sizes that groups have by now, unless it changes them."""
+        groups = self._site.fleet.groups
+        kept = new.groups.keys() - found.resized.keys() - self._sizes.keys()
+        return with_sizes(new, {name: group.size for name, group in groups.items() if name in kept})
+
     def _begin(self, new: Config, found: ConfigDiff) -> Reloaded:
         """What happens at once."""
         site = self._site
         fleet = site.fleet
+        for name in (*found.restarted, *found.removed):
+            self._supersede(name)
+        self._sizes.update(found.resized)
+        for name in found.removed:
+            self._sizes.pop(name, None)
         site.config = new
         fleet.use(new)
         for name in fleet.groups.keys() & new.groups.keys():
@@ -104,30 +127,46 @@ class Reloading:
 
     async def _carry_out(self, found: ConfigDiff) -> None:
         """What takes its time."""
-        fleet = self._site.fleet
-        steps: list[Coroutine[Any, Any, None]] = [fleet.remove(name) for name in found.removed]
+        steps: list[Coroutine[Any, Any, None]] = [self._remove(name) for name in found.removed]
         for name in dict.fromkeys((*found.resized, *found.restarted)):
-            steps.append(self._change(name, found.resized.get(name), again=name in found.restarted))
+            steps.append(self._change(name, again=name in found.restarted))
         ended = await asyncio.gather(*steps, return_exceptions=True)
         failures = [one for one in ended if isinstance(one, BaseException)]
         if failures:
             raise failures[0]
 
-    async def _change(self, name: str, size: int | None, *, again: bool) -> None:
+    async def _remove(self, name: str) -> None:
+        """It goes on to its end, whoever still waits for it."""
+        task = self._removals[name] = asyncio.create_task(self._site.fleet.remove(name))
+        task.add_done_callback(lambda _: self._removals.pop(name))
+        await asyncio.shield(task)
+
+    async def _change(self, name: str, *, again: bool) -> None:
         """Restart what there is, then come to the new size: nothing new is started twice."""
         fleet = self._site.fleet
         group = fleet.groups[name]
         if again:
-            chosen = [one for one in fleet.targets(name) if one.life.state != "finished" and not one.halted]
-            await fleet.roll(group, chosen, _CHANGED)
+            await self._roll(group)
+        size = self._sizes.pop(name, None)
         if size is not None and size != group.size:
             await fleet.scale(name, size)
 
+    async def _roll(self, group: Group) -> None:
+        """:raises replicas.errors.WorldError: a replica failed, the run ended, or a newer reload is about this group, too."""
+        fleet, name = self._site.fleet, group.config.name
+        chosen = [one for one in fleet.targets(name) if one.life.state != "finished" and not one.unwanted]
+        task = self._rolls[name] = asyncio.create_task(fleet.roll(group, chosen, _CHANGED))
+        try:
+            await asyncio.wait((task,))
+        finally:
+            superseded = self._rolls.get(name) is not task
+            if not superseded:
+                del self._rolls[name]
+            task.cancel()
+        if superseded and task.cancelled():
+            raise errors.WorldError(f"group {name}: a newer reload has taken the place of this one")
+        task.result()
 
-def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
-    """The config with other numbers of replicas."""
-    groups = {
-        name: msgspec.structs.replace(group, replicas=sizes.get(name, group.replicas))
-        for name, group in config.groups.items()
-    }
-    return msgspec.structs.replace(config, groups=groups)
+    def _supersede(self, name: str) -> None:
+        if name in self._rolls:
+            self._rolls.pop(name).cancel()

@@ -9,17 +9,18 @@ generation tries its luck. A segment that nobody holds is in nobody's way, and m
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import anyio
 import anyio.to_thread
 
 from replicas.supervisor.belongings import Belongings, Listener, listeners, shared_files, unix_sockets
 from replicas.supervisor.processes import start_time
+from replicas.supervisor.smi import gpu_processes
 
 __all__ = ["CLEAR_S", "Held", "held", "wait_clear"]
 
@@ -27,6 +28,7 @@ CLEAR_S = 10.0
 """How long the next generation waits for what the old one had."""
 _LOOK_INTERVAL_S = 0.1
 _SMI_TIMEOUT_S = 5.0
+_LEAST_LOOK_S = 1.0
 _ANY = ("0.0.0.0", "::")
 
 
@@ -54,8 +56,12 @@ async def wait_clear(
         return []
     deadline = time.monotonic() + timeout_s
     known: set[Held] = set()
+    found = [Held("what the old generation had", f"unknown: to look for it takes more than {timeout_s:g} s")]
     while True:
-        found = await anyio.to_thread.run_sync(held, old)
+        with anyio.move_on_after(
+            max(_LEAST_LOOK_S, deadline - time.monotonic())
+        ):  # a driver may hold up whoever asks it
+            found = await anyio.to_thread.run_sync(_looked, old, abandon_on_cancel=True)
         for one in found:
             if one not in known:
                 known.add(one)
@@ -65,8 +71,15 @@ async def wait_clear(
             return found
 
 
+def _looked(old: Sequence[Belongings]) -> list[Held]:
+    try:
+        return held(old)
+    except OSError as error:  # such as: no descriptor is left to this process
+        return [Held("what the old generation had", f"unknown: it cannot be looked for ({error.strerror or error})")]
+
+
 def held(old: Sequence[Belongings]) -> list[Held]:
-    """What is held of that, and by whom. Blocks for some milliseconds (with a GPU for as long as nvidia-smi takes)."""
+    """What is held of that, and by whom. Blocks for some milliseconds (with a GPU for what nvidia-smi takes, up to 5 s)."""
     return [found for one in old for found in (*_alive(one), *_ports(one), *_sockets(one), *_segments(one), *_gpu(one))]
 
 
@@ -124,17 +137,17 @@ def _segments(old: Belongings) -> list[Held]:
 
 def _gpu(old: Belongings) -> list[Held]:
     """Memory that the driver still counts for a process of the old generation."""
-    smi = shutil.which("nvidia-smi") if old.gpu else None
-    if smi is None:
+    if not old.gpu:
         return []
-    query = [smi, "--query-compute-apps=pid,gpu_uuid,used_memory", "--format=csv,noheader,nounits"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=_SMI_TIMEOUT_S, check=False)
+        lines = gpu_processes("pid,gpu_uuid,used_memory", _SMI_TIMEOUT_S)
+    except (OSError, subprocess.CalledProcessError):
+        return []  # the driver does not tell
     except subprocess.TimeoutExpired:
         return [Held("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")]
     pids = {pid for pid, _ in old.processes}
     found: list[Held] = []
-    for line in done.stdout.splitlines() if done.returncode == 0 else ():
+    for line in lines:
         pid, gpu, used = (word.strip() for word in (*line.split(","), "", "")[:3])
         if pid.isdigit() and int(pid) in pids:
             found.append(Held(f"{used} MiB on GPU {gpu}", _name(int(pid))))

@@ -113,9 +113,19 @@ class Replica:
         return self.life.alive and (self.life.state == "draining" or self._cause is not None)
 
     @property
+    def stuck(self) -> bool:
+        """Whether processes of its last generation do not go away: what they have is not free."""
+        return self.life.settled and self._generation.stuck
+
+    @property
     def leaving(self) -> bool:
         """Whether it was asked to stop for good."""
         return self._ending == "leave"
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether it was stopped, or is being stopped, by hand or for good."""
+        return self.halted or bool(self._ending)
 
     @property
     def resting(self) -> bool:
@@ -132,10 +142,12 @@ class Replica:
         self._end_on_request("leave", hurry_s)
 
     def halt(self, hurry_s: float | None = None) -> None:
-        """Ask for its end, until somebody asks for a restart. ``hurry_s`` as in :meth:`stop`."""
+        """Ask for its end, until somebody asks for a restart. One that is done stays so. ``hurry_s`` as in :meth:`stop`."""
         self._end_on_request("halt", hurry_s)
 
     def _end_on_request(self, how: Literal["halt", "leave"], hurry_s: float | None) -> None:
+        if how == "halt" and self.life.settled:
+            return
         first = not self._ending
         if self._ending != "leave":
             self._ending = how
@@ -200,8 +212,10 @@ class Replica:
             self.poke()
         elif self.life.state == "draining":
             self._check_drain(now)
-        if self.life.state not in ("starting", "ready") or self._generation.reports:
-            return
+        generation = self._generation
+        failing = any(report.outcome != "ok" for report in generation.reports)
+        if self.life.state not in ("starting", "ready") or failing or generation.ended:
+            return  # it ends, or has not begun: it waits for its turn, or for what the generation before had
         if frozen := self._generation.silent(now, self.group.health.heartbeat_timeout_s):
             self._end_frozen(frozen)
             return
@@ -293,6 +307,7 @@ class Replica:
         """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank has shown what it does."""
         self._drain_by, self._busy_with = None, ""
         self._generation.stop(timeout_s, stacks=stacks)
+        self.poke()  # there is a time now by which it must be gone, and a shim that is frozen says nothing
 
     def _apply(self, event: Event, *, reason: str = "", restart_reason: RestartReason | None = None) -> None:
         transition = self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason)
@@ -319,6 +334,7 @@ class Replica:
         if state == "pending":
             self._waits_for = self._host.waits_for(name, self.index)
             if not self._waits_for:
+                self._restarts.resumed()
                 self._apply(Event.START)
                 return True
         elif state == "backoff" and self._now() >= self._resume_at and self._host.may_resume(name, self.index):
@@ -347,12 +363,14 @@ class Replica:
         who = (self.group.name, self.index, self.life.generation)
         await until_clear(old, self._host, who, self._say_held_up, self._pause)
         turn = await self._starts.turn()
+        self.life.launched(self._now())
         try:
             if self._wanted:
                 try:
                     generation.start(self.group, self.index, self.life.generation)
                 except OSError as error:
                     self._cause = Cause("lost", f"a shim cannot be started: {error}")
+                    self._host.fell(self.group.name, self.index, self._cause.text)
             while not generation.gone:
                 await self._poked(generation.gone_by)
                 self._follow()

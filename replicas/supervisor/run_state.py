@@ -86,6 +86,7 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """``generation``: the last one that was, or was about to be, started. ``restarts``: by reason.
 
     ``cycles``: restarts in a row without progress; ``progress``: what it had reached when that was last counted.
+    ``halted``: it was stopped by hand, and rests until somebody restarts it.
     """
 
     generation: int = 0
@@ -93,6 +94,7 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
     cycles: int = 0
     progress: dict[str, int] = {}
     last_exit: str = ""
+    halted: bool = False
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
@@ -106,6 +108,12 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
     replicas: dict[int, SavedReplica] = {}
     spent: tuple[Spent, ...] = ()
     restarts: dict[str, int] = {}
+
+    @property
+    def once_removed(self) -> SavedGroup:
+        """What must be known of it once it is removed: nothing of its logs may be mixed with a later one's."""
+        used = {index: SavedReplica(generation=one.generation) for index, one in self.replicas.items()}
+        return SavedGroup(size=0, replicas=used)
 
 
 class Saved(msgspec.Struct, frozen=True, kw_only=True):

@@ -53,14 +53,9 @@ from replicas.supervisor.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, 
 from replicas.supervisor.endings import exit_report
 from replicas.supervisor.keeper import ForkserverKeeper
 from replicas.supervisor.logkeeper import LogKeeper
+from replicas.supervisor.notes import note
 from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec
-from replicas.supervisor.processes import (
-    Child,
-    become_subreaper,
-    descendants,
-    own_children,
-    signal_descendants,
-)
+from replicas.supervisor.processes import Child, become_subreaper, descendants, own_children, signal_own
 from replicas.supervisor.starting import Starter
 from replicas.supervisor.stopped import StoppedWatch
 
@@ -161,13 +156,28 @@ class Shim:
         assert self._launcher is not None
         message = orders.receive(self._launcher)
         if message is None:
-            self._selector.unregister(self._launcher)
-            self._launcher.close()
-            self._launcher = None
+            self._forget_launcher()
         elif message["type"] == "report":
             self._report = ExitReport.of(message["report"])
         else:
             self._tell(message)
+
+    def _hear_launcher_out(self) -> None:
+        """It is dead: read what it said. The stream need not end: whatever it forked may have its end of it."""
+        if self._launcher is None:
+            return
+        self._launcher.setblocking(False)
+        try:
+            while self._launcher is not None:
+                self._on_launcher()
+        except BlockingIOError:
+            self._forget_launcher()
+
+    def _forget_launcher(self) -> None:
+        assert self._launcher is not None
+        self._selector.unregister(self._launcher)
+        self._launcher.close()
+        self._launcher = None
 
     def _on_signal(self) -> None:
         with contextlib.suppress(BlockingIOError):
@@ -187,8 +197,12 @@ class Shim:
         self._stop(ORPHAN_GRACE_S)
 
     def _tell(self, message: orders.Message) -> None:
-        if self.control is not None:
+        if self.control is None:
+            return
+        try:
             orders.send(self.control, message)
+        except OSError as error:  # too long for the kernel; an exit report is in its file, too
+            note(f"the supervisor cannot be told {message['type']!r}: {error.strerror}")
 
     # ------------------------------------------------------------ processes
 
@@ -279,8 +293,7 @@ class Shim:
         assert self.spec is not None
         assert main.code is not None
         assert self._logs is not None
-        while self._launcher is not None:  # the launcher is dead: read what it wrote, up to the end of the stream
-            self._on_launcher()
+        self._hear_launcher_out()
         if self._stacks is not None:
             self._stacks.finish(time.monotonic())
         self._logs.drain(then=lambda: self._report_end(main))
@@ -296,7 +309,7 @@ class Shim:
         try:
             path.write_bytes(orders.encode(report.message()))
         except OSError as error:  # the supervisor gets it all the same
-            print(f"{path} cannot be written: {error.strerror}", file=sys.stderr, flush=True)
+            note(f"{path} cannot be written: {error.strerror}")
         self._tell(report.message())
         self._begin_sweep()
 
@@ -326,7 +339,7 @@ class Shim:
         self._sweeping = True
         if self._forkserver is not None:
             self._forkserver.kill()
-        signal_descendants(os.getpid(), signal.SIGTERM, but=self._pump())
+        signal_own(signal.SIGTERM, but=self._pump())
         deadline = time.monotonic() + SWEEP_GRACE_S
         self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
 
@@ -350,9 +363,9 @@ class Shim:
             if self._stacks is not None and self._stacks.last_words():
                 self._kill_at = now + LAST_WORDS_S
                 return
-            signal_descendants(os.getpid(), signal.SIGKILL, but=self._pump())
             if self._cgroup is not None:
                 cgroups.kill(self._cgroup)
+            signal_own(signal.SIGKILL, but=self._pump())
             self._kill_at = now + _SWEEP_INTERVAL_S
 
     def _empty(self) -> bool:

@@ -39,7 +39,7 @@ class Starter:
 
     def launcher(self) -> tuple[Child, socket.socket]:
         """torchrun, and our end of its control socket."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, theirs = orders.pair()
         fd = theirs.fileno()
         command = python_module("replicas.supervisor.launcher", "--control", str(fd), "--parent", str(os.getpid()))
         with theirs:

@@ -27,14 +27,16 @@ import msgspec
 
 import replicas
 from replicas import errors
-from replicas.event_log import EventLog
-from replicas.events import LeftoverFound, RunStarted, StateSetAside
+from replicas.event_log import EventLog, read
+from replicas.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
 from replicas.supervisor import leftovers
 from replicas.supervisor.processes import start_time
 from replicas.supervisor.run_state import RunState, Saved
 
-__all__ = ["AlreadySupervised", "StateDir"]
+__all__ = ["PREEMPTED", "AlreadySupervised", "StateDir"]
 
+PREEMPTED = 75
+"""Exit code of a run that was drained because its machine is taken away: the next start goes on from it."""
 _SETTLE_S = 8.0
 """How long the processes of a dead supervisor may take to end by themselves."""
 _SWEEP_S = 5.0
@@ -57,6 +59,7 @@ class StateDir:
         self.token_file = path / "token"
         self.endpoint_file = path / "endpoint.json"
         self.events_file = path / "events.jsonl"
+        self.decisions_file = path / "decisions.jsonl"
         self.run_state = RunState(path / "state.json")
         self.saved: Saved | None = None
         """What a dead supervisor left, once :meth:`acquire` has returned; None: there is nothing to go on from."""
@@ -79,25 +82,44 @@ class StateDir:
         :raises replicas.errors.UsageError: the folder cannot be made or written.
         """
         try:
-            self.path.mkdir(parents=True, exist_ok=True)
+            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # logs and events hold what programs print
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                self._take(lock)
+                self._begin(lock)
+            except BaseException:
+                os.close(lock)
+                raise
         except OSError as error:
+            what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
             raise errors.UsageError(
-                f"cannot use the state folder {self.path}: {error.strerror}", hint="set run.state_dir in the config"
+                f"cannot use the state folder {self.path}: {what}",
+                hint="mend it, or set run.state_dir in the config",
             ) from error
-        try:
-            self._take(lock)
-        except BaseException:
-            os.close(lock)
-            raise
+        self._lock = lock
+
+    def _begin(self, lock: int) -> None:
         os.ftruncate(lock, 0)
         os.pwrite(lock, f"{os.getpid()} {start_time(os.getpid())}".encode(), 0)
-        self._lock = lock
         self.token_file.unlink(missing_ok=True)
         self.endpoint_file.unlink(missing_ok=True)
         self.saved = self.run_state.load()
         self._sweep(self.saved)
+        if self.saved is not None and self._has_ended(self.saved):
+            self._forget()
         self._rotate()
+
+    def _has_ended(self, saved: Saved) -> bool:
+        """Whether the run had ended in order, and its supervisor was killed before it could remove its state."""
+        last = None
+        for record in read(self.events_file, saved.seq):
+            last = record.event
+        return isinstance(last, RunEnded) and last.exit_code != PREEMPTED
+
+    def _forget(self) -> None:
+        self.saved = None
+        self.run_state.remove()
+        self.decisions_file.unlink(missing_ok=True)
 
     def _sweep(self, saved: Saved | None) -> None:
         self.leftovers += leftovers.sweep(saved, self.token_file, _SWEEP_S)
@@ -141,11 +163,12 @@ class StateDir:
         )
 
     def _rotate(self) -> None:
-        if self.logs.exists():
+        """A start that came to nothing has no logs: those of the run before stay what they are."""
+        if self.logs.exists() and any(self.logs.iterdir()):
             previous = self.path / "logs.previous"
             shutil.rmtree(previous, ignore_errors=True)
             self.logs.rename(previous)
-        self.logs.mkdir()
+        self.logs.mkdir(exist_ok=True)
 
     @property
     def resumed(self) -> bool:
@@ -170,7 +193,19 @@ class StateDir:
         return events
 
     def write(self, *, endpoint: str, token: str, socket: Path | None = None) -> None:
-        """Publish where the control port and the control socket are, and the token (mode 0600)."""
+        """Publish where the control port and the control socket are, and the token (mode 0600).
+
+        :raises replicas.errors.WorldError: the disk does not take it.
+        """
+        try:
+            self._publish(endpoint, token, socket)
+        except OSError as error:
+            raise errors.WorldError(
+                f"cannot write to the state folder {self.path}: {error.strerror or error}",
+                hint="make room on its disk, or set run.state_dir in the config",
+            ) from error
+
+    def _publish(self, endpoint: str, token: str, socket: Path | None) -> None:
         descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
         with os.fdopen(descriptor, "w") as file:
             os.fchmod(descriptor, 0o600)
@@ -190,13 +225,15 @@ class StateDir:
         """
         if self._lock is None:
             return
-        if ended:
-            self.run_state.remove()
-        self.token_file.unlink(missing_ok=True)
-        self.endpoint_file.unlink(missing_ok=True)
-        os.ftruncate(self._lock, 0)
-        os.close(self._lock)
-        self._lock = None
+        lock, self._lock = self._lock, None
+        try:
+            if ended:
+                self.run_state.remove()
+            self.token_file.unlink(missing_ok=True)
+            self.endpoint_file.unlink(missing_ok=True)
+            os.ftruncate(lock, 0)
+        finally:
+            os.close(lock)
 
     def log_dir(self, group: str, replica: int, generation: int) -> Path:
         return self.logs / group / str(replica) / f"gen-{generation}"

@@ -50,20 +50,20 @@ from replicas.supervisor.failure import FailureReports
 from replicas.supervisor.fleet import Fleet
 from replicas.supervisor.host import Overseer
 from replicas.supervisor.machine import Machine
-from replicas.supervisor.reloading import Reloading, with_sizes
+from replicas.supervisor.reloading import Reloading
 from replicas.supervisor.resources import Resources, machine_for, refuse_unfit
-from replicas.supervisor.run_state import Saved, process_record, this_process
+from replicas.supervisor.run_state import ProcessRecord, Saved, process_record, this_process
 from replicas.supervisor.run_state import machine as this_machine
-from replicas.supervisor.state import StateDir
+from replicas.supervisor.sizes import fitting, with_sizes
+from replicas.supervisor.state import PREEMPTED, StateDir
 from replicas.supervisor.words import line
 
 __all__ = ["PREEMPTED", "Supervisor"]
 
 log = logging.getLogger("replicas.supervisor")
 
-PREEMPTED = 75
-"""Exit code of a run that was drained because its machine is taken away."""
 _STUCK_LOOP_S = 10.0
+_REFUSALS_INTERVAL_S = 10.0
 
 
 class Supervisor:
@@ -92,7 +92,7 @@ class Supervisor:
         self.state = StateDir(self.config.run.state_dir, self.config.run.name)
         self._events = EventLog(None)
         self._failures = FailureReports()
-        self._refusals = Growth()
+        self._refusals = Growth(_REFUSALS_INTERVAL_S)
         self.metrics = Metrics(self.status, lambda: self._events.tally)
         self._report = report or log.info
         self._coordinator: Coordinator | None = None
@@ -104,6 +104,7 @@ class Supervisor:
         self._tasks: TaskGroup | None = None
         self._started_at = time.monotonic()
         self._preempted = False
+        self._helpers: dict[int, ProcessRecord] = {}
         self._machine, self._process = this_machine(), this_process()
         self._door = self.config.control.socket or self.state.path / SOCKET_FILE
 
@@ -159,7 +160,7 @@ class Supervisor:
             await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
             saved = self.state.saved
-            groups = saved.groups if saved is not None else None
+            groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
             self._fleet = Fleet(config, self, saved=groups, wall=time.time(), start_shim=containment.start)
             self._fleet.start()
             self._events.on_rotate = self.save
@@ -271,9 +272,11 @@ class Supervisor:
 
     async def preempt(self) -> None:
         """The machine is about to be taken away: drain the run, which ends with exit code 75. Its budgets, sizes and
-        version numbers are kept for the next supervisor; nothing of a budget is spent.
+        version numbers are kept for the next supervisor; nothing of a budget is spent. A run that is over stays what it is.
         """
         fleet = self.fleet
+        if fleet.over.is_set():
+            return
         self._preempted = True
         await fleet.drain(reason="preempted")
 
@@ -298,8 +301,8 @@ class Supervisor:
     async def stacks(self, target: str | None = None) -> dict[str, str]:
         """What the ranks of a group, of a replica (``group/index``), or of all are doing, by ``group/replica/rank``."""
         found: dict[str, str] = {}
-        for replica in self.fleet.targets(target):
-            found |= await replica.stacks()
+        for one in await asyncio.gather(*(replica.stacks() for replica in self.fleet.targets(target))):
+            found |= one
         return found
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
@@ -345,7 +348,7 @@ class Supervisor:
         """The state of everything, now. Its counters are those of the events."""
         coordinator, fleet = self.coordinator, self.fleet
         store = coordinator.store_status()
-        self._count_refused()
+        self._count_refused(time.monotonic())
         status = RunStatus(
             run=self.config.run.name,
             version=replicas.__version__,
@@ -413,10 +416,6 @@ class Supervisor:
     def save(self) -> None:
         """Write down what must not be forgotten when this process is killed."""
         fleet, wall = self.fleet, time.time()
-        pid = self.coordinator.store_pid
-        store = process_record(pid) if pid is not None else None
-        janitor_pid = self._containment.janitor_pid if self._containment is not None else None
-        janitor = process_record(janitor_pid) if janitor_pid is not None else None
         self.state.run_state.save(
             Saved(
                 run=self.config.run.name,
@@ -427,20 +426,40 @@ class Supervisor:
                 tally=self._events.tally,
                 groups=fleet.saved(wall),
                 shims=fleet.shims(),
-                helpers=tuple(helper for helper in (store, janitor) if helper is not None),
+                helpers=self._helper_records(),
             )
         )
+
+    def _helper_records(self) -> tuple[ProcessRecord, ...]:
+        """Of the processes of the run that are nobody's replica. What is known already is not looked up again."""
+        janitor = self._containment.janitor_pid if self._containment is not None else None
+        known, self._helpers = self._helpers, {}
+        for pid in (self.coordinator.store_pid, janitor):
+            if pid is None:
+                continue
+            try:
+                found = known.get(pid) or process_record(pid)
+            except OSError as error:  # such as: no descriptor is left to this process
+                log.warning("process %d of the run cannot be looked up, and is not in the saved state: %s", pid, error)
+                continue
+            if found is not None:
+                self._helpers[pid] = found
+        return tuple(self._helpers.values())
 
     def _on_channel_event(self, event: ChannelEvent) -> None:
         self.emit(event)
         if isinstance(event, MemberLost):
+            if event.observes:
+                return
             self.fleet.member_lost(event.member.group, event.member.replica, event.member.rank, event.reason)
         elif isinstance(event, ReplicaIdle):
             self.fleet.idle(event.group, event.replica)
 
-    def _count_refused(self) -> None:
-        """What was turned away at the control port since the last look, as few events: a flood there is none here."""
-        for reason, count in self._refusals.since(self.coordinator.refused()):
+    def _count_refused(self, now: float | None = None) -> None:
+        """What was turned away at the control port since the last look, as few events: a flood there is none here, and who
+        may look at pages cannot push older events out of the file.
+        """
+        for reason, count in self._refusals.since(self.coordinator.refused(), now):
             self.emit(ConnectionsRefused(reason=reason, count=count))
 
 

@@ -3,7 +3,8 @@
 Whatever stderr is, it is shared with others (the supervisor, the other pumps, perhaps a shell), so its mode is left alone:
 a terminal or a pipe is opened once more, without blocking; to a socket each message is sent without waiting; a file does
 not block. Lines go out in blocks of at most ``PIPE_BUF`` bytes, which a pipe takes whole or not at all: lines of several
-pumps never mix. What does not fit for a while is dropped from the screen (it is in the log), counted, and said.
+pumps never mix. What does not fit for a while is dropped from the screen (it is in the log), counted, and said; with a file
+that is at once, as nothing tells when a disk that is full takes more.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ __all__ = ["Tee"]
 
 _QUEUE_NBYTES = 256 << 10
 _BLOCK_NBYTES = select.PIPE_BUF
+_SLOW = "nobody reads them fast enough"
 
 
 class Tee:
@@ -35,14 +37,17 @@ class Tee:
         self._blocks: deque[bytes] = deque()
         self._queued = 0
         self._dropped = 0
+        self._note = (b"", 0)
         self.dropped = 0
         """Lines that were not shown, in all."""
+        self.why_dropped = _SLOW
         self._socket: socket.socket | None = None
         self._file: int | None = None
         kind = os.fstat(descriptor).st_mode
+        self._regular = stat.S_ISREG(kind)
         if stat.S_ISSOCK(kind):
             self._socket = socket.socket(fileno=os.dup(descriptor))
-        elif stat.S_ISREG(kind):
+        elif self._regular:
             self._file = descriptor
         else:
             flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -79,8 +84,9 @@ class Tee:
     def _say_dropped(self) -> None:
         dropped, self._dropped = self._dropped, 0
         if dropped:
-            note = f"{self._name}| ({dropped} lines are only in the log: nobody reads them here fast enough)\n"
-            self._queue([note.encode()])
+            note = f"{self._name}| ({dropped} lines are only in the log: {self.why_dropped})\n"
+            self._note = (note.encode(), dropped)
+            self._queue([self._note[0]])
 
     def _queue(self, lines: list[bytes]) -> None:
         block = b""
@@ -107,9 +113,17 @@ class Tee:
                 count = self._put(block)
             except BlockingIOError:
                 return
+            except OSError as error:
+                if not self._regular:
+                    raise
+                self.why_dropped = error.strerror or str(error)
+                self._drop_all()
+                return
             self._queued -= count
-            if count < len(block):  # a terminal took a part of it
+            if count < len(block):  # a terminal, or a disk that is almost full, took a part of it
                 self._blocks[0] = block[count:]
+                if self._regular:
+                    continue  # the next write says why
                 return
             self._blocks.popleft()
             if not self._blocks:
@@ -126,8 +140,17 @@ class Tee:
         while self._blocks and (left_s := deadline - time.monotonic()) > 0:
             poll.poll(left_s * 1000)
             self.write()
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        """Give up what waits."""
+        note, dropped = self._note
+        if note in self._blocks:
+            self._blocks.remove(note)
+            self._dropped += dropped  # it is still to be said
         self._drop(sum(block.count(b"\n") for block in self._blocks))
         self._blocks.clear()
+        self._queued = 0
 
     def _put(self, block: bytes) -> int:
         if self._socket is not None:

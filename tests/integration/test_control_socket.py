@@ -13,10 +13,15 @@ import pytest
 
 from replicas import errors
 from replicas.control import socket as control_socket
+from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.client import Client
 from replicas.control.commands import Answer, Restart, Scale
 from replicas.control.socket import ControlSocket, peer_uid
+from replicas.coordinator import guard
+from replicas.coordinator.guard import Guard
+from replicas.coordinator.server import Server, bind_listener
+from replicas.supervisor import janitor
 from tests.unit.test_control_orders import Run
 
 pytestmark = pytest.mark.anyio
@@ -73,6 +78,51 @@ async def test_what_a_killed_supervisor_left_is_replaced_and_nothing_else(tmp_pa
     with pytest.raises(errors.WorldError, match="No such file or directory"):
         async with serving(tmp_path / "gone" / "control.sock", Run()):
             pass
+
+
+async def test_the_socket_of_a_living_run_is_not_taken(tmp_path: Path) -> None:
+    """Two configs name the same one. Neither another supervisor nor the janitor of a dead one removes it."""
+    path = tmp_path / "control.sock"
+    async with serving(path, Run()):
+        with pytest.raises(errors.WorldError, match=r"another process listens on it \(name another place"):
+            async with serving(path, Run()):
+                pass
+        await asyncio.to_thread(janitor.remove_socket, path)
+        assert (await asyncio.to_thread(Client(f"unix:{path}").status)).run == "grpo"
+        with pytest.raises(errors.Disconnected, match='run "dead" is gone: run "grpo" is at its address now'):
+            await asyncio.to_thread(Client(f"unix:{path}", run="dead").order, Scale(group="a", replicas=0))
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(str(path))
+    janitor.remove_socket(path)
+    assert not path.exists()
+
+
+async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those who come later cannot cut off whoever follows the logs, or an order that takes long."""
+    monkeypatch.setattr(guard, "STRANGERS", 2)
+    run = Run(tmp_path / "logs")
+    (run.logs / "a" / "0" / "gen-1").mkdir(parents=True)
+    (run.logs / "a" / "0" / "gen-1" / "rank-0.log").write_text("one\n")
+    listener = bind_listener("127.0.0.1", 0)
+    address = listener.getsockname()
+    access = ByToken(lambda: "secret", run.refused.append)
+    server = Server(listener, control_routes(run, commands=run, streams=run, access=access), Guard(run.refused.append))
+    await server.start()
+    try:
+        reader, writer = await asyncio.open_connection(*address)
+        writer.write(b"GET /logs?follow=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n")
+        async with asyncio.timeout(20):
+            await reader.readuntil(b"one\n")
+            strangers = [await asyncio.open_connection(*address) for _ in range(3)]
+            assert await strangers[0][0].read() == b""  # the oldest of them had to go
+            with (run.logs / "a" / "0" / "gen-1" / "rank-0.log").open("a") as file:
+                file.write("two\n")
+            await reader.readuntil(b"two\n")
+        for _, one in [*strangers, (reader, writer)]:
+            one.close()
+        assert run.refused == ["too_many"]
+    finally:
+        await server.aclose()
 
 
 async def test_processes_of_other_users_are_turned_away(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from replicas.control import cli
+from replicas.control import doctor as looks
 from replicas.supervisor.processes import MARK
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import alive
@@ -66,7 +67,10 @@ def leftover(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def test_leftovers_of_a_dead_run(
-    folder: Path, leftover: subprocess.Popen[bytes], capsys: pytest.CaptureFixture[str]
+    folder: Path,
+    leftover: subprocess.Popen[bytes],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = diagnosed(capsys, 1)
     assert "its supervisor was killed; it left endpoint.json, token" in found["run"][0]["text"]
@@ -75,6 +79,8 @@ def test_leftovers_of_a_dead_run(
     assert one["text"].startswith(f"process {leftover.pid} (found by its token): {sys.executable} -c input()")
     assert one["remedy"] == "the next start of this run kills it"
     assert alive(leftover.pid)
+    monkeypatch.setattr(looks, "_supervisor", lambda _: os.getpid())  # it lives, and could never write its state
+    assert [one["state"] for one in diagnosed(capsys, 0)["leftovers"]] == ["ok"]
 
 
 def test_a_held_port_and_its_holder(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import fcntl
 import os
+import secrets
 import signal
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
+from replicas.supervisor.node import sweep
 from replicas.supervisor.orders import LogLoss
+from replicas.supervisor.processes import MARK
 from tests.support.disks import fill, small_disk
 from tests.support.programs import group
 from tests.support.runs import alive, eventually, running
@@ -119,6 +123,52 @@ def test_a_full_disk_holds_nobody_up_and_the_last_lines_are_known(tmp_path: Path
             assert (lines[0], lines[-1]) == ("first", "ValueError: boom")
             written = sum(not line.startswith("replicas: ") for line in lines[: lines.index("late")])
             assert written + sum(loss.count for loss in losses) == 20_002
+
+
+def test_a_disk_that_stays_full_costs_the_log_only(tmp_path: Path) -> None:
+    """The shim's own log is there too: what it has to say must not be its end."""
+    os.mkfifo(tmp_path / "go")
+    with small_disk(tmp_path / "disk", 1 << 20) as mounted:
+        if not mounted:
+            pytest.skip("takes the right to mount")
+        command = ("sh", "-c", f"read line < {tmp_path}/go; echo boom; exit 3")
+        with shim(tmp_path, "", command=command, log_dir=str(tmp_path / "disk" / "logs")) as one:
+            pump = one.pump()
+            with fill(tmp_path / "disk"):
+                kill(pump, signal.SIGKILL)  # of which the shim speaks
+                one.pump(besides=pump)
+                (tmp_path / "go").write_text("go on\n")
+                report = one.report()
+                assert [(rank.code, rank.lines) for rank in report.ranks] == [(3, ("boom",))]
+                assert one.gone() == 0
+            saved = tmp_path / "disk" / "logs" / "exit-0.json"
+            assert not saved.exists() or not saved.read_bytes()  # it was full to the end
+
+
+def test_the_last_lines_of_a_shim_that_was_killed_are_in_the_log(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "go")
+    nonce = secrets.token_hex(8)
+    command = (
+        "sh",
+        "-c",
+        f"read line < {tmp_path}/go; seq 1 5000; sleep 600 & echo $! > {tmp_path}/.new; "
+        f"mv {tmp_path}/.new {tmp_path}/left; wait",
+    )
+    with shim(tmp_path, "", command=command, nonce=nonce, env={**os.environ, MARK: nonce}) as one:
+        pump = one.pump()
+        kill(pump, signal.SIGSTOP)
+        (tmp_path / "go").write_text("go on\n")
+        eventually((tmp_path / "left").exists, "the end of what it writes")
+        left = int((tmp_path / "left").read_text())
+        kill(one.popen.pid, signal.SIGKILL)
+        one.popen.wait(30)
+        with ThreadPoolExecutor() as threads:
+            swept = threads.submit(sweep, nonce)
+            eventually(lambda: not alive(left), "the end of what the shim left behind")
+            kill(pump, signal.SIGCONT)
+            assert swept.result(30)
+        assert not alive(pump)
+        assert one.log().split() == [b"%d" % number for number in range(1, 5001)]
 
 
 def accounted_for(one: ShimUnderTest) -> int:

@@ -103,6 +103,8 @@ async def test_scale_restart_and_drain(tmp_path: Path) -> None:
         await supervisor.drain()
         assert all(one.state == "finished" for group in supervisor.status().groups for one in group.replicas)
         assert await supervisor.run_until_done() == 0
+        await supervisor.preempt()  # too late: it is over
+        assert supervisor.exit_code == 0
         assert steps.count(f"a/1 {Event.RETRY.value} 1") == 1
         assert f"b/0 {Event.STOPPED.value} 1" in steps
 

@@ -7,6 +7,7 @@ import pty
 import signal
 import subprocess
 import sys
+import termios
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -68,6 +69,50 @@ def test_systemd_is_told_of_start_reload_and_end(tmp_path: Path) -> None:
             assert not any("READY" in message for message in systemd.messages())
             assert run.log("a/0").read_text().startswith("False False\n")
             run.assert_nothing_left()
+
+
+def test_a_reload_that_is_not_over_does_not_hold_up_the_next_one(tmp_path: Path) -> None:
+    text = group("a", IGNORES, 'stop_timeout = "60s"') + group("b", SLEEPS)
+    with (
+        FakeSystemd() as systemd,
+        running(tmp_path, text, command=with_environment(f"NOTIFY_SOCKET={systemd.address}")) as run,
+    ):
+        eventually(lambda: is_up(run, "a/0") and is_up(run, "b/0"), "a/0 and b/0")
+        systemd.wait(lambda message: "READY" in message)
+        good = run.config.read_text()
+        for name in ("a", "b"):
+            run.config.write_text(good.replace(f"[groups.{name}]", f"[groups.{name}]\nenv = {{ A = '1' }}"))
+            run.signal(signal.SIGHUP)
+            systemd.wait(lambda message: "RELOADING" in message)
+            systemd.wait(lambda message: "READY" in message)
+            run.wait_line("SIGHUP: in use; changed: ")
+        run.wait_line("SIGHUP: group a: a newer reload has taken the place of this one")
+        run.signal(signal.SIGTERM)
+        run.wait_line("SIGTERM: draining")
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 0
+        run.assert_nothing_left()
+
+
+def test_a_terminal_that_is_stopped_holds_nobody_up(tmp_path: Path) -> None:
+    run = Run(tmp_path, group("a", SLEEPS))
+    ours, theirs = pty.openpty()
+    environment = {**os.environ, "TEST_RUN_MARK": run.mark}
+    with subprocess.Popen([*DAEMON, str(run.config)], stderr=theirs, env=environment, start_new_session=True) as daemon:
+        try:
+            eventually(lambda: is_up(run, "a/0"), "a/0")
+            termios.tcflow(theirs, termios.TCOOFF)
+            assert not run.status().draining
+            daemon.send_signal(signal.SIGHUP)  # it says something
+            eventually(lambda: run.status().pid == daemon.pid, "its status")
+            daemon.send_signal(signal.SIGTERM)
+            assert daemon.wait(30) == 0
+            run.assert_nothing_left(pid=daemon.pid)
+        finally:
+            daemon.kill()
+            os.close(ours)
+            os.close(theirs)
+            run.clean_up()
 
 
 def test_usr1_drains_and_ends_with_75(tmp_path: Path) -> None:

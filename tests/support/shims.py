@@ -106,7 +106,7 @@ def shim(folder: Path, code: str, *, tee: int | None = None, **fields: Any) -> I
     command = [sys.executable, "-m", "replicas.supervisor.shim", "--control", str(theirs.fileno())]
     command += ["--parent", str(os.getpid())]
     command += [] if tee is None else ["--tee", str(tee)]
-    with ours, (folder / "shim.log").open("ab") as log:
+    with ours, (logs / "shim-0.log").open("ab") as log:  # on their disk, as the supervisor has it
         popen = subprocess.Popen(
             command,
             env=spec.env,

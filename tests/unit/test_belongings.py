@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import subprocess
@@ -10,9 +11,10 @@ from pathlib import Path
 import anyio
 import pytest
 
-from replicas.supervisor import remains
+from replicas.supervisor import belongings, remains
 from replicas.supervisor.belongings import Belongings, Listener, Stocktaking, take
 from replicas.supervisor.remains import Held, held, wait_clear
+from replicas.supervisor.smi import _stuck as smi_stuck
 
 ME = f"process {os.getpid()} ("
 
@@ -62,17 +64,48 @@ def test_gpu_memory_that_the_driver_counts_for_the_old_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     smi = tmp_path / "nvidia-smi"
-    smi.write_text("")
-
-    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
-        return subprocess.CompletedProcess(command, 0, "4000001, GPU-a, 512\n77, GPU-b, 3\n[N/A], GPU-c, 1\n", "")
-
+    smi.write_text("#!/bin/sh\necho '4000001, GPU-a, 512\n77, GPU-b, 3\n[N/A], GPU-c, 1'\n")
+    smi.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda _: str(smi))
-    monkeypatch.setattr("subprocess.run", run)
     assert held([Belongings(gpu=True, processes=((4000001, 5),))]) == [
         Held("512 MiB on GPU GPU-a", "process 4000001 (gone)")
     ]
     assert held([Belongings(processes=((4000001, 5),))]) == []
+
+
+def test_a_driver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text("#!/bin/sh\nexec sleep 600\n")
+    smi.chmod(0o755)
+    monkeypatch.setattr("shutil.which", lambda _: str(smi))
+    monkeypatch.setattr(remains, "_SMI_TIMEOUT_S", 0.01)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess.Popen, "kill", lambda _: None)  # no signal reaches it
+        patch.setattr("replicas.supervisor.smi._KILL_S", 0.0)
+        (one,) = held([Belongings(gpu=True)])
+        assert one.holder == "the driver: nvidia-smi does not answer within 0.01 s"
+        (stuck,) = smi_stuck
+        assert held([Belongings(gpu=True)]) == [one]
+        assert smi_stuck == [stuck]  # no other one was started
+    stuck.kill()
+    stuck.wait()
+    smi.write_text("#!/bin/sh\n")
+    assert held([Belongings(gpu=True)]) == []
+    assert smi_stuck == []
+
+
+def test_ports_that_are_shared_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    there = [Listener("0.0.0.0", 80, 1), Listener("0.0.0.0", 81, 2), Listener("::", 80, 3)]
+    monkeypatch.setattr(belongings, "listeners", lambda: iter(there))
+    monkeypatch.setattr(belongings, "_descriptors", lambda _: [f"socket:[{one.inode}]" for one in there])
+    stock = Stocktaking(lambda: [os.getpid()], 0.0)
+    before = stock.now(0.0)
+    assert before is not None
+    assert [one.inode for one in before.ports] == [1, 2, 3]
+    there.append(Listener("0.0.0.0", 80, 4))  # another replica came
+    after = stock.last_time(1.0)
+    assert after is not None
+    assert [one.inode for one in after.ports] == [2, 3]
 
 
 def test_the_wait_ends_when_it_is_clear_given_up_or_too_long() -> None:
@@ -103,6 +136,20 @@ def test_the_wait_ends_when_it_is_clear_given_up_or_too_long() -> None:
     anyio.run(main)
     assert [one.what.startswith("port 127.0.0.1:") for one in said] == [True, True, True]
     assert pauses == []
+
+
+def test_what_cannot_be_looked_for_is_said_and_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_descriptor(*_: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    async def gives_up(seconds: float) -> bool:
+        return False
+
+    monkeypatch.setattr(remains, "listeners", no_descriptor)
+    said: list[Held] = []
+    old = [Belongings(ports=(Listener("127.0.0.1", 80, 1),))]
+    assert anyio.run(wait_clear, old, said.append, gives_up) == said
+    assert [one.holder for one in said] == ["unknown: it cannot be looked for (Too many open files)"]
 
 
 def test_stock_is_taken_when_due_and_told_when_changed() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -92,10 +93,32 @@ def test_a_run_hands_its_controllers_on_and_limits_a_generation(
         f"{name}/a.0.1/pids.max=7",
     ]
     assert cgroups.members(path) == []
+    (path / "made-by-a-rank" / "container").mkdir(parents=True)
     cgroups.leave(path)
+    assert not path.exists()
     assert run.path.exists()
     assert run.close()
     assert not run.path.exists()
+
+
+def test_a_later_run_of_this_process_begins_at_the_same_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cgroups, "_left", {})
+    own = group(tmp_path / "own")
+    refused = [True]
+
+    def write(path: Path, value: str) -> None:
+        if path == own / "cgroup.subtree_control" and refused.pop(0):
+            raise OSError(errno.EBUSY, "busy")
+        path.write_text(value.replace("+", ""))
+
+    monkeypatch.setattr(cgroups, "_write", write)
+    refused.append(False)
+    first = RunCgroups.make("one", own, limited=True)
+    leaf = own / "supervisor"
+    assert (leaf / "cgroup.procs").read_text() == str(os.getpid())
+    second = RunCgroups.make("two", leaf, limited=True)  # as find_own says now
+    assert first.path.parent == second.path.parent == own
+    assert second.limits == {"memory", "pids"}
 
 
 def test_a_limit_without_its_controller_is_refused(tmp_path: Path) -> None:

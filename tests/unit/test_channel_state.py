@@ -553,6 +553,9 @@ def test_a_group_without_a_part_in_the_channel_may_only_observe() -> None:
     world.run()
     assert observer.commits == [1]
     assert not observer.held
+    world.lose(observer, "lease")
+    world.lose(trainer, "lease")
+    assert [one.observes for one in world.events if isinstance(one, MemberLost)] == [True, False]
 
 
 def test_only_sources_publish() -> None:

@@ -265,6 +265,32 @@ def test_status_when_the_port_belongs_to_another_run_now(
     assert f'run "grpo" is gone: {endpoint} is now the port of run "other"' in capsys.readouterr().err
 
 
+def test_the_end_of_a_run_is_more_than_its_silence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    place, silence = find.Place(folder / "grpo.toml"), Disconnected("silence")
+    with pytest.raises(Disconnected, match="is not running"):
+        place.end()
+    write_endpoint(folder, "127.0.0.1:1")
+    path = folder / ".replicas" / "grpo" / find.ENDPOINT_FILE
+    monkeypatch.setattr(find, "start_time", lambda pid: 1)
+    end = place.end()
+    assert not end.came(silence), "it lives, and is only slow"
+    monkeypatch.setattr(find, "SILENT_S", -1.0)
+    with pytest.raises(Disconnected, match="silence"):
+        end.came(silence)
+    monkeypatch.setattr(find, "start_time", lambda pid: None)
+    with pytest.raises(Disconnected, match="silence"):  # it was killed: an orderly end removes the file
+        end.came(silence)
+    path.unlink()
+    assert end.came(silence)
+
+
+def test_the_end_of_a_run_elsewhere() -> None:
+    end, refused = find.Place(endpoint="127.0.0.1:1").end(), Disconnected("nobody answers")
+    assert not end.came(refused)
+    refused.__cause__ = ConnectionRefusedError()
+    assert end.came(refused)
+
+
 @pytest.mark.parametrize(
     ("code", "answer", "message"),
     [

@@ -145,13 +145,14 @@ def test_an_unknown_key_near_to_none_lists_the_known_ones(folder: Path) -> None:
             {"command": "train.py"},
             'groups.trainer.command: expected a list of strings such as ["train.py", "--steps", "200"], got "train.py"',
         ),
-        ({"env": {"A": 1}}, 'groups.trainer.env: expected a table of strings, got {"A": 1}'),
+        ({"env": {"A": 1}}, "groups.trainer.env.A: expected a string; put its value in quotes"),
+        ({"env": "A=1"}, 'groups.trainer.env: expected a table of strings such as { NAME = "value" }'),
         (
             {"env": {"REPLICA_ID": "1"}},
             "groups.trainer.env.REPLICA_ID: is set for each rank by the supervisor; remove it",
         ),
         ({"env": {"A=B": "1"}}, 'groups.trainer.env."A=B": is not a usable environment variable'),
-        ({"health": []}, "groups.trainer.health: expected a table, got []"),
+        ({"health": []}, "groups.trainer.health: expected a table, got a list"),
         (
             {"health": {"start_timeout": "5 minutes"}},
             'groups.trainer.health.start_timeout: expected a duration such as "500ms", "30s" or "10m", got "5 minutes"',

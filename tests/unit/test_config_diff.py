@@ -108,6 +108,17 @@ def test_limits_begin_with_the_run() -> None:
     assert not diff(limited, config({"a": {"resources": {"memory": "1GiB"}}, "b": {}})).refused
 
 
+def test_gpus_are_given_out_from_the_start_on() -> None:
+    with_gpus = config({"a": {}, "b": {"resources": {"gpus": 1}}})
+    assert diff(config(), with_gpus).refused == (
+        "groups.b.resources.gpus: GPUs are given out from the start on, and what runs now has seen all of them: "
+        "end the run and start it again",
+    )
+    more = config({"a": {"resources": {"gpus": 2}}, "b": {"resources": {"gpus": 1}}})
+    assert diff(with_gpus, more) == ConfigDiff(restarted=("a",))
+    assert diff(with_gpus, config()) == ConfigDiff(restarted=("b",))
+
+
 def test_every_field_is_accounted_for() -> None:
     """A new field of a group is a policy until somebody decides otherwise; one of the run must be decided on."""
     known = {"schema_version", "run", "store", "control", "logs", "groups", "channels", "source"}

@@ -17,8 +17,8 @@ from replicas import errors
 from replicas.control import desk
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
-from replicas.control.commands import ORDERS, Answer, Problem
-from replicas.events import RankEnd, Reloaded, ReplicaExited, Scaled, decode
+from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Problem
+from replicas.events import RankEnd, Reloaded, ReloadRefused, ReplicaExited, Scaled, decode
 from replicas.events import Record as EventRecord
 from tests.unit.test_control_app import Fake
 
@@ -300,7 +300,14 @@ async def test_what_a_program_printed_is_not_for_everyone(
     headers: dict[str, str], lines: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rank = RankEnd(rank=0, code=1, text="boom", lines=("secret",), error="secret" * bool(lines))
-    end = ReplicaExited(group="a", replica=0, generation=1, outcome="failed", ranks=(rank,))
+    end = ReplicaExited(
+        group="a",
+        replica=0,
+        generation=1,
+        outcome="failed",
+        reason=f"rank 0 exited with code 1: {rank.text}",
+        ranks=(rank,),
+    )
 
     async def events(*_: object) -> AsyncIterator[EventRecord]:
         yield EventRecord(1, 0.0, end)
@@ -310,7 +317,48 @@ async def test_what_a_program_printed_is_not_for_everyone(
     (line,) = (line for line in response.content.splitlines() if line.startswith(b"data: "))
     told = decode(line[6:]).event
     assert isinstance(told, ReplicaExited)
-    assert told.ranks == (RankEnd(rank=0, code=1, text="boom", lines=lines, error="secret" * bool(lines)),)
+    known = bool(headers)
+    assert told.ranks == (RankEnd(rank=0, code=1, text="boom" * known, lines=lines, error="secret" * known),)
+    assert told.reason == ("rank 0 exited with code 1: boom" if known else "rank 0 exited with code 1")
+
+
+@pytest.mark.parametrize("path", ["/status", "/readyz?verbose"])
+async def test_pages_show_what_a_program_printed_with_the_token_only(
+    path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = Run()
+    (group,) = Fake.status(run).groups
+    failed = msgspec.structs.replace(
+        group.replicas[0], state="failed", reason="rank 0 exited with code 3: key=xyz; no restart is left"
+    )
+    groups = (msgspec.structs.replace(group, replicas=(failed,)),)
+    monkeypatch.setattr(run, "status", lambda: msgspec.structs.replace(Fake.status(run), groups=groups))
+    assert "rank 0 exited with code 3: key=xyz" in (await read(run, path, headers=TOKEN)).text
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        text = (await read(run, path, headers=headers)).text
+        assert "rank 0 exited with code 3" in text
+        assert "xyz" not in text
+
+
+async def test_a_refused_config_is_not_quoted_to_everyone(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def events(*_: object) -> AsyncIterator[EventRecord]:
+        yield EventRecord(1, 0.0, ReloadRefused(problems=('groups.a.cwd: folder "/xyz" does not exist',)))
+
+    monkeypatch.setattr(Run, "events", events)
+    assert "/xyz" in (await read(Run(), "/events?after=0&follow=0", headers=TOKEN)).text
+    text = (await read(Run(), "/events?after=0&follow=0", headers={})).text
+    assert '"problems":["groups.a.cwd"]' in text
+
+
+@pytest.mark.parametrize(("meant", "code"), [("grpo", 200), ("other", 409)])
+async def test_an_order_for_another_run(meant: str, code: int) -> None:
+    run = Run()
+    response = await ask(run, "/scale", {"group": "a", "replicas": 1}, headers={**TOKEN, RUN_HEADER: meant})
+    assert response.status_code == code
+    problem = answer(response).error
+    assert (problem is None) == (code == 200) == bool(run.asked)
+    if problem is not None:
+        assert str(problem.exception()).startswith('run "other" is gone: run "grpo" is at its address now')
 
 
 @pytest.mark.parametrize("after", ["-1", "x", "1e3", "9" * 30])

@@ -170,3 +170,17 @@ def test_how_far_a_replica_has_ever_come() -> None:
     assert marks.of("rollout", 0) == (9, 1, 0)
     marks.forget("rollout", 0)
     assert marks.of("rollout", 0) == before
+
+
+def test_a_rank_that_joins_only_now_comes_too_late_for_anything() -> None:
+    world, (trainer, one) = world_of("trainer/0/0", "rollout/0/0", world_size=2)
+    drain(world, "rollout", 0)
+    late = world.join("rollout/0/1", world_size=2)
+    number = trainer.publish()
+    trainer.pack(number)
+    world.run(frozen=(late,))
+    world.advance(60)
+    world.run()
+    assert late.held == one.held == set()
+    assert late.member not in {state.member for state in world.state.roster.live}
+    assert trainer.verdicts[number].receipt is not None, "nobody has waited for it"

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import faulthandler
 import os
+import resource
 import signal
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from replicas import stacks
-from replicas.supervisor.dumps import Stack, StackDump, describe, short
+from replicas.supervisor.dumps import Stack, StackDump, _without_core, describe, short
 from replicas.supervisor.processes import catches, is_below, start_time
 
 
@@ -67,6 +70,39 @@ def test_a_rank_that_has_not_joined_is_described_from_proc(tmp_path: Path) -> No
     assert f"thread {me} (" in stack.text
     assert stack.entry().startswith(f"replicas: stacks of rank 5, process {me}:\nit has")
     assert stack.entry().endswith("\nreplicas: end of stacks\n")
+
+
+def test_a_rank_that_is_aborted_leaves_no_core_also_through_a_pipe() -> None:
+    before = resource.getrlimit(resource.RLIMIT_CORE)
+    try:
+        _without_core(os.getpid())
+        assert resource.getrlimit(resource.RLIMIT_CORE) == (min(1, before[1]) if before[1] >= 0 else 1, before[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_CORE, before)
+
+
+def test_threads_that_join_at_once_register_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stacks, "_open", {})
+    registered: list[object] = []
+    together = threading.Barrier(2)
+
+    def join() -> None:
+        together.wait(10)
+        stacks.register(tmp_path, 0, 1)
+
+    def register(*_: object, file: object, **__: object) -> None:
+        time.sleep(0)  # let the other one run
+        registered.append(file)
+
+    monkeypatch.setattr(faulthandler, "register", register)
+    threads = [threading.Thread(target=join) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert registered == list(stacks._open.values())
+    for file in stacks._open.values():
+        file.close()
 
 
 def test_what_is_gone_is_said_to_be_gone() -> None:

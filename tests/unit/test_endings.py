@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from replicas.events import LogLinesDropped, RankEnd, ReplicaExited
-from replicas.supervisor.causes import exited
+from replicas.supervisor.causes import exited, verdict, without_output
 from replicas.supervisor.endings import exit_report
 from replicas.supervisor.failure import FailureReports
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
@@ -45,6 +45,20 @@ def test_a_program_that_failed_is_reported_with_its_last_lines(child: Child) -> 
     assert exit_report(spec("exec"), child, None, lines(), stopping=True).outcome == "stopped"
     child.code = 0
     assert exit_report(spec("exec"), child, None, lines(rank_0=BOOM), stopping=False) == ExitReport("ok")
+
+
+@pytest.mark.parametrize("told", ["exec", "torchrun"])
+@pytest.mark.parametrize(("code", "ended"), [(3, "exited with code 3"), (-6, "killed by SIGABRT"), (-40, "signal 40")])
+def test_a_cause_without_what_the_program_printed(told: str, code: int, ended: str, child: Child) -> None:
+    child.code = code
+    report = exit_report(spec(told), child, None, lines(rank_0=("a: x; y",), torchrun=("a: x; y",)), stopping=False)
+    cause = verdict([report])
+    assert cause is not None
+    for text in (cause.text, f"restarted with a/1: {cause.text}; no restart is left", f"a\n{cause.text}\n"):
+        shown = without_output(text)
+        assert ended in shown
+        assert "x; y" not in shown
+    assert without_output("generation 2: no restart is left") == "generation 2: no restart is left"
 
 
 def test_a_crash_is_named_by_what_faulthandler_says(child: Child) -> None:

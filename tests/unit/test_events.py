@@ -136,6 +136,7 @@ def test_the_counters_are_the_fold_of_the_events() -> None:
     assert tally.retries == {"p": {"lost": 1}}
     assert tally.sidecars == {"lost": 2}
     assert tally.refused == {"token": 3}
+    tally.count(LogLinesDropped(group="a", replica=0, generation=1, count=9, where="tee"))  # the log has them
     assert tally.log_lines_dropped == {"a": 7}
     assert tally.events_lost == 5
     assert tally.epochs == {"p": 4}
@@ -176,6 +177,12 @@ def test_growth_is_told_once() -> None:
     assert growth.since({"a": 2, "b": 0}) == [("a", 2)]
     assert growth.since({"a": 2, "b": 0}) == []
     assert growth.since({"a": 5, "b": 1}) == [("a", 3), ("b", 1)]
+    seldom = Growth(10.0)
+    assert seldom.since({"a": 1}, 100.0) == [("a", 1)]
+    assert seldom.since({"a": 2}, 109.0) == []
+    assert seldom.since({"a": 3}, 110.0) == [("a", 2)]
+    assert seldom.since({"a": 4}, 111.0) == []
+    assert seldom.since({"a": 4}) == [("a", 1)]
 
 
 def test_numbers_and_counters_go_on_after_the_death_of_a_supervisor(tmp_path: Path) -> None:
@@ -301,6 +308,61 @@ def test_a_full_disk_costs_lines_that_are_counted_and_said_once(
     assert isinstance(records[2].event, EventsLost)
     assert (records[2].event.count, log.tally.events_lost) == (4, 4)
     assert asyncio.run(followed(log, 0, 8)) == list(range(1, 9))  # memory has them all
+
+
+def test_events_that_were_lost_are_told_and_counted_once_over_a_death(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    first = EventLog(path)
+    refusals(first, 1)
+    with file_size_limit(path.stat().st_size):
+        refusals(first, 4)
+    saved = msgspec.json.encode(first.tally)
+    told, untold = EventLog(path, tally=msgspec.json.decode(saved, type=Tally), seq=first.seq), first
+    refusals(untold, 1)  # the first supervisor tells of them, and is killed before it saves
+    resumed = EventLog(path, tally=msgspec.json.decode(saved, type=Tally), seq=5)
+    refusals(resumed, 1)
+    assert (untold.tally.events_lost, resumed.tally.events_lost) == (4, 4)
+    refusals(told, 1)  # it was killed before it could tell: the next one does
+    assert told.tally.events_lost == 4
+    kinds = [record.event for record in read(path)]
+    assert sum(isinstance(event, EventsLost) and event.count == 4 for event in kinds) == 2
+
+
+def test_the_counters_that_a_rotation_saves_are_of_events_in_the_file(tmp_path: Path) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, max_nbytes=300)
+    saved: list[tuple[int, int]] = []
+    log.on_rotate = lambda: saved.append((log.seq, log.tally.refused["token"]))
+    refusals(log, 10)
+    assert saved
+    written = {record.seq for record in read(path, saved[-1][0] - 1)}
+    assert all(seq == count for seq, count in saved)
+    assert saved[-1][0] in written
+
+
+def test_a_rotation_that_fails_or_finds_no_file_ends_in_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "events.jsonl"
+    log = EventLog(path, max_nbytes=1000)
+    rename = Path.rename
+
+    def fails(self: Path, target: Path) -> Path:
+        if self.name.endswith(".new"):
+            raise OSError(5, "Input/output error")
+        return rename(self, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", fails)
+        refusals(log, 20)
+        assert path.stat().st_size > 1000
+        assert not path.with_name("events.jsonl.1").exists()
+    refusals(log, 1)
+    assert path.stat().st_size < 1000 < path.with_name("events.jsonl.1").stat().st_size
+    path.unlink()
+    refusals(log, 40)
+    assert path.stat().st_size <= 1000
+    assert [record.seq for record in read(path)][-1] == log.seq == 61
 
 
 def test_a_folder_that_cannot_be_written_stops_nothing(tmp_path: Path) -> None:

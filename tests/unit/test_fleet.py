@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 
 from replicas import errors
+from replicas.config import ResourcesConfig
 from replicas.events import Drained, Draining, FailedReset, RestartAsked, Scaled, Transition
 from replicas.supervisor.causes import Cause
+from replicas.supervisor.machine import Machine
 from tests.support.fleets import DIES, DONE, Life, fleet, group_of
 from tests.support.virtual import virtually
 
@@ -434,3 +436,15 @@ async def test_a_roll_passes_over_those_that_are_scaled_away() -> None:
         await asyncio.wait_for(rolling, 100)
         assert made.groups["a"].restarts_by_reason() == {"reload": 1}
         assert len(yard.shims["a/2"]) == 1
+
+
+@history
+async def test_gpus_of_processes_that_do_not_go_away_are_not_free() -> None:
+    group = group_of("a", replicas=2, resources=ResourcesConfig(gpus=1), stop_timeout_s=1.0)
+    async with fleet(group) as (made, yard):
+        yard.resources.plan(made.config, Machine(gpus=("0", "1")))
+        await made.wait_ready(made.groups.values())
+        yard.shims["a/1"][0].swept = False
+        await made.drain("a")
+        assert yard.states() == {"a/0": "finished", "a/1": "failed"}
+        assert (yard.resources.held("a", 0), yard.resources.held("a", 1)) == ((), ("1",))

@@ -18,7 +18,7 @@ def descriptors() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_one_that_cannot_be_started_again_is_tried_again_and_given_up(capsys: pytest.CaptureFixture[str]) -> None:
+def test_one_that_cannot_be_started_again_is_tried_again_and_given_up(capfd: pytest.CaptureFixture[str]) -> None:
     """A machine that is out of processes for a moment costs no replica."""
     before = descriptors()
     children: list[Child] = []
@@ -44,4 +44,4 @@ def test_one_that_cannot_be_started_again_is_tried_again_and_given_up(capsys: py
         assert f"{TRIES} times" in reason
         assert (keeper.wakes, keeper.pid) == ([], 0)
     assert descriptors() == before
-    assert capsys.readouterr().err.count("cannot be started: ") == TRIES - 1
+    assert capfd.readouterr().err.count("cannot be started: ") == TRIES - 1

@@ -106,6 +106,26 @@ def test_a_version_in_parts_is_kept_whole() -> None:
     assert {place.pid for place in go.places} == {COORDINATOR}
 
 
+def test_a_version_of_which_only_a_part_is_kept_is_lost_with_the_other() -> None:
+    config = channel_config(sources=(Party("trainer", "all"),))
+    world = World(config, {"trainer": GroupShape(world_size=2)}, machine="a")
+    near, far = (world.join(f"trainer/0/{rank}", world_size=2, machine=where) for rank, where in enumerate("ab"))
+    publish(world, near, far, manifests=PARTS)
+    world.lose(near)
+    target = world.join("rollout/0/0", machine="a")
+    world.run()
+    state = world.state.roster.get(target.member)
+    assert state is not None
+    assert target.held == {1}, "the other part was sent, this one copied"
+    world.lose(target)
+    world.lose(far)
+    again = world.join("rollout/0/0", machine="a")
+    world.run()
+    state = world.state.roster.get(again.member)
+    assert state is not None
+    assert not world.state.commits.obtainable([state])
+
+
 @pytest.mark.parametrize("machine", ["a", ""])
 def test_who_may_get_it_later_waits_for_it_to_be_ready(machine: str) -> None:
     world = World(machine="a")

@@ -164,6 +164,26 @@ def test_since_goes_by_the_times_beside_a_log(tmp_path: Path) -> None:
     later.close()
 
 
+def open_files() -> int:
+    return sum(1 for _ in Path("/proc/self/fd").iterdir())
+
+
+def test_a_generation_that_is_removed_is_read_to_its_end_and_let_go_of(tmp_path: Path) -> None:
+    first = write(tmp_path, "a/0/gen-1/rank-0", "1\n2\n3")
+    follower = Follower(tmp_path, Selection())
+    before = open_files()
+    assert texts(follower.poll()) == ["1", "2"]
+    write(tmp_path, "a/0/gen-2/rank-0", "4\n")
+    first.unlink()
+    first.parent.rmdir()
+    assert texts(follower.poll()) == ["4"]
+    assert texts(follower.poll()) == ["3"]
+    assert open_files() == before + 1
+    write(tmp_path, "a/0/gen-2/rank-0", "5\n")
+    assert texts(follower.poll()) == ["5"]
+    follower.close()
+
+
 NOW = 1_800_000_000.0
 
 
@@ -186,3 +206,16 @@ def test_a_time_of_day_is_the_last_one_such() -> None:
 def test_what_is_no_time(text: str) -> None:
     with pytest.raises(errors.UsageError, match="is no time"):
         moment(text, now=NOW)
+
+
+def test_one_look_takes_a_little_of_many_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_files, "BATCH_NBYTES", 10)
+    for index in range(3):
+        write(tmp_path, f"a/{index}/gen-1/rank-0", f"{index}_one\n{index}_two\n{index}_three\n")
+    follower = Follower(tmp_path, Selection())
+    batches = [texts(follower.poll()) for _ in range(4)]
+    assert [len(batch) for batch in batches] == [3, 3, 3, 0]
+    assert {text for batch in batches for text in batch} == {
+        f"{index}_{word}" for index in range(3) for word in ("one", "two", "three")
+    }
+    follower.close()

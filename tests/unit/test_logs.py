@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import selectors
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,9 +13,12 @@ import pytest
 from replicas.config import LogsConfig
 from replicas.supervisor.guard import RANK_MARK
 from replicas.supervisor.logfile import RotatedFile, remove_old_generations
+from replicas.supervisor.logkeeper import LogKeeper
 from replicas.supervisor.logpump import Log, LogSource
+from replicas.supervisor.orders import NodeSpec
 from replicas.supervisor.specs import wants_tee
 from replicas.supervisor.tee import Tee
+from tests.support.full_disk import file_size_limit
 
 LIMIT = 64 << 10
 
@@ -148,6 +153,9 @@ def test_a_worker_of_torchrun_is_named_by_its_guard(tmp_path: Path) -> None:
     assert log.read(0, 0.0) == b"hello\n"
     assert (tmp_path / "rank-12.log").read_bytes() == b"hello\n"
     assert log.prefix == "a/0.12"
+    pipe.write(RANK_MARK + b"x\n" + RANK_MARK + b"3\n")  # its own words, by whatever chance
+    log.read(0, 0.0)
+    assert (tmp_path / "rank-12.log").read_bytes() == b"hello\n" + RANK_MARK + b"x\n" + RANK_MARK + b"3\n"
     log.close()
     pipe.close()
 
@@ -183,6 +191,92 @@ def test_a_file_is_opened_again_where_it_was(tmp_path: Path) -> None:
     assert file.open(5) == 0
     assert path.read_bytes() == b""
     file.close()
+
+
+def test_a_rotation_that_failed_half_way_loses_no_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "x.log"
+    for number, name in enumerate(("x.log", "x.log.1", "x.log.2", "x.log.3")):
+        (tmp_path / name).write_text(str(number))
+        (tmp_path / f"{name}.times").write_text(str(number))
+    file = RotatedFile(path, 100, 3, times=True)
+    rename = Path.rename
+    left = [0]
+
+    def fails(old: Path, new: Path) -> Path:
+        left[0] -= 1
+        if left[0] < 0:
+            raise OSError(errno.EIO, "error")
+        return rename(old, new)
+
+    monkeypatch.setattr(Path, "rename", fails)
+    for allowed in range(6):  # 2 of them go through, then 2 more, ...
+        left[0] = allowed
+        with suppress(OSError):
+            file.rotate()
+            break
+    assert {one.name: one.read_text() for one in tmp_path.iterdir()} == {
+        f"x.log.{number}{end}": str(number - 1) for number in (1, 2, 3) for end in ("", ".times")
+    }
+
+
+def test_a_close_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = RotatedFile(tmp_path / "x.log", 100, 1, times=True)
+    file.open(0)
+    close = os.close
+
+    def fails(descriptor: int) -> None:
+        close(descriptor)
+        raise OSError(errno.EDQUOT, "quota")
+
+    monkeypatch.setattr(os, "close", fails)
+    file.close()
+    file.close()
+    assert file.open(0) == 0
+    file.close()
+
+
+def test_a_file_as_stderr_that_is_full_costs_lines_only(tmp_path: Path) -> None:
+    path = tmp_path / "stderr"
+    with path.open("ab") as file:
+        tee = Tee(file.fileno(), "a/0")
+        with file_size_limit(30):
+            for number in range(5):
+                tee.show(b"some line %d\n" % number, "a/0.0")
+        assert not tee.waiting
+        assert (tee.dropped, tee.why_dropped) == (4, "File too large")
+        tee.show(b"more\n", "a/0.0")
+    lines = path.read_text().split("\n")
+    assert lines[0] == "a/0.0| some line 0"
+    assert "a/0| (4 lines are only in the log: File too large)" in lines[1]
+    assert lines[2] == "a/0.0| more"
+
+
+def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    selector = selectors.DefaultSelector()
+    spec = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, str(tmp_path), str(tmp_path), 1.0, "nonce")
+    keeper = LogKeeper(spec, selector, None, lambda _: None)
+    started: list[int] = []
+
+    def start(keeper: LogKeeper) -> None:
+        started.append(1)
+        keeper._pid = 4000001
+
+    monkeypatch.setattr(LogKeeper, "start", start)
+    os.write(keeper.streams("rank 0")[0], b"last words\n")
+    keeper.close()
+    assert not keeper.over
+    keeper.ended(-9)
+    assert (len(started), keeper.over) == (2, False)
+    (kill_at,) = keeper.wakes
+    keeper.on_time(kill_at)
+    keeper.ended(-9)
+    assert (len(started), keeper.over) == (2, True)
+    assert "11 bytes are in no log" in capfd.readouterr().err
+    for pipe in keeper._readers():
+        os.close(pipe)
+    selector.close()
 
 
 def test_a_terminal_that_nobody_reads_costs_lines_and_no_time() -> None:

@@ -132,6 +132,13 @@ def test_status_is_sent_when_it_changes(systemd: FakeSystemd, notifier: Notifier
     assert status_line(supervisor.status()) == "a 2/2 ready; p at version 7"
 
 
+def test_no_message_is_longer_than_systemd_takes(systemd: FakeSystemd, notifier: Notifier) -> None:
+    notifier.send(STATUS="ä" * 5000, READY="1", WATCHDOG="1")
+    (message,) = systemd.messages()
+    assert message["STATUS"].endswith("ä...")
+    assert len("\n".join(message.values()).encode()) < 4000
+
+
 def test_stopping_is_said_once_and_a_drain_asks_for_time(systemd: FakeSystemd, notifier: Notifier) -> None:
     supervisor = FakeSupervisor()
     watcher = Watcher(notifier, supervisor)

@@ -375,6 +375,31 @@ async def test_a_change_of_mind_while_it_drains(tmp_path: Path) -> None:
 
 
 @pytest.mark.anyio
+async def test_a_node_that_ends_well_leaves_the_health_of_the_others_as_it_is(tmp_path: Path) -> None:
+    async with living(tmp_path, on_channel=True, nnodes=2, health=HEALTH) as (replica, world):
+        now = time.monotonic()
+        world.view = Readiness(True)
+        replica.check(now)
+        world.shims[0].ended(OK)
+        await settle()
+        world.view = Readiness(True, heartbeat_age_s=21)
+        replica.check(now)
+        assert (state(replica), world.shims[1].told) == ("draining", [10.0])
+
+
+@pytest.mark.anyio
+async def test_only_nodes_that_run_have_stacks(tmp_path: Path) -> None:
+    async with living(tmp_path, nnodes=3) as (replica, world):
+
+        async def never() -> Mapping[str, str]:
+            raise TimeoutError
+
+        world.shims[0].ended(OK)
+        world.shims[1].stacks = never  # type: ignore[method-assign]  # its shim is frozen
+        assert await replica.stacks() == {"a/0, node 1": "its shim does not answer", "a/0/2": "here"}
+
+
+@pytest.mark.anyio
 async def test_stacks_of_all_nodes(tmp_path: Path) -> None:
     async with living(tmp_path, nnodes=2) as (replica, world):
         assert await replica.stacks() == {"a/0/0": "here", "a/0/1": "here"}

@@ -13,7 +13,7 @@ from replicas.config import Config
 from replicas.config_file import parse
 from replicas.errors import BadConfig
 from replicas.supervisor import machine
-from replicas.supervisor.machine import Machine, look, visible_gpus
+from replicas.supervisor.machine import Machine, look, nvml_count, visible_gpus
 from replicas.supervisor.resources import Resources, notes, problems, refuse_unfit
 
 EIGHT = Machine(gpus=tuple("01234567"), gpus_from="NVML", gpu_order="PCI_BUS_ID", cpus=8, memory_nbytes=64 << 30)
@@ -148,6 +148,19 @@ def test_no_gpu_has_two_owners(steps: list[tuple[str, int, bool]]) -> None:
 def test_visible_gpus(text: str, found: tuple[str, ...]) -> None:
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": text}) == found
     assert look(environ={"CUDA_VISIBLE_DEVICES": text}).gpus == found
+
+
+@pytest.mark.parametrize(
+    ("program", "found"),
+    [
+        ("echo 8", (8, "")),
+        ("echo Driver Not Loaded; exit 1", (None, "Driver Not Loaded")),
+        ("kill -9 $$", (None, "nothing; it ended with -9")),
+        ("exec sleep 60", (None, "nothing within 0.01 s: the driver hangs")),
+    ],
+)
+def test_a_driver_that_hangs_or_says_no(program: str, found: tuple[int | None, str]) -> None:
+    assert nvml_count(["sh", "-c", program], 0.01 if "sleep" in program else 10.0) == found
 
 
 def test_this_machine_has_something() -> None:

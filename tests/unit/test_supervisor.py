@@ -15,11 +15,13 @@ from replicas import errors
 from replicas.config import Dependency, GroupConfig
 from replicas.core.lifecycle import Event, Transition
 from replicas.core.ordering import start_levels
+from replicas.events import RunEnded, RunStarted
 from replicas.supervisor import orders
 from replicas.supervisor.causes import Cause, verdict
 from replicas.supervisor.commands import resolve_command
 from replicas.supervisor.node import rank_environment
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.run_state import Saved
 from replicas.supervisor.state import AlreadySupervised, StateDir
 from replicas.supervisor.words import line
 
@@ -124,6 +126,49 @@ def test_one_supervisor_of_a_state_folder(tmp_path: Path) -> None:
     assert (tmp_path / "s" / "logs.previous" / "old").exists()
     assert not list(second.logs.iterdir())
     second.release()
+
+
+def test_starts_that_come_to_nothing_leave_the_logs_of_the_run_before(tmp_path: Path) -> None:
+    for _ in range(3):
+        folder = StateDir(tmp_path, "r")
+        folder.acquire()
+        if not (tmp_path / "logs.previous").exists():
+            (folder.logs / "old").touch()
+        folder.release()
+    assert (tmp_path / "logs.previous" / "old").exists()
+
+
+def test_a_start_that_fails_lets_the_run_go(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    for _ in range(2):
+        with pytest.raises(errors.UsageError, match=r"cannot use the state folder .*: Not a directory: .*/logs"):
+            StateDir(tmp_path, "r").acquire()
+    (tmp_path / "logs").unlink()
+    folder = StateDir(tmp_path, "r")
+    folder.acquire()
+    (tmp_path / "endpoint.new").mkdir()
+    with pytest.raises(errors.WorldError, match=r"cannot write to the state folder .*: Is a directory"):
+        folder.write(endpoint="x", token="y")
+    folder.release()
+
+
+@pytest.mark.parametrize(("code", "goes_on"), [(0, False), (1, False), (75, True)])
+def test_a_run_that_had_ended_in_order_begins_afresh(tmp_path: Path, code: int, goes_on: bool) -> None:
+    first = StateDir(tmp_path, "r")
+    first.acquire()
+    events = first.open_events(1 << 20)
+    first.run_state.save(Saved(run="r", seq=events.seq, tally=events.tally))
+    first.decisions_file.touch()
+    events.emit(RunEnded(exit_code=code))
+    first.release()  # it was killed before it could remove its state
+    again = StateDir(tmp_path, "r")
+    again.acquire()
+    assert again.resumed == (again.saved is not None) == goes_on
+    assert again.decisions_file.exists() == goes_on
+    (record,) = again.open_events(1 << 20).after(2)  # numbers go on in any case
+    assert isinstance(record.event, RunStarted)
+    assert record.event.resumed == goes_on
+    again.release()
 
 
 def test_a_state_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:

@@ -1,0 +1,49 @@
+"""What is shown to those who have not shown the run's token: all but what programs print, and what a config says.
+
+A program may print a secret, and its last line is part of the reason why its replica failed, which goes a long way: into
+states, events, and what is said of members. So no field is trusted: every text is cut behind the exit code or the signal
+(:func:`replicas.supervisor.causes.without_output`).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from replicas.events import Event, Record, ReloadRefused, ReplicaExited
+from replicas.supervisor.causes import without_output
+
+__all__ = ["public", "public_record"]
+
+
+def public(value: object) -> Any:
+    """``value`` as what JSON has a form for, its texts without output."""
+    return _cut(msgspec.to_builtins(value, enc_hook=str))
+
+
+def public_record(record: Record) -> bytes:
+    """The record as one line of JSON, as :func:`replicas.events.encode` writes it."""
+    return msgspec.json.encode(public(Record(record.seq, record.at, _reduced(record.event))))
+
+
+def _reduced(event: Event) -> Event:
+    """The event without the fields that hold nothing but output, or that quote the config."""
+    match event:
+        case ReplicaExited():
+            ranks = tuple(msgspec.structs.replace(rank, text="", lines=(), error="") for rank in event.ranks)
+            return msgspec.structs.replace(event, ranks=ranks)
+        case ReloadRefused():
+            return ReloadRefused(problems=tuple(problem.partition(": ")[0] for problem in event.problems))
+    return event
+
+
+def _cut(value: Any) -> Any:
+    match value:
+        case str():
+            return without_output(value) if ": " in value else value
+        case dict():
+            return {key: _cut(item) for key, item in value.items()}
+        case list() | tuple():
+            return [_cut(item) for item in value]
+    return value

@@ -1,0 +1,47 @@
+"""Asking nvidia-smi, which may hang in the driver where no signal reaches it: nobody waits for it longer than he said."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import threading
+
+__all__ = ["gpu_processes"]
+
+_KILL_S = 0.2
+_lock = threading.Lock()
+_stuck: list[subprocess.Popen[str]] = []
+
+
+def gpu_processes(fields: str, timeout_s: float) -> list[str]:
+    """A line of comma-separated ``fields`` for each process that the driver knows of on a GPU. Blocks.
+
+    :raises OSError: there is no nvidia-smi.
+    :raises subprocess.CalledProcessError: it failed.
+    :raises subprocess.TimeoutExpired: it does not answer, or one that was asked before still hangs.
+    """
+    smi = shutil.which("nvidia-smi")
+    if smi is None:
+        raise FileNotFoundError("nvidia-smi is not on PATH")
+    command = [smi, f"--query-compute-apps={fields}", "--format=csv,noheader,nounits"]
+    with _lock:
+        _stuck[:] = [one for one in _stuck if one.poll() is None]
+        if _stuck:
+            raise subprocess.TimeoutExpired(command, timeout_s)
+    null = subprocess.DEVNULL
+    asked = subprocess.Popen(command, stdin=null, stdout=subprocess.PIPE, stderr=null, text=True)
+    assert asked.stdout is not None
+    try:
+        text, _ = asked.communicate(timeout=timeout_s)
+    except subprocess.TimeoutExpired:
+        asked.kill()
+        asked.stdout.close()
+        try:
+            asked.wait(_KILL_S)
+        except subprocess.TimeoutExpired:
+            with _lock:
+                _stuck.append(asked)  # it is reaped by a later call, once the driver lets go of it
+        raise
+    if asked.returncode != 0:
+        raise subprocess.CalledProcessError(asked.returncode, command)
+    return text.splitlines()

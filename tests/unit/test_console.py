@@ -1,0 +1,62 @@
+"""Lines for people never hold anybody up."""
+
+from __future__ import annotations
+
+import fcntl
+import logging
+import os
+import select
+
+import pytest
+
+from replicas.supervisor.console import Console
+
+
+def lines_of(descriptor: int, last: str) -> list[str]:
+    """All lines up to one that ends so."""
+    data = b""
+    while not data.endswith(f"{last}\n".encode()):
+        data += os.read(descriptor, 1 << 16)
+    return data.decode().splitlines()
+
+
+def test_who_does_not_read_holds_nobody_up_and_hears_what_is_missing() -> None:
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    console = Console(writer)
+    for number in range(1500):
+        console.say(f"{number:050}")
+    assert not console.flush(0.0)
+    console.say("more")
+    taken = 0
+    while not console.flush(0.0):
+        taken += os.read(reader, 1 << 16).count(b"\n") if select.select([reader], [], [], 0.01)[0] else 0
+    taken += os.read(reader, 1 << 16).count(b"\n") if select.select([reader], [], [], 0.0)[0] else 0
+    console.say("last")
+    note, last = lines_of(reader, "last")
+    assert note == f"({1501 - taken} lines before this one are left out: nobody took them)"
+    assert last.endswith(" replicas: last")
+    assert console.flush(10.0)
+
+
+def test_a_reader_that_is_gone_ends_nothing() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    console = Console(writer)
+    console.say("x")
+    console.say("y")
+    assert console.flush(10.0)
+    os.close(writer)
+
+
+def test_it_shows_warnings_of_loggers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logging.getLogger(), "handlers", [])
+    reader, writer = os.pipe()
+    console = Console(writer)
+    with console.logging():
+        logging.getLogger("replicas.test").info("not this")
+        logging.getLogger("replicas.test").warning("%d is %s", 7, "odd")
+    assert lines_of(reader, "odd") == ["7 is odd"]
+    assert not logging.getLogger().handlers
+    for descriptor in (reader, writer):
+        os.close(descriptor)
