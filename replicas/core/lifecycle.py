@@ -153,7 +153,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """One step of a replica's life.
 
     ``restart_reason``: with ``RETRY``, what is counted in ``replicas_restarts_total``; else None.
-    ``start_s``: seconds from the start of this generation's processes to its first readiness, on the transition that ends them.
+    ``start_s``: seconds from the start of a generation's processes to its first readiness, on the transition that ends them.
     ``recovery_s``: seconds since the replica was last ready, when a later generation becomes ready; else None.
     """
 

@@ -112,14 +112,20 @@ class _Operator:
             signal.SIGUSR1: self._preempt,
             signal.SIGHUP: self._hang_up,
         }
-        for signum, handler in signals.items():
-            loop.add_signal_handler(signum, handler, signum.name)
+
+        def arrived(number: int, frame: object) -> None:
+            signum = signal.Signals(number)
+            loop.call_soon_threadsafe(signals[signum], signum.name)
+
+        for signum in signals:
+            signal.signal(signum, arrived)
         try:
             yield
         finally:
+            # The run is over: nothing may replace its exit code. (A handler of the loop's own could not be taken away without
+            # a moment in which the signal kills.)
             for signum in signals:
-                loop.remove_signal_handler(signum)
-                signal.signal(signum, signal.SIG_IGN)  # the run is over: nothing may replace its exit code
+                signal.signal(signum, signal.SIG_IGN)
 
     async def finish(self) -> None:
         """Wait for what was asked for and spawned; reloads are given up."""

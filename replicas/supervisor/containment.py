@@ -284,7 +284,12 @@ class Containment:
             changed()
 
         node: Node | None = None
-        node = Node(placed, moved, lock, born=watch)
+        try:
+            node = Node(placed, moved, lock, born=watch)
+        except OSError:
+            if self._janitor is not None:
+                self._janitor.forget(placed.nonce)
+            raise
         return node
 
     async def __aexit__(self, *_: object) -> None:

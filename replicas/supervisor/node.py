@@ -137,15 +137,17 @@ class Node:
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(ours, self._on_message)
         self._loop.add_reader(self._pidfd, self._on_exit)
+        nbytes = len(orders.encode(spec.message()))
         try:
             if born is not None:
                 born(self.pid)
+            if nbytes > orders.MAX_NBYTES:  # it would arrive cut off
+                raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
             orders.send(ours, spec.message())
         except OSError as error:
             self._discard()
             if error.errno == errno.EMSGSIZE:
-                size = len(orders.encode(spec.message())) >> 10
-                text = f"its orders of {size} KiB are too long for a message; the environment must be smaller"
+                text = f"its orders of {nbytes >> 10} KiB are too long for a message; the environment must be smaller"
                 raise OSError(errno.EMSGSIZE, text) from None
             raise
 

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import selectors
 import signal
 import subprocess
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
 from replicas.events import LogLinesDropped, RankEnd, ReplicaExited
+from replicas.supervisor import orders
 from replicas.supervisor.causes import exited, verdict, without_output
 from replicas.supervisor.endings import exit_report
 from replicas.supervisor.failure import FailureReports
+from replicas.supervisor.node import Node
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.processes import Child
+from replicas.supervisor.shim import Shim
 
 BOOM = ("step 7", "Traceback (most recent call last):", "ValueError: boom", "")
 
@@ -108,3 +113,29 @@ def test_lost_lines_are_said_once_for_each_reason() -> None:
     assert reports.text(full) == "a/0: lines of its log are being lost: No space left on device"
     assert "not all of its lines are shown here" in reports.text(slow)
     assert [reports.text(one) for one in (full, slow)] == ["", ""]
+
+
+def test_a_launcher_whose_socket_a_daemon_holds_is_heard_out() -> None:
+    ours, theirs = orders.pair()
+    shim = Shim.__new__(Shim)
+    shim._selector = selectors.DefaultSelector()
+    shim._selector.register(ours, selectors.EVENT_READ)
+    shim._launcher = ours
+    report = ExitReport("failed", "it failed")
+    orders.send(theirs, report.message("report"))
+    with theirs:  # open: the stream has no end
+        shim._hear_launcher_out()
+    assert shim._report == report
+    shim._selector.close()
+
+
+def test_a_report_that_was_lost_on_its_way_is_in_its_file(tmp_path: Path) -> None:
+    node = Node.__new__(Node)
+    node.spec = NodeSpec("r", "a", 0, 1, 2, 3, 1, "exec", (), {}, str(tmp_path), str(tmp_path), 1.0, "nonce")
+    assert node._saved_report() is None
+    path = tmp_path / "exit-2.json"
+    report = ExitReport("failed", "boom", (RankExit(4, 3, lines=("a", "b")),))
+    path.write_bytes(orders.encode(report.message()))
+    assert node._saved_report() == report
+    path.write_bytes(b"")  # the disk was full
+    assert node._saved_report() is None
