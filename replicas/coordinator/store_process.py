@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import gc
 import os
 import resource
 import signal
@@ -79,8 +80,10 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
         control.sendall(encode(Reply(0, error=f"cannot listen on {bind}:{port}: {exc.strerror}")) + b"\n")
         return 2
     port = listener.getsockname()[1]
+    gc.disable()  # a tenth of the time that torch takes to load
     from torch._C._distributed_c10d import TCPStore
 
+    gc.enable()
     store = TCPStore(
         bind,
         port,
