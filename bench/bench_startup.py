@@ -149,9 +149,8 @@ def pss_nbytes(pid: int) -> int:
     return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
 
 
-async def run(quick: bool, repetitions: int) -> None:
+async def run(quick: bool, repetitions: int, sizes: Sequence[int]) -> None:
     busy, load = await busy_ratio(), os.getloadavg()
-    sizes = SIZES[:2] if quick else SIZES
     results: dict[int, Samples] = {size: {kind: [] for kind in LABELS} for size in sizes}
     async with AsyncExitStack() as stack:
         servers = await stack.enter_async_context(forkservers(max(sizes)))
@@ -220,8 +219,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Start-up of members, and replacement of a sidecar.")
     parser.add_argument("--quick", action="store_true", help="3 repetitions, without 8 members")
     parser.add_argument("--repetitions", type=int, default=None, help="default 5")
+    parser.add_argument("--members", type=int, nargs="+", help="default 2 4 8; quick: 2 4")
     options = parser.parse_args()
-    run_bench(run(options.quick, options.repetitions or (3 if options.quick else 5)))
+    sizes = options.members or (SIZES[:2] if options.quick else SIZES)
+    run_bench(run(options.quick, options.repetitions or (3 if options.quick else 5), sizes))
 
 
 if __name__ == "__main__":
