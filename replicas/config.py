@@ -157,7 +157,7 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     ``min_targets``: a version waits, up to its deadline, until so many target replicas are there, and commits only when so
     many hold it. ``on_lost``: whether a version commits over those that are left (``"drop"``) or fails (``"raise"``) when a
-    target is lost while it is sent.
+    target is lost while it is sent. ``staging``: where the slots are, in host memory or on each rank's own GPU.
     """
 
     name: str
@@ -170,6 +170,7 @@ class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     on_lost: Literal["drop", "raise"] = "drop"
     slots: int = 2
     min_targets: int = 0
+    staging: Literal["host", "device"] = "host"
 
 
 class Config(msgspec.Struct, frozen=True, kw_only=True):

@@ -236,6 +236,7 @@ _channels = each(
             "deadline": Key(_positive, "deadline_s"),
             "on_lost": Key(one_of("drop", "raise")),
             "slots": Key(count),
+            "staging": Key(one_of("host", "device")),
             "min_targets": Key(natural),
         },
         _build_channel,

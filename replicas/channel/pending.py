@@ -50,6 +50,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     :param nbytes: bytes of the weights, or of this member's own tensors.
     :param seconds: from the first call of a member to the verdict.
     :param phases: seconds by phase.
+    :param staging: where the slots of the channel are, ``"host"`` or ``"device"``; empty for a collective.
     :param outputs: ``gather`` and ``all_gather``: each participant's tensors (on the root only, for ``gather``).
     :param tensors: ``scatter``, ``reduce_scatter`` and ``recv``: the tensors received; the caller's own ones where given.
     """
@@ -62,6 +63,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     seconds: float
     phases: dict[str, float]
     reasons: dict[str, str] = {}
+    staging: str = ""
     outputs: dict[Member, tuple[torch.Tensor, ...]] = {}
     tensors: tuple[torch.Tensor, ...] = ()
 
@@ -82,6 +84,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             seconds=data.seconds,
             phases=data.phases,
             reasons=data.reasons,
+            staging=data.staging,
             outputs=outputs or {},
             tensors=tensors,
         )

@@ -207,6 +207,7 @@ class Roster:
             role=role,  # type: ignore[arg-type]  # one of the literals, by the branches above
             deadline_s=config.deadline_s,
             slots=config.slots,
+            staging=config.staging,
             source_ranks="all" if any(party.ranks == "all" for party in config.sources) else "leader",
             peer_ranks=config.peers[0].ranks if config.peers else "leader",
             backend=config.backend,

@@ -155,7 +155,8 @@ class Packed(_FromMember, frozen=True):
     far as it is there; :class:`Filled` follows, with what is not known yet.
 
     ``manifest_hash`` is empty on a rank that carries no bytes (leader mode, not the leader); ``digest``: of what was packed
-    (the data of an image, or a part), ready ``digest_s`` after the copy; ``place``: where it lies.
+    (the data of an image, or a part), ready ``digest_s`` after the copy; ``place``: where it lies; ``hold_s``: how long the
+    caller's CUDA stream was held by the copy, 0 without a GPU.
     """
 
     publish: int
@@ -168,6 +169,7 @@ class Packed(_FromMember, frozen=True):
     place: SlotPlace | None = None
     digest_s: float = 0.0
     streaming: bool = False
+    hold_s: float = 0.0
 
 
 class Filled(_FromMember, frozen=True):
@@ -178,6 +180,7 @@ class Filled(_FromMember, frozen=True):
     digest: str
     digest_s: float
     place: SlotPlace
+    hold_s: float = 0.0
 
 
 class PackFailed(_FromMember, frozen=True):

@@ -99,6 +99,8 @@ class SlotPlace(msgspec.Struct, frozen=True):
 
     ``inode`` and ``nbytes``: what ``fstat`` must say of it; ``serial``: how often the memory has been filled, so that nobody
     takes another version for this one. ``part``: number of the part in it, of a version that is made of several.
+    ``device``: UUID of the GPU on which the bytes are; the file is a page then that tells how to open them. Empty: they are
+    in the file.
     """
 
     pid: int
@@ -107,6 +109,7 @@ class SlotPlace(msgspec.Struct, frozen=True):
     nbytes: int
     serial: int
     part: int = 0
+    device: str = ""
 
 
 class HeldVersion(msgspec.Struct, frozen=True):
@@ -128,12 +131,14 @@ class ChannelSettings(msgspec.Struct, frozen=True):
     peer_ranks: Ranks
     backend: Literal["auto", "gloo", "nccl"]
     heartbeat_interval_s: float
+    staging: Literal["host", "device"] = "host"
 
 
 class ReceiptData(msgspec.Struct, frozen=True):
     """The outcome of a successful publish or operation.
 
-    ``phases``: seconds by phase. ``reasons``: why each of ``lost`` was lost or left behind, in one line.
+    ``phases``: seconds by phase. ``reasons``: why each of ``lost`` was lost or left behind, in one line. ``staging``: where
+    the slots of the channel are; empty for an operation.
     """
 
     epoch: int
@@ -144,6 +149,7 @@ class ReceiptData(msgspec.Struct, frozen=True):
     phases: dict[str, float]
     version: int = 0
     reasons: dict[str, str] = {}
+    staging: Literal["", "host", "device"] = ""
 
 
 class Segment(msgspec.Struct, frozen=True):

@@ -206,9 +206,10 @@ ForkserverReply = Attached | Forked | ForkFailed
 
 
 class MapBuffer(msgspec.Struct, frozen=True, tag=True):
-    """Descriptor: the buffer that ``key`` names from now on."""
+    """Descriptor: the buffer that ``key`` names from now on. ``device``: UUID of the GPU on which it is; empty: host memory."""
 
     key: int
+    device: str = ""
 
 
 class ForgetBuffer(msgspec.Struct, frozen=True, tag=True):
