@@ -13,10 +13,19 @@ UNIT_TESTS = $(BIN)/python -m pytest -q tests/unit --ignore tests/unit/ranks & o
 # With the peers' environment, which sees .venv too, the benchmarks have all that they compare with.
 BENCH_PYTHON = $(or $(wildcard $(VENV)/peers/bin/python),$(BIN)/python)
 
+# The GPU tests run on the machine's own Python, which has torch for its GPU, with the project's pinned packages beside it.
+GPU_PYTHON ?= python3
+GPU_PYTHON_VERSION ?= 3.12
+GPU_WHEELS ?= gpu-wheels
+GPU_SITE := .gpu-site
+GPU_RUN = PYTHONPATH=$(CURDIR)/$(GPU_SITE):$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON)
+# No plugins but those named: an image has many. Its warnings are shown, and do not fail a test.
+GPU_PYTEST := -p anyio -p pytest_timeout -W default
+
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test unit integration chaos chaos-tree check format bench bench-peers diagrams clean
+.PHONY: help demo test unit integration chaos chaos-tree gpu gpu-wheels check format bench bench-peers diagrams clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -29,12 +38,12 @@ $(BIN)/python:
 	@echo "Creating $(VENV)"
 	@$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.demo: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.demo: pyproject.toml constraints.txt hatch_build.py replicas/weights/streaming.c | $(BIN)/python
 	@echo "Installing replicas and the demo's requirements into $(VENV) (torch is large: a minute or more)"
 	@$(PIP) --editable '.[demo]'
 	@touch $@
 
-$(VENV)/.dev: pyproject.toml constraints.txt | $(BIN)/python
+$(VENV)/.dev: pyproject.toml constraints.txt hatch_build.py replicas/weights/streaming.c | $(BIN)/python
 	@echo "Installing replicas and its development requirements into $(VENV) (torch is large: a minute or more)"
 	@$(PIP) --editable '.[demo,dev]'
 	@touch $@ $(VENV)/.demo
@@ -60,6 +69,17 @@ chaos-tree: $(VENV)/.dev ## the same for the supervisor alone: make chaos-tree R
 	@CHAOS_ROUNDS=$(or $(ROUNDS),100) CHAOS_SEED=$(or $(SEED),1) CHAOS_AT_ONCE=$(or $(AT_ONCE),3) \
 	  $(BIN)/python -m pytest -q -s --timeout 0 tests/chaos/test_supervisor.py
 
+gpu: ## on a machine with one GPU, without network: run its tests and its benchmark (tests/gpu/README.md)
+	@$(GPU_PYTHON) tests/gpu/prepare.py --site $(GPU_SITE) --wheels $(GPU_WHEELS)
+	@REPLICAS_GPU_TESTS=real PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_RUN) -m pytest -q --durations 15 $(GPU_PYTEST) tests/gpu $(ARGS)
+	@$(GPU_RUN) bench/bench_gpu.py
+
+gpu-wheels: $(BIN)/python ## on a machine with a network: download what `make gpu` needs beside torch (GPU_PYTHON_VERSION=3.12)
+	@$(BIN)/python -m pip --disable-pip-version-check download --quiet --only-binary :all: --no-deps --implementation cp \
+	  --python-version $(GPU_PYTHON_VERSION) --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64 \
+	  --platform manylinux2014_x86_64 --constraint constraints.txt --requirement tests/gpu/requirements.txt --dest $(GPU_WHEELS)
+	@du -sh $(GPU_WHEELS)
+
 check: $(VENV)/.dev ## lint and check types
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
@@ -81,4 +101,4 @@ diagrams: $(VENV)/.dev ## write the state tables of the code into ARCHITECTURE.m
 	@$(BIN)/python tests/support/diagrams.py
 
 clean: ## remove the virtual environment and what runs left
-	@rm -rf $(VENV) demo-output bench-results .mypy_cache .ruff_cache
+	@rm -rf $(VENV) demo-output bench-results $(GPU_SITE) .mypy_cache .ruff_cache

@@ -30,6 +30,7 @@ from types import TracebackType
 import torch
 import xxhash
 
+from replicas.weights import streaming
 from replicas.weights.crew import ALONE_NBYTES, Crew, cores, helpers_for
 from replicas.weights.digest import BLOCK_NBYTES, combined
 
@@ -56,10 +57,14 @@ class Step:
     destinations: list[torch.Tensor]
     sources: list[torch.Tensor]
 
-    def run(self, *, non_blocking: bool = False) -> None:
-        """Values are cast where dtypes differ."""
+    def run(self, *, past_caches: bool = False) -> None:
+        """On the CPU; values are cast where dtypes differ. ``past_caches``: as :func:`streaming.pays` says of the whole."""
+        streaming.copy_all(self.destinations, self.sources, past_caches=past_caches)
+
+    def begin(self) -> None:
+        """From or to a device, on the current stream; values are cast where dtypes differ."""
         with torch.no_grad():
-            torch._foreach_copy_(self.destinations, self.sources, non_blocking)
+            torch._foreach_copy_(self.destinations, self.sources, True)
 
 
 def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
@@ -97,7 +102,8 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, sharing: i
                 batches[-1][1].append(taken)
     crew = Crew(helpers_for(nbytes, sharing))
     try:
-        crew.run([functools.partial(_copy_batch, *batch) for batch in batches])
+        past_caches = streaming.pays(nbytes)
+        crew.run([functools.partial(streaming.copy_all, *batch, past_caches=past_caches) for batch in batches])
     finally:
         crew.close()
     wait_for_devices(elsewhere)
@@ -114,11 +120,6 @@ def _parts(destination: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[to
     for row in range(0, extent, rows):
         count = min(rows, extent - row)
         yield destination.narrow(axis, row, count), source.narrow(axis, row, count)
-
-
-def _copy_batch(destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-    with torch.no_grad():
-        torch._foreach_copy_(destinations, sources)
 
 
 class Prefix:
@@ -170,6 +171,7 @@ class Copier:
             helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))
         self.digest: Future[str] = Future()
         self._bytes = data.numpy().data
+        self._past_caches = streaming.pays(nbytes)
         self._beside = helpers > 1 if beside is None else beside
         self._unfilled = [min(BLOCK_NBYTES, nbytes - start) for start in range(0, nbytes, BLOCK_NBYTES)]
         self._blocks = [b""] * len(self._unfilled)
@@ -200,7 +202,7 @@ class Copier:
         waiting: list[Step] = []
         nbytes, most = 0, DEVICE_NBYTES if self._prefix is None else DEVICE_NBYTES // 4
         for step in steps:
-            step.run(non_blocking=True)
+            step.begin()
             waiting.append(step)
             nbytes += step.end - step.start
             if nbytes >= most:
@@ -242,7 +244,7 @@ class Copier:
                 chore()
 
     def _copy(self, step: Step) -> None:
-        step.run()
+        step.run(past_caches=self._past_caches)
         self.filled(step.start, step.end)
 
     def _arrived(self, waiting: list[Step]) -> None:

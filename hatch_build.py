@@ -1,0 +1,47 @@
+"""Compiles ``replicas/weights/streaming.c`` where there is a C compiler; without one the package works, and copies slower."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+SOURCE = Path("replicas/weights/streaming.c")
+LIBRARY = Path("replicas/weights/_streaming.so")
+TIMEOUT_S = 120.0
+
+
+class StreamingCopies(BuildHookInterface):
+    """A shared library without any dependency on Python, beside its source; also for editable installations."""
+
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        root = Path(self.root)
+        if not compiled(root / SOURCE, root / LIBRARY):
+            return
+        build_data["artifacts"].append(str(LIBRARY))
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-linux_{platform.machine()}"
+
+
+def compiled(source: Path, library: Path) -> bool:
+    """Whether ``library`` was made. A compiler that fails is told of, and is no failure of the installation."""
+    library.unlink(missing_ok=True)
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None or not sys.platform.startswith("linux"):
+        return False
+    fresh = library.with_suffix(f".{os.getpid()}")
+    command = [compiler, "-O2", "-std=gnu11", "-shared", "-fPIC", "-o", str(fresh), str(source)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=TIMEOUT_S)
+        fresh.rename(library)
+    except (OSError, subprocess.SubprocessError) as error:
+        print(f"{source} was not compiled, copies will be slower: {error}", file=sys.stderr)
+        fresh.unlink(missing_ok=True)
+        return False
+    return True

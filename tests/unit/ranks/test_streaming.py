@@ -1,0 +1,60 @@
+"""Copies past the caches give what torch's copies give."""
+
+from __future__ import annotations
+
+import shutil
+
+import pytest
+import torch
+
+from replicas.weights import streaming
+from replicas.weights.streaming import PIECE_NBYTES, copy_all, pays
+
+LARGE = PIECE_NBYTES + 777
+
+
+def test_it_is_compiled_where_there_is_a_compiler() -> None:
+    assert streaming.available or not any(map(shutil.which, ("cc", "gcc", "clang")))
+    assert not pays(1 << 20)
+    assert pays(1 << 40) is streaming.available
+
+
+@pytest.mark.parametrize(("to", "source"), [(0, 0), (1, 0), (0, 3), (63, 64), (17, 5)])
+def test_every_byte_arrives_at_any_alignment_and_none_beside_it(to: int, source: int) -> None:
+    given = torch.arange(LARGE + 256, dtype=torch.int64).to(torch.uint8)
+    memory = torch.full((LARGE + 256,), 255, dtype=torch.uint8)
+    copy_all([memory[to : to + LARGE]], [given[source : source + LARGE]], past_caches=True)
+    assert torch.equal(memory[to : to + LARGE], given[source : source + LARGE])
+    assert memory[:to].eq(255).all()
+    assert memory[to + LARGE :].eq(255).all()
+
+
+def test_tensors_of_every_kind_are_copied_in_one_call() -> None:
+    torch.manual_seed(1)
+    wide = torch.randn(300, 200)
+    sources = [
+        *(wide, wide.t(), wide[:, ::2], wide.to(torch.bfloat16), torch.randn(LARGE).to(torch.float8_e4m3fn)),
+        *(
+            torch.nn.Parameter(wide.clone()),
+            torch.view_as_complex(torch.randn(LARGE, 2)).conj(),
+            torch.ones(3),
+            torch.ones(0),
+        ),
+    ]
+    for past_caches in (False, True):
+        found = [torch.zeros(source.shape, dtype=source.dtype) for source in sources]
+        found[1] = torch.zeros(200, 300, dtype=torch.float64)
+        copy_all(found, sources, past_caches=past_caches)
+        for one, source in zip(found, sources, strict=True):
+            assert torch.equal(
+                one.float() if one.element_size() == 1 else one,
+                source.to(one.dtype).float() if one.element_size() == 1 else source.to(one.dtype),
+            )
+
+
+def test_autograd_notices_the_write() -> None:
+    weight = torch.nn.Parameter(torch.ones(LARGE))
+    loss = (weight * weight).sum()
+    copy_all([weight.detach()], [torch.zeros(LARGE)], past_caches=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
