@@ -89,7 +89,8 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, sharing: i
             if not destination.numel():
                 continue
             if not (destination.is_cpu and source.is_cpu):
-                destination.copy_(source, non_blocking=True)
+                with streaming.writing((destination,)):
+                    destination.copy_(source, non_blocking=True)
                 elsewhere += (destination, source)
                 continue
             nbytes += destination.nbytes

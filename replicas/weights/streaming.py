@@ -16,14 +16,15 @@ from __future__ import annotations
 
 import ctypes
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 
-__all__ = ["PIECE_NBYTES", "available", "copy_all", "pays"]
+__all__ = ["PIECE_NBYTES", "available", "copy_all", "pays", "writing"]
 
 PIECE_NBYTES = 64 << 10
 """Smaller pieces gain nothing: torch copies them."""
@@ -59,6 +60,18 @@ def pays(nbytes: int) -> bool:
     return available and nbytes > _cache_nbytes()
 
 
+@contextmanager
+def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Within the block these tensors can be written in place, on this thread.
+
+    Those that were made in inference mode, as an engine's parameters may be, can be written in that mode only, which is each
+    thread's own; the others in either.
+    """
+    inference = any(tensor.is_inference() for tensor in destinations)
+    with torch.inference_mode() if inference else torch.no_grad():
+        yield
+
+
 def copy_all(
     destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, past_caches: bool = False
 ) -> None:
@@ -73,7 +86,7 @@ def copy_all(
         rest = [pair for pair, simple in zip(pairs, large, strict=True) if not simple]
         destinations, sources = [to for to, _ in rest], [source for _, source in rest]
     if destinations:
-        with torch.no_grad():
+        with writing(destinations):
             torch._foreach_copy_(list(destinations), list(sources))
 
 

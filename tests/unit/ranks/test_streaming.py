@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from replicas.weights import streaming
+from replicas.weights.copying import copy_pairs
 from replicas.weights.streaming import PIECE_NBYTES, copy_all, pays
 
 LARGE = PIECE_NBYTES + 777
@@ -58,3 +59,11 @@ def test_autograd_notices_the_write() -> None:
     copy_all([weight.detach()], [torch.zeros(LARGE)], past_caches=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+
+
+def test_tensors_of_inference_mode_are_loaded_by_any_thread() -> None:
+    with torch.inference_mode():
+        engine = [torch.zeros(3 << 20), torch.zeros(4)]
+    plain = torch.zeros(5)
+    copy_pairs((to, torch.ones(to.shape)) for to in (*engine, plain))
+    assert all(to.eq(1).all() for to in (*engine, plain))
