@@ -15,6 +15,7 @@ import msgspec
 from replicas import errors
 
 __all__ = [
+    "ACCELERATOR",
     "ENDPOINT",
     "FORKSERVER",
     "GENERATION",
@@ -48,6 +49,8 @@ FORKSERVER = "REPLICAS_FORKSERVER"
 """Name of the abstract unix socket of the shim's sidecar forkserver, without the NUL."""
 LOG_DIR = "REPLICAS_LOG_DIR"
 """Folder of this replica's log files."""
+ACCELERATOR = "REPLICAS_ACCELERATOR"
+"""``package.module:Class`` of the accelerator to use in place of CUDA: see :mod:`replicas.weights.accelerator`."""
 
 _TORCHRUN_NAMES = frozenset({"RANK", "WORLD_SIZE"})
 _TORCHRUN_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")

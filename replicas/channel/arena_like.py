@@ -38,6 +38,7 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, deadline_s:
 
     slot = free_slot(hub, 0, manifest, what="writing in place", until=time.monotonic() + deadline_s, check=check)
     try:
+        slot.buffer.begin_write()
         return WritableSlot(slot, manifest, hub.arena.free)
     except BaseException:
         hub.arena.free(slot)

@@ -119,6 +119,7 @@ class Channel(Collectives):
         meta: Mapping[str, Any] | None = None,
         new_manifest: bool = False,
         deadline: float | None = None,
+        hold: bool = True,
     ) -> Pending[Receipt]:
         """Copy a complete set of weights and send it to all targets; returns when it is copied.
 
@@ -129,6 +130,10 @@ class Channel(Collectives):
         A publish that is under way goes on when the coordinator is started again. One that has no verdict by its deadline
         ends with OutcomeUnknown, and its Pending tells what became of it as soon as that is known: wait for it again.
 
+        **On a GPU** the copies are only enqueued, on this thread's current stream, as an operation of torch's would be: what
+        the stream does afterwards may change the weights, and a tensor that was allocated on it may be freed as soon as an
+        iterable goes on. Nothing waits here; ``receipt.phases["hold"]`` tells how long the copies held the stream.
+
         :param weights: a slot of :meth:`arena_like`, a module (tied storage once), a mapping, an iterable of
             ``(name, Tensor | DTensor | Shard | None)``, or an object with ``metadata()`` and iteration; tensors of any dtype,
             shape, strides and device.
@@ -137,6 +142,9 @@ class Channel(Collectives):
         :param meta: scalars, and lists and dicts of scalars; receivers get it as ``update.meta``.
         :param new_manifest: allow other names, shapes or dtypes than before.
         :param deadline: seconds for the whole publish; default: the channel's.
+        :param hold: False: the stream does not wait for the copies of GPU tensors, which another stream makes. You promise
+            not to write to the weights before :meth:`fence`, or the next publish. It applies to weights of which nothing has
+            to be gathered: a module or a mapping; others are copied by the current stream all the same.
         :raises replicas.errors.StaleVersion: ``version`` is not newer.
         :raises replicas.errors.ManifestMismatch: a value cannot be published, or does not fit the manifest.
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
@@ -152,8 +160,17 @@ class Channel(Collectives):
             raise self._usage(
                 f"publish: meta cannot travel: {error}", "pass scalars, lists and dicts of scalars"
             ) from error
-        job = PublishJob(version, self._deadline_s(deadline), checked, new_manifest, self.name)
+        job = PublishJob(version, self._deadline_s(deadline), checked, new_manifest, self.name, hold=hold)
         return self._publisher.publish(weights, job, dtype)
+
+    def fence(self, stream: torch.Stream | None = None) -> None:
+        """From now on ``stream`` (default: the current one of this thread) waits for the copies of all publishes.
+
+        It waits on the GPU, and this call for nothing: weights that were published with ``hold=False`` may be written by what
+        is enqueued afterwards. Without a GPU it does nothing: publish has copied them.
+        """
+        self._check_open()
+        self._publisher.copies.fence(stream)
 
     def arena_like(
         self, weights: object, *, dtype: torch.dtype | None = None, deadline: float | None = None
@@ -163,6 +180,8 @@ class Channel(Collectives):
         Use it in a ``with`` block, write every tensor (their contents are undefined), and pass the mapping to
         :meth:`publish` inside the block; leaving the block without a publish gives the slot back. From the publish on its
         tensors are empty, and what is in the slot is read by others: keep no views of it. Channels need ``slots`` >= 2.
+        With ``staging = "device"`` they are on the GPU: write them on the current stream of this thread, and publish on a
+        stream that has, or waits for, all that was written.
 
         :param weights: names, shapes and dtypes: a module, a mapping, or an object with ``metadata()``.
         :param dtype: of plain floating tensors; default: as they are.
@@ -229,6 +248,8 @@ class Channel(Collectives):
         try:
             if wait:
                 self._wait_for_open_jobs()
+            if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
+                logger.warning("%s: copies on the GPU have not ended within %s s", self.name, CLOSE_TIMEOUT_S)
             failure = self._hub.take_failure()
         finally:
             self._leave()

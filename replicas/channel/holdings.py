@@ -61,9 +61,11 @@ class Holdings:
         self._digests: dict[int, str] = {}
         self._devices: dict[int, str] = {}
         self._event = asyncio.Event()
+        self._device = ""
 
-    def open(self, slots: int) -> None:
-        """Make the arena; it takes memory when it is first used."""
+    def open(self, slots: int, device: str = "") -> None:
+        """Make the arena, on the GPU that ``device`` names or in host memory; it takes memory when it is first used."""
+        self._device = device
 
         def on_change() -> None:
             self._call(self._wake)
@@ -71,7 +73,8 @@ class Holdings:
         def on_drop(version: int) -> None:
             self._call(self._dropped, version)
 
-        self.arena = Arena(slots, name=f"replicas-{self._name}", on_change=on_change, on_drop=on_drop)
+        name = f"replicas-{self._name}"
+        self.arena = Arena(slots, name=name, device=device, on_change=on_change, on_drop=on_drop)
 
     @property
     def opened(self) -> bool:
@@ -113,7 +116,7 @@ class Holdings:
         image = self.arena.images().get(version)
         if image is None:
             return Described(version, "", "", b"", {}, "cpu")
-        device = self._devices.get(version, "cpu")
+        device = "cuda" if self._device else self._devices.get(version, "cpu")
         return Described(version, self.digest(version), image.hash, image.encode(), self.meta(version), device)
 
     def note(
@@ -173,7 +176,7 @@ class Holdings:
         if slot is None:
             return True
         try:
-            found = await asyncio.to_thread(digest_of, slot.data)
+            found = await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
         finally:
             self.arena.unpin(slot)
         if found == digest:

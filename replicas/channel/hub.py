@@ -99,6 +99,8 @@ class Hub:
         self.members: tuple[Member, ...] = ()
         self.publishes_made = 0
         self.several_hosts = False
+        self.device = ""
+        """UUID of the GPU on which the slots are (``staging = "device"``); empty: in host memory."""
         self.over: errors.ReplicasError | None = None
         self._introduced = hello
         self._session: Session | None = None
@@ -276,7 +278,9 @@ class Hub:
             self._down_timer = None
         if first:
             self.publishes_made = welcome.publishes
-            self.holdings.open(self.settings.slots)
+            if welcome.settings.staging == "device":
+                self.device = next(iter(self._introduced.cuda_devices), "")
+            self.holdings.open(self.settings.slots, self.device)
         elif not resumed:
             self._guarded(self._new_coordinator)
         self._newest(welcome.latest, "")

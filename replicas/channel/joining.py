@@ -2,25 +2,31 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
+import time
 from collections.abc import Mapping
 
 import torch
 
 from replicas import environ, errors, stacks
 from replicas.channel.channel import Channel
-from replicas.channel.hub import Hub
+from replicas.channel.hub import GRACE_S, Hub
 from replicas.channel.loop import session_loop
 from replicas.environ import Environment
 from replicas.memory.beacon import own_beacon
 from replicas.memory.process import own_process
 from replicas.messages import PROTOCOL, Hello
+from replicas.sidecar.device_probe import prove_device
+from replicas.weights.accelerator import accelerator
 
 __all__ = ["join"]
 
 logger = logging.getLogger("replicas.channel")
+
+MIN_PROOF_S = 1.0
 
 
 def join(
@@ -57,6 +63,8 @@ def join(
     :param timeout: seconds until there must be a session; default 30.
     :raises replicas.errors.UsageError: something is missing or wrong (also: a token that is not accepted).
     :raises replicas.errors.UnknownChannel: no such channel, or the group has no part in it.
+    :raises replicas.errors.Preflight: it cannot work with the members that are there; or the channel's slots are in GPU
+        memory (``staging = "device"``), and this process has none that its sidecar could use, which is tried here.
     :raises replicas.errors.Disconnected: nobody answered in time.
     """
     found = environ.read()
@@ -67,12 +75,47 @@ def join(
     loop = session_loop()
     hub = Hub(loop, hello, found.forkserver, channel)
     member = Channel(hub, address, secret, hello)
+    until = time.monotonic() + timeout
     try:
         member._open(timeout)
     except BaseException:
         loop.call(lambda: hub.session.abandon())
         raise
+    try:
+        _prove_device(hub, until)
+    except BaseException:
+        member.close(wait=False)
+        raise
     return member
+
+
+def _prove_device(hub: Hub, until: float) -> None:
+    """Where slots are on a GPU: that a sidecar can use the memory of this rank there."""
+    settings = hub.settings
+    ranks = {"source": settings.source_ranks, "peer": settings.peer_ranks}.get(settings.role, "all")
+    if not hub.device or (ranks == "leader" and not hub.leader):
+        return
+
+    async def prove() -> None:
+        left_s = max(MIN_PROOF_S, until - time.monotonic())
+        async with asyncio.timeout(left_s):
+            forkserver = await hub.loop.forkserver(hub.forkserver_name)
+            await prove_device(forkserver, hub.device, timeout_s=left_s)
+
+    try:
+        hub.loop.run(prove(), max(0.0, until - time.monotonic()) + GRACE_S)
+    except errors.ReplicasError as error:
+        error.channel, error.phase, error.members = hub.name, "join", (hub.member.name,)
+        raise
+    except (OSError, RuntimeError) as error:
+        text = str(error) or "it was not done in time"
+        raise hub.error(
+            errors.Preflight,
+            f"it could not be shown that a sidecar can use the memory of GPU {hub.device}: {text}",
+            phase="join",
+            members=[hub.member.name],
+            hint='give join a longer timeout, or set staging = "host" on the channel',
+        ) from error
 
 
 def _hello(
@@ -112,7 +155,7 @@ def _hello(
         torch_version=str(torch.__version__),
         nccl_version=_nccl_version(),
         nccl_env={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
-        cuda_devices=() if observe else _cuda_devices(),
+        cuda_devices=() if observe else _gpus(),
         beacon=None if observe else own_beacon(),
     )
 
@@ -150,8 +193,8 @@ def _nccl_version() -> str:
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]  # torch leaves it untyped
 
 
-def _cuda_devices() -> tuple[str, ...]:
+def _gpus() -> tuple[str, ...]:
     """UUID of the current GPU, if there is one."""
-    if not torch.cuda.is_available():
-        return ()
-    return (str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid),)
+    found = accelerator()
+    uuid = found.device() if found is not None else ""
+    return (uuid,) if uuid else ()

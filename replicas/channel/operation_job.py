@@ -28,7 +28,7 @@ class Job:
     """``outage``: of the session, in which it was posted. ``kept``: its outcome is unknown, or not collected yet.
 
     ``told``: the caller has heard that there are results to collect. ``ahead``: it runs in a free lane.
-    ``spare``: memory for its outputs there, taken by the caller.
+    ``spare``: memory for its outputs there, taken by the caller. ``spoiled``: an attempt ended with its sidecar.
     """
 
     def __init__(self, operation: Operation, deadline_s: float, channel: str) -> None:
@@ -50,6 +50,7 @@ class Job:
         self.over = False
         self.kept = False
         self.told = False
+        self.spoiled = False
         self.timer: asyncio.TimerHandle | None = None
 
     @property

@@ -3,7 +3,8 @@
 Theory of operation
 ===================
 
-The call copies the inputs into a scratch buffer (on the caller's thread and stream) and posts. When everyone concerned has
+The call copies the inputs into a scratch buffer (on the caller's thread and stream; with ``staging = "device"`` into one on
+the GPU if they are there) and posts. When everyone concerned has
 posted, the coordinator says Go and the lane's sidecar runs it on the scratch memory. Only the common verdict (OperationEnd)
 decides: on success the results are written into the caller's tensors, by a worker thread, and then the Pending resolves;
 on any failure the caller's tensors are as they were (invariant I3).
@@ -76,7 +77,8 @@ class Operations:
     def __init__(self, hub: Hub, lanes: Lanes) -> None:
         self._hub = hub
         self._lanes = lanes
-        self._scratch = Scratch(f"replicas-{hub.name}")
+        self._host_scratch = Scratch(f"replicas-{hub.name}")
+        self._device_scratch: Scratch | None = None
         self._posts = 0
         self._jobs: dict[int, Job] = {}
         self._applied: deque[str] = deque(maxlen=APPLIED)
@@ -97,17 +99,26 @@ class Operations:
             self._unknown.check_collected()
         job = Job(operation, deadline_s, self._hub.name)
         if operation.inputs:
-            segments = operation.segments
-            job.inputs = self._scratch.take(segment_layout(segments)[1])
+            segments, scratch = operation.segments, self._scratch(operation)
+            job.inputs = scratch.take(segment_layout(segments)[1])
             try:
-                write_segments(job.inputs, segments, operation.inputs)
-                if self._ahead.likely and operation.kind in FREE_KINDS:
-                    job.spare = self._scratch.take(job.inputs.nbytes)
+                write_segments(job.inputs, segments, operation.inputs, operation.gpu)
+                if self._ahead.likely and operation.kind in FREE_KINDS and operation.device == "cpu":
+                    job.spare = scratch.take(job.inputs.nbytes)
             except BaseException:
-                self._scratch.give(job.inputs)
+                scratch.give(job.inputs)
                 raise
+        operation.begin()
         self._hub.call(self._post, job)
         return job.pending
+
+    def _scratch(self, operation: Operation) -> Scratch:
+        """Where its inputs and outputs lie: on the GPU if its tensors do, and the channel's memory is there."""
+        if not (operation.gpu and self._hub.device):
+            return self._host_scratch
+        if self._device_scratch is None:
+            self._device_scratch = Scratch(f"replicas-{self._hub.name}", self._hub.device)
+        return self._device_scratch
 
     def open_jobs(self) -> list[Pending[Receipt]]:
         """Operations that have not ended, for close(); from any thread."""
@@ -117,7 +128,9 @@ class Operations:
 
     def close(self) -> None:
         self._unknown.close()
-        self._scratch.close()
+        self._host_scratch.close()
+        if self._device_scratch is not None:
+            self._device_scratch.close()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         ahead = self._ahead.handlers()
@@ -223,7 +236,7 @@ class Operations:
         try:
             nbytes = self._output_nbytes(job, attempt)
             if nbytes:
-                attempt.outputs, job.spare = job.spare or self._scratch.take(nbytes), None
+                attempt.outputs, job.spare = job.spare or self._host_scratch.take(nbytes), None
             if lane.sidecar is None:
                 raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
             lane.sidecar.start_turn(self._spec(job, attempt), job.inputs, attempt.outputs, turn, done)
@@ -235,7 +248,7 @@ class Operations:
         attempt.running = False
         job.running -= 1
         if job.attempt is not attempt:
-            self._give_outputs(attempt)
+            self._give_outputs(job, attempt)
         self._release(job)
 
     # ------------------------------------------------------------ attempts
@@ -256,7 +269,7 @@ class Operations:
         job.running += 1
         job.attempt = attempt = Attempt(go, me)
         if earlier is not None and not earlier.running:
-            self._give_outputs(earlier)
+            self._give_outputs(job, earlier)
         self._hub.spawn(self._run(job, attempt), f"operation {go.operation}")
 
     async def _run(self, job: Job, attempt: Attempt) -> None:
@@ -268,6 +281,7 @@ class Operations:
                 wanted = job.attempt is attempt and not job.over
                 seconds = await self._collective(lane, job, attempt) if wanted else 0.0
         except (OSError, RuntimeError, errors.ReplicasError) as error:
+            job.spoiled = True
             if not job.over and job.attempt is attempt:
                 self._hub.send(OperationFailed(attempt.go.operation, self._as_wire(error)))
             if lane is not None and not await lane.gone():
@@ -284,7 +298,8 @@ class Operations:
     async def _collective(self, lane: Lane, job: Job, attempt: Attempt) -> float:
         nbytes = self._output_nbytes(job, attempt)
         if nbytes:
-            attempt.outputs = self._scratch.take_idle(nbytes) or await asyncio.to_thread(self._scratch.take, nbytes)
+            scratch = self._scratch(job.operation)
+            attempt.outputs = scratch.take_idle(nbytes) or await asyncio.to_thread(scratch.take, nbytes)
         if lane.ended or lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
         return await lane.sidecar.collective(self._spec(job, attempt), job.inputs, attempt.outputs)
@@ -392,16 +407,17 @@ class Operations:
         """Give back what neither a sidecar nor the caller can still want."""
         if not job.over or job.running:
             return
+        scratch = self._scratch(job.operation)
         inputs, job.inputs = job.inputs, None
-        self._scratch.give(inputs)
+        scratch.give(inputs, spoiled=job.spoiled)
         spare, job.spare = job.spare, None
-        self._scratch.give(spare)
+        scratch.give(spare)
         if job.attempt is not None and not job.kept:
-            self._give_outputs(job.attempt)
+            self._give_outputs(job, job.attempt)
 
-    def _give_outputs(self, attempt: Attempt) -> None:
+    def _give_outputs(self, job: Job, attempt: Attempt) -> None:
         outputs, attempt.outputs = attempt.outputs, None
-        self._scratch.give(outputs)
+        self._scratch(job.operation).give(outputs, spoiled=job.spoiled)
 
     def _end_unknown(self, job: Job, text: str) -> None:
         self._unknown.keep(job)

@@ -20,6 +20,10 @@ that called, because walking the weights may be made of collectives of the user'
 user's can hold it up, the version is sent to other hosts while it is packed: Packed(streaming) goes out as soon as the slot
 is there, and Filled when the digest is.
 
+**Tensors on a GPU** are only enqueued by the caller, on its current stream, and publish returns
+(:mod:`replicas.weights.device_copies`). The slot counts as filled when they have arrived; a thread that waits for them says
+so, and for how long the caller's stream was held. Until then the slot is theirs, also when the publish has failed or ended.
+
 **Failure of ours** (no memory, no slot, tensors of no use, not admitted): the weights are walked to their end all the
 same, then the error is raised. PackFailed goes out first, so that the others need not wait, and what is raised is the
 verdict that comes back, the same on all ranks of the replica. **The user's own exception** goes through as it is, after
@@ -48,14 +52,13 @@ from typing import Any
 import torch
 
 from replicas import errors
-from replicas.channel.free_slot import free_slot
+from replicas.channel.filling import Filling
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.publish_job import PublishJob
 from replicas.core.manifest import PartManifest
 from replicas.messages import PackFailed, PublishAdmitted, PublishEnd, UploadManifest
-from replicas.weights.packing import Feed, Mode, Packer, Packing, stage
-from replicas.weights.writable import WritableSlot
+from replicas.weights.packing import Feed, Mode
 
 __all__ = ["Publisher"]
 
@@ -71,9 +74,9 @@ class Publisher:
         self._jobs: dict[int, PublishJob] = {}
         self._unsettled: dict[int, PublishJob] = {}
         self._uploaded = ""
-        self._last: PartManifest | None = None
         self._busy = threading.Lock()
-        self._packer = Packer()
+        self._filling = Filling(hub, self._begun_to_fill, self._grown)
+        self.copies = self._filling.copies
         hub.on_settled(self._settled)
 
     # ------------------------------------------------------------ caller's thread
@@ -85,6 +88,7 @@ class Publisher:
                 errors.UsageError, "publish was called while another thread is in it", hint="publish from one thread"
             )
         try:
+            self.copies.fence()
             mode: Mode = "parts" if self._hub.settings.source_ranks == "all" else "image"
             self._walk(job, Feed(weights, dtype=dtype, mode=mode))
         finally:
@@ -120,53 +124,21 @@ class Publisher:
             hub.call(self._send_packed, job)
             return
         started = time.monotonic()
-        if isinstance(feed.weights, WritableSlot):
-            manifest, packing = self._take_written(job, feed, feed.weights)
-        else:
-            manifest, packing = self._pack(job, feed)
-        job.pack_s = time.monotonic() - started - job.wait_s
-        copied = time.monotonic()
-        hub.call(self._filled, job, manifest, feed.device)
-        packing.digest.add_done_callback(lambda done: hub.call(self._digested, job, done, time.monotonic() - copied))
+        manifest, packing = self._filling.fill(job, feed)
+        device = self._filling.device(feed)
 
-    def _take_written(self, job: PublishJob, feed: Feed, written: WritableSlot) -> tuple[PartManifest, Packing]:
-        """A slot that the trainer has filled in place: nothing is copied."""
-        if feed.dtype is not None:
-            raise self._hub.error(
-                errors.UsageError, "publish: this slot has its dtypes already", hint="pass dtype to arena_like"
+        def copied(done: Future[float] | None = None) -> None:
+            """At once, or on the thread that follows the copies."""
+            now = time.monotonic()
+            hub.call(self._copied, job, manifest, device, done, now - started - job.wait_s)
+            packing.digest.add_done_callback(
+                lambda digest: hub.call(self._digested, job, digest, time.monotonic() - now)
             )
-        job.fills = True
-        feed.take_known()
-        job.slot = written.take()
-        self._hub.arena.assign(job.slot, job.version)
-        return written.manifest, written.digest()
 
-    def _pack(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
-        """Copy the weights into a free slot."""
-        manifest = self._packer.plan(feed)
-        if manifest is None and not job.new_manifest:
-            manifest = self._last
-        staged = stage(feed) if manifest is None else None
-        if staged is not None:
-            manifest = staged.manifest
-        assert manifest is not None
-        job.fills = True
-        started = time.monotonic()
-        job.slot = slot = free_slot(
-            self._hub,
-            job.version,
-            manifest,
-            what=f"version {job.version}",
-            until=job.deadline,
-            check=lambda: job.pending.done() and job.pending.wait(),
-        )
-        job.wait_s = time.monotonic() - started
-        if staged is not None:
-            return manifest, staged.write(slot.data)
-        if not (self._hub.several_hosts and feed.mode == "image" and self._packer.knows(feed, manifest)):
-            return manifest, self._packer.pack(feed, manifest, slot)
-        self._hub.call(self._begun_to_fill, job, manifest, feed.device)
-        return manifest, self._packer.pack(feed, manifest, slot, progress=lambda n: self._hub.call(self._grown, job, n))
+        if packing.copies is None:
+            copied()
+        else:
+            packing.copies.copied.add_done_callback(copied)
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
         """What all ranks of the replica are told; our own error when nobody can tell."""
@@ -230,6 +202,19 @@ class Publisher:
         known.protect()
         job.admitted._resolve(message.version)
 
+    def _copied(
+        self, job: PublishJob, manifest: PartManifest, device: str, held: Future[float] | None, pack_s: float
+    ) -> None:
+        """All bytes are in the slot. ``held``: of copies that a device has made, which may have failed."""
+        job.pack_s = pack_s
+        if held is not None and (error := held.exception()) is not None:
+            self._free(job)
+            if job.number in self._jobs:
+                self._say_failed(job, error)
+            return
+        job.hold_s = held.result() if held is not None else 0.0
+        self._filled(job, manifest, device)
+
     def _filled(self, job: PublishJob, manifest: PartManifest | None, device: str) -> None:
         if job.number not in self._jobs:
             self._free(job)
@@ -243,7 +228,15 @@ class Publisher:
 
     def _digested(self, job: PublishJob, done: Future[str], digest_s: float) -> None:
         """The digest of what was packed is there, a little after the packing."""
+        if done.cancelled() or not job.packed:  # the copies have failed, or it has ended meanwhile
+            return
         error = done.exception()
+        if isinstance(error, errors.ReplicasError):  # on a device
+            self._let_go(job, keep=False)
+            job.packed = False
+            if job.number in self._jobs:
+                self._say_failed(job, error)
+            return
         if error is not None:
             raise error
         job.digest, job.digest_s = done.result(), digest_s
@@ -301,8 +294,13 @@ class Publisher:
         slot, job.slot = job.slot, None
         if slot is None and job.fills and not job.packed:
             slot = self._hub.arena.find_filling(job.version)
-        if slot is not None:
-            self._hub.arena.free(slot)
+        if slot is None:
+            return
+        hub, copies = self._hub, job.copies
+        if copies is None or copies.copied.done():
+            hub.arena.free(slot)
+        else:  # a device writes to it
+            copies.copied.add_done_callback(lambda _: hub.call(hub.arena.free, slot))
 
     def _ended(self, message: PublishEnd) -> None:
         outcome: Receipt | errors.ReplicasError
@@ -326,7 +324,7 @@ class Publisher:
 
     def _committed(self, job: PublishJob) -> None:
         self._let_go(job, keep=True)
-        self._last = job.manifest
+        self._filling.last = job.manifest
         self._hub.loaded = max(self._hub.loaded, job.version)
 
     def _overdue(self, job: PublishJob) -> None:
@@ -399,7 +397,7 @@ class Publisher:
         if job.number not in self._unsettled:
             return
         if committed:
-            self._settle(job, job.receipt(self._hub.epoch))
+            self._settle(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
             return
         text = f"version {job.version} was discarded: it was not committed, and never will be"
         self._settle(

@@ -9,6 +9,7 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.core.manifest import PartManifest
 from replicas.messages import Filled, Meta, Packed, PackFailed, PublishBegin, SlotPlace
 from replicas.weights.arena import Slot
+from replicas.weights.packing import DeviceCopies
 
 __all__ = ["PublishJob"]
 
@@ -18,6 +19,8 @@ class PublishJob:
 
     :ivar number: among the replica's publishes; 0 until it has begun.
     :ivar version: the number that the coordinator gave it; 0 until then.
+    :ivar hold: the caller's stream makes the copies, where a device does.
+    :ivar copies: what a device has, or had, under way for it.
     :ivar fills: this rank takes a slot for it.
     :ivar packed: its slot is filled; ``told``: the coordinator was told so, with the ``digest``.
     :ivar streaming: the coordinator was told that it is being filled, and has it sent meanwhile.
@@ -25,7 +28,16 @@ class PublishJob:
     :ivar settling: what is known without a verdict, once it has ended with its outcome unknown.
     """
 
-    def __init__(self, version: int | None, deadline_s: float, meta: Meta, new_manifest: bool, channel: str) -> None:
+    def __init__(
+        self,
+        version: int | None,
+        deadline_s: float,
+        meta: Meta,
+        new_manifest: bool,
+        channel: str,
+        *,
+        hold: bool = True,
+    ) -> None:
         self.number = 0
         self.asked_version = version
         self.version = 0
@@ -34,6 +46,8 @@ class PublishJob:
         self.deadline = self.began + deadline_s
         self.meta = meta
         self.new_manifest = new_manifest
+        self.hold = hold
+        self.copies: DeviceCopies | None = None
         self.pending: Pending[Receipt] = Pending(f"publish on {channel}")
         self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
         self.packed = False
@@ -48,6 +62,7 @@ class PublishJob:
         self.device = "cpu"
         self.wait_s = 0.0
         self.pack_s = 0.0
+        self.hold_s = 0.0
         self.timer: asyncio.TimerHandle | None = None
         self.settling: asyncio.TimerHandle | None = None
 
@@ -78,6 +93,7 @@ class PublishJob:
             digest=self.digest,
             place=self.slot.place if self.slot is not None else None,
             digest_s=self.digest_s,
+            hold_s=self.hold_s,
         )
 
     def begun_to_fill(self, manifest: PartManifest, device: str) -> Packed:
@@ -85,9 +101,9 @@ class PublishJob:
         return Packed(self.number, manifest.hash, manifest.nbytes, device, self.wait_s, 0.0, streaming=True)
 
     def now_filled(self, place: SlotPlace) -> Filled:
-        return Filled(self.number, self.pack_s, self.digest, self.digest_s, place)
+        return Filled(self.number, self.pack_s, self.digest, self.digest_s, place, self.hold_s)
 
-    def receipt(self, epoch: int) -> Receipt:
+    def receipt(self, epoch: int, staging: str) -> Receipt:
         """Of a version that is known to be committed, and nothing more of it."""
         return Receipt(
             version=self.version,
@@ -96,7 +112,8 @@ class PublishJob:
             lost=(),
             nbytes=self.manifest.nbytes if self.manifest is not None else 0,
             seconds=time.monotonic() - self.began,
-            phases={"wait": self.wait_s, "pack": self.pack_s},
+            phases={"wait": self.wait_s, "pack": self.pack_s, "hold": self.hold_s},
+            staging=staging,
         )
 
     def stop_timers(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from math import prod
 
@@ -11,10 +11,12 @@ import msgspec
 import torch
 
 from replicas import errors
+from replicas.channel.moving import call_point, copy_out, gpu_of
 from replicas.channel.pending import Receipt
 from replicas.channel.scratch import read_segments, segments_of
 from replicas.core.tensor_specs import item_nbytes
 from replicas.messages import OperationGo, OperationKind, ReceiptData, ReduceOp, Segment
+from replicas.weights.accelerator import Event, device_of
 from replicas.weights.arena import Buffer
 from replicas.weights.layout import copy_elements
 from replicas.weights.tensors import dtype_name
@@ -32,6 +34,7 @@ class Operation:
 
     :param inputs: tensors whose values are sent; empty where this member sends none.
     :param targets: the caller's tensors to be written on success; None: new tensors are made where there are results.
+    :param called: what the caller's stream had under way at the call, if tensors are on a GPU.
     :param posted: what is posted when there are no inputs (``recv`` and ``scatter`` with targets).
     """
 
@@ -42,6 +45,7 @@ class Operation:
     reduce_op: ReduceOp = "sum"
     root: str = ""
     step: int | None = None
+    called: list[Event] = field(default_factory=list)
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
@@ -51,8 +55,20 @@ class Operation:
     @cached_property
     def device(self) -> str:
         """Device type of the tensors that take part."""
+        if self.gpu:
+            return device_of(self.gpu).kind
         tensors = (*self.inputs, *(self.targets or ()))
         return next((tensor.device.type for tensor in tensors if tensor.device.type != "cpu"), "cpu")
+
+    @cached_property
+    def gpu(self) -> str:
+        """UUID of the GPU on which its tensors are; empty: they are in host memory."""
+        return gpu_of((*self.inputs, *(self.targets or ())))
+
+    def begin(self) -> None:
+        """On the caller's thread: results will be written behind what its stream has under way now."""
+        if self.gpu:
+            self.called.append(call_point(self.gpu))
 
     @property
     def quick(self) -> bool:
@@ -123,9 +139,9 @@ class Operation:
             results = (results[_place(go, me)],)
         targets = self._targets(go, found)
         if targets is None:
-            tensors = self._made(results)
+            tensors = self._made(results, outputs)
         else:
-            _write(targets, results)
+            self._write(targets, results, outputs, ())
             tensors = targets
         if self.kind in _IN_PLACE:
             return Receipt.of(data)
@@ -134,19 +150,26 @@ class Operation:
         pieces = _split(tensors, [len(segments) for segments in go.segments])
         return Receipt.of(data, outputs=dict(zip(go.participants, pieces, strict=True)))
 
-    def _made(self, results: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def _made(self, results: Sequence[torch.Tensor], source: Buffer) -> tuple[torch.Tensor, ...]:
         """New tensors on the device of the inputs."""
         device = self.inputs[0].device if self.inputs else torch.device("cpu")
         made = tuple(torch.empty(result.shape, dtype=result.dtype, device=device) for result in results)
-        _write(made, results)
+        # their memory may have been another tensor's until now, and be in use as such by the stream for which it was made
+        self._write(made, results, source, (call_point(self.gpu),) if self.gpu else ())
         return made
 
-
-def _write(targets: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-    for target, result in zip(targets, results, strict=True):
-        copy_elements(target.detach(), result)
-    if any(target.device.type == "cuda" for target in targets):
-        torch.cuda.synchronize()
+    def _write(
+        self,
+        targets: Sequence[torch.Tensor],
+        results: Sequence[torch.Tensor],
+        source: Buffer,
+        after: tuple[Event, ...],
+    ) -> None:
+        if self.gpu:
+            copy_out(self.gpu, targets, results, source, (*self.called, *after))
+            return
+        for target, result in zip(targets, results, strict=True):
+            copy_elements(target.detach(), result)
 
 
 def _place(go: OperationGo, participant: int) -> int:

@@ -1,4 +1,7 @@
-"""Memory for the tensors of operations: buffers that are used again, because fresh pages are slow."""
+"""Memory for the tensors of operations: buffers that are used again, because fresh pages are slow.
+
+In host memory, or on the GPU of the rank (``staging = "device"``), for operations on tensors that are there.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,9 @@ from collections.abc import Sequence
 
 import torch
 
+from replicas.channel.moving import copy_in
 from replicas.core.manifest import segment_layout
+from replicas.errors import NoCapacity
 from replicas.messages import Segment
 from replicas.weights.arena import Buffer
 from replicas.weights.layout import copy_elements
@@ -16,14 +21,20 @@ from replicas.weights.tensors import dtype_name, torch_dtype, typed
 __all__ = ["Scratch", "read_segments", "segments_of", "write_segments"]
 
 KEPT = 6
+KEPT_ON_DEVICE = 2
 PAGE_NBYTES = 4096
 
 
 class Scratch:
-    """A few buffers, kept for the next operation. Thread-safe."""
+    """A few buffers, kept for the next operation. Thread-safe.
 
-    def __init__(self, name: str) -> None:
+    :param device: UUID of the GPU on which they are; empty: in host memory.
+    """
+
+    def __init__(self, name: str, device: str = "") -> None:
         self._name = name
+        self._device = device
+        self._cap = KEPT_ON_DEVICE if device else KEPT
         self._lock = threading.Lock()
         self._idle: list[Buffer] = []
         self._closed = False
@@ -33,7 +44,19 @@ class Scratch:
 
         :raises replicas.errors.NoCapacity: the memory is not there.
         """
-        return self.take_idle(nbytes) or Buffer.allocate(_rounded(nbytes), f"{self._name}-scratch")
+        found = self.take_idle(nbytes)
+        if found is not None:
+            return found
+        try:
+            return self._allocate(nbytes)
+        except NoCapacity:
+            if not self._drop_idle():
+                raise
+            return self._allocate(nbytes)
+
+    def _allocate(self, nbytes: int) -> Buffer:
+        name, wanted = f"{self._name}-scratch", _rounded(nbytes)
+        return Buffer.allocate(wanted, name, device=self._device)
 
     def take_idle(self, nbytes: int) -> Buffer | None:
         """A buffer that was used before; None when there is none of about this size. Never slow."""
@@ -46,23 +69,32 @@ class Scratch:
             self._idle.remove(best)
             return best
 
-    def give(self, buffer: Buffer | None) -> None:
-        """Take ``buffer`` back. Nobody may be using it any more."""
+    def give(self, buffer: Buffer | None, *, spoiled: bool = False) -> None:
+        """Take ``buffer`` back. Nobody may be using it any more.
+
+        :param spoiled: a process ended in the midst of work on it. On a GPU nobody could tell the next writer when that work
+            is over: it is given up.
+        """
         if buffer is None:
             return
         with self._lock:
-            if not self._closed:
+            if not self._closed and not (spoiled and self._device):
                 self._idle.append(buffer)
-                buffer = self._idle.pop(0) if len(self._idle) > KEPT else None
+                buffer = self._idle.pop(0) if len(self._idle) > self._cap else None
         if buffer is not None:
             buffer.close()
 
     def close(self) -> None:
+        self._closed = True
+        self._drop_idle()
+
+    def _drop_idle(self) -> bool:
+        """Whether there were any."""
         with self._lock:
-            self._closed = True
             idle, self._idle = self._idle, []
         for buffer in idle:
             buffer.close()
+        return bool(idle)
 
 
 def _rounded(nbytes: int) -> int:
@@ -77,9 +109,18 @@ def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
     return tuple(Segment(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in tensors)
 
 
-def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy ``tensors`` (any strides and device) to their places in ``buffer``."""
-    for place, tensor in zip(read_segments(buffer, segments), tensors, strict=True):
+def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequence[torch.Tensor], gpu: str = "") -> None:
+    """Copy ``tensors`` (any strides and device) to their places in ``buffer``.
+
+    :param gpu: UUID of the one on which some of them are. Into a buffer there it is enqueued on this thread's stream.
+    """
+    places = read_segments(buffer, segments)
+    if gpu:
+        buffer.begin_write()
+        copy_in(gpu, places, tensors)
+        buffer.end_write()
+        return
+    for place, tensor in zip(places, tensors, strict=True):
         copy_elements(place, tensor.detach())
 
 

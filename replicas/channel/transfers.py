@@ -4,11 +4,12 @@ Theory of operation
 ===================
 
 On its own host a member *maps* a version: it opens the memory of one that holds it, which takes no time and no memory, and
-has it. Otherwise an offer is answered when the slot is there: pinned (to send), or reserved (to receive), for which it waits
-as long as the offer allows. On Go the lane's sidecar moves the bytes; parts that lie on this host are copied from there
-first. A transfer may be withdrawn at any moment. Nothing is cancelled in mid-air then: the flag ``cancelled`` makes
-whoever is at work on it clean up, so that no slot is lost between two threads. A new coordinator withdraws all of the old
-one's; what was completely received by then is held like any other version, until it is told what became of it.
+has it. (On its own GPU it copies it from there: :mod:`replicas.channel.on_device`.) Otherwise an offer is answered when the
+slot is there: pinned (to send), or reserved (to receive), for which it waits as long as the offer allows. On Go the lane's
+sidecar moves the bytes; parts that lie on this host, or GPU, are copied from there first. A transfer may be withdrawn at any
+moment. Nothing is cancelled in mid-air then: the flag ``cancelled`` makes whoever is at work on it clean up, so that no slot
+is lost between two threads. A new coordinator withdraws all of the old one's; what was completely received by then is held
+like any other version, until it is told what became of it.
 
 After a failure the sidecar may still be at work on the slot (a Gloo wait that timed out goes on inside), therefore its
 lane ends, and the slot is let go only when the sidecar is known to be dead. If that cannot be known, the slot is retired.
@@ -28,6 +29,7 @@ import msgspec
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
 from replicas.channel.lanes import Lane, Lanes
+from replicas.channel.on_device import copy_image, copy_part
 from replicas.core.manifest import Manifest
 from replicas.messages import (
     SlotPlace,
@@ -41,7 +43,6 @@ from replicas.messages import (
 from replicas.sidecar.client import Sidecar, TransferSpec
 from replicas.weights.arena import Buffer, Slot
 from replicas.weights.digest import digest_of
-from replicas.weights.parts import scatter_parts
 
 __all__ = ["Transfers"]
 
@@ -97,7 +98,8 @@ class Transfers:
     def _offered(self, offer: TransferOffer) -> None:
         transfer = _Transfer(offer)
         self._transfers[offer.transfer] = transfer
-        work = self._map(transfer) if offer.role == "map" else self._prepare(transfer)
+        mapped = self._copy_image if self._hub.device else self._map
+        work = mapped(transfer) if offer.role == "map" else self._prepare(transfer)
         self._hub.spawn(work, f"transfer {offer.transfer}")
 
     async def _prepare(self, transfer: _Transfer) -> None:
@@ -139,11 +141,40 @@ class Transfers:
         verify_s = time.monotonic() - mapped
         hub.send(TransferDone(offer.transfer, digest, {}, mapped - started, verify_s, place))
 
-    def _adopt(self, offer: TransferOffer, manifest: Manifest) -> Slot:
-        """A foreign slot with what lies at the offered place; what is held of that version already is not needed."""
+    async def _copy_image(self, transfer: _Transfer) -> None:
+        """Have the version in a slot of our own, from one who has it on the same GPU."""
+        offer, hub = transfer.offer, self._hub
+        try:
+            transfer.manifest = self._manifest_of(offer)
+            place = self._place_of(offer)
+            await self._reserve(transfer)
+            slot = transfer.slot
+            if slot is None or transfer.cancelled:
+                self._let_go(transfer)
+                return
+            transfer.running = True
+            copied = await asyncio.to_thread(copy_image, hub.arena, place, slot, hub.device)
+            if offer.digest and copied.digest != offer.digest:
+                what = f"the copy of version {offer.version} on GPU {hub.device} is not what {place.pid} has"
+                raise hub.error(errors.SyncError, what, phase="verify", version=offer.version)
+        except (OSError, RuntimeError, errors.ReplicasError) as error:
+            self._failed(transfer, error, phase="map")
+            return
+        if not self._forget(transfer):
+            self._let_go(transfer)
+            return
+        hub.holdings.received(slot, copied.digest, offer.meta, "cuda")
+        hub.version_held()
+        hub.send(TransferDone(offer.transfer, copied.digest, {}, copied.copy_s, copied.verify_s, slot.place))
+
+    def _place_of(self, offer: TransferOffer) -> SlotPlace:
         if offer.place is None:
             raise self._hub.error(errors.InternalError, f"transfer {offer.transfer} names no place")
-        buffer = Buffer.open(offer.place, offer.version)
+        return offer.place
+
+    def _adopt(self, offer: TransferOffer, manifest: Manifest) -> Slot:
+        """A foreign slot with what lies at the offered place; what is held of that version already is not needed."""
+        buffer = Buffer.open(self._place_of(offer), offer.version)
         if buffer.nbytes != manifest.image_nbytes:
             buffer.close()
             raise self._hub.error(
@@ -159,7 +190,7 @@ class Transfers:
     async def _digest_pinned(self, slot: Slot) -> str:
         self._hub.arena.pin(slot)
         try:
-            return await asyncio.to_thread(lambda: digest_of(slot.data))
+            return await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
         finally:
             self._hub.arena.unpin(slot)
 
@@ -266,7 +297,7 @@ class Transfers:
                 known.note(transfer.offer.version, digest=done.image_digest)
             self._unpin(transfer, slot)
         else:
-            device = "cuda" if lane is not None and lane.backend == "nccl" else "cpu"
+            device = "cuda" if self._hub.device or (lane is not None and lane.backend == "nccl") else "cpu"
             known.received(slot, done.image_digest, transfer.offer.meta, device)
             place = slot.place  # others may map it from now on
             self._hub.version_held()
@@ -309,18 +340,14 @@ class Transfers:
     async def _alone(self, transfer: _Transfer, slot: Slot) -> TransferDone:
         """All of it was copied on this host: the digest is wanted."""
         started = time.monotonic()
-        digest = await asyncio.to_thread(digest_of, slot.data)
+        digest = await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
         return TransferDone(transfer.offer.transfer, digest, {}, 0.0, time.monotonic() - started)
 
     def _copy_parts(self, transfer: _Transfer, slot: Slot, places: tuple[SlotPlace, ...]) -> None:
         """Worker thread: put the parts that lie on this host into the image."""
         manifest = Manifest.decode(transfer.manifest)
         for place in places:
-            buffer = self._hub.arena.borrow(place, transfer.offer.version)
-            try:
-                scatter_parts(manifest, place.part, buffer.readable(), slot.data)
-            finally:
-                buffer.close()
+            copy_part(self._hub.arena, manifest, place, slot, self._hub.device)
 
     # ------------------------------------------------------------ ends
 

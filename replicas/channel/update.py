@@ -13,7 +13,8 @@ import torch
 from replicas import errors
 from replicas.core.manifest import Manifest
 from replicas.messages import Meta
-from replicas.weights.arena import Slot
+from replicas.weights.accelerator import Event, device_of
+from replicas.weights.arena import Buffer, Slot
 from replicas.weights.packing import load_into, views
 
 __all__ = ["Update", "UpdateOwner"]
@@ -48,7 +49,8 @@ class Update:
         self.version = version
         self.meta: Meta = meta
         self.manifest: Manifest = manifest
-        self._path = slot.buffer.path
+        self._path = "" if slot.buffer.device else slot.buffer.path
+        self._reads: list[Event] = []
         self._owner = owner
         self._slot: Slot | None = slot
         self._lock = threading.Lock()
@@ -61,9 +63,12 @@ class Update:
 
     @property
     def path(self) -> str:
-        """The slot as a safetensors file, for engines that load from disk."""
+        """The slot as a safetensors file, for engines that load from disk.
+
+        :raises replicas.errors.UsageError: it is in the memory of a GPU (``staging = "device"``).
+        """
         self._begin()
-        return self._path
+        return self._path or self._open_slot().buffer.path
 
     @property
     def touched(self) -> bool:
@@ -96,30 +101,50 @@ class Update:
             self._let_go()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """All tensors by name, aliases included, as private copy-on-write CPU views of published shapes and dtypes."""
+        """All tensors by name, aliases included, as private copy-on-write CPU views of published shapes and dtypes.
+
+        With ``staging = "device"``: copies on the GPU.
+        """
         found = dict(self)
         return found | {alias: found[target] for alias, target in self.manifest.aliases}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Pairs of name and tensor in the publisher's order, tied storage once; CPU views, private to this iteration.
 
-        Writing to one changes neither the slot nor what other processes see.
+        Writing to one changes neither the slot nor what other processes see. With ``staging = "device"`` they are copies on
+        the GPU, made one by one on the current stream.
         """
         self._begin()
-        return iter(views(self._open_slot().buffer.private(), self.manifest).items())
+        buffer = self._open_slot().buffer
+        return self._copies(buffer) if buffer.device else iter(views(buffer.private(), self.manifest).items())
+
+    def _copies(self, buffer: Buffer) -> Iterator[tuple[str, torch.Tensor]]:
+        gpu = device_of(buffer.device)
+        for name, shared in views(buffer.readable(), self.manifest).items():
+            self._open_slot()
+            buffer.begin_read()
+            tensor = shared.clone()
+            event = gpu.event(buffer.device)
+            event.record()
+            self._reads = [one for one in self._reads if not one.query()] + [event]
+            yield name, tensor
 
     def load_into(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
         """Copy every tensor into ``model``'s parameters and persistent buffers, in place.
 
         Names and shapes must fit exactly; floating dtypes are cast. DTensor parameters get their local part, without
-        communication. Everything is checked before the first byte is written.
+        communication. Everything is checked before the first byte is written. All is copied on return; what is on a GPU by
+        this thread's current stream.
 
         :raises replicas.errors.ManifestMismatch: naming what does not fit; ``model`` is unchanged.
         """
         self._begin()
         slot = self._open_slot()
-        tensors = views(slot.buffer.readable(), self.manifest)
-        load_into(model, tensors, self.manifest.aliases, sharing=slot.sharing)  # they mostly load at the same time
+        buffer = slot.buffer
+        tensors = views(buffer.readable(), self.manifest)
+        buffer.begin_read()
+        sharing = slot.sharing  # they mostly load at the same time
+        load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
 
     def loaded(self) -> None:
         """This rank serves this version from now on. Calling it again does nothing.
@@ -183,5 +208,10 @@ class Update:
     def _let_go(self) -> None:
         with self._lock:
             slot, self._slot = self._slot, None
-        if slot is not None:
-            self._owner.let_go(slot)
+            reads, self._reads = self._reads, []
+        try:
+            for read in reads:
+                read.synchronize()
+        finally:
+            if slot is not None:
+                self._owner.let_go(slot)

@@ -91,11 +91,11 @@ class CatchUp:
         if now > transfer.deadline:
             transfer.stop(complete=False)
             self._ended(transfer, errors.DeadlineExceeded("catch-up", phase="transfer"), now)
-        elif transfer.state == "offering" and now > self._waits_since + PATIENCE_S:
+        elif transfer.unready and now > self._waits_since + PATIENCE_S:
             self._leave_unready(transfer, now)
 
     def _leave_unready(self, transfer: Transfer, now: float) -> None:
-        unready = transfer.laggards & transfer.needers
+        unready = transfer.unready & transfer.needers
         others = [s for s in self._lacking(transfer.payload.version, now) if s.member not in transfer.asked]
         if not unready or (unready == transfer.needers and not others):
             return

@@ -95,7 +95,13 @@ class ChannelState:
         self.term = term
         self.out: list[Effect] = []
         self.roster = Roster(config, groups, epoch=epoch)
-        self.hosts = Hosts(self.roster, self.out, shared=config.transport == "auto", here=here)
+        self.hosts = Hosts(
+            self.roster,
+            self.out,
+            shared=config.transport == "auto",
+            by_device=config.staging == "device",
+            here=here,
+        )
         self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
         self.lanes = Lanes(run, config.name, term, store)
         self.rounds = Rounds(config.name)

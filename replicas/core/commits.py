@@ -186,8 +186,9 @@ class Commits:
                 lost=(),
                 nbytes=publish.payload.nbytes if publish.payload is not None else 0,
                 seconds=now - publish.began_at,
-                phases=publish.phases(now, 0.0),
+                phases=publish.phases(now, 0.0) | publish.hold,
                 version=publish.version,
+                staging=channel.config.staging,
             )
             if self.committed is None and publish.payload is not None:
                 publish.payload.digest = publish.payload.digest or self.decided
@@ -259,8 +260,9 @@ class Commits:
             reasons=dict(publish.lost),
             nbytes=payload.nbytes,
             seconds=seconds,
-            phases=phases,
+            phases=phases | publish.hold,
             version=publish.version,
+            staging=channel.config.staging,
         )
         moved_nbytes = payload.nbytes * max(1, len(transfer.verified))
         self.bytes_total += moved_nbytes
@@ -439,10 +441,11 @@ class Commits:
     def _leave_laggards(self, publish: Publish, now: float) -> None:
         """Some are not even ready to receive: go on without them, if others are."""
         transfer = publish.transfer
-        if transfer is None or transfer.state != "offering" or self._channel.config.on_lost == "raise":
+        if transfer is None or self._channel.config.on_lost == "raise":
             return
-        laggards = transfer.laggards
-        if laggards and laggards < transfer.needers:
+        laggards = transfer.unready
+        others = laggards < transfer.needers or (transfer.state == "moving" and transfer.verified)
+        if laggards and others:
             waited = f"{now - publish.moving_at:.1f} s"
             transfer.exclude(laggards, now, reason="refused", why=f"it was not ready to receive within {waited}")
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from replicas.core.effects import Effect
 from replicas.core.lanes import Lane, Lanes
+from replicas.core.preflight import nccl_works
 from replicas.core.roster import MemberState, Roster
 from replicas.messages import Backend
 
@@ -57,12 +58,11 @@ class DomainLanes:
         return lane
 
     def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:
-        """``nccl`` for tensors on GPUs that are all different ones, as configured or by itself."""
+        """``nccl`` for tensors on GPUs where NCCL takes them all, as configured or by itself."""
         wanted = self._roster.config.backend
         if wanted != "auto":
             return wanted
-        devices = {state.hello.cuda_devices[0] for state in states if state.hello.cuda_devices}
-        return "nccl" if on_device and len(devices) == len(states) else "gloo"
+        return "nccl" if on_device and nccl_works([state.hello for state in states]) else "gloo"
 
     def owns(self, lane: Lane) -> bool:
         """Whether operations may run in it."""

@@ -11,6 +11,9 @@ answered; one that can open none of them, does not answer in time, or later fail
 own, to which everything is sent. With ``transport = "group"`` everybody is. The coordinator has a beacon, too: its host is
 one of them, whether or not a member is on it.
 
+With ``staging = "device"`` memory is a GPU's: members are on one "host" when that is proven and they have the same GPU. The
+coordinator has none there.
+
 **Memory that is lent.** The owner of a slot (a publisher, or the member that received a version for its host) may write it
 again when nobody has it mapped any more. It learns that from the kernel, not from here: readers hold locks on the memory.
 But a lock says nothing about why it is held. So the owner of an older version is told (:class:`~replicas.messages.Released`)
@@ -52,21 +55,29 @@ class Hosts:
     """The hosts of one channel, by number.
 
     :param shared: whether members may share memory at all (``transport = "auto"``).
+    :param by_device: only those with one GPU do (``staging = "device"``).
     :param here: place and beacon of the coordinator's process, if it may share memory, too.
     :ivar own: number of the coordinator's host; 0: it has none.
     """
 
     def __init__(
-        self, roster: Roster, out: list[Effect], *, shared: bool, here: tuple[Place, Beacon] | None = None
+        self,
+        roster: Roster,
+        out: list[Effect],
+        *,
+        shared: bool,
+        by_device: bool = False,
+        here: tuple[Place, Beacon] | None = None,
     ) -> None:
         self._roster = roster
         self._out = out
         self._shared = shared
+        self._by_device = by_device
         self._count = 0
         self._members: dict[int, dict[Member, MemberState]] = {}
         self._searches: dict[Member, _Search] = {}
         self._warned: set[Member] = set()
-        self._here = here if shared else None
+        self._here = here if shared and not by_device else None
         self.own = self._new() if self._here is not None else 0
 
     def __len__(self) -> int:
@@ -129,7 +140,7 @@ class Hosts:
             return [], []
         beacons: list[Beacon] = []
         hosts: list[int] = []
-        if self._here is not None and self._here[0] == place and self.own not in tried:
+        if self._here is not None and (self._here[0], "") == place and self.own not in tried:
             beacons.append(self._here[1])
             hosts.append(self.own)
         for host, members in self._members.items():
@@ -141,12 +152,13 @@ class Hosts:
                 hosts += [host] * len(some)
         return beacons, hosts
 
-    def _place(self, state: MemberState) -> Place | None:
-        """None: it shares no memory."""
+    def _place(self, state: MemberState) -> tuple[Place, str] | None:
+        """With the GPU, if that matters. None: it shares no memory."""
         hello = state.hello
-        if not self._shared or hello.beacon is None or state.is_peer:
+        if not self._shared or hello.beacon is None or state.is_peer or (self._by_device and not hello.cuda_devices):
             return None
-        return hello.process.boot_id, hello.process.pid_namespace, hello.beacon.uid
+        device = hello.cuda_devices[0] if self._by_device else ""
+        return (hello.process.boot_id, hello.process.pid_namespace, hello.beacon.uid), device
 
     def _new(self) -> int:
         self._count += 1

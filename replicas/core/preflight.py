@@ -8,6 +8,9 @@ release, and, where NCCL would be used, its version, the variables that must agr
 ``backend = "nccl"``, or ``"auto"`` and both processes have a GPU. Only members that carry bytes ever meet in a group, so
 NCCL is compared for those alone. Observers are not checked, and neither is an earlier incarnation of the same identity,
 which the newcomer replaces.
+
+With ``staging = "device"`` whoever carries bytes must have a GPU. Those who have the same one share its memory there, and
+NCCL is not between them.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from replicas import errors
 from replicas.config import ChannelConfig
 from replicas.messages import Hello
 
-__all__ = ["NCCL_AGREED", "carries_bytes", "check_join"]
+__all__ = ["NCCL_AGREED", "carries_bytes", "check_join", "nccl_works"]
 
 NCCL_AGREED = frozenset(
     (
@@ -69,15 +72,18 @@ that only log (NCCL_DEBUG...), and limits of one side's patience (NCCL_IB_TIMEOU
 """
 
 _UNSET = "unset"
+_MULTI_RANK = (2, 30)
+"""From this version on NCCL knows NCCL_MULTI_RANK_GPU_ENABLE."""
 
 
 def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> None:
     """Compare a newcomer with the processes that are there.
 
-    :raises replicas.errors.Preflight: it cannot work with one of them; names both, both values and the remedy.
+    :raises replicas.errors.Preflight: it cannot work here, or with one of them; names what is wrong and the remedy.
     """
     if hello.observe:
         return
+    _check_staging(hello, config)
     me = _name(hello)
     for other in others:
         if other.observe or _name(other) == me:
@@ -86,6 +92,38 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
         if carries_bytes(hello, config) and carries_bytes(other, config) and _uses_nccl(hello, other, config):
             _check_nccl(hello, other, config)
             _check_devices(hello, other, config)
+
+
+def nccl_works(hellos: Sequence[Hello]) -> bool:
+    """Whether NCCL takes these as one group: each has a GPU, and no two the same one, unless it has been told to allow that.
+
+    It takes processes with one GPU for ones with two when their NCCL_HOSTID differ (correct, and slow).
+    """
+    seen: set[tuple[str, str]] = set()
+    for hello in hellos:
+        if not hello.cuda_devices:
+            return False
+        identity = hello.cuda_devices[0], hello.nccl_env.get("NCCL_HOSTID", "")
+        if identity in seen and not _multi_rank(hello):
+            return False
+        seen.add(identity)
+    return True
+
+
+def _multi_rank(hello: Hello) -> bool:
+    numbers = [int(part) for part in hello.nccl_version.split(".") if part.isdigit()]
+    return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(numbers) >= _MULTI_RANK
+
+
+def _check_staging(hello: Hello, config: ChannelConfig) -> None:
+    if config.staging == "device" and carries_bytes(hello, config) and not hello.cuda_devices:
+        raise errors.Preflight(
+            f'{_name(hello)} sees no GPU, and the slots of channel "{config.name}" are in GPU memory (staging = "device")',
+            channel=config.name,
+            phase="join",
+            members=(_name(hello),),
+            hint='give it a GPU (CUDA_VISIBLE_DEVICES, a build of torch with CUDA), or set staging = "host" on the channel',
+        )
 
 
 def _check_torch(hello: Hello, other: Hello, config: ChannelConfig) -> None:
@@ -126,7 +164,12 @@ def _check_nccl(hello: Hello, other: Hello, config: ChannelConfig) -> None:
 
 
 def _check_devices(hello: Hello, other: Hello, config: ChannelConfig) -> None:
-    """Only where NCCL is demanded: ``backend = "auto"`` takes gloo for members that share a GPU."""
+    """Only where NCCL is demanded: ``backend = "auto"`` takes gloo for members that share a GPU.
+
+    Where they share the GPU's memory, too, NCCL is not asked to join them.
+    """
+    if config.staging == "device" and config.transport == "auto" and not config.peers:
+        return
     shared = sorted(set(hello.cuda_devices) & set(other.cuda_devices))
     if config.backend == "nccl" and shared and not (_shares_gpu(hello) and _shares_gpu(other)):
         raise _refusal(

@@ -74,7 +74,7 @@ class Publish:
         return self.moving_at + (self.deadline - self.moving_at) / 2
 
     def phases(self, now: float, commit_s: float) -> dict[str, float]:
-        """Seconds by phase."""
+        """Seconds by phase, one after another."""
         transfer = self.transfer
         phases = {
             "wait": max((packed.wait_s for packed in self.packed.values()), default=0.0),
@@ -91,6 +91,12 @@ class Publish:
             }
         phases["commit"] = commit_s
         return phases
+
+    @property
+    def hold(self) -> dict[str, float]:
+        """How long the streams of the source's GPUs were held, beside the phases; nothing where there was no GPU."""
+        hold_s = max((packed.hold_s for packed in self.packed.values()), default=0.0)
+        return {"hold": hold_s} if hold_s else {}
 
 
 class Publishes:
@@ -227,6 +233,7 @@ class Publishes:
             digest_s=message.digest_s,
             place=message.place,
             streaming=False,
+            hold_s=message.hold_s,
         )
         return publish
 

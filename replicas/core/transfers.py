@@ -13,7 +13,9 @@ replies of an earlier one fall on the floor::
         └────── loss, refusal, failure, suspicion, digest mismatch ──▶ next attempt over those that are left
 
 Those that map need nothing of the others: they are offered the place at once, answer when they have it, and one that
-cannot, is lost or is silent holds up nobody. One that cannot map at all becomes a host of its own, to which is sent.
+cannot, is lost or is silent holds up nobody. One that cannot map at all becomes a host of its own, to which is sent. With
+``staging = "device"`` they copy what they have opened into memory of their own, within the GPU: a view does not outlive the
+process that has lent it. So what they have counts by its digest, and lies in one more place.
 
 Receivers that verified the version keep it: they leave the set of those in need, and may give it in the next attempt.
 Nothing is retried inside a lane in which bytes may have moved: each attempt has a new lane. What is done about failures with
@@ -36,6 +38,7 @@ from replicas.core.membership import TRANSFER, TransferState
 from replicas.core.offers import Offers
 from replicas.core.paths import Plan, plan
 from replicas.core.payload import Payload, TransferContext
+from replicas.core.preflight import nccl_works
 from replicas.core.roster import MemberState
 from replicas.messages import (
     Backend,
@@ -80,6 +83,8 @@ class Transfer:
         """Why members were left out."""
         self.blame = Blame(context, self)
         self._offers = Offers(context, payload)
+        self._copies = context.roster.config.staging == "device"
+        """Whether those that map copy what they find."""
         self.attempts = 0
         self.form_s = 0.0
         self.map_s = 0.0
@@ -121,6 +126,13 @@ class Transfer:
         if self.state == "offering" and len(self._ready) < len(self._movers):
             return (set(self._movers) - self._ready) | self._mapping
         return self.needers - self.verified
+
+    @property
+    def unready(self) -> set[Member]:
+        """Those who wait for a slot, as far as is known here."""
+        if self.state == "offering":
+            return self.laggards
+        return set(self._mapping) if self._copies else set()
 
     def lane_formed_or_none(self) -> bool:
         """Whether what an offered transfer waits for is slots, and not its process group."""
@@ -191,13 +203,12 @@ class Transfer:
         )
 
     def _backend(self, states: Sequence[MemberState]) -> Backend:
-        """``nccl`` for CUDA weights when every member has a GPU of its own, as configured or by itself."""
-        wanted = self._context.roster.config.backend
-        if wanted != "auto":
-            return wanted
-        devices = [device for state in states for device in state.hello.cuda_devices[:1]]
-        distinct = len(devices) == len(states) and len(set(devices)) == len(devices)
-        return "nccl" if self.payload.device == "cuda" and distinct else "gloo"
+        """``nccl`` for CUDA weights, or slots, where NCCL takes all members, as configured or by itself."""
+        config = self._context.roster.config
+        if config.backend == "gloo" or (config.backend == "nccl" and not self._copies):
+            return config.backend
+        on_device = self._copies or self.payload.device == "cuda"
+        return "nccl" if on_device and nccl_works([state.hello for state in states]) else "gloo"
 
     def _lane_backend(self) -> Backend:
         roster = self._context.roster
@@ -236,10 +247,14 @@ class Transfer:
         if reply.transfer != self.id or member not in self.concerned:
             return
         if member in self._mapping:
-            self._mapping.discard(member)
             self.map_s = max(self.map_s, reply.transfer_s)
             self.verify_s = max(self.verify_s, reply.verify_s)
-            self._keep({member: reply}, lent=False)
+            if self._copies and self.payload.digest and reply.image_digest != self.payload.digest:
+                error = errors.SyncError(f"digests differ at {member}", phase="verify", members=[member.name])
+                self._map_failed(member, error)
+            else:
+                self._mapping.discard(member)
+                self._keep({member: reply}, lent=self._copies)
         elif self.state == "moving":
             self._done[member] = reply
             self.transfer_s = max(self.transfer_s, reply.transfer_s)
@@ -259,6 +274,8 @@ class Transfer:
             self._failed_all_alive(error, now)
         elif self.needers:
             self.start(now)
+        elif self._copies and self.refused and not self.verified:
+            self._end(self._refusal(), now)  # nobody had room for a copy
         else:
             self._end(None, now)
 
@@ -326,10 +343,10 @@ class Transfer:
             self._failed_all_alive(error, now)
 
     def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
-        """It stays in need, and its turn comes in the next attempt; unless it is out of memory or descriptors."""
+        """It stays in need, and its turn comes in the next attempt; unless it has no memory, slot or descriptor left."""
         self._mapping.discard(member)
         self._misses[member] = self._misses.get(member, 0) + 1
-        if isinstance(error, errors.NoCapacity):
+        if isinstance(error, errors.NoCapacity | errors.Busy):
             self.refused[member] = error
             self.why[member] = error.message
             self.needers.discard(member)

@@ -9,7 +9,7 @@ refilled by its owner nor freed with it.
 
 :class:`Keeper` holds the newest committed version of a channel in the coordinator's process, which has no use for it but to
 outlive its source. Others open it there as they would have opened it in the source. Nothing is mapped or copied for it, and
-memory that cannot be held (another host, another user) is simply not kept.
+memory that cannot be held (another host, another user; a GPU's, which ends with its owner) is simply not kept.
 """
 
 from __future__ import annotations
@@ -91,6 +91,8 @@ class Keeper:
         None: it cannot be held by this process.
         """
         self.let_go(key)
+        if place.device:
+            return None
         try:
             fd = hold(place, version)
         except ReplicasError as error:

@@ -13,7 +13,8 @@ comes later is refused, and a reader that was there first makes the owner look f
 that was handed to a user may still be alive, though nobody holds the memory officially any more. Byte ``N``, larger than 0:
 the memory has been filled ``N`` times, and what came of the last time is complete. Whoever holds it has that mark, and only
 while there is no writer; so a reader that has the shared lock and finds the mark of another one knows that the memory was
-not refilled before it came. Nobody ever takes a write lock: it is only asked whether one could be had.
+not refilled before it came. Byte :data:`OPENED`: memory elsewhere, to
+which the file leads, is in use. Nobody ever takes a write lock: it is only asked whether one could be had.
 """
 
 from __future__ import annotations
@@ -24,10 +25,12 @@ import os
 import struct
 from pathlib import Path
 
-__all__ = ["MAPPED", "hold_exclusive", "hold_shared", "holders", "let_go", "mark", "marked", "unmark"]
+__all__ = ["MAPPED", "OPENED", "hold_exclusive", "hold_shared", "holders", "let_go", "mark", "marked", "unmark"]
 
 MAPPED = 0
 """The byte that is marked while a user's mapping may be alive; the larger ones count fillings."""
+OPENED = 1 << 62
+"""The byte that is marked while somebody has the memory open to which the file leads (a GPU's)."""
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 

@@ -77,24 +77,32 @@ def bucket_limit(nbytes: int, members: int) -> int:
     return max(MIN_BUCKET_NBYTES, min(CHAIN_BUCKET_NBYTES, nbytes // (FILL_RATIO * passing)))
 
 
-def make_plan(manifest: Manifest, routes: Sequence[Sequence[int]], rank: int, *, by_part: bool) -> Plan:
+def make_plan(
+    manifest: Manifest, routes: Sequence[Sequence[int]], rank: int, *, by_part: bool, limit: int | None = None
+) -> Plan:
     """What lane rank ``rank`` has to do when each part takes its route, or (not ``by_part``) the whole image the only one.
 
     Parts whose route leaves ``rank`` out are of no concern to it: whatever it has of them is in place.
+
+    :param limit: size of the buckets of all routes; by default :func:`bucket_limit` says it.
     """
+
+    def limit_of(nbytes: int, route: Sequence[int]) -> int:
+        return limit or bucket_limit(nbytes, len(route))
+
     mine = [(part, route) for part, route in enumerate(routes) if rank in route]
     if not by_part:
-        limits = [bucket_limit(manifest.data_nbytes, len(route)) for _, route in mine]
+        limits = [limit_of(manifest.data_nbytes, route) for _, route in mine]
         total = manifest.data_nbytes
         buckets = [
-            Bucket(route[0], start, min(limit, total - start))
-            for (_, route), limit in zip(mine, limits, strict=True)
-            for start in range(0, total, limit)
+            Bucket(route[0], start, min(size, total - start))
+            for (_, route), size in zip(mine, limits, strict=True)
+            for start in range(0, total, size)
         ]
         firsts = [bucket.start for bucket in buckets]
     else:
         numbered = [
-            (part, buckets_of_part(manifest, part, route[0], bucket_limit(manifest.part_nbytes(part), len(route))))
+            (part, buckets_of_part(manifest, part, route[0], limit_of(manifest.part_nbytes(part), route)))
             for part, route in mine
         ]
         firsts, buckets = _mixed(manifest, numbered)

@@ -55,16 +55,17 @@ def run_turn(
     *,
     mark: int,
     ready: Callable[[], None],
+    on_host: bool = True,
 ) -> None:
     """Run one operation of a free lane; return when all members have their results.
 
     Arguments and errors as of :func:`run_collective`. ``mark``: of what is asked for, up to 2**62; ``ready`` is called when
-    the own result is there, before the others can know.
+    the own result is there, before the others can know; ``on_host``: inputs and outputs are in host memory.
     """
     deadline = time.monotonic() + spec.timeout_s
     if spec.kind != "barrier":
         operation = _Operation(group, spec, inputs, outputs)
-        runs = operation.small_runs() if spec.kind == "all_reduce" else None
+        runs = operation.small_runs() if spec.kind == "all_reduce" and on_host else None
         if runs is None:
             operation.run()
         else:

@@ -1,34 +1,33 @@
-"""Process groups built straight from a store, and their operations on host memory.
+"""Process groups, and their operations on host and device memory.
 
-:func:`build_group` is the only place that makes one. Both kinds work on CPU tensors: Gloo in place, NCCL through a
-device buffer. Operations start at once and end in :meth:`Handle.wait`; each carries its own timeout. None of this is
-safe against a frozen store or a hung device: the process is killed by its owner when the deadline has passed.
+Each backend works in place on one kind of memory: Gloo on the host's, NCCL on the device's. What lies on the other side goes
+through staging memory, so that every lane can move everything (a lane of Gloo between GPUs that NCCL refuses, a lane of NCCL
+for slots in host memory). Operations start at once and end in :meth:`Handle.wait`; each carries its own deadline. None of
+this is safe against a hung device or peer: the process is killed by its owner when the deadline has passed.
 
-The connection to the store is tried again until the deadline (nothing has moved yet, and the store may be on its way back);
-the rest is tried once, after the members have met (:mod:`replicas.sidecar.meeting`).
+Order on the device: an operation of NCCL starts behind what the caller's stream has under way; when its handle was waited for
+it is done, for every stream, other processes, and the host. Gloo reads and writes with the CPU: what lies on the device is
+copied, and the copy waited for, before it starts and after it has ended.
+
+Why NCCL is waited for here, and not by ``Work.wait``: that looks every 10 ms, counts its timeout from the start of the
+operation, and when something failed it aborts the communicator, which may hang in its turn. The process ends instead.
 """
 
 from __future__ import annotations
 
-import fcntl
-import os
-import socket
-import struct
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
-import tenacity
 import torch
 import torch.distributed as dist
 
-from replicas.sidecar.meeting import meet
 from replicas.sidecar.wire import GroupSpec
+from replicas.weights.accelerator import Accelerator, Registration
 
-__all__ = ["REDUCIBLE", "GlooGroup", "Group", "Handle", "NcclGroup", "build_group", "connect_store"]
+__all__ = ["REDUCIBLE", "GlooGroup", "Group", "Handle", "NcclGroup"]
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 _INTEGERS = ("int64", "int32", "int8", "uint8")
@@ -38,10 +37,11 @@ REDUCIBLE = {
 }
 """Dtypes (by torch's name) that each backend can reduce. Any dtype can be moved."""
 
-STORE_CONNECT_S = 0.5
-"""For one attempt to connect to the store; torch's client takes up to twice that."""
-PROBE_NBYTES = 64 << 10
-_SIOCGIFADDR = 0x8915
+PINNED_NBYTES = 8 << 20
+"""Staging memory of this size is pinned once and used again; what is larger is allocated for each operation."""
+PAUSE_S = 1e-3
+"""At the longest, between two looks at an operation of NCCL."""
+_PAUSE_STEP_S = 2e-5
 _REDUCE_OPS = {
     "sum": _c10d.ReduceOp.SUM,
     "mean": _c10d.ReduceOp.SUM,
@@ -51,44 +51,146 @@ _REDUCE_OPS = {
 
 
 class Handle:
-    """An operation that has started."""
+    """Operations that have started."""
 
-    def __init__(self, work: Any, deadline: float, finish: Callable[[], None] | None = None) -> None:
-        self._work = work
+    def __init__(
+        self,
+        works: Sequence[Any],
+        deadline: float,
+        finish: Callable[[], None] | None = None,
+        *,
+        wait: Callable[[Any, float], None] | None = None,
+    ) -> None:
+        self._works = works
         self._deadline = deadline
         self._finish = finish
+        self._wait = wait or _wait
 
     def wait(self) -> None:
-        """Return when the tensors hold the result; :class:`RuntimeError` when it failed or its timeout passed."""
-        self._work.wait(timedelta(seconds=max(self._deadline - time.monotonic(), 0.001)))
+        """Return when the tensors hold the result; :class:`RuntimeError` when it failed or its deadline passed."""
+        for work in self._works:
+            self._wait(work, self._deadline)
         if self._finish is not None:
             self._finish()
 
 
-class Group(ABC):
-    """Operations of one process group on contiguous, non-empty CPU tensors. ``deadline`` is of the monotonic clock."""
+def _wait(work: Any, deadline: float) -> None:
+    work.wait(timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
 
-    def __init__(self, backend: Any, spec: GroupSpec) -> None:
+
+def _wait_nccl(work: Any, deadline: float) -> None:
+    pause = 0.0
+    while not work.is_completed():
+        if time.monotonic() >= deadline:
+            raise RuntimeError("an operation of NCCL was not done in time")
+        time.sleep(pause)
+        pause = min(PAUSE_S, pause + _PAUSE_STEP_S)
+    error = work.exception()  # what failed counts as completed
+    if error is not None:
+        raise RuntimeError(f"NCCL: {error}")
+
+
+class Group(ABC):
+    """Operations of one process group on contiguous, non-empty tensors. ``deadline`` is of the monotonic clock.
+
+    :ivar spreads: whether :meth:`spread` is the way to move bytes from one to several.
+    """
+
+    spreads = False
+
+    def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator | None = None) -> None:
+        """``device``: what it needs for tensors that are not in host memory; None: there are none."""
         self.rank = spec.rank
         self.size = spec.size
         self.backend = spec.backend
         self._backend = backend
+        self._device = device
 
-    @abstractmethod
-    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle: ...
+    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
+        def start(near: torch.Tensor) -> list[Any]:
+            return [self._start("broadcast", near, root, "sum", deadline)]
 
-    @abstractmethod
-    def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> Handle: ...
+        return self._run(tensor, start, deadline, read=self.rank == root, write=self.rank != root)
 
-    @abstractmethod
+    def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> Handle:
+        def start(near: torch.Tensor) -> list[Any]:
+            return [self._start("all_reduce", near, 0, op, deadline)]
+
+        return self._run(tensor, start, deadline, read=True, write=True)
+
     def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> Handle:
         """The result is in ``tensor`` of the root; the others' tensors are scratch afterwards."""
 
-    @abstractmethod
-    def send(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle: ...
+        def start(near: torch.Tensor) -> list[Any]:
+            return [self._start("reduce", near, root, op, deadline)]
+
+        return self._run(tensor, start, deadline, read=True, write=self.rank == root)
+
+    def send(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle:
+        return self._run(tensor, lambda near: self._exchange(near, (peer,), ()), deadline, read=True, write=False)
+
+    def receive(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle:
+        return self._run(tensor, lambda near: self._exchange(near, (), (peer,)), deadline, read=False, write=True)
+
+    def spread(self, tensor: torch.Tensor, route: Sequence[int], deadline: float) -> Handle:
+        """From the first of ``route`` to the rest of it, of whom each calls this too: all at once.
+
+        With NCCL all of a member's operations are done one after another. So all members must begin the operations that they
+        share in the same order, whoever else takes part: then the first that is not done anywhere waits for nothing.
+        """
+        if len(route) == 1:
+            return Handle((), deadline)
+        if len(route) == self.size:
+            return self.broadcast(tensor, route[0], deadline)
+        if self.rank == route[0]:
+            others = tuple(route[1:])
+            return self._run(tensor, lambda near: self._exchange(near, others, ()), deadline, read=True, write=False)
+        return self.receive(tensor, route[0], deadline)
+
+    # ------------------------------------------------------------ staging
 
     @abstractmethod
-    def receive(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle: ...
+    def _in_place(self, tensor: torch.Tensor) -> bool:
+        """Whether the backend works on this memory."""
+
+    @abstractmethod
+    def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        """Memory like ``tensor`` where the backend works, and what gives it back."""
+
+    def _run(
+        self,
+        tensor: torch.Tensor,
+        start: Callable[[torch.Tensor], list[Any]],
+        deadline: float,
+        *,
+        read: bool,
+        write: bool,
+    ) -> Handle:
+        """:param read: the operation needs what is in ``tensor``. :param write: it changes it."""
+        if self._in_place(tensor):
+            return Handle(start(tensor), deadline, wait=self._wait_for)
+        device = self._device
+        assert device is not None
+        near, give_back = self._near(tensor)
+        if read:
+            device.copy([near], [tensor])
+            device.synchronize()
+
+        def finish() -> None:
+            if write:
+                device.copy([tensor], [near])
+                device.synchronize()
+            give_back()
+
+        return Handle(start(near), deadline, finish, wait=self._wait_for)
+
+    # ------------------------------------------------------------ the backend
+
+    _wait_for = staticmethod(_wait)
+
+    @abstractmethod
+    def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
+        """Start to send ``tensor`` to some, or to receive it from one."""
 
     def _start(self, kind: str, tensor: torch.Tensor, root: int, op: str, deadline: float) -> Any:
         timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
@@ -106,184 +208,56 @@ class Group(ABC):
 
 
 class GlooGroup(Group):
-    """ProcessGroupGloo, on host memory in place."""
+    """ProcessGroupGloo: on host memory."""
 
-    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
-        return Handle(self._start("broadcast", tensor, root, "sum", deadline), deadline)
+    def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator | None = None) -> None:
+        super().__init__(backend, spec, device)
+        self._pinned: list[torch.Tensor] = []
+        self._registrations: list[Registration | None] = []
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> Handle:
-        return Handle(self._start("all_reduce", tensor, 0, op, deadline), deadline)
+    def _in_place(self, tensor: torch.Tensor) -> bool:
+        device = self._device
+        return device is None or device.group_backend == "gloo" or not device.owns(tensor)
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> Handle:
-        return Handle(self._start("reduce", tensor, root, op, deadline), deadline)
+    def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        assert self._device is not None
+        if tensor.nbytes > PINNED_NBYTES:
+            near = torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu")
+            return near, lambda: None
+        if not self._pinned:
+            made = torch.zeros(PINNED_NBYTES, dtype=torch.uint8, device="cpu")
+            self._registrations.append(self._device.register(made, read_only=False))
+            self._pinned.append(made)
+        memory = self._pinned.pop()
+        near = memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return near, lambda: self._pinned.append(memory)
 
-    def send(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle:
-        return Handle(self._backend.send([tensor], peer, 0), deadline)
-
-    def receive(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle:
-        return Handle(self._backend.recv([tensor], peer, 0), deadline)
+    def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
+        sent = [self._backend.send([tensor], peer, 0) for peer in to]
+        return sent + [self._backend.recv([tensor], peer, 0) for peer in sources]
 
 
 class NcclGroup(Group):
-    """ProcessGroupNCCL: each operation goes through its own device copy of the host tensor."""
+    """ProcessGroupNCCL: on device memory."""
 
-    def __init__(self, backend: Any, spec: GroupSpec, device: torch.device) -> None:
-        super().__init__(backend, spec)
-        self._device = device
+    spreads = True
+    _wait_for = staticmethod(_wait_nccl)
 
-    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
-        staged = self._stage(tensor, read=self.rank == root)
-        work = self._start("broadcast", staged, root, "sum", deadline)
-        return self._handle(work, tensor, staged, deadline, write=self.rank != root)
+    def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator, where: torch.device) -> None:
+        super().__init__(backend, spec, device)
+        self._where = where
 
-    def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> Handle:
-        staged = self._stage(tensor, read=True)
-        work = self._start("all_reduce", staged, 0, op, deadline)
-        return self._handle(work, tensor, staged, deadline, write=True)
+    def _in_place(self, tensor: torch.Tensor) -> bool:
+        return self._device is not None and self._device.owns(tensor)
 
-    def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> Handle:
-        staged = self._stage(tensor, read=True)
-        work = self._start("reduce", staged, root, op, deadline)
-        return self._handle(work, tensor, staged, deadline, write=self.rank == root)
+    def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        return torch.empty_like(tensor, device=self._where), lambda: None
 
-    def send(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle:
-        staged = self._stage(tensor, read=True)
-        return self._handle(self._backend.send([staged], peer, 0), tensor, staged, deadline, write=False)
-
-    def receive(self, tensor: torch.Tensor, peer: int, deadline: float) -> Handle:
-        staged = self._stage(tensor, read=False)
-        return self._handle(self._backend.recv([staged], peer, 0), tensor, staged, deadline, write=True)
-
-    def _stage(self, tensor: torch.Tensor, *, read: bool) -> torch.Tensor:
-        return tensor.to(self._device) if read else torch.empty_like(tensor, device=self._device)
-
-    def _handle(self, work: Any, tensor: torch.Tensor, staged: torch.Tensor, deadline: float, *, write: bool) -> Handle:
-        def finish() -> None:
-            if write:
-                tensor.copy_(staged)
-            torch.cuda.synchronize(self._device)
-
-        return Handle(work, deadline, finish)
-
-
-def build_group(spec: GroupSpec) -> Group:
-    """Form the process group of ``spec``; every rank of it does so with the same prefix.
-
-    :raises replicas.errors.Preflight: the members do not agree, or cannot reach each other; names them.
-    :raises RuntimeError: a peer did not come in time, the store cannot be reached, or the probe found wrong values.
-    """
-    deadline = time.monotonic() + spec.timeout_s
-    if spec.backend == "nccl":
-        _set_nccl_environment(spec)
-    store = _c10d.PrefixStore(spec.prefix, connect_store(spec.store_host, spec.store_port, deadline))
-    meet(store, spec, deadline)
-    remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
-    store.set_timeout(remaining)
-    group = (_build_gloo if spec.backend == "gloo" else _build_nccl)(store, spec, remaining)
-    if spec.probe:
-        _probe(group, deadline)
-    return group
-
-
-def connect_store(host: str, port: int, deadline: float) -> Any:
-    """A client of the store; a refused or broken connection is tried again until ``deadline`` (monotonic clock).
-
-    :raises RuntimeError: no store answered there by then.
-    """
-    retry = tenacity.Retrying(
-        wait=tenacity.wait_exponential(multiplier=0.02, max=0.5) + tenacity.wait_random(0, 0.05),
-        stop=tenacity.stop_before_delay(max(deadline - time.monotonic(), 0.0)),
-        retry=tenacity.retry_if_exception_type((OSError, RuntimeError)),
-        reraise=True,
-    )
-    try:
-        for attempt in retry:
-            with attempt:
-                if attempt.retry_state.attempt_number > 1:
-                    # torch's own client waits for twice its timeout where nobody listens, and logs pages about it.
-                    socket.create_connection((host, port), timeout=_store_timeout_s(deadline)).close()
-                return _c10d.TCPStore(
-                    host, port, None, False, timedelta(seconds=_store_timeout_s(deadline)), wait_for_workers=False
-                )
-    except (OSError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        raise RuntimeError(f"the store at {host}:{port} cannot be reached: {reason}") from error
-    raise AssertionError  # tenacity ends with a result or an error
-
-
-def _store_timeout_s(deadline: float) -> float:
-    return max(0.05, min(STORE_CONNECT_S, deadline - time.monotonic()))
-
-
-def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> Group:
-    options = _c10d.ProcessGroupGloo._Options()
-    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=spec.address)]
-    options._timeout = timeout
-    return GlooGroup(_c10d.ProcessGroupGloo(store, spec.rank, spec.size, options), spec)
-
-
-def _build_nccl(store: Any, spec: GroupSpec, timeout: timedelta) -> Group:
-    if not torch.cuda.is_available():
-        raise RuntimeError("the nccl backend needs a GPU, and this process sees none")
-    device = _device(spec.device)
-    torch.cuda.set_device(device)
-    _allow_shared_device(store, spec, str(torch.cuda.get_device_properties(device).uuid))
-    options = _c10d.ProcessGroupNCCL.Options()
-    options._timeout = timeout
-    backend = _c10d.ProcessGroupNCCL(store, spec.rank, spec.size, options)
-    if hasattr(backend, "eager_connect_single_device"):
-        backend.eager_connect_single_device(device)
-    return NcclGroup(backend, spec, device)
-
-
-def _probe(group: Group, deadline: float) -> None:
-    """Move 64 KiB from everyone to everyone, and look at what came."""
-    steps = torch.arange(PROBE_NBYTES // 8, dtype=torch.int64)
-    tensor = steps * (group.rank + 1)
-    group.all_reduce(tensor, "sum", deadline).wait()
-    wrong = int((tensor != steps * (group.size * (group.size + 1) // 2)).sum())
-    if wrong:
-        raise RuntimeError(f"the probe of the group found {wrong} of {steps.numel()} values wrong")
-
-
-def _set_nccl_environment(spec: GroupSpec) -> None:
-    """The watchdog must not write outside our prefix or outlive a deadline; bootstrap goes over the lane's address."""
-    os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "0"
-    os.environ["TORCH_NCCL_ENABLE_MONITORING"] = "0"
-    if spec.nccl_env is not None:
-        for name in [name for name in os.environ if name.startswith("NCCL_")]:
-            del os.environ[name]
-        os.environ.update(spec.nccl_env)
-    interface = _interface_of(spec.address)
-    if interface is not None:
-        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
-
-
-def _interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(answer[20:24]) == address:
-                return name
-    return None
-
-
-def _device(uuid: str) -> torch.device:
-    for index in range(torch.cuda.device_count()):
-        if uuid in ("", str(torch.cuda.get_device_properties(index).uuid)):
-            return torch.device("cuda", index)
-    raise RuntimeError(f"the GPU {uuid} of the rank is not visible to its sidecar; check CUDA_VISIBLE_DEVICES")
-
-
-def _allow_shared_device(store: Any, spec: GroupSpec, uuid: str) -> None:
-    """NCCL refuses two ranks on one GPU, unless it takes them for two hosts: slow, and right for tests."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    store.set(f"device/{spec.rank}", f"{boot_id}/{uuid}")
-    devices = [store.get(f"device/{rank}") for rank in range(spec.size)]
-    if len(set(devices)) < len(devices):
-        os.environ["NCCL_HOSTID"] = f"replicas-{spec.prefix}-{spec.rank}"
-        os.environ["NCCL_IB_DISABLE"] = "1"
+    def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
+        """One batch: its parts go at the same time. (Where torch has no batches they go one after another.)"""
+        batch = hasattr(self._backend, "_start_coalescing")
+        if batch:
+            self._backend._start_coalescing()
+        works = [self._backend.send([tensor], peer, 0) for peer in to]
+        works += [self._backend.recv([tensor], peer, 0) for peer in sources]
+        return [self._backend._end_coalescing()] if batch else works

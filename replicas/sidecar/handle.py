@@ -18,6 +18,7 @@ from replicas.sidecar import wire
 from replicas.sidecar.answers import Answer, Done, SidecarDied, SidecarFailed, Turn, failure
 from replicas.sidecar.pulse import SILENCE_S, Pulse
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
+from replicas.weights.accelerator import accelerator
 from replicas.weights.arena import Buffer
 
 __all__ = ["KILL_GRACE_S", "Sidecar"]
@@ -87,6 +88,13 @@ class Sidecar:
         """Move one version from or into ``buffer``. Errors as of :meth:`build`; a receiver's slot is undefined then."""
         request = wire.RunTransfer(next(self._numbers), buffer.key, spec)
         return (await self._ask(request, (buffer,), spec.timeout_s, wire.Transferred)).result
+
+    async def probe(self, buffer: Buffer, timeout_s: float) -> bytes:
+        """All bytes of a small buffer as the sidecar sees them. Errors as of :meth:`build`; the sidecar goes on after those
+        that say why the memory cannot be opened."""
+        return (
+            await self._ask(wire.ProbeBuffer(next(self._numbers), buffer.key), (buffer,), timeout_s, wire.Probed)
+        ).seen
 
     def progress(self, transfer: int, nbytes: int) -> None:
         """The first ``nbytes`` of the data that a streaming ``transfer`` sends are there; all of them in the end.
@@ -211,7 +219,7 @@ class Sidecar:
         if buffer.key not in self._mapped:
             self._mapped.add(buffer.key)
             buffer.watchers.add(self)
-            await self._send(wire.MapBuffer(buffer.key), (buffer.fd,))
+            await self._send(wire.MapBuffer(buffer.key, buffer.device), (buffer.fd,))
 
     async def _send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
         """One frame; the caller holds the lock. A frame that is cut off by a cancellation ends the sidecar."""
@@ -354,7 +362,8 @@ def _of_this_process(spec: GroupSpec) -> GroupSpec:
     """With the GPU and the NCCL variables of this process: the forkserver's may be older."""
     changes: dict[str, Any] = {}
     if not spec.device and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        changes["device"] = str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+        found = accelerator()
+        changes["device"] = found.device() if found is not None else ""
     if spec.nccl_env is None:
         changes["nccl_env"] = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
     return msgspec.structs.replace(spec, **changes)

@@ -4,6 +4,15 @@ The main thread takes a request, does it, answers it. It may be stuck inside Glo
 that is what the process is for. When its group has failed it says so and exits: that closes its connections, so that
 peers which wait for it in another place fail at once too. A second thread (:mod:`replicas.sidecar.mailbox`) reads the
 channel, answers pings, and ends the process with the rank or the channel.
+
+On a GPU
+========
+
+Buffers may be in the memory of a GPU: the rank's own, which is the only one that this process ever sees (the first that names
+one chooses it). It works on a stream of its own. What the rank has enqueued on a buffer is waited for before it is read;
+and an answer goes out only when nothing of the request is under way any more, on any stream. So the rank's side needs no
+event of ours: it knows that the memory is its own again by the answer, or by our death. (An event that was recorded by a
+process which is killed might never happen, and whoever let a stream wait for it would hang.)
 """
 
 from __future__ import annotations
@@ -13,17 +22,20 @@ import re
 import socket
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from replicas.core.manifest import Manifest
-from replicas.errors import Preflight, ReplicasError
+from replicas.errors import InternalError, Preflight, ReplicasError, WorldError
 from replicas.sidecar import lifeline, wire
+from replicas.sidecar.building import build_group
 from replicas.sidecar.collectives import run_collective, run_turn
-from replicas.sidecar.groups import Group, build_group
+from replicas.sidecar.groups import Group
 from replicas.sidecar.mailbox import Mailbox
 from replicas.sidecar.mesh import Mesh
 from replicas.sidecar.transfer import run_transfer
+from replicas.weights.accelerator import Accelerator, device_of
 from replicas.weights.arena import Buffer
 
 __all__ = ["SidecarProcess", "run"]
@@ -38,19 +50,26 @@ class SidecarProcess:
         self._address = ""
         self._mesh: Mesh | None = None
         self._buffers: dict[int, Buffer] = {}
+        self._unusable: dict[int, ReplicasError] = {}
+        self._gpu: Accelerator | None = None
+        self._uuid = ""
+        self._began = False
         self._manifest: tuple[bytes, Manifest] | None = None
 
     def handle(self, request: wire.Request, fds: list[int]) -> wire.Reply | None:
         """Do what ``request`` asks; the reply, if it has one. Takes over ``fds``."""
         match request:
-            case wire.MapBuffer(key=key):
+            case wire.MapBuffer(key=key, device=device):
                 (fd,) = fds
-                self._buffers[key] = Buffer.adopt(fd)
+                self._map(key, fd, device)
                 return None
             case wire.ForgetBuffer(key=key):
+                self._unusable.pop(key, None)
                 if key in self._buffers:
                     self._buffers.pop(key).close()
                 return None
+            case wire.ProbeBuffer(id=number):
+                return self._answer(number, lambda: self._probe(request))
             case wire.BuildGroup(id=number):
                 return self._answer(number, lambda: self._build(request))
             case wire.RunTransfer(id=number):
@@ -61,10 +80,13 @@ class SidecarProcess:
                 return None
 
     def _answer(self, number: int, do: Callable[[], wire.Reply]) -> wire.Reply:
+        self._began = False
         try:
             return do()
         except Exception as error:  # noqa: BLE001  # every failure is the answer, and a broken group our end
             refused = isinstance(error, (ValueError, ReplicasError)) and not isinstance(error, Preflight)
+            if isinstance(error, WorldError) and self._began:  # the GPU has failed in the midst of it
+                refused = False
             if isinstance(error, ReplicasError):
                 kind = type(error).__name__
                 return wire.Failed(number, error.message, not refused, kind, error.members, error.hint)
@@ -75,19 +97,31 @@ class SidecarProcess:
             raise ValueError("this sidecar has a group already")
         lifeline.name_process("replica-sidecar")
         started = time.monotonic()
-        self._group = build_group(request.spec)
+        if request.spec.device:
+            self._choose(request.spec.device)
+        with self._stream():
+            self._group = build_group(request.spec)
         self._address = request.spec.address
         return wire.Built(request.id, time.monotonic() - started)
 
     def _transfer(self, request: wire.RunTransfer) -> wire.Reply:
-        buffer, spec, mailbox = self._buffers[request.buffer], request.spec, self._mailbox
-        memory = buffer.readable() if spec.role == "send" else buffer.tensor()
+        buffer, spec, mailbox = self._buffer(request.buffer), request.spec, self._mailbox
+        group, manifest = self._built, self._decoded(spec.manifest)
 
         def wait_packed(nbytes: int, deadline: float) -> None:
             mailbox.wait_packed(spec.transfer, nbytes, deadline)
 
         try:
-            result = run_transfer(self._built, spec, self._decoded(spec.manifest), memory, wait_packed)
+            with self._stream():
+                memory = buffer.readable() if spec.role == "send" else buffer.tensor()
+                if spec.role == "send" and not spec.streaming:  # of a stream the rank says itself what is there
+                    self._await_rank(buffer)
+                if group.backend == "nccl" and not buffer.device:
+                    buffer.pin()
+                gpu = self._gpu if buffer.device else None
+                self._began = True
+                result = run_transfer(group, spec, manifest, memory, wait_packed, gpu)
+                self._settle(buffer)
         finally:
             mailbox.transfer_ended(spec.transfer)
         return wire.Transferred(request.id, result)
@@ -95,29 +129,94 @@ class SidecarProcess:
     def _collective(self, request: wire.RunCollective) -> wire.Reply:
         started = time.monotonic()
         group, spec = self._built, request.spec
-        inputs, outputs = self._memory(request.inputs), self._memory(request.outputs)
-        ledger = self._memory(request.ledger)
-        if ledger is None:
-            run_collective(group, spec, inputs, outputs)
-            return wire.Collected(request.id, time.monotonic() - started)
+        found = [None if key is None else self._buffer(key) for key in (request.inputs, request.outputs)]
+        buffers = [buffer for buffer in found if buffer is not None]
+        with self._stream():
+            inputs, outputs = [None if buffer is None else buffer.tensor() for buffer in found]
+            self._await_rank(*buffers)
+            self._began = True
+            if request.ledger is None:
+                run_collective(group, spec, inputs, outputs)
+                self._settle(*buffers)
+            else:
+                self._turn(request, inputs, outputs, started, buffers)
+        return wire.Collected(request.id, time.monotonic() - started)
+
+    def _turn(
+        self,
+        request: wire.RunCollective,
+        inputs: torch.Tensor | None,
+        outputs: torch.Tensor | None,
+        started: float,
+        buffers: list[Buffer],
+    ) -> None:
+        """An operation of a free lane."""
+        group, spec = self._built, request.spec
+        assert request.ledger is not None
+        words = self._buffer(request.ledger).tensor()[:8].view(torch.int64)
         if self._mesh is None:
             self._mesh = Mesh.connect(group, self._address, started + spec.timeout_s)
-        words = ledger[:8].view(torch.int64)
 
         def ready() -> None:
+            self._settle(*buffers)
             words[0] = request.turn
 
-        run_turn(group, self._mesh, spec, inputs, outputs, mark=request.mark, ready=ready)
-        return wire.Collected(request.id, time.monotonic() - started)
+        on_host = not any(buffer.device for buffer in buffers)
+        run_turn(group, self._mesh, spec, inputs, outputs, mark=request.mark, ready=ready, on_host=on_host)
+
+    def _probe(self, request: wire.ProbeBuffer) -> wire.Reply:
+        buffer = self._buffer(request.buffer)
+        with self._stream():
+            self._await_rank(buffer)
+            seen = bytes(buffer.readable().cpu().numpy().tobytes())
+        return wire.Probed(request.id, seen)
+
+    # ------------------------------------------------------------ memory
+
+    def _map(self, key: int, fd: int, device: str) -> None:
+        """Errors are the answer to the request that needs the buffer."""
+        try:
+            if device:
+                self._choose(device)
+            self._buffers[key] = Buffer.adopt(fd, device)
+        except ReplicasError as error:
+            self._unusable[key] = error
+
+    def _buffer(self, key: int) -> Buffer:
+        if key in self._unusable:
+            raise self._unusable[key]
+        return self._buffers[key]
+
+    # ------------------------------------------------------------ the GPU
+
+    def _choose(self, uuid: str) -> None:
+        if self._uuid not in ("", uuid):
+            raise InternalError(f"this sidecar works on GPU {self._uuid}, not on {uuid}")
+        if not self._uuid:
+            gpu = device_of(uuid)
+            gpu.select(uuid)
+            self._gpu, self._uuid = gpu, uuid
+
+    def _stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._gpu is None else self._gpu.on_side_stream(self._uuid)
+
+    def _await_rank(self, *buffers: Buffer) -> None:
+        """What the rank has enqueued on them is done."""
+        if self._gpu is not None and any(buffer.device for buffer in buffers):
+            for buffer in buffers:
+                buffer.begin_read()
+            self._gpu.synchronize(self._uuid)
+
+    def _settle(self, *buffers: Buffer) -> None:
+        """What we have enqueued on them is done."""
+        if self._gpu is not None and any(buffer.device for buffer in buffers):
+            self._gpu.synchronize(self._uuid)
 
     @property
     def _built(self) -> Group:
         if self._group is None:
             raise ValueError("this sidecar has no group yet")
         return self._group
-
-    def _memory(self, key: int | None) -> torch.Tensor | None:
-        return None if key is None else self._buffers[key].tensor()
 
     def _decoded(self, manifest: bytes) -> Manifest:
         """The manifest of every version is the same, as a rule: decode and check it once."""

@@ -41,7 +41,16 @@ Measured between network namespaces of one machine with two cores that others us
 Without such a limit the CPU is the limit, and all ways cost about the same (2 hosts, 128 MiB: Gloo 134 ms; send and receive
 by buckets of 1, 2, 4, 8, 16 MiB: 182, 162, 135, 139, 133 ms). Hence the sizes in :mod:`replicas.sidecar.buckets`.
 
-NCCL pipelines its own broadcast: it is used where all members of a group share a route.
+NCCL pipelines its own broadcast, and does what one member asks of it one after another: a chain would wait in circles. So its
+buckets (larger ones: an operation costs more than its bytes) go from their owner to all others of the route at once
+(:meth:`replicas.sidecar.groups.Group.spread`), in the one order that all members have.
+
+On a GPU
+--------
+
+The image may be in device memory: NCCL works on it in place, as everything else does. Digests are then those of
+:mod:`replicas.weights.device_digest`, on every member. An operation that was waited for is done, for every stream; what
+the second thread enqueues on its own stream it waits for before anybody else may use that memory, and before the answer.
 """
 
 from __future__ import annotations
@@ -50,6 +59,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -57,6 +67,8 @@ from replicas.core.manifest import Manifest
 from replicas.sidecar.buckets import MAX_BUCKET_NBYTES, Bucket, Plan, image_run, make_plan
 from replicas.sidecar.groups import Group, Handle
 from replicas.sidecar.wire import TransferResult, TransferSpec
+from replicas.weights.accelerator import Accelerator
+from replicas.weights.device_digest import DeviceDigest, DeviceStreamDigest
 from replicas.weights.digest import Digest
 from replicas.weights.tensors import piece_view
 
@@ -67,6 +79,8 @@ WaitPacked = Callable[[int, float], None]
 
 WINDOW = 4
 """Buckets that a member has begun to receive, and as many that it has begun to send."""
+SPREAD_NBYTES = 32 << 20
+"""Size of the buckets of a group that spreads them."""
 
 
 def scatter(staged: torch.Tensor, bucket: Bucket, data: torch.Tensor, manifest: Manifest) -> None:
@@ -116,38 +130,61 @@ class _Flight:
 class _Checker:
     """What is done with bytes beside the network, on a thread of its own, in the order of the buckets."""
 
-    def __init__(self, plan: Plan, manifest: Manifest, data: torch.Tensor, *, by_part: bool) -> None:
+    def __init__(
+        self, plan: Plan, manifest: Manifest, data: torch.Tensor, device: Accelerator | None, *, by_part: bool
+    ) -> None:
+        """``device``: on which ``data`` is; None: it is host memory."""
         self._plan = plan
         self._manifest = manifest
         self._data = data
+        self._device = device
         self._by_part = by_part
         self._image = Digest()
-        self._parts: dict[int, Digest] = {}
+        self._device_image = DeviceDigest(data)
+        self._parts: dict[int, Digest | DeviceStreamDigest] = {}
 
     def begin(self) -> None:
         """Whatever no bucket will change."""
-        self._settle(0)
+        with self._stream():
+            self._settle(0)
 
     def receive(self, flight: _Flight) -> None:
-        if self._by_part:
-            self._parts.setdefault(flight.bucket.owner, Digest()).update(flight.tensor)
-        if flight.spare is not None:
-            scatter(flight.tensor, flight.bucket, self._data, self._manifest)
-        self._settle(flight.number + 1)
+        with self._stream():
+            if self._by_part:
+                self._part(flight.bucket.owner).update(flight.tensor)
+            if flight.spare is not None:
+                scatter(flight.tensor, flight.bucket, self._data, self._manifest)
+                if self._device is not None:
+                    self._device.synchronize()  # its memory is used again
+            self._settle(flight.number + 1)
 
     def send(self, flight: _Flight) -> None:
-        self._parts.setdefault(flight.bucket.owner, Digest()).update(flight.tensor)
-
-    def _settle(self, number: int) -> None:
-        self._image.update(self._data[self._image.nbytes : self._plan.settled[number]])
+        with self._stream():
+            self._part(flight.bucket.owner).update(flight.tensor)
 
     def image_digest(self) -> str:
+        if self._device is not None:
+            with self._stream():
+                return self._device_image.hexdigest()
         if self._image.nbytes != self._data.numel():
             raise RuntimeError(f"{self._image.nbytes} of {self._data.numel()} bytes were digested")
         return self._image.hexdigest()
 
     def part_digest(self, owner: int) -> str:
-        return self._parts.get(owner, Digest()).hexdigest()
+        with self._stream():
+            return self._part(owner).hexdigest()
+
+    def _part(self, owner: int) -> Digest | DeviceStreamDigest:
+        return self._parts.setdefault(owner, Digest() if self._device is None else DeviceStreamDigest())
+
+    def _settle(self, number: int) -> None:
+        if self._device is not None:
+            self._device_image.advance(self._plan.settled[number])
+        else:
+            self._image.update(self._data[self._image.nbytes : self._plan.settled[number]])
+
+    def _stream(self) -> AbstractContextManager[None]:
+        return nullcontext() if self._device is None else self._device.on_side_stream()
 
 
 class _Mover:
@@ -161,6 +198,7 @@ class _Mover:
         routes: Sequence[Sequence[int]],
         memory: torch.Tensor,
         wait_packed: WaitPacked,
+        device: Accelerator | None,
     ) -> None:
         if spec.streaming and (spec.role, spec.mode) != ("send", "image"):
             raise ValueError(f"only the sender of an image can be streaming, not: {spec.role}, mode {spec.mode}")
@@ -176,11 +214,14 @@ class _Mover:
         if expected is not None and memory.numel() != expected:
             raise ValueError(f"the slot has {memory.numel()} bytes, the image {expected}")
         self._memory = memory[manifest.data_offset :] if holds_image else memory
-        self._plan = make_plan(manifest, routes, group.rank, by_part=spec.mode == "parts")
+        by_part = spec.mode == "parts"
+        limit = SPREAD_NBYTES if group.spreads else None
+        self._plan = make_plan(manifest, routes, group.rank, by_part=by_part, limit=limit)
+        self._spare_nbytes = limit or MAX_BUCKET_NBYTES
         self._spare: list[torch.Tensor] = []
         self._leaving: deque[_Flight] = deque()
         self._checks: deque[Future[None]] = deque()
-        self.checker = _Checker(self._plan, manifest, self._memory, by_part=spec.mode == "parts")
+        self.checker = _Checker(self._plan, manifest, self._memory, device, by_part=by_part)
 
     def run(self, thread: ThreadPoolExecutor) -> None:
         """Return when nothing moves any more; ``thread``, which digests, may still be at work."""
@@ -205,11 +246,11 @@ class _Mover:
             self._checks.popleft().result()
 
     def _take(self, number: int, bucket: Bucket) -> _Flight:
-        """Begin to receive a bucket that is not ours."""
+        """Begin to receive a bucket that is not ours; where buckets are spread, to send our own."""
         flight = _Flight(number, bucket, *self._place(bucket))
-        if self._shared(bucket):
+        if self._group.spreads:
             self._await_packing(bucket)
-            flight.arriving = self._group.broadcast(flight.tensor, bucket.owner, self._deadline)
+            flight.arriving = self._group.spread(flight.tensor, self._routes[bucket.part], self._deadline)
         elif bucket.owner != self._group.rank:
             route = self._routes[bucket.part]
             before = route[route.index(self._group.rank) - 1]
@@ -222,7 +263,7 @@ class _Mover:
         if flight.arriving is not None:
             flight.arriving.wait()
         place = route.index(self._group.rank)
-        if not self._shared(bucket) and place + 1 < len(route):
+        if not self._group.spreads and place + 1 < len(route):
             self._await_packing(bucket)
             flight.leaving = self._group.send(flight.tensor, route[place + 1], self._deadline)
         if bucket.owner == self._group.rank:
@@ -249,10 +290,6 @@ class _Mover:
         if self._wait_packed is not None:
             self._wait_packed(bucket.start + bucket.nbytes, self._deadline)
 
-    def _shared(self, bucket: Bucket) -> bool:
-        """Whether it goes to all at once."""
-        return self._group.backend == "nccl" and len(self._routes[bucket.part]) == self._group.size
-
     def _place(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The memory that this member sends from or receives into, and the staging memory of which it is a part."""
         if bucket.owner == self._group.rank:
@@ -262,24 +299,33 @@ class _Mover:
         start = image_run(self._manifest, bucket) if self._receives else None
         if start is not None:
             return self._memory[start : start + bucket.nbytes], None
-        spare = self._spare.pop() if self._spare else torch.empty(MAX_BUCKET_NBYTES, dtype=torch.uint8)
+        if self._spare:
+            spare = self._spare.pop()
+        else:
+            spare = torch.empty(self._spare_nbytes, dtype=torch.uint8, device=self._memory.device)
         return spare[: bucket.nbytes], spare
 
 
 def run_transfer(
-    group: Group, spec: TransferSpec, manifest: Manifest, memory: torch.Tensor, wait_packed: WaitPacked
+    group: Group,
+    spec: TransferSpec,
+    manifest: Manifest,
+    memory: torch.Tensor,
+    wait_packed: WaitPacked,
+    device: Accelerator | None = None,
 ) -> TransferResult:
     """Send or receive one version.
 
     :param memory: uint8: an image slot, or the packed part of a sender in mode ``"parts"``. A sender's may be read-only.
     :param wait_packed: what a streaming sender asks before it sends.
+    :param device: on which ``memory`` is; None: it is host memory.
     :raises RuntimeError: a peer failed, or the timeout passed; ``memory`` of a receiver is undefined then.
     :raises TimeoutError: the image of a streaming sender was not packed in time.
     :raises ValueError: ``spec`` does not fit the manifest, the group or the memory.
     """
     routes = routes_of(spec, manifest, group.size)
     started = time.monotonic()
-    mover = _Mover(group, spec, manifest, routes, memory, wait_packed)
+    mover = _Mover(group, spec, manifest, routes, memory, wait_packed, device)
     thread = ThreadPoolExecutor(1, "digest")
     try:
         mover.run(thread)

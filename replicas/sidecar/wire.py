@@ -50,6 +50,8 @@ __all__ = [
     "MapBuffer",
     "Ping",
     "Pong",
+    "ProbeBuffer",
+    "Probed",
     "Reply",
     "Request",
     "RunCollective",
@@ -86,7 +88,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     :param rank: of this sidecar in the group of ``size``.
     :param address: IP address to bind.
     :param timeout_s: the group is there by then, or the sidecar is killed.
-    :param device: UUID of the GPU to use (NCCL only); empty: the first visible one.
+    :param device: UUID of the one GPU to use, for NCCL and for buffers; empty: NCCL takes the current one.
     :param names: of the members, in the order of ranks, for messages; empty: ranks are named by their number.
     :param addresses: of the members, in the order of ranks; empty: all have ``address``.
     :param probe: move a few bytes each way, and look at them, before the group counts as formed.
@@ -206,7 +208,7 @@ ForkserverReply = Attached | Forked | ForkFailed
 
 
 class MapBuffer(msgspec.Struct, frozen=True, tag=True):
-    """Descriptor: the buffer that ``key`` names from now on. ``device``: UUID of the GPU on which it is; empty: host memory."""
+    """Descriptor: the buffer that ``key`` names from now on. ``device``: UUID of the GPU that has it; empty: host memory."""
 
     key: int
     device: str = ""
@@ -214,6 +216,13 @@ class MapBuffer(msgspec.Struct, frozen=True, tag=True):
 
 class ForgetBuffer(msgspec.Struct, frozen=True, tag=True):
     key: int
+
+
+class ProbeBuffer(msgspec.Struct, frozen=True, tag=True):
+    """What is in this small buffer? Shows that the sidecar can open the memory that its rank allocates."""
+
+    id: int
+    buffer: int
 
 
 class BuildGroup(msgspec.Struct, frozen=True, tag=True):
@@ -278,6 +287,13 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
     seconds: float
 
 
+class Probed(msgspec.Struct, frozen=True, tag=True):
+    """``seen``: all bytes of the buffer."""
+
+    id: int
+    seen: bytes
+
+
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """``over``: the group is of no use any more, and the sidecar exits; else the request was refused, nothing moved.
 
@@ -292,8 +308,8 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     hint: str = ""
 
 
-Request = MapBuffer | ForgetBuffer | BuildGroup | RunTransfer | TransferProgress | RunCollective | Ping
-Reply = Built | Transferred | Collected | Failed | Pong
+Request = MapBuffer | ForgetBuffer | ProbeBuffer | BuildGroup | RunTransfer | TransferProgress | RunCollective | Ping
+Reply = Built | Transferred | Collected | Probed | Failed | Pong
 
 
 def encode(message: msgspec.Struct) -> bytes:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import dataclasses
 import os
 import socket
 import struct
@@ -40,8 +39,7 @@ class Listener(NamedTuple):
     inode: int
 
 
-@dataclasses.dataclass(frozen=True)
-class Belongings:
+class Belongings(NamedTuple):
     """``segments``: files in /dev/shm. ``gpu``: some process had a GPU open. ``processes``: pid and start time of each."""
 
     ports: tuple[Listener, ...] = ()
@@ -61,7 +59,7 @@ class Belongings:
         )
 
     def message(self) -> dict[str, Any]:
-        return {"type": "belongings", **dataclasses.asdict(self)}
+        return {"type": "belongings", **self._asdict()}
 
 
 def take(pids: Iterable[int]) -> Belongings:

@@ -85,7 +85,7 @@ def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLine
     """The event for lines that got lost on their way to a log."""
     where: Literal["file", "tee"] = "tee" if loss.where == "tee" else "file"
     return LogLinesDropped(
-        group=group, replica=replica, generation=generation, count=loss.count, where=where, reason=loss.reason
+        group=group, replica=replica, generation=generation, count=loss.lines, where=where, reason=loss.reason
     )
 
 

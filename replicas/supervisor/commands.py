@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from replicas.supervisor.guard import pack
 from replicas.supervisor.orders import NodeSpec
 
 __all__ = ["guard_command", "guard_orders", "resolve_command", "scratch_folder"]
@@ -25,14 +25,16 @@ def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
 
     :param direct: the shim starts it itself, not torchrun.
     """
-    orders = {
-        "parent": os.getpid(),
-        "shim": spec.shim,
-        "pipes": [] if direct else spec.pipes,
-        "cgroup": spec.cgroup if direct else "",  # torchrun is in it, and so is what it starts
-        "command": resolve_command(spec.command),
-    }
-    return json.dumps(orders)
+    pipes = () if direct else spec.pipes
+    return pack(
+        [
+            str(os.getpid()),
+            str(spec.shim),
+            " ".join(f"{out} {err}" for out, err in pipes),
+            spec.cgroup if direct else "",  # torchrun is in it, and so is what it starts
+            *resolve_command(spec.command),
+        ]
+    )
 
 
 def scratch_folder(spec: NodeSpec) -> Path:
@@ -40,15 +42,15 @@ def scratch_folder(spec: NodeSpec) -> Path:
 
     It lies beside the logs, or, when that disk takes nothing any more, where temporary files do.
     """
-    import shutil  # these take long to load, and most shims have no need of them
-    import tempfile
-
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "probe").write_bytes(bytes(4096))
         (folder / "probe").unlink()
     except OSError:
+        import shutil  # these take long to load, and most shims have no need of them
+        import tempfile
+
         shutil.rmtree(folder, ignore_errors=True)
         folder = Path(tempfile.mkdtemp(prefix="replicas-"))
     return folder

@@ -8,7 +8,6 @@ while a janitor that was killed is replaced, processes are found by descent and 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 import os
 import signal
@@ -265,7 +264,7 @@ class Containment:
                 raise
             log.warning("no control group for %s: %s", name, error)
             return spec
-        return dataclasses.replace(spec, cgroup=str(path))
+        return spec._replace(cgroup=str(path))
 
     def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int | None = None) -> Node:
         """Start a shim (a :data:`replicas.supervisor.host.ShimStarter`).

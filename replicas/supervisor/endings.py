@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 
@@ -31,7 +30,7 @@ def exit_report(
     if told is not None:
         if told.outcome == "stopped" and not stopping:
             return ExitReport("lost", text=f"torchrun of node {spec.node} was stopped from outside")
-        return dataclasses.replace(told, ranks=_with_last_words(told.ranks, last_lines))
+        return told._replace(ranks=_with_last_words(told.ranks, last_lines))
     if spec.launcher == "exec":
         if code == 0:
             return ExitReport("ok")
@@ -51,8 +50,7 @@ def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tu
         lines = last_lines(f"rank {rank.rank}")
         told = bool(rank.error) and _last(rank.error.splitlines()) in lines
         result.append(
-            dataclasses.replace(
-                rank,
+            rank._replace(
                 text=rank.text or _fatal(lines) or _last(lines),
                 error="" if told or number else rank.error,
                 lines=() if number else lines,

@@ -1,14 +1,16 @@
 """The guard: what stands between a launcher and a rank for some milliseconds, then becomes the rank by exec.
 
 It runs as a plain file (``python -I -S guard.py``), so it imports nothing but the standard library, and takes its
-orders from one environment variable, ``REPLICAS_GUARD``, a JSON object that it removes again:
+orders from one environment variable, ``REPLICAS_GUARD``, which it removes again. Somebody waits for it at each start, so it
+loads as little as it can: the orders are not JSON, whose module takes longer than all the rest, but words, each behind its
+length (:func:`pack`):
 
-``parent``   pid of the process that must be its parent; if it is another one, the parent died and so does this
-``shim``     pid of the shim, and
-``pipes``    by local rank, its descriptors of two pipes to the log pump: they become stdout and stderr, and the rank, which
-             torchrun has put into the environment, is the first line in both; empty: stdout and stderr stay as they are
-``cgroup``   path of a control group to enter first; empty: none
-``command``  what to exec
+1. pid of the process that must be its parent; if it is another one, the parent died and so does this
+2. pid of the shim, and
+3. its descriptors of two pipes to the log pump for each local rank, one after the other: they become stdout and stderr, and
+   the rank, which torchrun has put into the environment, is the first line in both; empty: stdout and stderr stay as they are
+4. path of a control group to enter first; empty: none
+5. and so on: what to exec
 
 The parent-death signal SIGKILL survives the exec: a rank cannot outlive its launcher. Whatever the guard cannot do is
 written to the rank's log, and it ends with the shell's codes: 126 (cannot be run), 127 (not found).
@@ -17,13 +19,16 @@ written to the rank's log, and it ends with the shell's codes: 126 (cannot be ru
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import signal
 import sys
-from typing import NoReturn
 
-__all__ = ["GUARD", "RANK_MARK", "main"]
+TYPE_CHECKING = False  # typing takes long to load
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+    from typing import NoReturn
+
+__all__ = ["GUARD", "RANK_MARK", "main", "pack", "unpack"]
 
 GUARD = "REPLICAS_GUARD"
 RANK_MARK = b"\0replicas rank "
@@ -31,53 +36,71 @@ RANK_MARK = b"\0replicas rank "
 _PR_SET_PDEATHSIG = 1
 
 
-def _open_log(shim: int, pipes: list[list[int]]) -> None:
+def pack(words: Iterable[str]) -> str:
+    """Words as one, which :func:`unpack` takes apart."""
+    encoded = [os.fsencode(word) for word in words]
+    return os.fsdecode(b"".join(b"%d:%b" % (len(word), word) for word in encoded))
+
+
+def unpack(text: bytes) -> list[bytes]:
+    """The words that were packed. Their bytes: a child of another locale would read other characters in them."""
+    words: list[bytes] = []
+    at = 0
+    while at < len(text):
+        colon = text.index(b":", at)
+        at = colon + 1 + int(text[at:colon])
+        words.append(text[colon + 1 : at])
+    return words
+
+
+def _open_log(shim: int, pipes: list[bytes]) -> None:
     null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
     os.dup2(null, 0)
     mark = RANK_MARK + os.environ["RANK"].encode() + b"\n"
-    for stream, pipe in enumerate(pipes[int(os.environ["LOCAL_RANK"])], start=1):
+    first = 2 * int(os.environ["LOCAL_RANK"])
+    for stream, pipe in enumerate(pipes[first : first + 2], start=1):
         try:
-            log = os.open(f"/proc/{shim}/fd/{pipe}", os.O_WRONLY | os.O_CLOEXEC)
+            log = os.open(f"/proc/{shim}/fd/{int(pipe)}", os.O_WRONLY | os.O_CLOEXEC)
         except OSError as error:
             _fail(f"cannot reach the log: {error.strerror}", 126)
         os.write(log, mark)
         os.dup2(log, stream)
 
 
-def _enter(cgroup: str) -> None:
+def _enter(cgroup: bytes) -> None:
     try:
-        group = os.open(os.path.join(cgroup, "cgroup.procs"), os.O_WRONLY | os.O_CLOEXEC)  # noqa: PTH118  # pathlib would double this short-lived process's start
+        group = os.open(cgroup + b"/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC)
         os.write(group, b"0")
     except OSError as error:
-        _fail(f"cannot enter the control group {cgroup}: {error.strerror}", 126)
+        _fail(f"cannot enter the control group {os.fsdecode(cgroup)}: {error.strerror}", 126)
     os.close(group)
 
 
 def _fail(message: str, code: int) -> NoReturn:
-    os.write(2, f"replicas: {message}\n".encode())
+    os.write(2, os.fsencode(f"replicas: {message}\n"))
     os._exit(code)
 
 
 def main() -> NoReturn:
-    orders = json.loads(os.environ.pop(GUARD))
+    parent, shim, pipes, cgroup, *command = unpack(os.environb.pop(os.fsencode(GUARD)))
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         _fail(f"cannot set the parent-death signal: {os.strerror(ctypes.get_errno())}", 126)
-    if os.getppid() != orders["parent"]:
-        _fail(f"parent process {orders['parent']} is gone", 126)
-    if orders["pipes"]:
-        _open_log(orders["shim"], orders["pipes"])
-    if orders.get("cgroup"):
-        _enter(orders["cgroup"])
-    command: list[str] = orders["command"]
+    if os.getppid() != int(parent):
+        _fail(f"parent process {int(parent)} is gone", 126)
+    if pipes:
+        _open_log(int(shim), pipes.split())
+    if cgroup:
+        _enter(cgroup)
+    name = os.fsdecode(command[0])
     for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec would pass that on
         signal.signal(signum, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)
     except FileNotFoundError:
-        _fail(f"command not found: {command[0]!r} (cwd {os.getcwd()})", 127)  # noqa: PTH109  # as above
+        _fail(f"command not found: {name!r} (cwd {os.getcwd()})", 127)  # noqa: PTH109  # pathlib would double this short-lived process's start
     except OSError as error:
-        _fail(f"cannot run {command[0]!r}: {error.strerror}", 126)
+        _fail(f"cannot run {name!r}: {error.strerror}", 126)
 
 
 if __name__ == "__main__":

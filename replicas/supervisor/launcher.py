@@ -23,7 +23,6 @@ _collects = gc.isenabled()
 gc.disable()  # a tenth of the time that torch takes to load: there is no garbage in it, and a lot to look through
 
 import argparse
-import dataclasses
 import os
 import select
 import signal
@@ -64,7 +63,8 @@ if _collects:
 __all__ = ["local_store", "main"]
 
 _BACKEND = "replicas-c10d"
-_MONITOR_INTERVAL_S = 1.0
+_MONITOR_INTERVAL_S = 0.05  # of an agent that is not ours
+_LOOK_INTERVAL_S = 1.0
 _INSTANT_S = 1e-4
 _MEET_INTERVAL_S = 0.05
 _MANY_NODES = 100
@@ -110,7 +110,7 @@ def _create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, which hears of the end of a worker at once, and else looks once in :data:`_MONITOR_INTERVAL_S`."""
+    """torchrun's agent, which hears of the end of a worker at once, and else looks at them once in a second."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -123,7 +123,7 @@ class _Agent(LocalElasticAgent):
             self._watched, self._ends = self._pcontext, select.poll()
             for pid in self._pcontext.pids().values():  # nobody has reaped them yet
                 self._ends.register(os.pidfd_open(pid), select.POLLIN)
-        for pidfd, _ in self._ends.poll(_MONITOR_INTERVAL_S * 1e3):
+        for pidfd, _ in self._ends.poll(_LOOK_INTERVAL_S * 1e3):
             self._ends.unregister(pidfd)
             os.close(pidfd)
         result: RunResult = super()._monitor_workers(worker_group)
@@ -136,9 +136,11 @@ def _method_name(depth: int = 2) -> str:
 
 
 def _hasten(nnodes: int) -> None:
-    """Meet without the pauses that keep many nodes from asking one store all at once: here they are few, or one."""
-    rendezvous: Any = dynamic_rendezvous
-    pause = rendezvous._delay
+    """Have torchrun wait for nothing but what it waits for. A torch that does things elsewhere is merely slower.
+
+    Its pauses keep many nodes from asking one store all at once; here they are few, or one.
+    """
+    pause: Callable[[Any], None] = getattr(dynamic_rendezvous, "_delay", lambda seconds: None)
     share = min(1.0, nnodes / _MANY_NODES)
 
     def shortened(seconds: float | tuple[float, float]) -> None:
@@ -148,12 +150,13 @@ def _hasten(nnodes: int) -> None:
         else:
             pause(max(_MEET_INTERVAL_S, seconds * share))
 
-    rendezvous._delay = shortened
-    rendezvous.get_method_name = _method_name
-    launcher: Any = launcher_api
-    if not issubclass(launcher.LocalElasticAgent, LocalElasticAgent):
-        raise RuntimeError("this version of torch has another LocalElasticAgent")
-    launcher.LocalElasticAgent = _Agent
+    for module, name, ours in (
+        (dynamic_rendezvous, "_delay", shortened),
+        (dynamic_rendezvous, "get_method_name", _method_name),
+        (launcher_api, "LocalElasticAgent", _Agent),
+    ):
+        if hasattr(module, name):
+            setattr(module, name, ours)
 
 
 def _torchrun_arguments(spec: NodeSpec, endpoint: str) -> list[str]:
@@ -222,7 +225,7 @@ def _failed(error: ChildFailedError) -> ExitReport:
     exits = [_rank_exit(rank, failure) for rank, failure in error.failures.items()]
     exits.sort(key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
     first, *others = exits[:64]
-    return ExitReport("failed", ranks=(first, *(dataclasses.replace(other, error="") for other in others)))
+    return ExitReport("failed", ranks=(first, *(other._replace(error="") for other in others)))
 
 
 def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:

@@ -19,7 +19,6 @@ pipe to file is therefore always accounted for by the last commit:
 
 from __future__ import annotations
 
-import dataclasses
 import mmap
 import os
 import struct
@@ -38,32 +37,34 @@ _TAIL_AT = 1024
 _BUFFERS_AT = _TAIL_AT + 8 + TAIL_NBYTES
 
 
-@dataclasses.dataclass
 class StreamState:
     """What is in the buffer lies at ``begin`` to ``end``; ``reading`` more bytes may have come there.
 
     ``begun``: 1 once something of it was logged, or told whose it is.
     """
 
-    begin: int = 0
-    end: int = 0
-    reading: int = 0
-    begun: int = 0
+    def __init__(self, begin: int, end: int, reading: int, begun: int) -> None:
+        self.begin = begin
+        self.end = end
+        self.reading = reading
+        self.begun = begun
 
 
-@dataclasses.dataclass
 class LogState:
     """``size``: of the log file. ``lost_*``: what could not be written. ``rank``: 1 + its rank; 0: not yet known.
 
     ``moves`` counts the commits.
     """
 
-    size: int = 0
-    rank: int = 0
-    lost_lines: int = 0
-    lost_nbytes: int = 0
-    moves: int = 0
-    streams: tuple[StreamState, ...] = ()
+    def __init__(
+        self, size: int, rank: int, lost_lines: int, lost_nbytes: int, moves: int, streams: tuple[StreamState, ...]
+    ) -> None:
+        self.size = size
+        self.rank = rank
+        self.lost_lines = lost_lines
+        self.lost_nbytes = lost_nbytes
+        self.moves = moves
+        self.streams = streams
 
 
 class LogMemory:

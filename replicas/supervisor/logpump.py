@@ -41,7 +41,6 @@ import struct
 import termios
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from pathlib import Path
 
 from replicas.supervisor import orders
@@ -85,7 +84,6 @@ def _has_ended(pipe: int) -> bool:
     return any(events & select.POLLHUP and not events & select.POLLIN for _, events in poll.poll(0))
 
 
-@dataclass(frozen=True)
 class LogSource:
     """One log, as the shim made it.
 
@@ -94,13 +92,11 @@ class LogSource:
     :param shown: whether its lines are wanted on the terminal; only those of ranks are, and get times.
     """
 
-    name: str
-    pipes: tuple[int, ...]
-    shown: bool = False
-    memory: LogMemory = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "memory", LogMemory(len(self.pipes)))
+    def __init__(self, name: str, pipes: tuple[int, ...], shown: bool = False) -> None:
+        self.name = name
+        self.pipes = pipes
+        self.shown = shown
+        self.memory = LogMemory(len(pipes))
 
 
 class Log:

@@ -31,12 +31,12 @@ spawned the shim, which an embedding program may end at any time. Should the shi
 parent-death signal, ranks have theirs, and the supervisor sweeps the rest by its control group and by the mark in its
 environment; the janitor does when both are killed (:mod:`replicas.supervisor.janitor`).
 
-Standard library only; torch is never imported here.
+Standard library only; torch is never imported here, nor is what takes long to load and can be done without (dataclasses,
+argparse): at each restart somebody waits for a shim.
 """
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import os
 import selectors
@@ -46,6 +46,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Stocktaking
@@ -111,7 +112,7 @@ class Shim:
             if self._logs is not None and self._empty():
                 self._logs.close()
         if self._starter is not None and self._starter.scratch:
-            import shutil  # it takes long to load, and most shims have no need of it
+            import shutil  # most shims have no need of it
 
             shutil.rmtree(self._starter.scratch, ignore_errors=True)
         if self._cgroup is not None:
@@ -231,6 +232,8 @@ class Shim:
             self._begin_sweep()
         else:
             self._tell({"type": "started", "pid": self._main.pid})
+            if self._starter.scratch:
+                import shutil  # noqa: F401  # it takes long to load, and at the end somebody waits
 
     def _own(self) -> list[int]:
         """All that runs for the replica on this node."""
@@ -400,21 +403,30 @@ def _wakeup_fd() -> int:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="replicas.supervisor.shim", description="started by the supervisor")
-    parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
-    parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor")
-    parser.add_argument("--lock", type=int, help="descriptor of the run's lock, held as long as the shim lives")
-    parser.add_argument("--tee", type=int, help="descriptor of the supervisor's stderr, if lines are wanted there")
-    options = parser.parse_args(arguments)
+    """Run a shim.
+
+    :param arguments: ``--control`` (descriptor of the control socket), ``--parent`` (pid of the supervisor), ``--lock``
+        (descriptor of the run's lock, held as long as the shim lives) and ``--tee`` (of the supervisor's stderr, if lines are
+        wanted there), each with its number.
+    """
+    words = list(
+        sys.argv[1:] if arguments is None else arguments
+    )  # argparse takes long to load, and nobody types these
+    options = {name.removeprefix("--"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
     become_subreaper()
-    if options.tee is not None:
-        os.set_inheritable(options.tee, False)
-    if options.lock is not None:
-        os.set_inheritable(options.lock, False)
-    control = socket.socket(fileno=options.control)
+    tee = options.get("tee")
+    for inherited in (tee, options.get("lock")):
+        if inherited is not None:
+            os.set_inheritable(inherited, False)
+    control = socket.socket(fileno=options["control"])
     control.set_inheritable(False)
-    return Shim(control, options.parent, options.tee).run()
+    return Shim(control, options["parent"], tee).run()
+
+
+def _leave(code: int) -> NoReturn:
+    """End without taking Python apart, for which the next generation would wait. Nothing is in a buffer of Python's."""
+    os._exit(code)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    _leave(main())

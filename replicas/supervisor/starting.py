@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import socket
 import subprocess
@@ -46,7 +45,7 @@ class Starter:
             child = self._spawn(command, self._spec.env, "torchrun", (fd,))
         self._enclose(child)
         self.scratch = str(scratch_folder(self._spec))
-        spec = dataclasses.replace(self._spec, shim=os.getpid(), pipes=self._logs.pipes(), scratch=self.scratch)
+        spec = self._spec._replace(shim=os.getpid(), pipes=self._logs.pipes(), scratch=self.scratch)
         orders.send(ours, spec.message())
         return child, ours
 

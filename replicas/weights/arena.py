@@ -37,6 +37,7 @@ from replicas.errors import Gone
 from replicas.memory import locks
 from replicas.messages import SlotPlace
 from replicas.weights.buffers import Buffer, BufferWatcher
+from replicas.weights.growing import Growing
 from replicas.weights.mappings import KeptMappings
 from replicas.weights.pool import Pool
 from replicas.weights.slots import Slot
@@ -65,6 +66,8 @@ class Arena:
 
     :param slots: how many versions it can hold in memory of its own.
     :param name: shown with its memory in ``/proc/PID/maps``.
+    :param device: UUID of the GPU on which its own memory is; empty: host memory. On a GPU no header is written.
+    :param pin: pin the host memory that is made ahead of time: a GPU's bytes will be copied there. See :attr:`pinning`.
     :param on_drop: called with the version whose slot was given to another one, or was foreign and is not needed any more.
     :param on_change: called after a slot became free or lost its last pin: a waiting :meth:`acquire` may succeed now.
     :ivar protected: versions that must not be evicted; replace or change it at will, and call :meth:`trim`.
@@ -75,6 +78,8 @@ class Arena:
         slots: int,
         *,
         name: str = "replicas",
+        device: str = "",
+        pin: bool = False,
         on_drop: Callable[[int], None] | None = None,
         on_change: Callable[[], None] | None = None,
     ) -> None:
@@ -88,7 +93,8 @@ class Arena:
         self._foreign: list[Slot] = []
         self._adopted = 0
         self._kept = KeptMappings()
-        self._pool = Pool(name, slots)
+        self._pool = Pool(name, slots, device)
+        self._pool.pinning = pin
         self._closed = False
         weakref.finalize(self, self._pool.close).atexit = False
 
@@ -102,6 +108,21 @@ class Arena:
         """Those mapped from other members."""
         with self._lock:
             return tuple(self._foreign)
+
+    @property
+    def device(self) -> str:
+        """UUID of the GPU on which its own memory is; empty: host memory."""
+        return self._pool.device
+
+    @property
+    def pinning(self) -> bool:
+        """Whether memory that is made ahead of time is pinned (:meth:`Buffer.pin`), which takes as long as a copy. Set it as
+        soon as it is known that a GPU's bytes will be copied there."""
+        return self._pool.pinning
+
+    @pinning.setter
+    def pinning(self, pin: bool) -> None:
+        self._pool.pinning = pin
 
     # ------------------------------------------------------------ memory of its own
 
@@ -117,15 +138,19 @@ class Arena:
             )
         self._pool.prepare(nbytes, bare + unfit)
 
-    def acquire(self, version: int, manifest: Manifest | PartManifest) -> Slot | None:
+    def acquire(self, version: int, manifest: Manifest | PartManifest | None) -> Slot | None:
         """A slot to fill with ``version``, its header written; None when every slot is in use.
+
+        Without a manifest, which is not known yet, the slot gets its memory by :meth:`furnish`, from :meth:`growing`.
 
         In use may mean: by readers in other processes. The kernel tells nobody when they let go, so look again every few
         hundredths of a second, besides at each ``on_change``. It waits for nobody but for memory that is being made.
 
         :raises NoCapacity: its memory cannot be allocated; the slot stays free.
         """
-        nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
+        nbytes = 0
+        if manifest is not None:
+            nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
         with self._lock:
             if self._closed:
                 return None
@@ -137,7 +162,8 @@ class Arena:
             slot.state = SLOT.next(slot.state, "evicted" if dropped else "acquired")
             slot.version, slot.manifest, slot.digest, slot.pins = version, manifest, "", 0
         try:
-            self._fit(slot, nbytes)
+            if manifest is not None:
+                self._fit(slot, nbytes)
         except BaseException:  # an interrupt must not lose the slot either
             self.free(slot)
             raise
@@ -146,6 +172,28 @@ class Arena:
                 self._dropped([dropped])
         self.prepare(nbytes)
         return slot
+
+    def growing(self, slot: Slot, header_nbytes: int) -> Growing:
+        """Memory that grows, for a slot that was acquired without a manifest. It begins in what the arena has, if any.
+
+        :param header_nbytes: how long its header will be, if it can be guessed.
+        """
+        if self.device:
+            raise ValueError("memory on a device does not grow")
+        with self._lock:
+            begin, slot._buffer = slot._buffer, None
+        name, spare = self._pool.begin(spare=begin is None)
+        return Growing(name, header_nbytes=header_nbytes, begin=begin or spare, more=self._pool.drop_spares)
+
+    def furnish(self, slot: Slot, manifest: PartManifest, growing: Growing) -> None:
+        """What has grown is the memory of ``slot`` from now on, with the header that ``manifest`` says.
+
+        :raises NoCapacity: there is no memory for it.
+        """
+        buffer = growing.finish(manifest)
+        with self._lock:
+            slot.manifest, slot._buffer = manifest, buffer
+        self.prepare(manifest.nbytes)
 
     def hold(self, slot: Slot, digest: str) -> None:
         """The slot is complete: it holds its version from now on, and others may map it."""
@@ -372,7 +420,7 @@ class Arena:
             self._drop_buffer(slot)
             slot._buffer = self._pool.take(nbytes, len(self._slots))
         image = slot.image
-        if image is not None:
+        if image is not None and not slot.buffer.device:  # nobody can read the one on a device as a file
             header = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
             slot.buffer.tensor()[: image.data_offset].copy_(header)
 

@@ -11,6 +11,9 @@ Sidecars get its descriptor, and so share it. Other members *open* it (:meth:`Bu
 that has it, read-only, and get locks of their own (see :mod:`replicas.memory.locks`). Such a buffer is for reading: by
 ourselves through :meth:`Buffer.readable`, which is never handed out, and by users through :meth:`Buffer.private`.
 
+The bytes may be in the memory of a GPU in place of the file: :mod:`replicas.weights.device_buffers`. The file is a page then
+that tells how to open them, and everything about locks is as it is here.
+
 The owner *claims* its buffer before it writes, *offers* it when a version is complete in it, and asks before the next claim
 whether somebody's mapping of it is still alive.
 """
@@ -23,7 +26,7 @@ import os
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import torch
 
@@ -31,8 +34,12 @@ from replicas.errors import NoCapacity
 from replicas.memory import locks
 from replicas.memory.kept import hold
 from replicas.messages import SlotPlace
+from replicas.weights.accelerator import Registration, accelerator
 from replicas.weights.capacity import check_capacity
 from replicas.weights.mappings import KeptMappings, map_private, map_readable, map_shared
+
+if TYPE_CHECKING:
+    from replicas.weights.device_buffers import DeviceBuffer
 
 __all__ = ["AllocationStopped", "Buffer", "BufferWatcher", "Claim"]
 
@@ -55,7 +62,8 @@ class Buffer:
     """Anonymous shared memory.
 
     :ivar fd: its descriptor (close-on-exec), owned by this object.
-    :ivar nbytes: its size, and the size of the file.
+    :ivar nbytes: how many bytes it has.
+    :ivar device: UUID of the GPU on which the bytes are; empty: they are in the file.
     :ivar key: a number that no other buffer of this process ever has.
     :ivar watchers: told (``buffer_closed(key)``, on the closing thread) when it is closed; held weakly.
     :ivar writable: False for the memory of somebody else.
@@ -65,6 +73,7 @@ class Buffer:
     """
 
     _keys = itertools.count(1)
+    device = ""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
         """``fd`` is owned from now on. Its locks are left alone: they may be those of the process that it came from."""
@@ -81,18 +90,23 @@ class Buffer:
         self._mapped: torch.Tensor | None = None
         self._origin: SlotPlace | None = None
         self._kept: KeptMappings | None = None
+        self._pin: Registration | None = None
+        self._pin_refused = False
 
-    @classmethod
-    def allocate(cls, nbytes: int, name: str, *, stop: Callable[[], bool] = lambda: False) -> Buffer:
+    @staticmethod
+    def allocate(nbytes: int, name: str, *, stop: Callable[[], bool] = lambda: False, device: str = "") -> Buffer:
         """A new buffer whose pages are all there. ``name`` shows in ``/proc/PID/maps``.
 
         :param stop: asked every few megabytes whether to give up.
-        :raises NoCapacity: the machine or the cgroup has less than ``nbytes`` left.
+        :param device: UUID of the GPU on which it is to be.
+        :raises NoCapacity: the machine, the cgroup or the GPU has less than ``nbytes`` left.
         :raises AllocationStopped: ``stop`` said so.
         """
+        if device:
+            return _device_buffers().allocate_on(device, nbytes, name, stop=stop)
         what = f"the buffer {name!r}"
         check_capacity(nbytes, what)
-        buffer = cls(os.memfd_create(name[:200], os.MFD_CLOEXEC), nbytes)
+        buffer = Buffer(os.memfd_create(name[:200], os.MFD_CLOEXEC), nbytes)
         buffer._locks_in = os.getpid()
 
         def check() -> None:
@@ -115,13 +129,30 @@ class Buffer:
         return buffer
 
     @classmethod
-    def adopt(cls, fd: int) -> Buffer:
-        """A buffer that came as a descriptor from another process; ``fd`` is owned from now on."""
-        mode = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE
-        return cls(fd, os.fstat(fd).st_size, writable=mode == os.O_RDWR)
+    def grown(cls, fd: int, mapped: torch.Tensor, serial: int) -> Buffer:
+        """A claimed buffer that somebody else has made: all of the file, and the mapping of it. ``fd`` is owned from now on.
 
-    @classmethod
-    def open(cls, place: SlotPlace, version: int) -> Buffer:
+        :param serial: how often it was filled before.
+        """
+        buffer = cls(fd, mapped.numel())
+        buffer._locks_in, buffer._mapped, buffer.serial = os.getpid(), mapped, serial
+        buffer.claim()
+        return buffer
+
+    @staticmethod
+    def adopt(fd: int, device: str = "") -> Buffer:
+        """A buffer that came as a descriptor from another process; ``fd`` is owned from now on.
+
+        :param device: UUID of the GPU on which it is.
+        :raises WorldError: what the descriptor tells of memory on a GPU cannot be used here.
+        """
+        writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
+        if device:
+            return _device_buffers().adopted(fd, device, writable=writable)
+        return Buffer(fd, os.fstat(fd).st_size, writable=writable)
+
+    @staticmethod
+    def open(place: SlotPlace, version: int) -> Buffer:
         """The memory of another process on this host, held: it cannot be refilled until it is closed.
 
         That the process is the one that is meant must be known beforehand.
@@ -131,7 +162,12 @@ class Buffer:
         :raises Gone: the process has ended, or the memory is not there any more, or is used for something else.
         :raises WorldError: it cannot be opened here, though it may be there.
         """
-        buffer = cls(hold(place, version), place.nbytes, writable=False)
+        fd = hold(place, version)
+        buffer: Buffer
+        if place.device:
+            buffer = _device_buffers().adopted(fd, place.device, writable=False)
+        else:
+            buffer = Buffer(fd, place.nbytes, writable=False)
         buffer._locks_in = os.getpid()
         buffer.serial, buffer.offered, buffer._origin = place.serial, version, place
         return buffer
@@ -153,6 +189,18 @@ class Buffer:
             locks.unmark(self.fd, self.serial)
         self.offered, self.released = 0, False
         return "claimed"
+
+    def hand_over(self) -> int:
+        """Give the descriptor of a claimed buffer away, and its locks with it; this object is closed then."""
+        fd = self._open_fd
+        self._locks_in = 0
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.close()  # the mapping of what grows may move
+        self.fd, self._mapped = -1, None
+        for watcher in list(self.watchers):
+            watcher.buffer_closed(self.key)
+        return fd
 
     def abandon(self) -> None:
         """Undo a claim: there is nothing in it."""
@@ -179,11 +227,15 @@ class Buffer:
     def place(self) -> SlotPlace:
         """Where others of this host can open it."""
         fd = self._open_fd
-        return SlotPlace(os.getpid(), fd, os.fstat(fd).st_ino, self.nbytes, self.serial)
+        status = os.fstat(fd)
+        return SlotPlace(os.getpid(), fd, status.st_ino, status.st_size, self.serial, device=self.device)
 
     @property
     def path(self) -> str:
-        """A path that opens this buffer as a file, while this process lives and the buffer is open."""
+        """A path that opens this buffer as a file, while this process lives and the buffer is open.
+
+        :raises UsageError: it is on a GPU.
+        """
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def tensor(self) -> torch.Tensor:
@@ -209,12 +261,55 @@ class Buffer:
             return self._mapped
 
     def private(self) -> torch.Tensor:
-        """A copy-on-write view, uint8 of shape ``[nbytes]``: writes stay with the caller.
+        """A copy-on-write view, uint8 of shape ``[nbytes]``, on a GPU a copy: writes stay with the caller.
 
         What it shows stays as it is for as long as a tensor uses it, also when the buffer was closed.
         """
         fd = self._open_fd
         return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
+
+    def pin(self) -> bool:
+        """Pin its mapping, so that copies between it and a GPU hold nobody up; False where that cannot be.
+
+        Once: it stays pinned until it is closed, or for somebody else's memory as long as the mapping is kept. It takes about
+        as long as a copy. The buffer must not be closed while a copy is under way.
+        """
+        with self._lock:
+            if self._pin is not None or self._pin_refused or not self.nbytes:
+                return self._pin is not None
+        found = accelerator()
+        if found is None:
+            return False
+        mapped = self.readable()
+        with self._lock:
+            if self._kept is not None and self._origin is not None:
+                pinned = self._kept.pin(self._origin.inode, mapped, found)
+                if pinned is not None:
+                    return pinned
+            if self._pin is None and not self._pin_refused and self.fd >= 0:
+                self._pin = found.register(mapped, read_only=not self.writable)
+                self._pin_refused = self._pin is None
+            return self._pin is not None
+
+    @property
+    def pinned(self) -> bool:
+        """Whether :meth:`pin` has pinned it."""
+        return self._pin is not None
+
+    # ------------------------------------------------------------ order, on a GPU; nothing to do in host memory
+
+    def begin_write(self) -> None:
+        """Before work that writes to it is enqueued: it waits, on this thread's current stream, for who still reads."""
+
+    def end_write(self) -> None:
+        """The work that writes to it is enqueued, on this thread's current stream."""
+
+    def begin_read(self) -> None:
+        """Before work that reads it is enqueued: it waits, on this thread's current stream, for who writes."""
+
+    def end_read(self) -> None:
+        """The work that reads it is enqueued, on this thread's current stream. Of several readers the last one counts:
+        each waits for its work before it tells anybody that it is done."""
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
         """Where the mapping of somebody else's memory outlives this buffer, for the next one of the same memory."""
@@ -224,6 +319,9 @@ class Buffer:
         """Let go of it; the memory goes when the last mapping and the last descriptor anywhere have gone."""
         fd, self.fd = self.fd, -1
         self._mapped = None
+        pin, self._pin = self._pin, None
+        if pin is not None:
+            pin.close()
         if fd < 0:
             return
         if self._locks_in == os.getpid():  # a forked child shares the locks, and must not end them
@@ -251,3 +349,9 @@ class Buffer:
             found = map_readable(fd, self.nbytes)
             self._kept.keep(self._origin, found)
         return found
+
+
+def _device_buffers() -> type[DeviceBuffer]:
+    from replicas.weights.device_buffers import DeviceBuffer  # it is a Buffer itself
+
+    return DeviceBuffer

@@ -13,7 +13,9 @@ one, so that a helper which hashes meanwhile holds the caller: on two quiet core
 held it for 32 ms with the digest beside them, and for 20 ms with the digest behind them. There the digest waits until the
 last byte is copied; then as many threads as there are cores hash, and the caller need not wait for them.
 
-Tensors on a device are copied by the caller's thread, on its current stream, with one synchronisation for each batch.
+Tensors on a device go another way (:mod:`replicas.weights.device_copies`); here only :func:`copy_pairs` copies them, on the
+caller's current stream, and waits. On a kind of device that is no :class:`~replicas.weights.accelerator.Accelerator` they are
+copied by the caller's thread, with one synchronisation for each batch.
 
 The steps are begun in the order of their bytes, so that what is filled grows from the start: whoever sends it meanwhile is
 told how far it goes without a hole (:class:`Prefix`).
@@ -31,6 +33,7 @@ import torch
 import xxhash
 
 from replicas.weights import streaming
+from replicas.weights.accelerator import Accelerator, accelerator
 from replicas.weights.crew import ALONE_NBYTES, Crew, cores, helpers_for
 from replicas.weights.digest import BLOCK_NBYTES, combined
 
@@ -73,20 +76,31 @@ def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
         torch.accelerator.current_stream(device).synchronize()
 
 
-def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, sharing: int = 1) -> None:
+def copy_pairs(
+    pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    sharing: int = 1,
+    on_device: Callable[[], object] = lambda: None,
+) -> None:
     """Copy to the first tensor of each pair the second, of the same shape; values are cast where dtypes differ.
 
     As many threads as pay copy what lies on the CPU; this one alone, on its current streams, what lies on a device. All is
     copied on return.
 
     :param sharing: how many processes of this machine are known to do this at the same time.
+    :param on_device: called before the first copy from or to a device: to pin host memory.
     """
+    device = accelerator()
+    enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
     batches: list[tuple[list[torch.Tensor], list[torch.Tensor]]] = []
     elsewhere: list[torch.Tensor] = []
     nbytes = room = 0
     with torch.no_grad():
         for destination, source in pairs:
             if not destination.numel():
+                continue
+            if device is not None and (device.owns(destination) or device.owns(source)):
+                enqueued.append((destination, source))
                 continue
             if not (destination.is_cpu and source.is_cpu):
                 with streaming.writing((destination,)):
@@ -101,13 +115,28 @@ def copy_pairs(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]], *, sharing: i
                 room -= part.nbytes
                 batches[-1][0].append(part)
                 batches[-1][1].append(taken)
+    used: set[str] = set()
+    if device is not None and enqueued:
+        on_device()
+        used = _enqueue(device, enqueued)
     crew = Crew(helpers_for(nbytes, sharing))
     try:
         past_caches = streaming.pays(nbytes)
         crew.run([functools.partial(streaming.copy_all, *batch, past_caches=past_caches) for batch in batches])
     finally:
         crew.close()
+        if device is not None:
+            for uuid in used:
+                device.synchronize(uuid)
     wait_for_devices(elsewhere)
+
+
+def _enqueue(device: Accelerator, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> set[str]:
+    """Enqueue the copies; the devices whose current streams have to be waited for."""
+    destinations, sources = [one for one, _ in pairs], [one for _, one in pairs]
+    with streaming.writing(destinations):
+        device.copy(destinations, sources)
+    return {uuid for tensor in (*destinations, *sources) if (uuid := device.uuid_of(tensor))}
 
 
 def _parts(destination: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
@@ -210,6 +239,11 @@ class Copier:
                 self._arrived(waiting)
                 nbytes = 0
         self._arrived(waiting)
+
+    def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
+        """Copy one tensor here and now, from wherever it is; it fills the bytes from ``start`` to ``end``."""
+        destination.copy_(source)
+        self.filled(start, end)
 
     def filled(self, start: int, end: int) -> None:
         """These bytes are filled."""

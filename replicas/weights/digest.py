@@ -1,22 +1,27 @@
 """Digests of weights: xxh3-128, in hex, of the xxh3-128 of each block of 16 MiB.
 
 Blocks can be hashed by several threads and in any order: one thread reads 16 GB/s, and memory gives more. Hashing releases
-the GIL. A digest is compared with digests of this library alone.
+the GIL. A digest is compared with digests of this library alone. Memory of GPUs has another kind of digest, which they
+compute: :mod:`replicas.weights.device_digest`.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from typing import Literal
 
 import torch
 import xxhash
 
+from replicas.weights.accelerator import accelerator
 from replicas.weights.crew import Crew, helpers_for
+from replicas.weights.device_digest import device_digest_of
 
-__all__ = ["BLOCK_NBYTES", "Digest", "combined", "digest_of"]
+__all__ = ["BLOCK_NBYTES", "Digest", "DigestKind", "combined", "digest_of"]
 
 BLOCK_NBYTES = 16 << 20
+DigestKind = Literal["host", "device"]
 
 
 def combined(blocks: Iterable[bytes]) -> str:
@@ -52,8 +57,14 @@ class Digest:
         return combined(self._blocks if self._room == BLOCK_NBYTES else [*self._blocks, self._block.digest()])
 
 
-def digest_of(data: torch.Tensor | memoryview | bytes) -> str:
-    """The digest of one contiguous run of bytes, by as many threads as pays."""
+def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host") -> str:
+    """The digest of one contiguous run of bytes, by as many threads as pays; it waits for it.
+
+    :param kind: ``"device"``: the other kind of digest (:mod:`replicas.weights.device_digest`), by the device on which the
+        tensor is, on a stream of ours: what is to be found in it must be there already.
+    """
+    if kind == "device":
+        return _device_digest_of(data)
     view = data.numpy().data if isinstance(data, torch.Tensor) else memoryview(data)
     blocks: dict[int, bytes] = {}
 
@@ -66,3 +77,14 @@ def digest_of(data: torch.Tensor | memoryview | bytes) -> str:
     finally:
         crew.close()
     return combined(blocks[start] for start in sorted(blocks))
+
+
+def _device_digest_of(data: torch.Tensor | memoryview | bytes) -> str:
+    if not isinstance(data, torch.Tensor):
+        data = torch.frombuffer(bytearray(data), dtype=torch.uint8) if len(data) else torch.empty(0, dtype=torch.uint8)
+    gpu = accelerator()
+    uuid = gpu.uuid_of(data) if gpu is not None else ""
+    if gpu is None or not uuid:
+        return device_digest_of(data)
+    with gpu.on_side_stream(uuid):
+        return device_digest_of(data)

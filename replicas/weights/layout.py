@@ -11,6 +11,7 @@ import torch
 
 from replicas.core.manifest import PartManifest, Piece, TensorSpec, item_nbytes, packed_offsets
 from replicas.errors import ManifestMismatch
+from replicas.weights.accelerator import accelerator
 from replicas.weights.dtensor import Box
 from replicas.weights.tensors import bits
 
@@ -77,7 +78,12 @@ def _nbytes(dtype: str, box: Box) -> int:
 
 def copy_elements(destination: torch.Tensor, source: torch.Tensor) -> None:
     """Copy values, cast where dtypes differ; every dtype, device and stride. Host memory is filled on return."""
+    device = accelerator()
     with torch.no_grad():
         if destination.dtype == source.dtype:
             destination, source = bits(destination), bits(source)
-        destination.copy_(source)
+        if device is not None and (uuid := device.uuid_of(source) or device.uuid_of(destination)):
+            device.copy([destination], [source])
+            device.synchronize(uuid)
+        else:
+            destination.copy_(source)

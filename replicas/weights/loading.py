@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 
@@ -26,7 +26,9 @@ def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, t
     places = Places(PartManifest(whole.tensors, whole.aliases))
     found = dict(zip(places.order, places.views(image[whole.data_offset :], as_bits=False), strict=True))
     return {
-        spec.name: found[number] if number in found else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype))
+        spec.name: found[number]
+        if number in found
+        else torch.empty(spec.shape, dtype=torch_dtype(spec.dtype), device=image.device)
         for number, spec in enumerate(whole.tensors)
     }
 
@@ -37,6 +39,7 @@ def load_into(
     aliases: Sequence[tuple[str, str]] = (),
     *,
     sharing: int = 1,
+    on_device: Callable[[], object] = lambda: None,
 ) -> None:
     """Copy ``tensors`` into the parameters and persistent buffers of ``model``, in place.
 
@@ -45,6 +48,7 @@ def load_into(
     checked before the first byte is written.
 
     :param sharing: how many processes of this machine are known to load at the same time.
+    :param on_device: called before the first copy from or to a device: to pin the host memory where ``tensors`` are.
     :raises ManifestMismatch: naming what is missing, unknown, or of another shape or dtype; ``model`` is unchanged.
     """
     given = dict(tensors)
@@ -68,7 +72,7 @@ def load_into(
             f"the weights do not fit the model ({'; '.join(parts)})", hint="rename them, or load them by hand"
         )
     pairs = [_pair(name, targets[name], source) for name, source in served.items()]
-    copy_pairs(pairs, sharing=sharing)
+    copy_pairs(pairs, sharing=sharing, on_device=on_device)
 
 
 def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -33,8 +33,9 @@ import torch
 
 from replicas.memory import locks
 from replicas.messages import SlotPlace
+from replicas.weights.accelerator import Accelerator, Registration
 
-__all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared", "reopen"]
+__all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared", "populate", "reopen"]
 
 KEPT_USES = 8
 """A kept mapping goes when so many others were used since."""
@@ -60,7 +61,7 @@ def map_shared(fd: int, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
     finally:
         os.close(own)
     tensor = torch.frombuffer(mapping, dtype=torch.uint8)
-    _populate(tensor.data_ptr(), nbytes, _MADV_POPULATE_WRITE, check)
+    populate(tensor.data_ptr(), nbytes, check)
     return tensor
 
 
@@ -95,6 +96,11 @@ def map_private(fd: int, nbytes: int) -> torch.Tensor:
     return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
+def populate(address: int, nbytes: int, check: Callable[[], None] = lambda: None) -> None:
+    """Make the pages of a shared mapping, and map them, to be written."""
+    _populate(address, nbytes, _MADV_POPULATE_WRITE, check)
+
+
 def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None]) -> None:
     for start in range(0, nbytes, _POPULATE_NBYTES):
         check()
@@ -110,6 +116,12 @@ class _Kept:
         self.tensor = tensor
         self.place = place
         self.used = used
+        self.pin: Registration | None = None
+        self.pin_refused = False
+
+    def drop(self) -> None:
+        if self.pin is not None:
+            self.pin.close()
 
 
 class KeptMappings:
@@ -139,7 +151,24 @@ class KeptMappings:
         with self._lock:
             self._uses += 1
             if not self._closed:
+                before = self._kept.get(place.inode)
+                if before is not None:
+                    before.drop()
                 self._kept[place.inode] = _Kept(tensor, place, self._uses)
+
+    def pin(self, inode: int, tensor: torch.Tensor, device: Accelerator) -> bool | None:
+        """Pin the mapping of this file for copies to ``device``, for as long as it is kept; None: ``tensor`` is not kept.
+
+        False: it cannot be pinned.
+        """
+        with self._lock:
+            kept = self._kept.get(inode)
+            if kept is None or kept.tensor is not tensor:
+                return None
+            if kept.pin is None and not kept.pin_refused:
+                kept.pin = device.register(tensor, read_only=True)
+                kept.pin_refused = kept.pin is None
+            return kept.pin is not None
 
     def sweep(self, needed: Iterable[int]) -> None:
         """Drop what is of no more use. ``needed``: inodes of the slots that are held."""
@@ -147,12 +176,14 @@ class KeptMappings:
         with self._lock:
             for inode, kept in list(self._kept.items()):
                 if inode not in wanted and (self._uses - kept.used >= KEPT_USES or not _is_there(kept.place)):
-                    del self._kept[inode]
+                    self._kept.pop(inode).drop()
 
     def close(self) -> None:
         """Drop all, and keep nothing more."""
         with self._lock:
             self._closed = True
+            for kept in self._kept.values():
+                kept.drop()
             self._kept.clear()
 
 

@@ -5,8 +5,9 @@ Theory of operation
 
 A publish walks the weights once (:class:`replicas.weights.feed.Feed`). What is known before the first step
 (:meth:`Feed.plan`: a module, a mapping, an object with ``metadata()``) is written straight into the slot by :func:`pack`.
-A plain iterable tells nothing beforehand: give :func:`pack` the manifest of the last publish of the same channel, or keep
-private copies of everything with :func:`stage`, which then knows its manifest.
+A plain iterable tells nothing beforehand: give :func:`pack` the manifest of the last publish of the same channel, or write
+it to memory that grows meanwhile (:mod:`replicas.weights.growing`). Where memory cannot grow, on a device, keep private
+copies of everything with :func:`stage`, which then knows its manifest.
 
 A module or a mapping of which nothing has to be gathered is copied *at once*: all its tensors exist, so they are taken in
 the order of their bytes, in large steps, by several threads (:mod:`replicas.weights.copying`). A :class:`Packer` remembers
@@ -16,6 +17,9 @@ step is asked for. What is copied at once may be sent meanwhile: no code of the 
 (:meth:`Packer.knows`), and whoever sends it is told how far it is there from its start.
 
 Either way the digest of the bytes is made beside the copy, by another thread: :class:`Packing` has it a moment later.
+
+What lies on a device, and what goes there, is not copied by the caller's thread: that only enqueues the copies, and goes on
+(:mod:`replicas.weights.device_copies`). The packing tells when they are done.
 
 Both drain the feed to its end before they raise an error of ours, because its steps may be collectives of the user's
 group; the user's own exceptions (``feed.user_error``) come through as they are.
@@ -27,7 +31,7 @@ others only call :meth:`Feed.drain`). Mode ``"parts"``: each rank writes its own
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -35,19 +39,23 @@ from weakref import WeakKeyDictionary
 import torch
 
 from replicas.core.manifest import PartManifest
+from replicas.weights.accelerator import accelerator
 from replicas.weights.arena import Buffer, Slot
 from replicas.weights.copying import Copier, Progress
 from replicas.weights.crew import cores
+from replicas.weights.device_copies import DeviceCopies, Manner
 from replicas.weights.feed import Feed, Mode, Shard
 from replicas.weights.layout import Entry, copy_elements, layout
 from replicas.weights.loading import load_into, views
-from replicas.weights.places import Places, Writer, steps
+from replicas.weights.places import Filler, Places, Writer, steps
 from replicas.weights.planned import Planned
 from replicas.weights.tensors import bits, torch_dtype
 
 __all__ = [
+    "DeviceCopies",
     "Entry",
     "Feed",
+    "Manner",
     "Mode",
     "Packer",
     "Packing",
@@ -57,6 +65,7 @@ __all__ = [
     "iter_tensors",
     "load_into",
     "pack",
+    "packing_of",
     "plan",
     "stage",
     "views",
@@ -69,10 +78,12 @@ class Packing:
 
     :param digest: of all of the slot's data; set a moment later, on another thread.
     :param copy_s: how long the caller was held.
+    :param copies: what a device may still have under way; None: everything is copied.
     """
 
     digest: Future[str]
     copy_s: float
+    copies: DeviceCopies | None = None
 
 
 def iter_tensors(weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> Iterator[Entry]:
@@ -107,14 +118,45 @@ def _walk(
     destinations: list[torch.Tensor],
     data: torch.Tensor,
     progress: Progress | None = None,
+    manner: Manner = Manner(),
 ) -> Packing:
     started = time.monotonic()
+    device = accelerator()
+    if device is not None:
+        with DeviceCopies(device, data, manner, progress) as copies:
+            _write(feed, manifest, places, destinations, copies)
+            copies.finish()
+        return Packing(copies.digest, time.monotonic() - started, copies)
     beside = torch.get_num_threads() < cores()  # torch copies with its own threads here
     with Copier(data, beside=beside, progress=progress) as copier:
-        writer = Writer(manifest, places, destinations, copier)
-        for entry in feed:
-            writer.write(entry)
-        writer.finish()
+        _write(feed, manifest, places, destinations, copier)
+        copier.finish()
+    return Packing(copier.digest, time.monotonic() - started)
+
+
+def _write(
+    feed: Feed, manifest: PartManifest, places: Places, destinations: list[torch.Tensor], filler: Filler
+) -> None:
+    writer = Writer(manifest, places, destinations, filler)
+    for entry in feed:
+        writer.write(entry)
+    writer.finish()
+
+
+def packing_of(slot: Slot, started: float, begun: Callable[[DeviceCopies], object] = lambda copies: None) -> Packing:
+    """The digest of a slot that was filled from ``started`` until now. Returns at once.
+
+    What was written to it on a device, or from one to pinned memory, is waited for first, as far as it is on the current
+    stream; see :class:`Manner` for ``begun``.
+    """
+    data, buffer, device = slot.data, slot.buffer, accelerator()
+    if device is not None and (buffer.device or buffer.pinned):
+        with DeviceCopies(device, data, Manner(buffer, begun=begun)) as copies:
+            copies.written(buffer.device or device.device())
+            copies.finish()
+        return Packing(copies.digest, time.monotonic() - started, copies)
+    with Copier(data) as copier:
+        copier.filled(0, data.numel())
         copier.finish()
     return Packing(copier.digest, time.monotonic() - started)
 
@@ -125,9 +167,16 @@ def _copy(
     sources: list[torch.Tensor],
     data: torch.Tensor,
     progress: Progress | None = None,
+    manner: Manner = Manner(),
 ) -> Packing:
     """Copy tensors that all exist; both in the order of their bytes."""
     started = time.monotonic()
+    device = accelerator()
+    if device is not None and (manner.device or any(map(device.owns, sources))):
+        with DeviceCopies(device, data, manner, progress) as copies:
+            copies.run(places, destinations, sources)
+            copies.finish()
+        return Packing(copies.digest, time.monotonic() - started, copies)
     with Copier(data, progress=progress) as copier:
         if all(source.is_cpu for source in sources):
             copier.run(steps(places, destinations, sources))
@@ -168,21 +217,33 @@ class Packer:
         """Whether :meth:`pack` will copy at once: all tensors are there, and no code of the user's runs before the end."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
-    def pack(self, feed: Feed, manifest: PartManifest, slot: Slot, progress: Progress | None = None) -> Packing:
+    def pack(
+        self,
+        feed: Feed,
+        manifest: PartManifest,
+        slot: Slot,
+        progress: Progress | None = None,
+        *,
+        hold: bool = True,
+        begun: Callable[[DeviceCopies], object] = lambda copies: None,
+    ) -> Packing:
         """Copy everything to its place in ``slot``; see :func:`pack`.
 
         :param manifest: from :meth:`plan`, or of an earlier publish of the same weights.
         :param progress: told how far the slot's data is there from its start. The last call says that all is, and comes
-            before this returns; it does not come when this raises.
+            before this returns, or after :attr:`Packing.copies` are done; it does not come when this raises or those fail.
+        :param hold: see :class:`Manner`, as for ``begun``.
         """
+        manner = Manner(slot.buffer, hold, begun)
         known = self.knows(feed, manifest)
         sources, feed.sources = feed.sources, None
         try:
             if not known or sources is None or self._planned is None:
                 places = self._places_of(manifest)
-                return _walk(feed, manifest, places, self._destinations(manifest, places, slot), slot.data, progress)
+                destinations = self._destinations(manifest, places, slot)
+                return _walk(feed, manifest, places, destinations, slot.data, progress, manner)
             places = self._planned.places
-            packing = _copy(places, self._destinations(manifest, places, slot), sources, slot.data, progress)
+            packing = _copy(places, self._destinations(manifest, places, slot), sources, slot.data, progress, manner)
             feed.take_known()
         except BaseException:
             feed.drain()
@@ -213,7 +274,7 @@ class Staged:
     manifest: PartManifest
     entries: tuple[Entry, ...]
 
-    def write(self, data: torch.Tensor) -> Packing:
+    def write(self, data: torch.Tensor, manner: Manner = Manner()) -> Packing:
         """Copy everything to its place in ``data`` (see :func:`pack`)."""
         places = Places(self.manifest)
         full = self.manifest.pieces is not None
@@ -221,7 +282,7 @@ class Staged:
         sources = [tensor for tensor in (tensors[number] for number in places.order) if tensor is not None]
         for index in places.odd:
             sources[index] = bits(sources[index])
-        return _copy(places, places.views(data), sources, data)
+        return _copy(places, places.views(data), sources, data, manner=manner)
 
 
 def stage(feed: Feed) -> Staged:

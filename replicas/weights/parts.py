@@ -10,7 +10,7 @@ from replicas.core.manifest import Manifest
 from replicas.weights.copying import copy_pairs
 from replicas.weights.tensors import piece_view
 
-__all__ = ["scatter_parts"]
+__all__ = ["part_pairs", "scatter_parts"]
 
 
 def scatter_parts(manifest: Manifest, part: int, source: torch.Tensor, data: torch.Tensor) -> None:
@@ -19,12 +19,13 @@ def scatter_parts(manifest: Manifest, part: int, source: torch.Tensor, data: tor
     :param source: uint8, the packed part ``part`` of ``manifest``.
     :param data: uint8, the data section of the image.
     """
-    copy_pairs(_pairs(manifest, part, source, data))
+    copy_pairs(part_pairs(manifest, part, source, data))
 
 
-def _pairs(
+def part_pairs(
     manifest: Manifest, part: int, source: torch.Tensor, data: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """What :func:`scatter_parts` copies: views of the image, each with those of the part."""
     for piece in (manifest.parts or ())[part]:
         view = piece_view(data, manifest, piece)
         chunk = source[piece.source_offset : piece.source_offset + view.numel() * view.itemsize]

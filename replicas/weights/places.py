@@ -7,16 +7,17 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import groupby
 from math import prod
+from typing import Protocol
 
 import torch
 
 from replicas.core.manifest import PartManifest, TensorSpec, item_nbytes
 from replicas.errors import ManifestMismatch
-from replicas.weights.copying import STEP_NBYTES, Copier, Step
+from replicas.weights.copying import STEP_NBYTES, Step
 from replicas.weights.layout import Entry
 from replicas.weights.tensors import bits, is_copied, torch_dtype
 
-__all__ = ["Cut", "PlaceKey", "Places", "Writer", "steps"]
+__all__ = ["Cut", "Filler", "PlaceKey", "Places", "Writer", "steps"]
 
 PlaceKey = tuple[int, tuple[int, ...], tuple[int, ...]]
 """Number of a tensor, and a box of it."""
@@ -67,6 +68,7 @@ class Places:
         self._dtypes = [given[number][1] for number in order]
         self._shapes = [given[number][2] for number in order]
         self._counts = [prod(shape) for shape in self._shapes]
+        self._cuts: dict[int, list[Cut]] = {}
 
     @cached_property
     def index(self) -> dict[PlaceKey, int]:
@@ -81,15 +83,25 @@ class Places:
     @cached_property
     def cuts(self) -> list[Cut]:
         """Steps of about :data:`STEP_NBYTES`, which together copy everything."""
+        return self.cuts_of(STEP_NBYTES)
+
+    def cuts_of(self, nbytes: int) -> list[Cut]:
+        """Steps of about ``nbytes``, which together copy everything; kept for the next time."""
+        found = self._cuts.get(nbytes)
+        if found is None:
+            found = self._cuts[nbytes] = self._cut(nbytes)
+        return found
+
+    def _cut(self, nbytes: int) -> list[Cut]:
         cuts: list[Cut] = []
         first = start = behind = 0
         for index in range(len(self._shapes)):
             begin, end = self.extent(index)
-            if index > first and end - start > STEP_NBYTES:
+            if index > first and end - start > nbytes:
                 cuts.append(Cut(start, behind, first, index))
                 first, start = index, begin
-            if end - begin > STEP_NBYTES:
-                cuts.extend(_rows(index, begin, end - begin, self._shapes[index]))
+            if end - begin > nbytes:
+                cuts.extend(_rows(index, begin, end - begin, self._shapes[index], nbytes))
                 first, start = index + 1, end
             behind = end
         if first < len(self._shapes):
@@ -119,21 +131,29 @@ class Places:
         return found
 
 
-def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...]) -> Iterator[Cut]:
+def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
     """One piece, cut along its first axis that has more than one index: each cut is one run of bytes."""
     axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
     row_nbytes = nbytes // shape[axis]
-    rows = max(1, STEP_NBYTES // row_nbytes)
+    rows = max(1, step_nbytes // row_nbytes)
     for row in range(0, shape[axis], rows):
         count = min(rows, shape[axis] - row)
         yield Cut(start, start + count * row_nbytes, index, index + 1, axis, row, count)
         start += count * row_nbytes
 
 
-def steps(places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> Iterator[Step]:
+def steps(
+    places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor], cuts: Sequence[Cut] | None = None
+) -> Iterator[Step]:
     """All steps that copy ``sources`` to ``destinations``; both in the order of the bytes."""
-    for cut in places.cuts:
+    for cut in places.cuts if cuts is None else cuts:
         yield Step(cut.start, cut.end, cut.of(destinations), cut.of(sources))
+
+
+class Filler(Protocol):
+    """Copies one tensor, and tells that its bytes are filled."""
+
+    def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None: ...
 
 
 class Writer:
@@ -141,16 +161,16 @@ class Writer:
 
     :param places: of ``manifest``.
     :param destinations: ``places.views(data)``.
-    :param copier: of the same ``data``.
+    :param filler: of the same ``data``.
     """
 
     def __init__(
-        self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor], copier: Copier
+        self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor], filler: Filler
     ) -> None:
         self._manifest = manifest
         self._places = places
         self._destinations = destinations
-        self._copier = copier
+        self._filler = filler
         self._specs = {spec.name: (number, spec) for number, spec in enumerate(manifest.tensors)}
         self._aliases = dict(manifest.aliases)
         self._missing = dict(places.index)
@@ -181,8 +201,8 @@ class Writer:
         self._copy(index, entry.tensor)
 
     def _copy(self, index: int, source: torch.Tensor) -> None:
-        self._destinations[index].copy_(bits(source) if index in self._odd else source)
-        self._copier.filled(*self._places.extent(index))
+        source = bits(source) if index in self._odd else source
+        self._filler.put(self._destinations[index], source, *self._places.extent(index))
 
     def finish(self) -> None:
         """Check that everything came; :class:`ManifestMismatch` names the first that did not."""

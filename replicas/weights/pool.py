@@ -18,6 +18,7 @@ import logging
 import threading
 
 from replicas.errors import NoCapacity
+from replicas.weights.accelerator import device_of
 from replicas.weights.buffers import AllocationStopped, Buffer
 from replicas.weights.capacity import available_nbytes
 
@@ -36,9 +37,13 @@ class Pool:
 
     :param name: shown with its memory in ``/proc/PID/maps``.
     :param retired: how many buffers may be left to their readers at a time.
+    :param device: UUID of the GPU on which they are; empty: host memory.
+    :ivar pinning: pin the host memory that is made ahead of time.
     """
 
-    def __init__(self, name: str, retired: int) -> None:
+    def __init__(self, name: str, retired: int, device: str = "") -> None:
+        self.device = device
+        self.pinning = False
         self._name = name
         self._cap = retired
         self._changed = threading.Condition()
@@ -78,7 +83,9 @@ class Pool:
                     return
                 nbytes = self._nbytes
             try:
-                buffer = Buffer.allocate(nbytes, self._next_name(), stop=lambda: self._closed)
+                buffer = Buffer.allocate(nbytes, self._next_name(), stop=lambda: self._closed, device=self.device)
+                if self.pinning:
+                    buffer.pin()
             except (NoCapacity, AllocationStopped) as error:
                 logger.info("%s: memory is not made ahead of time: %s", self._name, error)
                 with self._changed:
@@ -113,6 +120,16 @@ class Pool:
             if nbytes == self._nbytes and self._wanted:
                 self._wanted -= 1
         return found or self._allocate(nbytes)
+
+    def begin(self, *, spare: bool) -> tuple[str, Buffer | None]:
+        """The name of a buffer that grows from nothing, or from the largest ``spare`` one, which is claimed then."""
+        with self._changed:
+            self._sweep()
+            for found in sorted(self._spare if spare else (), key=lambda one: -one[0].nbytes):
+                if found[0].claim() == "claimed":
+                    self._spare.remove(found)
+                    return self._next_name(), found[0]
+        return self._next_name(), None
 
     def retire(self, buffer: Buffer) -> bool:
         """Leave ``buffer`` to its readers. False, and nothing is done, when too many are left to theirs already."""
@@ -159,15 +176,16 @@ class Pool:
 
     def _allocate(self, nbytes: int) -> Buffer:
         try:
-            buffer = Buffer.allocate(nbytes, self._next_name())
+            buffer = Buffer.allocate(nbytes, self._next_name(), device=self.device)
         except NoCapacity:
-            if not self._drop_spares():
+            if not self.drop_spares():
                 raise
-            buffer = Buffer.allocate(nbytes, self._next_name())
+            buffer = Buffer.allocate(nbytes, self._next_name(), device=self.device)
         buffer.claim()
         return buffer
 
-    def _drop_spares(self) -> bool:
+    def drop_spares(self) -> bool:
+        """Close the spare buffers; whether there were any."""
         with self._changed:
             spares, self._spare = self._spare, []
         for buffer, _ in spares:
@@ -190,6 +208,12 @@ class Pool:
                 self._spare.append((buffer, self._beats))
                 self._changed.notify_all()
 
+    def _available(self) -> tuple[int, str]:
+        """How much there is for new buffers, and what sets the limit."""
+        if not self.device:
+            return available_nbytes()
+        return device_of(self.device).free_nbytes(self.device)[0], f"the GPU {self.device}"
+
     def _next_name(self) -> str:
         with self._changed:
             self._made += 1
@@ -199,7 +223,7 @@ class Pool:
         if nbytes in self._warned or nbytes < PREPARED_NBYTES:
             return
         self._warned.add(nbytes)
-        available, limit = available_nbytes()
+        available, limit = self._available()
         fit = available // nbytes + sum(buffer.nbytes == nbytes for buffer, _ in self._spare)
         if fit < slots:
             logger.warning(

@@ -8,6 +8,7 @@ from replicas.core.manifest import Manifest, PartManifest
 from replicas.core.membership import SlotState
 from replicas.messages import SlotPlace
 from replicas.weights.buffers import Buffer
+from replicas.weights.digest import DigestKind
 
 __all__ = ["Slot"]
 
@@ -49,10 +50,15 @@ class Slot:
 
     @property
     def data(self) -> torch.Tensor:
-        """The data section of an image, or the whole of a packed part: uint8, shared. That of a foreign slot is to be
-        read only: to write to it is a SIGSEGV."""
+        """The data section of an image, or the whole of a packed part: uint8, shared, on a GPU if the slot is there. That
+        of a foreign slot is to be read only: to write to it is a SIGSEGV."""
         image = self.image
         return self.buffer.readable()[image.data_offset if image else 0 :]
+
+    @property
+    def digest_kind(self) -> DigestKind:
+        """How the digest of its data is computed: by where it lies."""
+        return "device" if self.buffer.device else "host"
 
     @property
     def place(self) -> SlotPlace:

@@ -26,8 +26,8 @@ import torch
 from replicas.core.manifest import PartManifest
 from replicas.errors import UsageError
 from replicas.weights.arena import Slot
-from replicas.weights.copying import Copier
-from replicas.weights.packing import Packing
+from replicas.weights.device_copies import DeviceCopies
+from replicas.weights.packing import Packing, packing_of
 from replicas.weights.places import Places
 from replicas.weights.tensors import torch_dtype
 
@@ -35,7 +35,8 @@ __all__ = ["WritableSlot"]
 
 
 class WritableSlot(Mapping[str, torch.Tensor]):
-    """Names and tensors to write: CPU tensors of published dtypes, contents undefined. Use it in a ``with`` block.
+    """Names and tensors to write, of published dtypes and undefined contents: on the CPU, or where the channel has
+    ``staging = "device"`` on its GPU. Use it in a ``with`` block.
 
     Write every tensor, then pass it to ``publish`` of the same channel, inside the block. From then on its tensors are empty;
     leaving the block without a publish frees the slot. Do not keep views of its tensors, nor make parameters of them.
@@ -94,14 +95,9 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self._close("taken")
         return self._slot
 
-    def digest(self) -> Packing:
-        """For the publish: the digest of what was written, once taken; returns at once."""
-        started = time.monotonic()
-        data = self._slot.data
-        with Copier(data) as copier:
-            copier.filled(0, data.numel())
-            copier.finish()
-        return Packing(copier.digest, time.monotonic() - started)
+    def digest(self, begun: Callable[[DeviceCopies], object] = lambda copies: None) -> Packing:
+        """For the publish: the digest of what was written, once taken; returns at once. See :func:`packing_of`."""
+        return packing_of(self._slot, time.monotonic(), begun)
 
     def _check_open(self) -> None:
         if self._state != "open":
@@ -112,7 +108,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self._state = state
         with torch.no_grad():
             for tensor in self._tensors.values():
-                tensor.set_(torch.empty(0, dtype=tensor.dtype))  # type: ignore[call-overload]  # the stub lacks this form
+                tensor.set_(torch.empty(0, dtype=tensor.dtype, device=tensor.device))  # type: ignore[call-overload]  # the stub lacks this form
         self._tensors.clear()
 
 
@@ -129,5 +125,7 @@ def _tensors(slot: Slot, manifest: PartManifest) -> dict[str, torch.Tensor]:
     for number, spec in enumerate(manifest.tensors):
         view = views.get(numbers.get(number, -1))
         shape = spec.shape if manifest.pieces is None else (0,)
-        found[spec.name] = torch.empty(shape, dtype=torch_dtype(spec.dtype)) if view is None else view
+        if view is None:
+            view = torch.empty(shape, dtype=torch_dtype(spec.dtype), device=slot.data.device)
+        found[spec.name] = view
     return found

@@ -1,6 +1,7 @@
-"""The NCCL path, on one GPU. Skipped where there is none.
+"""Process groups of sidecars on one GPU, and weights of a GPU for those that have none.
 
-Two ranks on one GPU are right and slow (NCCL takes them for two hosts and goes over loopback): correctness only.
+Two or three ranks on one GPU are right and slow (NCCL takes them for as many hosts and goes over loopback): correctness only.
+Alone a group is built as everywhere. On the fake the same runs over Gloo.
 """
 
 from __future__ import annotations
@@ -8,43 +9,24 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
-import warnings
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from replicas.channel import Channel
 from replicas.core.manifest import Manifest
 from replicas.messages import OperationKind
 from replicas.sidecar.client import SidecarFailed, TransferResult, TransferSpec
 from replicas.weights import Arena, Feed, Slot, digest_of, stage, views
+from tests.gpu.card import BACKEND, DEVICE, REAL, bits, card, uuid
 from tests.support.channels import channel_world, wait_until
 from tests.support.sidecars import Lane, lane, read_segments, segments_of
 
-DEVICE = "cuda"
-BACKEND = "nccl"
 TIMEOUT_S = 90.0
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+STAGINGS = ("host", "device")
 
-
-def has_gpu() -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # a driver that is too old is told of by a warning
-        return torch.cuda.is_available() and dist.is_nccl_available()
-
-
-pytestmark = [
-    pytest.mark.anyio,
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not has_gpu(), reason="needs a GPU and NCCL"),
-]
-
-
-@pytest.fixture(autouse=True)
-def _one_gpu_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Said on purpose, or the preflight refuses a second member on one GPU. Sidecars take another name each."""
-    monkeypatch.setenv("NCCL_HOSTID", "replicas-test")
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 
 def on_gpu(seed: int) -> dict[str, torch.Tensor]:
@@ -59,11 +41,6 @@ def on_gpu(seed: int) -> dict[str, torch.Tensor]:
     return made
 
 
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """All bytes of a tensor, on the host."""
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8)
-
-
 def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert list(found) == list(expected)
     for name, tensor in expected.items():
@@ -76,10 +53,24 @@ async def build(made: Lane, prefix: str) -> None:
     await asyncio.gather(*(one.build(spec) for one, spec in zip(made.sidecars, specs, strict=True)))
 
 
-def slot_for(manifest: Manifest) -> Slot:
-    slot = Arena(1, name="gpu-test").acquire(1, manifest)
+def slot_for(manifest: Manifest, staging: str) -> Slot:
+    arena = Arena(1, name="gpu-test", device=uuid() if staging == "device" else "")
+    slot = arena.acquire(1, manifest)
     assert slot is not None
     return slot
+
+
+def fill(slot: Slot, weights: dict[str, torch.Tensor]) -> None:
+    """With an image of these, as a writer that shares the memory with a sidecar."""
+    image = slot.image
+    assert image is not None
+    packed = slot if not slot.buffer.device else slot_for(image, "host")
+    stage(Feed(weights)).write(packed.data)
+    if packed is not slot:
+        slot.buffer.begin_write()
+        card().copy([slot.data], [packed.data])
+        slot.buffer.end_write()
+        card().synchronize()
 
 
 async def send_image(made: Lane, manifest: Manifest, slots: list[Slot]) -> list[TransferResult]:
@@ -93,17 +84,23 @@ async def send_image(made: Lane, manifest: Manifest, slots: list[Slot]) -> list[
     return await asyncio.gather(*(one.transfer(spec, slot.buffer) for one, spec, slot in moves))
 
 
-async def test_a_sidecar_alone_builds_a_group_and_moves_what_was_on_the_gpu() -> None:
+def found_in(slot: Slot, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """The tensors of an image."""
+    slot.buffer.begin_read()
+    return views(slot.buffer.readable(), manifest)
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+async def test_a_sidecar_alone_builds_a_group_and_moves_what_was_on_the_gpu(staging: str) -> None:
     weights = on_gpu(1)
-    staged = stage(Feed(weights))
-    manifest = staged.manifest.whole
-    slot = slot_for(manifest)
-    staged.write(slot.data)
+    manifest = stage(Feed(weights)).manifest.whole
+    slot = slot_for(manifest, staging)
+    fill(slot, weights)
     async with lane(1, build=False) as alone:
         await build(alone, "alone")
         (result,) = await send_image(alone, manifest, [slot])
-        assert result.image_digest == digest_of(slot.data)
-        assert_same(views(slot.buffer.tensor(), manifest), weights)
+        assert result.image_digest == digest_of(slot.data, slot.digest_kind)
+        assert_same(found_in(slot, manifest), weights)
         given = [torch.arange(5.0, device=DEVICE), torch.ones(3, device=DEVICE, dtype=torch.bfloat16)]
         kinds: tuple[OperationKind, ...] = ("all_reduce", "broadcast", "all_gather", "reduce")
         for kind in kinds:
@@ -113,32 +110,36 @@ async def test_a_sidecar_alone_builds_a_group_and_moves_what_was_on_the_gpu() ->
         await alone.run("barrier", [[]], timeout_s=TIMEOUT_S)
 
 
-async def test_two_sidecars_share_one_gpu() -> None:
+@pytest.mark.parametrize("staging", STAGINGS)
+@pytest.mark.parametrize("size", [2, 3])
+async def test_sidecars_share_one_gpu(size: int, staging: str) -> None:
     weights = on_gpu(2) | {"large": torch.randn(10 << 20, device=DEVICE)}  # more than one bucket
-    staged = stage(Feed(weights))
-    manifest = staged.manifest.whole
-    slots = [slot_for(manifest), slot_for(manifest)]
-    staged.write(slots[0].data)
-    async with lane(2, build=False) as two:
-        await build(two, "two")
+    manifest = stage(Feed(weights)).manifest.whole
+    slots = [slot_for(manifest, staging) for _ in range(size)]
+    fill(slots[0], weights)
+    async with lane(size, build=False) as several:
+        await build(several, f"{size}")
         for _ in range(2):
-            results = await send_image(two, manifest, slots)
-            assert {result.image_digest for result in results} == {digest_of(slots[0].data)}
-        assert_same(views(slots[1].buffer.tensor(), manifest), weights)
-        ones = [torch.full((5,), value, device=DEVICE) for value in (1.0, 2.0)]
-        for _, outputs in await two.run("all_reduce", [[one] for one in ones], op="mean", timeout_s=TIMEOUT_S):
-            assert torch.equal(read_segments(outputs, segments_of(ones[:1]))[0], torch.full((5,), 1.5))
+            results = await send_image(several, manifest, slots)
+            assert {result.image_digest for result in results} == {digest_of(slots[0].data, slots[0].digest_kind)}
+        for slot in slots[1:]:
+            assert_same(found_in(slot, manifest), weights)
+        ones = [torch.full((5,), float(rank), device=DEVICE) for rank in range(size)]
+        mean = torch.full((5,), (size - 1) / 2)
+        for _, outputs in await several.run("all_reduce", [[one] for one in ones], op="mean", timeout_s=TIMEOUT_S):
+            torch.testing.assert_close(read_segments(outputs, segments_of(ones[:1]))[0], mean)
         kinds: list[OperationKind] = ["send", "recv"]
-        pairs = await two.run("send", [ones[:1], []], order=(1, 0), kinds=kinds, timeout_s=TIMEOUT_S)
+        pairs = await several.run("send", [[ones[1]], []], order=(1, 0), kinds=kinds, timeout_s=TIMEOUT_S)
         assert torch.equal(read_segments(pairs[1][1], segments_of(ones[:1]))[0], torch.ones(5))
         with pytest.raises(SidecarFailed, match="cannot reduce") as caught:
-            await two.run("all_reduce", [[torch.zeros(2).to(torch.float8_e4m3fn)]] * 2, timeout_s=TIMEOUT_S)
+            await several.run("all_reduce", [[torch.zeros(2).to(torch.float8_e4m3fn)]] * size, timeout_s=TIMEOUT_S)
         assert not caught.value.over
-        await two.run("barrier", [[], []], timeout_s=TIMEOUT_S)
+        await several.run("barrier", [[]] * size, timeout_s=TIMEOUT_S)
 
 
-async def test_peers_reduce_tensors_of_one_gpu() -> None:
-    settings = {"peers": ["peer"], "backend": BACKEND, "deadline": f"{TIMEOUT_S:.0f}s"}
+@pytest.mark.parametrize("staging", STAGINGS)
+async def test_peers_reduce_tensors_of_one_gpu(staging: str) -> None:
+    settings = {"peers": ["peer"], "backend": BACKEND, "deadline": f"{TIMEOUT_S:.0f}s", "staging": staging}
     async with channel_world(settings, peer=2) as world:
         peers = [await world.join("peer", index) for index in range(2)]
         for op, expected in (("sum", 3.0), ("mean", 1.5), ("min", 1.0), ("max", 2.0)):
@@ -194,27 +195,6 @@ async def load(rollout: Channel, model: torch.nn.Module) -> None:
     await asyncio.to_thread(copy)
 
 
-async def test_a_publish_waits_for_the_callers_stream() -> None:
-    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]  # torch leaves it untyped
-    factor = torch.full((4096, 4096), 1 / 4096, device=DEVICE)
-    value = torch.ones(4096, 4096, device=DEVICE)
-    torch.cuda.synchronize()
-    async with channel_world(rollout=1) as world:
-        trainer, rollout = await world.trainer_and_rollouts()
-
-        def publish() -> None:
-            with torch.cuda.stream(stream):
-                for _ in range(50):
-                    value.copy_(value @ factor)  # ones stay ones, and the stream is busy
-                value.add_(1)
-                trainer.publish({"value": value})
-
-        await asyncio.to_thread(publish)
-        with await rollout.receive() as update:
-            (found,) = dict(update).values()
-            torch.testing.assert_close(found, torch.full_like(found, 2.0), rtol=0, atol=1e-2)
-
-
 CPU_TARGET = """
 import sys
 import torch
@@ -232,12 +212,13 @@ with replicas.join("policy", endpoint=endpoint, token=token, group="rollout", re
 
 async def test_a_target_that_sees_no_gpu_gets_weights_of_the_gpu() -> None:
     weights = on_gpu(4)
+    unseen = {"CUDA_VISIBLE_DEVICES": ""} if REAL else {"FAKE_FAULTS": "absent"}
     async with channel_world({"deadline": f"{TIMEOUT_S:.0f}s"}, rollout=1) as world:
         trainer = await world.join("trainer")
         where = (world.coordinator.endpoint, world.coordinator.token)
         target = await asyncio.create_subprocess_exec(
             *(sys.executable, "-c", CPU_TARGET, *where),
-            env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env={**os.environ, **unseen, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
             stdout=asyncio.subprocess.PIPE,
         )
         try:

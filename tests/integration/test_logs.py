@@ -122,7 +122,7 @@ def test_a_full_disk_holds_nobody_up_and_the_last_lines_are_known(tmp_path: Path
             lines = one.log().decode().splitlines()
             assert (lines[0], lines[-1]) == ("first", "ValueError: boom")
             written = sum(not line.startswith("replicas: ") for line in lines[: lines.index("late")])
-            assert written + sum(loss.count for loss in losses) == 20_002
+            assert written + sum(loss.lines for loss in losses) == 20_002
 
 
 def test_a_disk_that_stays_full_costs_the_log_only(tmp_path: Path) -> None:

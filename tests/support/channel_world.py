@@ -53,7 +53,8 @@ class OpenPublish:
 class SimMember:
     """A rank.
 
-    ``pid``: by which others of its ``machine`` find its memory; ``unmappable``: they cannot open it.
+    ``pid``: by which others of its ``machine`` find its memory; ``unmappable``: it cannot open theirs. With slots on GPUs
+    (``staging = "device"``) those with one GPU find it, and copy what they find.
     ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte. ``breaks``: its process
     groups form (unless ``World.bad_pairs`` says otherwise) and fail as soon as bytes move. ``loads``: as soon as it is
     granted a version. ``granted``: versions, in order.
@@ -154,9 +155,14 @@ class SimMember:
 
     # ---------------------------------------------------------- what its library does
 
+    @property
+    def gpu(self) -> str:
+        """Where its slots are; empty: in host memory."""
+        return self.hello.cuda_devices[0] if self.world.config.staging == "device" else ""
+
     def place(self, version: int) -> wire.SlotPlace | None:
         """Where its slot of ``version`` lies."""
-        return wire.SlotPlace(self.pid, 3, version, 16, version) if self.machine else None
+        return wire.SlotPlace(self.pid, 3, version, 16, version, device=self.gpu) if self.machine else None
 
     def handle(self, message: wire.FromCoordinator) -> None:
         self.seen.append(message)
@@ -269,6 +275,7 @@ class SimMember:
             parts = {part: f"part-{offer.version}-{part}" for part in mine}
         for place in go.places:
             assert self.world.lends(place, self.machine), "a part that lies on another machine"
+            assert place.device == self.gpu, "a part that lies on another GPU"
         if offer.role == "receive":
             self.held.add(offer.version)
         self.outbox.append(wire.TransferDone(go.transfer, image, parts, 0.1, 0.01, self.place(offer.version)))
@@ -276,6 +283,7 @@ class SimMember:
     def _map(self, offer: wire.TransferOffer) -> None:
         """Open the place: what is there must be that version, on this machine."""
         assert offer.place is not None
+        assert offer.place.device == self.gpu, "it lies on another GPU"
         lender = self.world.lends(offer.place, self.machine)
         if self.unmappable:
             error = wire.WireError("WorldError", "permission denied")
@@ -287,8 +295,10 @@ class SimMember:
             return
         else:
             self.held.add(offer.version)
-            place = self.place(offer.version)
-            self.outbox.append(wire.TransferDone(offer.transfer, offer.digest, {}, 0.001, 0.0, place))
+            place, digest = self.place(offer.version), offer.digest
+            if self.gpu:
+                digest = "broken" if self.bad_digest else f"digest-{offer.version}"
+            self.outbox.append(wire.TransferDone(offer.transfer, digest, {}, 0.001, 0.0, place))
             return
         self.outbox.append(wire.TransferFailed(offer.transfer, error))
 

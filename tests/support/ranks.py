@@ -16,6 +16,7 @@ import signal
 import sys
 import threading
 from asyncio.subprocess import PIPE, Process
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +43,17 @@ class RankProcess:
 
     @classmethod
     async def start(
-        cls, endpoint: str, token: str, group: str, replica: int = 0, rank: int = 0, world_size: int = 1
+        cls,
+        endpoint: str,
+        token: str,
+        group: str,
+        replica: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        *,
+        env: Mapping[str, str] | None = None,
     ) -> RankProcess:
-        """It has joined when this returns."""
+        """It has joined when this returns. ``env``: beside what this process has."""
         given = {"endpoint": endpoint, "token": token, "group": group, "replica": replica, "rank": rank}
         process = await asyncio.create_subprocess_exec(
             sys.executable,
@@ -54,7 +63,7 @@ class RankProcess:
             stdin=PIPE,
             stdout=PIPE,
             cwd=ROOT,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", **(env or {})},
         )
         found = cls(process)
         found._asked = 1

@@ -105,7 +105,8 @@ class Run:
         self.scratch.mkdir(exist_ok=True)
 
     def start(self) -> Run:
-        env = {**os.environ, MARK: self.mark, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        env = {**os.environ, MARK: self.mark, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"}
         env["TMPDIR"] = str(self.scratch)
         self._popen = subprocess.Popen(
             [*self._command, str(self.config)],

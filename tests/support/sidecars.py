@@ -66,12 +66,18 @@ class LoopbackStore:
 
 
 class Lane:
-    """A few sidecars with one process group."""
+    """A few sidecars with one process group.
 
-    def __init__(self, store: LoopbackStore, forkserver: Forkserver, sidecars: Sequence[Sidecar]) -> None:
+    :ivar devices: UUID of the GPU of each, on which its buffers are; empty: they are in host memory.
+    """
+
+    def __init__(
+        self, store: LoopbackStore, forkserver: Forkserver, sidecars: Sequence[Sidecar], devices: Sequence[str] = ()
+    ) -> None:
         self.store = store
         self.forkserver = forkserver
         self.sidecars = list(sidecars)
+        self.devices = tuple(devices) or ("",) * len(sidecars)
 
     @property
     def forkserver_pid(self) -> int:
@@ -88,6 +94,7 @@ class Lane:
             "backend": "gloo",
             "address": "127.0.0.1",
             "timeout_s": 20.0,
+            "device": self.devices[rank],
         }
         return GroupSpec(**fields | changes)
 
@@ -112,10 +119,11 @@ class Lane:
         segments = tuple(segments_of(tensors) for tensors in given)
         pairs: list[tuple[Buffer, Buffer]] = []
         _, room = segment_layout([segment for one in segments for segment in one])
-        for tensors in given:
-            inputs = Buffer.allocate(segment_layout(segments_of(tensors))[1], "test-inputs")
+        for rank, tensors in zip(ranks, given, strict=True):
+            where = self.devices[rank]
+            inputs = Buffer.allocate(segment_layout(segments_of(tensors))[1], "test-inputs", device=where)
             write_segments(inputs, tensors)
-            pairs.append((inputs, Buffer.allocate(room, "test-outputs")))
+            pairs.append((inputs, Buffer.allocate(room, "test-outputs", device=where)))
         await asyncio.gather(
             *[
                 self.sidecars[rank].collective(
@@ -208,11 +216,12 @@ def shared_forkserver() -> Iterator[str]:
 
 
 @asynccontextmanager
-async def lane(size: int, name: str = "", *, build: bool = True) -> AsyncIterator[Lane]:
-    """``size`` sidecars with their group, of the forkserver ``name`` or of a helper."""
+async def lane(size: int, name: str = "", *, build: bool = True, devices: Sequence[str] = ()) -> AsyncIterator[Lane]:
+    """``size`` sidecars with their group, of the forkserver ``name`` or of a helper; see :attr:`Lane.devices`."""
     forkserver = await (Forkserver.connect(name) if name else Forkserver.spawn())
     try:
-        made = Lane(LoopbackStore(), forkserver, await asyncio.gather(*[forkserver.fork() for _ in range(size)]))
+        sidecars = await asyncio.gather(*[forkserver.fork() for _ in range(size)])
+        made = Lane(LoopbackStore(), forkserver, sidecars, devices)
         if build:
             await made.build()
         yield made

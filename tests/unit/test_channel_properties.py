@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicas import messages as wire
 from replicas.core.roster import GroupShape
-from tests.support.channel_world import SimMember, World
+from tests.support.channel_world import SimMember, World, channel_config
 from tests.support.rosters import check_roster
 
 NAMES = ("trainer/0/0", "rollout/0/0", "rollout/0/1", "rollout/1/0", "rollout/1/1")
@@ -23,14 +23,16 @@ WORLD_SIZES = {"trainer": 1, "rollout": 2}
 class Channel(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(
-            groups={"rollout": GroupShape(replicas=2, world_size=2, heartbeat_timeout_s=20.0)}, machine="a"
-        )
         self.grants: dict[tuple[str, int], list[int]] = {}
         self.frozen: set[SimMember] = set()
         self.away: list[SimMember] = []
         """Without a session since the coordinator started again."""
         self.committed: dict[str, int] = {}
+
+    @initialize(staging=st.sampled_from(("host", "host", "device")))
+    def begin(self, staging: str) -> None:
+        groups = {"rollout": GroupShape(replicas=2, world_size=2, heartbeat_timeout_s=20.0)}
+        self.world = World(channel_config(staging=staging), groups, machine="a")
 
     def _sims(self) -> list[SimMember]:
         return [sim for sim in self.world.members.values() if sim not in self.frozen]
@@ -38,7 +40,9 @@ class Channel(RuleBasedStateMachine):
     def _join(self, name: str, machine: str = "") -> None:
         self.away = [sim for sim in self.away if sim.member.name != name]
         before = {sim.member for sim in self.world.members.values()}
-        sim = self.world.join(name, world_size=WORLD_SIZES[name.split("/")[0]], machine=machine)
+        group, replica, _ = name.split("/")
+        gpus = (f"GPU-{machine}-{replica}",)  # the trainer and one replica share theirs, if they are on one machine
+        sim = self.world.join(name, world_size=WORLD_SIZES[group], machine=machine, cuda_devices=gpus)
         assert sim.member not in before
 
     @rule(name=st.sampled_from(NAMES), machine=st.sampled_from(("", "a", "b")))
@@ -168,6 +172,10 @@ class Channel(RuleBasedStateMachine):
     def failed_publishes_are_never_committed(self) -> None:
         committed = {decision.version for decision in self.world.decisions}
         assert not committed & self.world.aborted
+
+    @invariant()
+    def nothing_is_kept_of_what_lies_on_a_gpu(self) -> None:
+        assert not self.world.kept or self.world.config.staging == "host"
 
     @invariant()
     def indices_agree_with_the_members(self) -> None:

@@ -129,6 +129,20 @@ def test_no_torch_outside_the_ranks() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
+def test_a_shim_loads_nothing_that_takes_long() -> None:
+    todo, seen = ["replicas.supervisor.shim"], set[str]()
+    while todo:
+        name = todo.pop()
+        path = ROOT.parent / f"{name.replace('.', '/')}.py"
+        if name in seen or not path.exists():
+            continue
+        seen.add(name)
+        heavy = {"argparse", "asyncio", "dataclasses", "inspect", "logging", "msgspec"} & imports(path)
+        assert not heavy, f"{path}: {sorted(heavy)}"
+        todo += imports(path)
+    assert len(seen) > 10
+
+
 def test_importing_replicas_is_light() -> None:
     code = "import replicas, sys; print(*sorted(m for m in sys.modules if m.split('.')[0] == 'replicas'))"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=60)

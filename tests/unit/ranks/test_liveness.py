@@ -14,7 +14,7 @@ import torch
 
 from replicas import errors
 from replicas.channel.hub import as_wire_error
-from replicas.sidecar import groups, wire
+from replicas.sidecar import building, wire
 from replicas.sidecar.client import SidecarDied, SidecarFailed
 from replicas.sidecar.meeting import blame
 from replicas.sidecar.pulse import IDLE_S, INTERVAL_S, SILENCE_S, Pulse
@@ -242,13 +242,13 @@ class Probed:
         self._wrong = wrong
 
     def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> Work:
-        assert (tensor.nbytes, op) == (groups.PROBE_NBYTES, "sum")
+        assert (tensor.nbytes, op) == (building.PROBE_NBYTES, "sum")
         tensor.mul_(3)  # 1 + 2 + 3 of what rank 1 sends twice
         tensor[: self._wrong] += 1
         return Work()
 
 
 def test_a_probe_looks_at_every_value() -> None:
-    groups._probe(Probed(), 0.0)  # type: ignore[arg-type]  # a fake
+    building._probe(Probed(), 0.0)  # type: ignore[arg-type]  # a fake
     with pytest.raises(RuntimeError, match="the probe of the group found 2 of 8192 values wrong"):
-        groups._probe(Probed(wrong=2), 0.0)  # type: ignore[arg-type]  # a fake
+        building._probe(Probed(wrong=2), 0.0)  # type: ignore[arg-type]  # a fake

@@ -1,0 +1,117 @@
+"""The caller's part of a publish: a slot, and the weights in it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from functools import partial
+
+from replicas import errors
+from replicas.channel.free_slot import free_slot
+from replicas.channel.hub import Hub
+from replicas.channel.publish_job import PublishJob
+from replicas.channel.under_way import CopiesUnderWay
+from replicas.core.manifest import ALIGNMENT_NBYTES, PartManifest
+from replicas.weights.accelerator import device_of
+from replicas.weights.arena import Slot
+from replicas.weights.packing import DeviceCopies, Feed, Manner, Packer, Packing, packing_of, stage
+from replicas.weights.writable import WritableSlot
+
+__all__ = ["Filling"]
+
+
+class Filling:
+    """Fills slots, on the thread that publishes, one at a time.
+
+    :param streaming: called on the session thread with a job, its manifest and the type of its device, before a slot is
+        filled that may be sent meanwhile; ``grown`` then with how many bytes are there.
+    :ivar last: the manifest of the last version that was committed.
+    :ivar copies: what devices have under way.
+    """
+
+    def __init__(
+        self,
+        hub: Hub,
+        streaming: Callable[[PublishJob, PartManifest, str], None],
+        grown: Callable[[PublishJob, int], None],
+    ) -> None:
+        self.last: PartManifest | None = None
+        self.copies = CopiesUnderWay()
+        self._hub = hub
+        self._streaming = streaming
+        self._grown = grown
+        self._packer = Packer()
+
+    def fill(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
+        """Take a slot and copy the weights into it, or take the one that the trainer has written.
+
+        :raises replicas.errors.ReplicasError: it cannot be done; the slot is still the job's.
+        """
+        if isinstance(feed.weights, WritableSlot):
+            return self._take_written(job, feed, feed.weights)
+        return self._pack(job, feed)
+
+    def device(self, feed: Feed) -> str:
+        """Type of the device on which the weights are, or the slots that they go to."""
+        return device_of(self._hub.device).kind if self._hub.device else feed.device
+
+    def _copies_begun(self, job: PublishJob, copies: DeviceCopies) -> None:
+        job.copies = copies
+        self.copies.add(copies)
+
+    def _take_written(self, job: PublishJob, feed: Feed, written: WritableSlot) -> tuple[PartManifest, Packing]:
+        """A slot that the trainer has filled in place: nothing is copied."""
+        if feed.dtype is not None:
+            raise self._hub.error(
+                errors.UsageError, "publish: this slot has its dtypes already", hint="pass dtype to arena_like"
+            )
+        job.fills = True
+        feed.take_known()
+        job.slot = written.take()
+        self._hub.arena.assign(job.slot, job.version)
+        return written.manifest, written.digest(partial(self._copies_begun, job))
+
+    def _pack(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
+        """Copy the weights into a free slot."""
+        manifest = self._packer.plan(feed)
+        if manifest is None and not job.new_manifest:
+            manifest = self.last
+        if manifest is None and self._hub.settings.staging == "host":
+            return self._grow(job, feed)
+        staged = stage(feed) if manifest is None else None
+        if staged is not None:
+            manifest = staged.manifest
+        assert manifest is not None
+        slot = self._take_slot(job, manifest)
+        begun = partial(self._copies_begun, job)
+        if staged is not None:
+            return manifest, staged.write(slot.data, Manner(slot.buffer, begun=begun))
+        progress = None
+        if self._hub.several_hosts and feed.mode == "image" and self._packer.knows(feed, manifest):
+            self._hub.call(self._streaming, job, manifest, self.device(feed))
+            progress = partial(self._hub.call, self._grown, job)
+        return manifest, self._packer.pack(feed, manifest, slot, progress, hold=job.hold, begun=begun)
+
+    def _grow(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
+        """Copy weights of which nothing is known into a slot whose memory grows with them."""
+        last = self.last.whole.data_offset if self.last is not None else ALIGNMENT_NBYTES
+        slot = self._take_slot(job, None)
+        started = time.monotonic()
+        with self._hub.arena.growing(slot, last if feed.mode == "image" else 0) as growing:
+            manifest = growing.fill(feed)
+            self._hub.arena.furnish(slot, manifest, growing)
+        return manifest, packing_of(slot, started)
+
+    def _take_slot(self, job: PublishJob, manifest: PartManifest | None) -> Slot:
+        job.fills = True
+        started = time.monotonic()
+        job.slot = free_slot(
+            self._hub,
+            job.version,
+            manifest,
+            what=f"version {job.version}",
+            until=job.deadline,
+            check=lambda: job.pending.done() and job.pending.wait(),
+        )
+        job.wait_s = time.monotonic() - started
+        return job.slot

@@ -1,0 +1,192 @@
+"""How a process group is made, straight from a store: the only place.
+
+The connection to the store is tried again until the deadline (nothing has moved yet, and the store may be on its way back);
+the rest is tried once, after the members have met (:mod:`replicas.sidecar.meeting`). None of this is safe against a frozen
+store or a hung device: the process is killed by its owner when the deadline has passed.
+
+What ProcessGroupNCCL may not do
+================================
+
+Its watchdog is made for a rank that ends with its group. Here the owner of the process has the deadlines, and the store is
+everybody's. So it writes no dump signal (``exception_dump``, unprefixed: every other process with a group on that store
+would abort minutes later), has no monitor that aborts the process, tears nothing down after an error, and knows no timeout
+that could come before ours. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it would do all of that again: the level is
+lowered, in this process only.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import tenacity
+import torch
+import torch.distributed as dist
+
+from replicas.sidecar.groups import GlooGroup, Group, NcclGroup
+from replicas.sidecar.meeting import meet
+from replicas.sidecar.wire import GroupSpec
+from replicas.weights.accelerator import accelerator
+
+__all__ = ["NCCL_ENVIRONMENT", "build_group", "connect_store"]
+
+_c10d: Any = dist  # torch's own annotations leave out most of the names below
+
+STORE_CONNECT_S = 0.5
+"""For one attempt to connect to the store; torch's client takes up to twice that."""
+PROBE_NBYTES = 64 << 10
+NCCL_TIMEOUT = timedelta(days=30)
+"""Of ProcessGroupNCCL itself: never. Ours are :class:`~replicas.sidecar.groups.Handle`'s, and the owner's."""
+MULTI_RANK_VERSION = (2, 30)
+"""The NCCL that can have several ranks on one GPU, where ``NCCL_MULTI_RANK_GPU_ENABLE=1`` says that it may."""
+NCCL_ENVIRONMENT = {
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "0",
+    "TORCH_NCCL_PROPAGATE_ERROR": "0",
+    "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+    "TORCH_NCCL_DESYNC_DEBUG": "0",
+    "TORCH_NCCL_NAN_CHECK": "0",
+    "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
+    "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
+}
+"""Whatever the rank has for itself."""
+_SIOCGIFADDR = 0x8915
+
+
+def build_group(spec: GroupSpec) -> Group:
+    """Form the process group of ``spec``; every rank of it does so with the same prefix.
+
+    :raises replicas.errors.Preflight: the members do not agree, or cannot reach each other; names them.
+    :raises RuntimeError: a peer did not come in time, the store cannot be reached, or the probe found wrong values.
+    """
+    deadline = time.monotonic() + spec.timeout_s
+    found = accelerator()
+    if spec.backend == "nccl" and found is not None and found.group_backend == "gloo":  # another kind of device than CUDA's
+        spec = msgspec.structs.replace(spec, backend="gloo")
+    if spec.backend == "nccl":
+        _set_nccl_environment(spec)
+    store = _c10d.PrefixStore(spec.prefix, connect_store(spec.store_host, spec.store_port, deadline))
+    meet(store, spec, deadline)
+    remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
+    store.set_timeout(remaining)
+    group = _build_gloo(store, spec, remaining) if spec.backend == "gloo" else _build_nccl(store, spec)
+    if spec.probe or group.spreads:  # the first operation makes NCCL's connections: all members must take part in it
+        _probe(group, deadline)
+    return group
+
+
+def connect_store(host: str, port: int, deadline: float) -> Any:
+    """A client of the store; a refused or broken connection is tried again until ``deadline`` (monotonic clock).
+
+    :raises RuntimeError: no store answered there by then.
+    """
+    retry = tenacity.Retrying(
+        wait=tenacity.wait_exponential(multiplier=0.02, max=0.5) + tenacity.wait_random(0, 0.05),
+        stop=tenacity.stop_before_delay(max(deadline - time.monotonic(), 0.0)),
+        retry=tenacity.retry_if_exception_type((OSError, RuntimeError)),
+        reraise=True,
+    )
+    try:
+        for attempt in retry:
+            with attempt:
+                if attempt.retry_state.attempt_number > 1:
+                    # torch's own client waits for twice its timeout where nobody listens, and logs pages about it.
+                    socket.create_connection((host, port), timeout=_store_timeout_s(deadline)).close()
+                return _c10d.TCPStore(
+                    host, port, None, False, timedelta(seconds=_store_timeout_s(deadline)), wait_for_workers=False
+                )
+    except (OSError, RuntimeError) as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise RuntimeError(f"the store at {host}:{port} cannot be reached: {reason}") from error
+    raise AssertionError  # tenacity ends with a result or an error
+
+
+def _store_timeout_s(deadline: float) -> float:
+    return max(0.05, min(STORE_CONNECT_S, deadline - time.monotonic()))
+
+
+def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> Group:
+    options = _c10d.ProcessGroupGloo._Options()
+    options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=spec.address)]
+    options._timeout = timeout
+    device = accelerator() if spec.device else None
+    return GlooGroup(_c10d.ProcessGroupGloo(store, spec.rank, spec.size, options), spec, device)
+
+
+def _build_nccl(store: Any, spec: GroupSpec) -> Group:
+    device = accelerator()
+    uuid = "" if device is None else device.device()
+    if device is None or not uuid or not _c10d.is_nccl_available():
+        raise RuntimeError("the nccl backend needs a GPU and a torch with NCCL, and this process has not both")
+    where = device.torch_device(uuid)
+    torch.cuda.set_device(where)
+    _allow_shared_device(store, spec, uuid)
+    options = _c10d.ProcessGroupNCCL.Options()
+    options._timeout = NCCL_TIMEOUT
+    backend = _c10d.ProcessGroupNCCL(store, spec.rank, spec.size, options)
+    if hasattr(backend, "eager_connect_single_device"):
+        backend.eager_connect_single_device(where)
+    return NcclGroup(backend, spec, device, where)
+
+
+def _probe(group: Group, deadline: float) -> None:
+    """Move 64 KiB from everyone to everyone, and look at what came."""
+    steps = torch.arange(PROBE_NBYTES // 8, dtype=torch.int64)
+    tensor = steps * (group.rank + 1)
+    group.all_reduce(tensor, "sum", deadline).wait()
+    wrong = int((tensor != steps * (group.size * (group.size + 1) // 2)).sum())
+    if wrong:
+        raise RuntimeError(f"the probe of the group found {wrong} of {steps.numel()} values wrong")
+
+
+def _set_nccl_environment(spec: GroupSpec) -> None:
+    """See the module's text. Bootstrap goes over the lane's address."""
+    os.environ.update(NCCL_ENVIRONMENT)
+    if hasattr(_c10d, "set_debug_level"):
+        _c10d.set_debug_level(_c10d.DebugLevel.OFF)
+    if spec.nccl_env is not None:
+        for name in [name for name in os.environ if name.startswith("NCCL_")]:
+            del os.environ[name]
+        os.environ.update(spec.nccl_env)
+    interface = _interface_of(spec.address)
+    if interface is not None:
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
+
+
+def _interface_of(address: str) -> str | None:
+    """The network interface that has this IPv4 address."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
+        for _, name in socket.if_nameindex():
+            try:
+                answer = fcntl.ioctl(sock, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:  # an interface without an IPv4 address
+                continue
+            if socket.inet_ntoa(answer[20:24]) == address:
+                return name
+    return None
+
+
+def _allow_shared_device(store: Any, spec: GroupSpec, uuid: str) -> None:
+    """NCCL refuses two ranks on one GPU, unless it takes them for two hosts: slow, and right for tests."""
+    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    store.set(f"device/{spec.rank}", f"{boot_id}/{uuid}")
+    devices = [store.get(f"device/{rank}") for rank in range(spec.size)]
+    if len(set(devices)) == len(devices) or _takes_several_ranks():
+        return
+    os.environ["NCCL_HOSTID"] = f"replicas-{spec.prefix}-{spec.rank}"
+    os.environ["NCCL_IB_DISABLE"] = "1"
+
+
+def _takes_several_ranks() -> bool:
+    version = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]  # torch leaves it untyped
+    return os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(version[:2]) >= MULTI_RANK_VERSION

@@ -1,0 +1,83 @@
+"""Can a sidecar open the device memory of its rank? Found out at the join, and not in the first transfer.
+
+The rank allocates a little memory in the way in which slots are allocated, and writes a nonce there; a fresh sidecar, forked
+for this alone, opens it and says what it sees. That shows at once a container that forbids CUDA IPC, a
+``CUDA_VISIBLE_DEVICES`` that hides the rank's GPU from its sidecars, and a driver that cannot be used there. (How torch's own
+allocator is configured is of no concern: slots are not allocated by it.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+
+import torch
+
+from replicas.errors import Preflight
+from replicas.sidecar.answers import SidecarDied, SidecarFailed
+from replicas.sidecar.forks import Forkserver
+from replicas.sidecar.handle import Sidecar
+from replicas.weights.accelerator import device_of
+from replicas.weights.buffers import Buffer
+
+__all__ = ["prove_device"]
+
+NONCE_NBYTES = 64
+_HINT = (
+    "give all processes of a replica the same CUDA_VISIBLE_DEVICES; in a container use --ipc=host and one PID namespace; "
+    'or set staging = "host" on the channel'
+)
+_proven: set[tuple[int, str]] = set()
+"""By process and GPU: one that could once can go on doing so."""
+
+
+async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -> None:
+    """Have a sidecar open memory that this process allocates on GPU ``uuid``; once in the life of this process.
+
+    :raises Preflight: it cannot, or it is not done within ``timeout_s``.
+    :raises NoCapacity: there is not even so little memory left on the GPU.
+    """
+    if (os.getpid(), uuid) in _proven:
+        return
+    nonce = secrets.token_bytes(NONCE_NBYTES)
+    sidecar: Sidecar | None = None
+    buffer: Buffer | None = None
+    try:
+        async with asyncio.timeout(timeout_s):
+            buffer = await asyncio.to_thread(_written, uuid, nonce)
+            sidecar = await forkserver.fork()
+            seen = await sidecar.probe(buffer, timeout_s)
+    except SidecarFailed as error:
+        raise _refusal(uuid, str(error), error.hint or _HINT) from error
+    except (SidecarDied, TimeoutError) as error:
+        reason = str(error) or f"it took longer than {timeout_s:g} s"
+        raise _refusal(uuid, reason, _HINT) from error
+    finally:
+        if sidecar is not None:
+            sidecar.kill()
+            await sidecar.wait_dead()
+        if buffer is not None:
+            buffer.close()
+    if seen != nonce:
+        raise _refusal(uuid, "the sidecar sees other bytes there than its rank has written", _HINT)
+    _proven.add((os.getpid(), uuid))
+
+
+def _refusal(uuid: str, reason: str, hint: str) -> Preflight:
+    return Preflight(f"a sidecar of this rank cannot use the memory of GPU {uuid}: {reason}", hint=hint)
+
+
+def _written(uuid: str, nonce: bytes) -> Buffer:
+    gpu = device_of(uuid)
+    buffer = Buffer.allocate(len(nonce), "replicas-probe", device=uuid)
+    try:
+        with gpu.on_side_stream(uuid):
+            buffer.begin_write()
+            buffer.tensor().copy_(torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
+            buffer.end_write()
+            gpu.synchronize(uuid)
+    except BaseException:
+        buffer.close()
+        raise
+    return buffer

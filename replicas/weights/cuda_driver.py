@@ -1,0 +1,174 @@
+"""The CUDA driver (``libcuda.so.1``), called through ctypes, which lets Python's other threads run meanwhile.
+
+Only what torch does not offer: memory that can be shared whatever torch's allocator does, its handles, and pinning. All of it
+happens in the primary contexts of the devices, which are also torch's. Nothing is initialised before it is needed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import logging
+import threading
+import uuid as uuids
+from collections.abc import Iterator
+from typing import Any
+
+from replicas.errors import NoCapacity, WorldError
+
+__all__ = [
+    "ALREADY_REGISTERED",
+    "BROKEN_HINT",
+    "OUT_OF_MEMORY",
+    "Contexts",
+    "DriverError",
+    "IpcHandle",
+    "Pointer",
+    "call",
+    "library",
+    "list_devices",
+    "memory_info",
+]
+
+logger = logging.getLogger("replicas.weights")
+
+OUT_OF_MEMORY = 2
+ALREADY_REGISTERED = 712
+BROKEN_HINT = (
+    "an earlier operation of this process broke its CUDA context: restart the replica; CUDA_LAUNCH_BLOCKING=1 "
+    "tells which one it was"
+)
+
+
+class IpcHandle(ctypes.Structure):
+    _fields_ = [("reserved", ctypes.c_ubyte * 64)]
+
+
+class _Uuid(ctypes.Structure):
+    _fields_ = [("octets", ctypes.c_ubyte * 16)]
+
+
+Pointer = ctypes.c_uint64
+_SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "cuInit": (ctypes.c_uint,),
+    "cuGetErrorName": (ctypes.c_int, ctypes.POINTER(ctypes.c_char_p)),
+    "cuDeviceGetCount": (ctypes.POINTER(ctypes.c_int),),
+    "cuDeviceGet": (ctypes.POINTER(ctypes.c_int), ctypes.c_int),
+    "cuDeviceGetUuid": (ctypes.POINTER(_Uuid), ctypes.c_int),
+    "cuDeviceGetUuid_v2": (ctypes.POINTER(_Uuid), ctypes.c_int),
+    "cuDevicePrimaryCtxRetain": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_int),
+    "cuCtxPushCurrent_v2": (ctypes.c_void_p,),
+    "cuCtxPopCurrent_v2": (ctypes.POINTER(ctypes.c_void_p),),
+    "cuMemGetInfo_v2": (ctypes.POINTER(ctypes.c_size_t), ctypes.POINTER(ctypes.c_size_t)),
+    "cuMemAlloc_v2": (ctypes.POINTER(Pointer), ctypes.c_size_t),
+    "cuMemFree_v2": (Pointer,),
+    "cuIpcGetMemHandle": (ctypes.POINTER(IpcHandle), Pointer),
+    "cuIpcOpenMemHandle_v2": (ctypes.POINTER(Pointer), IpcHandle, ctypes.c_uint),
+    "cuIpcCloseMemHandle": (Pointer,),
+    "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
+    "cuMemHostUnregister": (ctypes.c_void_p,),
+}
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The driver's library, nothing of it called yet; None where there is none."""
+    try:
+        found = ctypes.CDLL("libcuda.so.1")
+        for name, arguments in _SIGNATURES.items():
+            function = getattr(found, name)
+            function.argtypes, function.restype = arguments, ctypes.c_int
+    except (OSError, AttributeError) as error:
+        logger.info("the CUDA driver cannot be used: %s", error)
+        return None
+    return found
+
+
+class DriverError(Exception):
+    """A call of the driver failed. Turned into an error of ours where it is known what for."""
+
+    def __init__(self, function: str, number: int) -> None:
+        self.number = number
+        name = ctypes.c_char_p()
+        found = library()
+        if found is None or found.cuGetErrorName(number, ctypes.byref(name)) or name.value is None:
+            super().__init__(f"{function} failed with {number}")
+        else:
+            super().__init__(f"{function} says {name.value.decode()}")
+
+
+def call(function: str, *arguments: Any) -> None:
+    """Call ``function``.
+
+    :raises DriverError: it failed.
+    :raises WorldError: there is no such library.
+    """
+    found = library()
+    if found is None:
+        raise WorldError("there is no CUDA driver on this machine: libcuda.so.1 cannot be loaded")
+    number = getattr(found, function)(*arguments)
+    if number:
+        raise DriverError(function, number)
+
+
+def list_devices() -> tuple[str, ...]:
+    call("cuInit", 0)
+    count = ctypes.c_int()
+    call("cuDeviceGetCount", ctypes.byref(count))
+    return tuple(_name(index) for index in range(count.value))
+
+
+def _name(index: int) -> str:
+    """As ``CUDA_VISIBLE_DEVICES`` wants it: one call knows instances of a device (MIG), the other knows whole ones only."""
+    device, whole, exact = ctypes.c_int(), _Uuid(), _Uuid()
+    call("cuDeviceGet", ctypes.byref(device), index)
+    call("cuDeviceGetUuid", ctypes.byref(whole), device)
+    call("cuDeviceGetUuid_v2", ctypes.byref(exact), device)
+    kind = "GPU" if bytes(whole.octets) == bytes(exact.octets) else "MIG"
+    return f"{kind}-{uuids.UUID(bytes=bytes(exact.octets))}"
+
+
+def memory_info() -> tuple[int, int]:
+    """How many bytes of the current context's device are free, and how many there are."""
+    free, total = ctypes.c_size_t(), ctypes.c_size_t()
+    call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+    return free.value, total.value
+
+
+class Contexts:
+    """The primary contexts that this process has used; they are kept. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._contexts: dict[int, ctypes.c_void_p] = {}
+
+    @contextlib.contextmanager
+    def current(self, index: int, name: str) -> Iterator[None]:
+        """That of device ``index`` is the current one of this thread inside; ``name`` is for texts.
+
+        :raises NoCapacity: there is no memory for the context itself.
+        :raises WorldError: the device cannot be used.
+        """
+        try:
+            call("cuCtxPushCurrent_v2", self._get(index))
+        except DriverError as error:
+            if error.number == OUT_OF_MEMORY:
+                raise NoCapacity(f"GPU {name} has no memory left for the context of another process") from error
+            raise WorldError(f"GPU {name} cannot be used: {error}", hint=BROKEN_HINT) from error
+        try:
+            yield
+        finally:
+            found = library()
+            if found is not None:
+                found.cuCtxPopCurrent_v2(ctypes.byref(ctypes.c_void_p()))
+
+    def _get(self, index: int) -> ctypes.c_void_p:
+        with self._lock:
+            found = self._contexts.get(index)
+            if found is None:
+                device, found = ctypes.c_int(), ctypes.c_void_p()
+                call("cuDeviceGet", ctypes.byref(device), index)
+                call("cuDevicePrimaryCtxRetain", ctypes.byref(found), device)
+                self._contexts[index] = found
+            return found

@@ -1,0 +1,301 @@
+"""Buffers whose bytes are in the memory of a GPU.
+
+Theory of operation
+===================
+
+The memfd of a :class:`DeviceBuffer` is one page: on which device the bytes are, how many, and the handles by which other
+processes open the memory and two events. Whoever may open the page may so open the memory, by CUDA IPC, and all that is said
+of the file (its locks, places, claims, offers, retirement) is said of the memory. It is one allocation of the driver's own,
+not of torch's allocator, so that no setting of that one (``expandable_segments``) can make it unshareable.
+
+*Order.* Writers and readers of one buffer are in several processes and on any streams. ``written`` is recorded by a
+writer behind its work (:meth:`~replicas.weights.buffers.Buffer.end_write`), and readers' streams wait for it; ``read`` is
+recorded by a reader that shares the buffer with its owner, a sidecar, and the streams of writers wait for it. Other members
+hold a version by the lock, and wait for their copies before they let go of it.
+
+*The end.* Memory that was freed by its owner must not be used by anybody: on a GPU this is no harmless read of old bytes,
+but may end the reader's context. So whoever opens the memory marks the page (:data:`~replicas.memory.locks.OPENED`) by a
+description of its own, until the last tensor over it is gone, and the mark ends with the process. An owner that closes its
+buffer while it is marked, or held, frees the memory only when it is neither any more (:class:`_Lingering`). When the owner's
+process ends, the memory does, too, whoever has it open; therefore what is only opened never counts as holding a version.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import struct
+import sys
+import threading
+from collections.abc import Callable
+
+import msgspec
+import torch
+
+from replicas.errors import UsageError, WorldError
+from replicas.memory import locks
+from replicas.weights.accelerator import DeviceMemory, Event, device_of
+from replicas.weights.buffers import AllocationStopped, Buffer
+from replicas.weights.mappings import reopen
+
+__all__ = ["PAGE_NBYTES", "DeviceBuffer", "lingering_nbytes"]
+
+PAGE_NBYTES = 4096
+"""Size of the page: all that host memory it takes."""
+
+_MAGIC = "replicas-device-1"
+_LENGTH = struct.Struct("<I")
+_LINGER_LOOK_S = 0.1
+
+
+class _Page(msgspec.Struct, frozen=True):
+    """What the file says. ``memory``, ``written``, ``read``: handles; ``nbytes``: of the memory."""
+
+    magic: str
+    uuid: str
+    nbytes: int
+    memory: bytes
+    written: bytes
+    read: bytes
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Page).decode
+
+
+class DeviceBuffer(Buffer):
+    """Memory of a GPU that processes of one host share. Made by :meth:`Buffer.allocate`, ``open`` and ``adopt``.
+
+    Its tensors are on the device. What the host is told of them must be waited for, as for all work on a GPU.
+    """
+
+    def __init__(self, fd: int, page: _Page, *, writable: bool) -> None:
+        """``fd`` is owned from now on."""
+        super().__init__(fd, page.nbytes, writable=writable)
+        self.device = page.uuid
+        self._page = page
+        self._memory: DeviceMemory | None = None
+        self._events: tuple[Event, Event] | None = None
+
+    @classmethod
+    def allocate_on(
+        cls, device: str, nbytes: int, name: str, *, stop: Callable[[], bool] = lambda: False
+    ) -> DeviceBuffer:
+        """See :meth:`Buffer.allocate`."""
+        if stop():
+            raise AllocationStopped
+        _lingering.sweep()
+        gpu = device_of(device)
+        memory = gpu.allocate(nbytes, device)
+        try:
+            written, read = gpu.event(device, interprocess=True), gpu.event(device, interprocess=True)
+            page = _Page(_MAGIC, device, nbytes, memory.handle, written.handle, read.handle)
+            buffer = cls(_write_page(page, name), page, writable=True)
+        except BaseException:
+            memory.close()
+            raise
+        buffer._locks_in = os.getpid()
+        buffer._memory, buffer._events = memory, (written, read)
+        return buffer
+
+    @classmethod
+    def adopted(cls, fd: int, device: str, *, writable: bool) -> DeviceBuffer:
+        """The buffer to which a page leads. The memory itself is opened when it is first used; ``fd`` is owned from now on.
+
+        :raises WorldError: it is no such page, or of another device.
+        """
+        try:
+            return cls(fd, _read_page(fd, device), writable=writable)
+        except BaseException:
+            os.close(fd)
+            raise
+
+    @property
+    def path(self) -> str:
+        raise UsageError(
+            f"the version is in the memory of GPU {self.device}, which has no path",
+            hint='set staging = "host" on the channel for engines that load files',
+        )
+
+    def readable(self) -> torch.Tensor:
+        """The shared bytes, uint8 of shape ``[nbytes]``, on the device. Nobody may write to those of a buffer that is not
+        writable.
+
+        :raises WorldError: the memory cannot be opened here.
+        """
+        with self._lock:
+            return self._open_memory().tensor
+
+    def private(self) -> torch.Tensor:
+        """A copy of the bytes, on the device; it is complete."""
+        shared, gpu = self.readable(), device_of(self.device)
+        self.begin_read()
+        gpu.synchronize(self.device)
+        copied = shared.clone()
+        gpu.synchronize(self.device)
+        return copied
+
+    def pin(self) -> bool:
+        """It is on the device: nothing to pin."""
+        return False
+
+    def begin_write(self) -> None:
+        with self._lock:
+            self._open_events()[1].wait()
+
+    def end_write(self) -> None:
+        with self._lock:
+            self._open_events()[0].record()
+
+    def begin_read(self) -> None:
+        with self._lock:
+            self._open_events()[0].wait()
+
+    def end_read(self) -> None:
+        with self._lock:
+            self._open_events()[1].record()
+
+    def close(self) -> None:
+        """Let go of it. The memory goes when nobody else has it open or holds it, and no tensor over it is left here.
+
+        Work on it that this process has enqueued must be over.
+        """
+        fd, memory, events = self.fd, self._memory, self._events
+        owner = fd >= 0 and bool(memory and memory.handle) and self._locks_in == os.getpid()
+        page = os.dup(fd) if owner else -1
+        super().close()
+        self._memory = self._events = None
+        if memory is None:
+            return
+        if owner:
+            _lingering.add(_Leftover(page, memory, events))
+        else:
+            memory.close()
+
+    def _open_memory(self) -> DeviceMemory:
+        if self._memory is None:
+            fd = self._open_fd
+            opened = reopen(fd)
+            try:
+                locks.mark(opened, locks.OPENED)
+                self._memory = device_of(self.device).open(
+                    self._page.memory, self.nbytes, self.device, on_free=lambda: os.close(opened)
+                )
+            except BaseException:
+                os.close(opened)
+                raise
+        return self._memory
+
+    def _open_events(self) -> tuple[Event, Event]:
+        if self._events is None:
+            self._open_memory()  # whose mark keeps the events alive, too
+            gpu, page = device_of(self.device), self._page
+            self._events = (gpu.open_event(page.written, self.device), gpu.open_event(page.read, self.device))
+        return self._events
+
+
+def _write_page(page: _Page, name: str) -> int:
+    encoded = _encode(page)
+    if len(encoded) + _LENGTH.size > PAGE_NBYTES:
+        raise ValueError(f"the handles of the accelerator need {len(encoded)} bytes, and a page has {PAGE_NBYTES}")
+    fd = os.memfd_create(name[:200], os.MFD_CLOEXEC)
+    try:
+        os.posix_fallocate(fd, 0, PAGE_NBYTES)
+        os.pwrite(fd, _LENGTH.pack(len(encoded)) + encoded, 0)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _read_page(fd: int, device: str) -> _Page:
+    raw = os.pread(fd, PAGE_NBYTES, 0)
+    try:
+        (length,) = _LENGTH.unpack_from(raw)
+        page = _decode(raw[_LENGTH.size : _LENGTH.size + length])
+    except (struct.error, msgspec.DecodeError) as error:
+        raise WorldError(f"the memory does not lead to GPU {device}: {error}") from error
+    if page.magic != _MAGIC or page.nbytes < 0:
+        raise WorldError(
+            f"the memory does not lead to GPU {device}: it is of kind {page.magic!r}",
+            hint="use the same release of this library everywhere",
+        )
+    if page.uuid != device:
+        raise WorldError(f"the memory is on GPU {page.uuid}, not on {device}")
+    return page
+
+
+class _Leftover:
+    """Memory whose buffer is closed. ``page``: a descriptor of the description that its owner had."""
+
+    def __init__(self, page: int, memory: DeviceMemory, events: tuple[Event, Event] | None) -> None:
+        self._page = page
+        self._memory = memory
+        self._events = events  # others must not use those that are destroyed
+
+    @property
+    def nbytes(self) -> int:
+        return self._memory.nbytes
+
+    def end(self) -> bool:
+        """Free it, if nobody has it open or holds it; nobody can come to it from then on."""
+        if not locks.hold_exclusive(self._page):
+            return False
+        with contextlib.suppress(OSError):  # a kernel without such locks: it cannot be opened from elsewhere either
+            if locks.marked(self._page, locks.OPENED):
+                return False
+        self._memory.close()
+        self._events = None
+        os.close(self._page)
+        return True
+
+
+class _Lingering:
+    """Memory that was closed while others still had it open. The kernel tells nobody when a lock ends, so a thread looks from
+    time to time, as long as there is any, and so does whoever needs new memory."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection of garbage in this very thread may close a buffer
+        self._left: list[_Leftover] = []
+        self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+
+    def add(self, leftover: _Leftover) -> None:
+        if leftover.end():
+            return
+        with self._lock:
+            self._left.append(leftover)
+            if self._thread is None and not sys.is_finalizing():
+                self._thread = threading.Thread(target=self._watch, name="replicas device memory", daemon=True)
+                self._thread.start()
+
+    def sweep(self) -> bool:
+        """Free what nobody has open any more; False: something is left."""
+        with self._lock:
+            if self._pid != os.getpid():  # a forked child: nothing of it is ours
+                self._pid, self._left, self._thread = os.getpid(), [], None
+            left, self._left = self._left, []
+            self._left += [one for one in left if not one.end()]
+            return not self._left
+
+    def nbytes(self) -> int:
+        self.sweep()
+        with self._lock:
+            return sum(one.nbytes for one in self._left)
+
+    def _watch(self) -> None:
+        looked = threading.Event()
+        while True:
+            looked.wait(_LINGER_LOOK_S)
+            with self._lock:
+                if self.sweep():
+                    self._thread = None
+                    return
+
+
+_lingering = _Lingering()
+
+
+def lingering_nbytes() -> int:
+    """Device memory of this process that is closed here, and not freed yet because others have it open."""
+    return _lingering.nbytes()

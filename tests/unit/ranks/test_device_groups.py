@@ -1,0 +1,366 @@
+"""Process groups on device memory: what is staged, how NCCL is asked and waited for, and in which order versions go."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from replicas.core.manifest import Manifest, TensorSpec, merge_parts
+from replicas.errors import Preflight, WorldError
+from replicas.sidecar import building, wire
+from replicas.sidecar.groups import GlooGroup, Group, Handle, NcclGroup
+from replicas.sidecar.process import SidecarProcess
+from replicas.sidecar.transfer import run_transfer
+from replicas.weights import Buffer, Feed, Shard, digest_of, stage
+from replicas.weights.device_digest import DeviceStreamDigest, device_digest_of
+from tests.support.fake_accelerator import NAME, FakeAccelerator
+
+_c10d: Any = dist  # torch's own annotations leave out most of the names below
+FAR = 1e12
+
+
+def spec_of(rank: int, size: int, **changes: Any) -> wire.GroupSpec:
+    fields: dict[str, Any] = {"backend": "gloo", "address": "127.0.0.1", "timeout_s": 5.0}
+    return wire.GroupSpec("test", "127.0.0.1", 1, rank, size, **(fields | changes))
+
+
+def everywhere(size: int, run: Callable[[int], Any]) -> list[Any]:
+    """What each of ``size`` members does at the same time."""
+    with ThreadPoolExecutor(size) as pool:
+        return list(pool.map(run, range(size)))
+
+
+# ---------------------------------------------------------------- staging
+
+
+class NcclIsNear(FakeAccelerator):
+    """A GPU on whose memory Gloo does not work."""
+
+    group_backend = "nccl"
+
+
+def test_gloo_stages_what_is_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FAKE_DELAY_S", "0.001")  # a copy that nobody waits for comes too late
+    monkeypatch.setattr("replicas.sidecar.groups.PINNED_NBYTES", 4096)
+    store = _c10d.HashStore()
+
+    def run(rank: int) -> list[torch.Tensor]:
+        options = _c10d.ProcessGroupGloo._Options()
+        options._devices = [_c10d.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
+        gpu = NcclIsNear()
+        group = GlooGroup(_c10d.ProcessGroupGloo(store, rank, 2, options), spec_of(rank, 2), gpu)
+        deadline = time.monotonic() + 5.0
+        memory = gpu.allocate(4096, "FAKE-0")
+        mine = memory.tensor.view(torch.float32)
+        found: list[torch.Tensor] = []
+        for round_ in range(2):  # the second time in the same staging memory
+            mine.fill_(rank + round_)
+            group.all_reduce(mine, "sum", deadline).wait()
+            found.append(mine.clone())
+            mine.fill_(rank)
+            group.broadcast(mine, 1, deadline).wait()
+            found.append(mine.clone())
+            host = torch.full((3,), float(rank))
+            gpu.host(host)
+            handle = group.send(mine[:3], 1, deadline) if rank == 0 else group.receive(host, 0, deadline)
+            handle.wait()
+            found.append(host)
+        assert gpu.pinned == [4096], "staging memory is pinned, once"
+        large = torch.full((2000,), rank, dtype=torch.float32)
+        group.reduce(large, 0, "sum", deadline).wait()
+        if rank == 0:
+            assert bool(large.eq(1).all())
+        return found
+
+    for rank, found in enumerate(everywhere(2, run)):
+        assert bool(found[0].eq(1).all())
+        assert bool(found[3].eq(3).all())
+        assert bool(found[1].eq(1).all())
+        assert bool(found[2].eq(rank).all()), "what rank 1 has received"
+
+
+# ---------------------------------------------------------------- NCCL, as it is asked
+
+
+class Asked:
+    """A backend that notes what it is asked for."""
+
+    def __init__(self, *, batches: bool) -> None:
+        self.calls: list[Any] = []
+        if batches:
+            self._start_coalescing = lambda: self.calls.append("start")
+            self._end_coalescing = lambda: self._note("end")
+
+    def _note(self, *call: Any) -> str:
+        self.calls.append(call)
+        return "work"
+
+    def send(self, tensors: list[torch.Tensor], peer: int, tag: int) -> str:
+        return self._note("send", peer)
+
+    def recv(self, tensors: list[torch.Tensor], peer: int, tag: int) -> str:
+        return self._note("recv", peer)
+
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> str:
+        return self._note("broadcast", options.rootRank)
+
+
+def test_nccl_sends_to_several_in_one_batch() -> None:
+    tensor = torch.zeros(4)
+
+    def spread(backend: Asked, rank: int, route: Sequence[int]) -> list[Any]:
+        group = NcclGroup(backend, spec_of(rank, 4, backend="nccl"), FakeAccelerator(), torch.device("cpu"))
+        group.spread(tensor, route, FAR)
+        return backend.calls
+
+    assert spread(Asked(batches=True), 1, (1, 3, 0)) == ["start", ("send", 3), ("send", 0), ("end",)]
+    assert spread(Asked(batches=True), 3, (1, 3, 0)) == ["start", ("recv", 1), ("end",)]
+    assert spread(Asked(batches=False), 1, (1, 3, 0)) == [("send", 3), ("send", 0)]
+    assert spread(Asked(batches=True), 1, (2, 1, 3, 0)) == [("broadcast", 2)]
+    assert spread(Asked(batches=True), 1, (1,)) == []
+
+
+class NcclWork:
+    def __init__(self, looks: int, error: Exception | None = None) -> None:
+        self._looks = looks
+        self._error = error
+
+    def is_completed(self) -> bool:
+        self._looks -= 1
+        return self._looks < 0
+
+    def exception(self) -> Exception | None:
+        return self._error
+
+
+def test_nccl_is_waited_for_without_its_own_wait() -> None:
+    def handle(work: NcclWork, deadline: float) -> Handle:
+        return Handle([work], deadline, wait=NcclGroup._wait_for)
+
+    handle(NcclWork(5), time.monotonic() + 5.0).wait()
+    with pytest.raises(RuntimeError, match="NCCL: remote process exited"):
+        handle(NcclWork(2, RuntimeError("remote process exited")), time.monotonic() + 5.0).wait()
+    with pytest.raises(RuntimeError, match="not done in time"):
+        handle(NcclWork(1 << 40), time.monotonic() + 0.005).wait()
+
+
+def test_what_nccl_may_not_do_is_said_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"NCCL_DEBUG": "INFO", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"})
+    building._set_nccl_environment(spec_of(0, 2, backend="nccl", nccl_env={"NCCL_ALGO": "Ring"}))
+    assert os.environ == building.NCCL_ENVIRONMENT | {"NCCL_ALGO": "Ring", "NCCL_SOCKET_IFNAME": "lo"}
+    assert {os.environ[f"TORCH_NCCL_{name}"] for name in ("DUMP_ON_TIMEOUT", "ENABLE_MONITORING")} == {"0"}
+
+
+@pytest.mark.parametrize(
+    ("others", "said", "version", "named"),
+    [
+        ("FAKE-1", "", (2, 27, 5), False),
+        ("FAKE-0", "", (2, 30, 1), True),
+        ("FAKE-0", "1", (2, 29, 7), True),
+        ("FAKE-0", "1", (2, 30, 1), False),
+    ],
+)
+def test_ranks_on_one_gpu_take_another_name(
+    monkeypatch: pytest.MonkeyPatch, others: str, said: str, version: tuple[int, ...], named: bool
+) -> None:
+    monkeypatch.setattr(os, "environ", {"NCCL_MULTI_RANK_GPU_ENABLE": said} if said else {})
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: version)
+    store: dict[str, str] = {}
+    other = SimpleNamespace(set=store.__setitem__, get=lambda key: store.get(key, next(iter(store.values()))))
+    building._allow_shared_device(other, spec_of(1, 2, backend="nccl"), "FAKE-0")
+    mine = store["device/1"]
+    store["device/0"] = mine.replace("FAKE-0", others)
+    os.environ.pop("NCCL_HOSTID", None)
+    building._allow_shared_device(other, spec_of(1, 2, backend="nccl"), "FAKE-0")
+    assert (os.environ.get("NCCL_HOSTID") == "replicas-test-1") is named
+
+
+# ---------------------------------------------------------------- the order of what is spread
+
+
+class Board:
+    """Where the members of a :class:`SerialGroup` meet."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.sent: defaultdict[tuple[int, int], list[torch.Tensor]] = defaultdict(list)
+        self.taken: defaultdict[tuple[int, int], int] = defaultdict(int)
+
+
+class SerialGroup(Group):
+    """As NCCL is: what a member asks for is done one after another, and a send ends when its receivers have taken it."""
+
+    spreads = True
+
+    def __init__(self, board: Board, rank: int, size: int) -> None:
+        super().__init__(None, spec_of(rank, size))
+        self._board = board
+        self._stream = ThreadPoolExecutor(1)
+        self._wait_for = lambda work, deadline: work.result(5.0)
+
+    def _in_place(self, tensor: torch.Tensor) -> bool:
+        return True
+
+    def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
+        raise NotImplementedError
+
+    def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
+        others = [rank for rank in range(self.size) if rank != self.rank]
+        to, sources = (others, []) if root == self.rank else ([], [root])
+        return Handle(self._exchange(tensor, to, sources), deadline, wait=self._wait_for)
+
+    def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
+        return [self._stream.submit(self._move, tensor, to, sources)]
+
+    def _move(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> None:
+        board = self._board
+        with board.changed:
+            marks = {peer: len(board.sent[self.rank, peer]) + 1 for peer in to}
+            for peer in to:
+                board.sent[self.rank, peer].append(tensor.clone())
+            board.changed.notify_all()
+            for peer in sources:
+                way = (peer, self.rank)
+                number = board.taken[way]
+                self._until(lambda way=way, number=number: len(board.sent[way]) > number)  # type: ignore[misc]  # its defaults
+                tensor.copy_(board.sent[way][number])
+                board.taken[way] += 1
+            board.changed.notify_all()
+            self._until(lambda: all(board.taken[self.rank, peer] >= mark for peer, mark in marks.items()))
+
+    def _until(self, there: Callable[[], bool]) -> None:
+        assert self._board.changed.wait_for(there, 5.0)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_spread_parts_arrive_whatever_their_routes_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two owners of a part each, two receivers; some have a part already, and everybody works in its own order."""
+    monkeypatch.setattr("replicas.sidecar.transfer.SPREAD_NBYTES", 1024)
+    rng = random.Random(seed)
+    whole = torch.arange(2000).view(20, 100)
+    halves = [{"x": Shard(half, (0, start), (20, 100))} for start, half in ((0, whole[:, :50]), (50, whole[:, 50:]))]
+    staged = [stage(Feed(half, mode="parts")) for half in halves]
+    manifest = merge_parts([part.manifest for part in staged])
+    parts = [torch.empty(part.manifest.nbytes, dtype=torch.uint8) for part in staged]
+    for part, memory in zip(staged, parts, strict=True):
+        part.write(memory)
+    routes = tuple(
+        (owner, *rng.sample([2, 3], rng.randint(1, 2)), *rng.sample([1 - owner], rng.randint(0, 1))) for owner in (0, 1)
+    )
+    gpu, board = FakeAccelerator(), Board()
+
+    def run(rank: int) -> wire.TransferResult:
+        sends = rank < 2
+        spec = wire.TransferSpec(
+            1, "send" if sends else "receive", "parts", manifest.encode(), (), rank if sends else None, 5.0, routes
+        )
+        memory = parts[rank] if sends else images[rank]
+        return run_transfer(SerialGroup(board, rank, 4), spec, manifest, memory, lambda nbytes, deadline: None, gpu)
+
+    full = torch.zeros(manifest.image_nbytes, dtype=torch.uint8)
+    full[manifest.data_offset :][: whole.nbytes].copy_(whole.flatten().view(torch.uint8))
+    images = {}
+    for rank in (2, 3):
+        images[rank] = full.clone()
+        data = images[rank][manifest.data_offset :][: whole.nbytes].view(torch.int64).view(20, 100)
+        for owner, route in enumerate(routes):
+            if rank in route:
+                data[:, owner * 50 : owner * 50 + 50] = -1
+    results = everywhere(4, run)
+    for rank in (2, 3):
+        assert torch.equal(images[rank], full), (routes, rank)
+        assert results[rank].image_digest == device_digest_of(full[manifest.data_offset :])
+        for owner in results[rank].part_digests:
+            assert results[rank].part_digests[owner] == device_digest_of(parts[owner])
+
+
+def test_a_digest_of_pieces_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicas.weights.device_digest._BLOCK_NBYTES", 1 << 12)
+    data = torch.arange(1 << 10, dtype=torch.int64).view(torch.uint8)[:-3]
+    for cuts in ((), (5, 1000, 4099, 8000), (4096,)):
+        stream = DeviceStreamDigest()
+        for start, end in zip((0, *cuts), (*cuts, data.numel()), strict=True):
+            stream.update(data[start:end])
+        assert stream.hexdigest() == device_digest_of(data), cuts
+    assert DeviceStreamDigest().hexdigest() == device_digest_of(data[:0])
+
+
+# ---------------------------------------------------------------- the process
+
+
+@pytest.fixture
+def sidecar(monkeypatch: pytest.MonkeyPatch) -> SidecarProcess:
+    monkeypatch.setattr("replicas.weights.accelerator._chosen", (0, "", None))  # as in a process of its own
+    monkeypatch.setenv("REPLICAS_ACCELERATOR", NAME)
+    monkeypatch.setenv("FAKE_GPUS", "FAKE-0,FAKE-1")
+    return SidecarProcess(SimpleNamespace(transfer_ended=lambda transfer: None))  # type: ignore[arg-type]  # a fake
+
+
+def on_gpu(sidecar: SidecarProcess, key: int, uuid: str) -> Buffer:
+    buffer = Buffer.allocate(64, "test", device=uuid)
+    assert sidecar.handle(wire.MapBuffer(key, uuid), [os.dup(buffer.fd)]) is None
+    return buffer
+
+
+def test_memory_that_cannot_be_used_is_the_answer_to_who_needs_it(sidecar: SidecarProcess) -> None:
+    first = on_gpu(sidecar, 1, "FAKE-0")
+    first.tensor().fill_(7)
+    assert sidecar.handle(wire.ProbeBuffer(1, 1), []) == wire.Probed(1, b"\7" * 64)
+    sidecar._map(2, os.dup(first.fd), "FAKE-1")
+    refused = sidecar.handle(wire.ProbeBuffer(2, 2), [])
+    assert isinstance(refused, wire.Failed)
+    assert (refused.kind, refused.over) == ("InternalError", False)
+    assert refused.error == "this sidecar works on GPU FAKE-0, not on FAKE-1"
+    sidecar.handle(wire.ForgetBuffer(2), [])
+    assert sidecar.handle(wire.ProbeBuffer(3, 1), []) == wire.Probed(3, b"\7" * 64)
+    first.close()
+
+
+def test_a_gpu_that_the_sidecar_does_not_see_is_a_failed_preflight(sidecar: SidecarProcess) -> None:
+    buffer = Buffer.allocate(64, "test", device="FAKE-1")
+    os.environ["FAKE_GPUS"] = "FAKE-0"
+    sidecar.handle(wire.MapBuffer(1, "FAKE-1"), [os.dup(buffer.fd)])
+    failed = sidecar.handle(wire.ProbeBuffer(1, 1), [])
+    assert isinstance(failed, wire.Failed)
+    assert (failed.kind, failed.over) == ("Preflight", True)
+    assert "CUDA_VISIBLE_DEVICES" in failed.hint
+    os.environ["FAKE_GPUS"] = "FAKE-0,FAKE-1"
+    buffer.close()
+
+
+@pytest.mark.parametrize(("began", "error", "over"), [(False, WorldError("x"), False), (True, WorldError("x"), True)])
+def test_a_gpu_that_fails_in_the_midst_of_it_is_the_end_of_the_group(
+    sidecar: SidecarProcess, began: bool, error: Exception, over: bool
+) -> None:
+    def do() -> wire.Reply:
+        sidecar._began = began
+        raise error
+
+    failed = sidecar._answer(1, do)
+    assert isinstance(failed, wire.Failed)
+    assert (failed.kind, failed.over) == ("WorldError", over)
+    assert issubclass(Preflight, WorldError)
+
+
+def test_an_image_in_host_memory_keeps_its_digest() -> None:
+    manifest = Manifest((TensorSpec("x", "uint8", (1000,)),))
+    images = [torch.zeros(manifest.image_nbytes, dtype=torch.uint8) for _ in range(2)]
+    images[0][manifest.data_offset :] = 3
+    board = Board()
+
+    def run(rank: int) -> wire.TransferResult:
+        spec = wire.TransferSpec(1, "receive" if rank else "send", "image", manifest.encode(), (0,), None, 5.0)
+        return run_transfer(SerialGroup(board, rank, 2), spec, manifest, images[rank], lambda nbytes, deadline: None)
+
+    assert {result.image_digest for result in everywhere(2, run)} == {digest_of(images[0][manifest.data_offset :])}
