@@ -19,8 +19,13 @@ GPU_PYTHON_VERSION ?= 3.12
 GPU_WHEELS ?= gpu-wheels
 GPU_SITE := .gpu-site
 GPU_RUN = PYTHONPATH=$(CURDIR)/$(GPU_SITE):$(CURDIR)$(if $(PYTHONPATH),:$(PYTHONPATH)) $(GPU_PYTHON)
-# No plugins but those named: an image has many. Its warnings are shown, and do not fail a test.
-GPU_PYTEST := -p anyio -p pytest_timeout -W default
+# No plugins but those named: an image has many. Its warnings are shown, and do not fail a test. No test of that name: no failure.
+GPU_PYTEST = GPU_TESTS=real PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_RUN) -m pytest -q -p anyio -p pytest_timeout -p xdist \
+	-W default --durations 10
+GPU_DONE := || test $$? -eq 5
+# These count the memory of the GPU, so nobody else may use it; all others run side by side.
+GPU_ALONE := tests/gpu/test_faults.py tests/gpu/test_founding.py
+GPU_SIDE_BY_SIDE ?= 3
 
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
@@ -71,7 +76,8 @@ chaos-tree: $(VENV)/.dev ## the same for the supervisor alone: make chaos-tree R
 
 gpu: ## on a machine with one GPU, without network: run its tests and its benchmark (tests/gpu/README.md)
 	@$(GPU_PYTHON) tests/gpu/prepare.py --site $(GPU_SITE) --wheels $(GPU_WHEELS)
-	@REPLICAS_GPU_TESTS=real PYTEST_DISABLE_PLUGIN_AUTOLOAD=1 $(GPU_RUN) -m pytest -q --durations 15 $(GPU_PYTEST) tests/gpu $(ARGS)
+	@$(GPU_PYTEST) --numprocesses $(GPU_SIDE_BY_SIDE) --dist worksteal $(addprefix --ignore ,$(GPU_ALONE)) tests/gpu $(ARGS) $(GPU_DONE)
+	@$(GPU_PYTEST) $(GPU_ALONE) $(ARGS) $(GPU_DONE)
 	@$(GPU_RUN) bench/bench_gpu.py
 
 gpu-wheels: $(BIN)/python ## on a machine with a network: download what `make gpu` needs beside torch (GPU_PYTHON_VERSION=3.12)

@@ -68,7 +68,8 @@ class GpuRank:
         name = torch.cuda.get_device_name() if self._real else "fake"
         free, total = self._accelerator.free_nbytes(self._uuid)
         release = ".".join(map(str, torch.cuda.nccl.version())) if self._real else ""  # type: ignore[no-untyped-call]  # torch leaves it untyped
-        return {"name": name, "uuid": self._uuid, "free_nbytes": free, "total_nbytes": total, "nccl": release}
+        facts = {"name": name, "uuid": self._uuid, "free_nbytes": free, "total_nbytes": total, "nccl": release}
+        return {**facts, "fake": not self._real}
 
     def memory(self) -> dict[str, Any]:
         """Bytes in use on the whole card, as the driver counts them, and those of this rank's slots, wherever they are."""

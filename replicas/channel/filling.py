@@ -82,6 +82,8 @@ class Filling:
         if staged is not None:
             manifest = staged.manifest
         assert manifest is not None
+        if feed.device != "cpu" and not self._hub.device:
+            self._hub.arena.pinning = True  # memory that is made ahead is for copies from a GPU
         slot = self._take_slot(job, manifest)
         begun = partial(self._copies_begun, job)
         if staged is not None:

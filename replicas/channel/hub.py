@@ -437,6 +437,8 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
         kind, text = errors.Gone, f"the process is ending, and {phase} cannot go on"
     elif isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         kind = errors.NoCapacity
+    elif isinstance(error, torch.AcceleratorError):
+        kind, text = errors.WorldError, f"the GPU has failed, and this process cannot use it any more: {text}"
     else:
         kind, text = errors.InternalError, f"{type(error).__name__}: {text}"
     return WireError.of(kind(text, channel=channel, phase=phase, version=version))

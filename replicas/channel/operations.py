@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -79,6 +80,7 @@ class Operations:
         self._lanes = lanes
         self._host_scratch = Scratch(f"replicas-{hub.name}")
         self._device_scratch: Scratch | None = None
+        self._scratch_lock = threading.Lock()
         self._posts = 0
         self._jobs: dict[int, Job] = {}
         self._applied: deque[str] = deque(maxlen=APPLIED)
@@ -116,9 +118,10 @@ class Operations:
         """Where its inputs and outputs lie: on the GPU if its tensors do, and the channel's memory is there."""
         if not (operation.gpu and self._hub.device):
             return self._host_scratch
-        if self._device_scratch is None:
-            self._device_scratch = Scratch(f"replicas-{self._hub.name}", self._hub.device)
-        return self._device_scratch
+        with self._scratch_lock:
+            if self._device_scratch is None:
+                self._device_scratch = Scratch(f"replicas-{self._hub.name}", self._hub.device)
+            return self._device_scratch
 
     def open_jobs(self) -> list[Pending[Receipt]]:
         """Operations that have not ended, for close(); from any thread."""

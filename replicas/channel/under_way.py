@@ -21,12 +21,13 @@ class CopiesUnderWay:
 
     def add(self, copies: DeviceCopies) -> None:
         with self._lock:
-            self._copies = [*self._unfinished(), copies]
+            self._copies = [*self._copies, copies]
+        copies.copied.add_done_callback(lambda _: self._ended(copies))
 
     def fence(self, stream: object = None) -> None:
         """What is enqueued from now on, on ``stream`` (by default the current one of this thread), waits for all of them."""
         with self._lock:
-            copies = self._copies = self._unfinished()
+            copies = self._copies
         gpu = accelerator() if copies else None
         if gpu is not None:
             with gpu.on_stream(stream):
@@ -37,8 +38,9 @@ class CopiesUnderWay:
         """Wait on this thread until all have ended, well or not; False: one of them hangs."""
         until = time.monotonic() + timeout_s
         with self._lock:
-            copies = self._copies = self._unfinished()
+            copies = self._copies
         return not wait([one.copied for one in copies], max(0.0, until - time.monotonic())).not_done
 
-    def _unfinished(self) -> list[DeviceCopies]:
-        return [one for one in self._copies if not one.copied.done()]
+    def _ended(self, copies: DeviceCopies) -> None:
+        with self._lock:
+            self._copies = [one for one in self._copies if one is not copies]

@@ -71,7 +71,9 @@ def build_group(spec: GroupSpec) -> Group:
     """
     deadline = time.monotonic() + spec.timeout_s
     found = accelerator()
-    if spec.backend == "nccl" and found is not None and found.group_backend == "gloo":  # another kind of device than CUDA's
+    if (
+        spec.backend == "nccl" and found is not None and found.group_backend == "gloo"
+    ):  # another kind of device than CUDA's
         spec = msgspec.structs.replace(spec, backend="gloo")
     if spec.backend == "nccl":
         _set_nccl_environment(spec)

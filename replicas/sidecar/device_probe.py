@@ -24,9 +24,9 @@ from replicas.weights.buffers import Buffer
 __all__ = ["prove_device"]
 
 NONCE_NBYTES = 64
+_STAGING_HINT = 'set staging = "host" on the channel'
 _HINT = (
-    "give all processes of a replica the same CUDA_VISIBLE_DEVICES; in a container use --ipc=host and one PID namespace; "
-    'or set staging = "host" on the channel'
+    "give all processes of a replica the same CUDA_VISIBLE_DEVICES; in a container use --ipc=host and one PID namespace"
 )
 _proven: set[tuple[int, str]] = set()
 """By process and GPU: one that could once can go on doing so."""
@@ -65,6 +65,8 @@ async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -
 
 
 def _refusal(uuid: str, reason: str, hint: str) -> Preflight:
+    if _STAGING_HINT not in hint:
+        hint = f"{hint}; or {_STAGING_HINT}"
     return Preflight(f"a sidecar of this rank cannot use the memory of GPU {uuid}: {reason}", hint=hint)
 
 

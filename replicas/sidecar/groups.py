@@ -85,7 +85,11 @@ def _wait_nccl(work: Any, deadline: float) -> None:
             raise RuntimeError("an operation of NCCL was not done in time")
         time.sleep(pause)
         pause = min(PAUSE_S, pause + _PAUSE_STEP_S)
-    error = work.exception()  # what failed counts as completed
+    try:
+        error = work.exception()  # what failed counts as completed
+    except TypeError:  # a torch that cannot show it
+        work.wait()
+        return
     if error is not None:
         raise RuntimeError(f"NCCL: {error}")
 
@@ -105,6 +109,10 @@ class Group(ABC):
         self.backend = spec.backend
         self._backend = backend
         self._device = device
+
+    def use(self, device: Accelerator) -> None:
+        """From now on tensors may be on ``device``."""
+        self._device = self._device or device
 
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
         def start(near: torch.Tensor) -> list[Any]:

@@ -35,6 +35,7 @@ from replicas.sidecar.groups import Group
 from replicas.sidecar.mailbox import Mailbox
 from replicas.sidecar.mesh import Mesh
 from replicas.sidecar.transfer import run_transfer
+from replicas.weights import cuda, device_buffers  # noqa: F401  # loaded before sidecars are forked, not by each of them
 from replicas.weights.accelerator import Accelerator, device_of
 from replicas.weights.arena import Buffer
 
@@ -178,7 +179,12 @@ class SidecarProcess:
         try:
             if device:
                 self._choose(device)
-            self._buffers[key] = Buffer.adopt(fd, device)
+        except ReplicasError as error:
+            os.close(fd)
+            self._unusable[key] = error
+            return
+        try:
+            self._buffers[key] = Buffer.adopt(fd, device)  # which owns the descriptor, also when this fails
         except ReplicasError as error:
             self._unusable[key] = error
 
@@ -196,6 +202,8 @@ class SidecarProcess:
             gpu = device_of(uuid)
             gpu.select(uuid)
             self._gpu, self._uuid = gpu, uuid
+            if self._group is not None:
+                self._group.use(gpu)
 
     def _stream(self) -> AbstractContextManager[None]:
         return nullcontext() if self._gpu is None else self._gpu.on_side_stream(self._uuid)

@@ -54,7 +54,10 @@ def rank_environment(
     :param shared: what all replicas of the run get (endpoint, token file, run name).
     """
     ours = environ.without_torchrun(os.environ)
-    base = {name: value for name, value in ours.items() if not name.startswith(("REPLICAS_", "REPLICA_"))}
+    identities = ("REPLICAS_", "REPLICA_")
+    base = {
+        name: value for name, value in ours.items() if not name.startswith(identities) or name == environ.ACCELERATOR
+    }
     identity = {
         environ.GROUP: group.name,
         environ.REPLICA: str(replica),

@@ -92,6 +92,7 @@ class Buffer:
         self._kept: KeptMappings | None = None
         self._pin: Registration | None = None
         self._pin_refused = False
+        self._pinning = threading.Lock()
 
     @staticmethod
     def allocate(nbytes: int, name: str, *, stop: Callable[[], bool] = lambda: False, device: str = "") -> Buffer:
@@ -190,17 +191,17 @@ class Buffer:
         self.offered, self.released = 0, False
         return "claimed"
 
-    def hand_over(self) -> int:
-        """Give the descriptor of a claimed buffer away, and its locks with it; this object is closed then."""
-        fd = self._open_fd
-        self._locks_in = 0
+    def hand_over(self) -> tuple[int, torch.Tensor]:
+        """Give the descriptor of a claimed buffer away, its locks and its mapping with it; this object is closed then."""
+        mapped = self.tensor()
         pin, self._pin = self._pin, None
         if pin is not None:
-            pin.close()  # the mapping of what grows may move
-        self.fd, self._mapped = -1, None
+            pin.close()
+        self._locks_in = 0
+        fd, self.fd, self._mapped = self.fd, -1, None
         for watcher in list(self.watchers):
             watcher.buffer_closed(self.key)
-        return fd
+        return fd, mapped
 
     def abandon(self) -> None:
         """Undo a claim: there is nothing in it."""
@@ -274,14 +275,13 @@ class Buffer:
         Once: it stays pinned until it is closed, or for somebody else's memory as long as the mapping is kept. It takes about
         as long as a copy. The buffer must not be closed while a copy is under way.
         """
-        with self._lock:
-            if self._pin is not None or self._pin_refused or not self.nbytes:
-                return self._pin is not None
         found = accelerator()
-        if found is None:
+        if found is None or not self.nbytes:
             return False
-        mapped = self.readable()
-        with self._lock:
+        with self._pinning:
+            if self._pin is not None or self._pin_refused:
+                return self._pin is not None
+            mapped = self.readable()
             if self._kept is not None and self._origin is not None:
                 pinned = self._kept.pin(self._origin.inode, mapped, found)
                 if pinned is not None:
@@ -305,7 +305,8 @@ class Buffer:
         """The work that writes to it is enqueued, on this thread's current stream."""
 
     def begin_read(self) -> None:
-        """Before work that reads it is enqueued: it waits, on this thread's current stream, for who writes."""
+        """Before work that reads it is enqueued: it waits, on this thread's current stream, for who writes in this process;
+        in a sidecar also for what its rank writes."""
 
     def end_read(self) -> None:
         """The work that reads it is enqueued, on this thread's current stream. Of several readers the last one counts:

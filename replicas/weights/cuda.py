@@ -115,7 +115,7 @@ class Cuda(Accelerator):
         visible = self.visible()
         if uuid not in visible:
             raise Preflight(
-                f"the GPU {uuid} cannot be used by process {os.getpid()}, which sees {', '.join(visible) or 'none'}",
+                f"GPU {uuid} cannot be used by process {os.getpid()}, which sees {', '.join(visible) or 'none'}",
                 hint=_VISIBLE_HINT,
             )
         if len(visible) > 1:
@@ -305,7 +305,7 @@ class Cuda(Accelerator):
         visible = self.visible()
         if uuid not in visible:
             raise WorldError(
-                f"the GPU {uuid} is not visible to process {os.getpid()}, which sees {', '.join(visible) or 'none'}",
+                f"GPU {uuid} is not visible to process {os.getpid()}, which sees {', '.join(visible) or 'none'}",
                 hint=_VISIBLE_HINT,
             )
         try:

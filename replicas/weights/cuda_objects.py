@@ -84,11 +84,12 @@ class CudaEvent(Event):
             self._event.wait(torch.cuda.current_stream(self._index))
 
     def synchronize(self) -> None:
-        with typed(self._uuid):
+        # Not on the thread's current device, where it would make a context.
+        with typed(self._uuid), torch.cuda.device(self._index):
             self._event.synchronize()
 
     def query(self) -> bool:
-        with typed(self._uuid):
+        with typed(self._uuid), torch.cuda.device(self._index):
             return bool(self._event.query())
 
     def seconds_since(self, earlier: Event) -> float:

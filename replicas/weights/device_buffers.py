@@ -9,9 +9,16 @@ of the file (its locks, places, claims, offers, retirement) is said of the memor
 not of torch's allocator, so that no setting of that one (``expandable_segments``) can make it unshareable.
 
 *Order.* Writers and readers of one buffer are in several processes and on any streams. ``written`` is recorded by a
-writer behind its work (:meth:`~replicas.weights.buffers.Buffer.end_write`), and readers' streams wait for it; ``read`` is
-recorded by a reader that shares the buffer with its owner, a sidecar, and the streams of writers wait for it. Other members
-hold a version by the lock, and wait for their copies before they let go of it.
+writer behind its work (:meth:`~replicas.weights.buffers.Buffer.end_write`), ``read`` by a reader (``end_read``); readers wait
+for the one, writers for the other, on the device.
+
+But an event that was recorded by a process which was killed before it happened, or which has closed it, may never happen,
+and a stream that waits for it stands still for ever (https://github.com/pytorch/pytorch/pull/15974 has seen this). So the
+only streams that wait for another process's event are those of sidecars, which are killed at their deadline, and are told of
+what their rank has written. A rank's streams wait for the rank's own work alone. What others have written is complete when
+the rank hears of it, for they wait for their work before they say so, and what is offered to others is complete, too. Before
+it writes, the rank looks whether ``read`` has happened, waits a moment for it (:data:`_PATIENCE_S`) if not, and goes on: then
+it was a killed sidecar's.
 
 *The end.* Memory that was freed by its owner must not be used by anybody: on a GPU this is no harmless read of old bytes,
 but may end the reader's context. So whoever opens the memory marks the page (:data:`~replicas.memory.locks.OPENED`) by a
@@ -22,17 +29,18 @@ process ends, the memory does, too, whoever has it open; therefore what is only 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import struct
-import sys
 import threading
+import time
 from collections.abc import Callable
 
 import msgspec
 import torch
 
-from replicas.errors import UsageError, WorldError
+from replicas.errors import NoCapacity, UsageError, WorldError
 from replicas.memory import locks
 from replicas.weights.accelerator import DeviceMemory, Event, device_of
 from replicas.weights.buffers import AllocationStopped, Buffer
@@ -46,6 +54,10 @@ PAGE_NBYTES = 4096
 _MAGIC = "replicas-device-1"
 _LENGTH = struct.Struct("<I")
 _LINGER_LOOK_S = 0.1
+_END_S = 10.0
+_PATIENCE_S = 0.1
+"""How long a rank waits for a reader that should have ended."""
+_LOOK_S = 0.0005
 
 
 class _Page(msgspec.Struct, frozen=True):
@@ -76,6 +88,7 @@ class DeviceBuffer(Buffer):
         self._page = page
         self._memory: DeviceMemory | None = None
         self._events: tuple[Event, Event] | None = None
+        self._own_events: tuple[Event, Event] | None = None
 
     @classmethod
     def allocate_on(
@@ -86,7 +99,14 @@ class DeviceBuffer(Buffer):
             raise AllocationStopped
         _lingering.sweep()
         gpu = device_of(device)
-        memory = gpu.allocate(nbytes, device)
+        try:
+            memory = gpu.allocate(nbytes, device)
+        except NoCapacity as error:
+            left = _lingering.nbytes()
+            if not left:
+                raise
+            more = f"{error.message}; {left} bytes of ours are freed when other processes close them"
+            raise NoCapacity(more, hint=error.hint) from error
         try:
             written, read = gpu.event(device, interprocess=True), gpu.event(device, interprocess=True)
             page = _Page(_MAGIC, device, nbytes, memory.handle, written.handle, read.handle)
@@ -141,19 +161,56 @@ class DeviceBuffer(Buffer):
 
     def begin_write(self) -> None:
         with self._lock:
-            self._open_events()[1].wait()
+            _, read = self._open_events()
+            own = self._own_events and self._own_events[1]
+        if self._shared:
+            read.wait()
+        elif own is not None and not own.query():
+            own.wait()
+        elif not self._happens(read):
+            read.record()  # nobody else need wait for it again
 
     def end_write(self) -> None:
-        with self._lock:
-            self._open_events()[0].record()
+        self._record(0)
 
     def begin_read(self) -> None:
         with self._lock:
-            self._open_events()[0].wait()
+            event = self._open_events()[0] if self._shared else self._own_events and self._own_events[0]
+        if event is not None:
+            event.wait()
 
     def end_read(self) -> None:
+        if self._origin is None:  # nobody else writes there, or asks
+            self._record(1)
+
+    def _record(self, which: int) -> None:
         with self._lock:
-            self._open_events()[1].record()
+            self._open_events()[which].record()
+            if self._own_events is None and not self._shared:
+                gpu = device_of(self.device)
+                self._own_events = (gpu.event(self.device), gpu.event(self.device))
+            if self._own_events is not None:
+                self._own_events[which].record()
+
+    def _happens(self, event: Event) -> bool:
+        """Whether an event of another process has happened, or does so in a moment."""
+        deadline = time.monotonic() + _PATIENCE_S
+        while not event.query():
+            if time.monotonic() >= deadline or not self._open_elsewhere():
+                return event.query()
+            time.sleep(_LOOK_S)
+        return True
+
+    @property
+    def _shared(self) -> bool:
+        """It came as a descriptor: this process is a sidecar of its owner."""
+        return self._locks_in != os.getpid()
+
+    def _open_elsewhere(self) -> bool:
+        """Whether anybody is there who may have recorded an event."""
+        with contextlib.suppress(OSError):  # see _Leftover
+            return locks.marked(self._open_fd, locks.OPENED)
+        return True
 
     def close(self) -> None:
         """Let go of it. The memory goes when nobody else has it open or holds it, and no tensor over it is left here.
@@ -164,7 +221,7 @@ class DeviceBuffer(Buffer):
         owner = fd >= 0 and bool(memory and memory.handle) and self._locks_in == os.getpid()
         page = os.dup(fd) if owner else -1
         super().close()
-        self._memory = self._events = None
+        self._memory = self._events = self._own_events = None
         if memory is None:
             return
         if owner:
@@ -175,14 +232,13 @@ class DeviceBuffer(Buffer):
     def _open_memory(self) -> DeviceMemory:
         if self._memory is None:
             fd = self._open_fd
-            opened = reopen(fd)
+            mark = _Mark(fd)
             try:
-                locks.mark(opened, locks.OPENED)
                 self._memory = device_of(self.device).open(
-                    self._page.memory, self.nbytes, self.device, on_free=lambda: os.close(opened)
+                    self._page.memory, self.nbytes, self.device, on_free=mark.close
                 )
             except BaseException:
-                os.close(opened)
+                mark.close()
                 raise
         return self._memory
 
@@ -192,6 +248,23 @@ class DeviceBuffer(Buffer):
             gpu, page = device_of(self.device), self._page
             self._events = (gpu.open_event(page.written, self.device), gpu.open_event(page.read, self.device))
         return self._events
+
+
+class _Mark:
+    """Says of a page that the memory is open in this process, by a description of its own."""
+
+    def __init__(self, fd: int) -> None:
+        self._fd = reopen(fd)
+        try:
+            locks.mark(self._fd, locks.OPENED)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def _write_page(page: _Page, name: str) -> int:
@@ -251,49 +324,65 @@ class _Leftover:
 
 
 class _Lingering:
-    """Memory that was closed while others still had it open. The kernel tells nobody when a lock ends, so a thread looks from
-    time to time, as long as there is any, and so does whoever needs new memory."""
+    """Memory that was closed. A thread frees it, because the driver waits then for all work of the device, and so does
+    whoever needs new memory. Others may have it open: the kernel tells nobody when a lock ends, so the thread looks from time
+    to time, as long as there is any. It is over before the interpreter ends, which would end it inside torch: that aborts the
+    process. What is left then goes with the process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a collection of garbage in this very thread may close a buffer
+        self._sweeping = threading.RLock()  # the same
         self._left: list[_Leftover] = []
         self._thread: threading.Thread | None = None
-        self._pid = os.getpid()
+        self._ending = threading.Event()
 
     def add(self, leftover: _Leftover) -> None:
-        if leftover.end():
-            return
         with self._lock:
             self._left.append(leftover)
-            if self._thread is None and not sys.is_finalizing():
+            if self._thread is None and not self._ending.is_set():
                 self._thread = threading.Thread(target=self._watch, name="replicas device memory", daemon=True)
                 self._thread.start()
 
     def sweep(self) -> bool:
         """Free what nobody has open any more; False: something is left."""
-        with self._lock:
-            if self._pid != os.getpid():  # a forked child: nothing of it is ours
-                self._pid, self._left, self._thread = os.getpid(), [], None
-            left, self._left = self._left, []
-            self._left += [one for one in left if not one.end()]
-            return not self._left
+        with self._sweeping:
+            with self._lock:
+                left, self._left = self._left, []
+            still = [one for one in left if not one.end()]
+            with self._lock:
+                self._left += still
+                return not self._left
+
+    def stop(self) -> None:
+        """At the end of the process: nothing is freed any more."""
+        self._ending.set()
+        thread = self._thread
+        if thread is not None:
+            thread.join(_END_S)
+
+    def forget(self) -> None:
+        """This is a forked child: nothing of it is ours, and nobody has the locks."""
+        self._lock, self._sweeping = threading.RLock(), threading.RLock()
+        self._left, self._thread, self._ending = [], None, threading.Event()
 
     def nbytes(self) -> int:
-        self.sweep()
-        with self._lock:
+        with self._sweeping:
+            self.sweep()
             return sum(one.nbytes for one in self._left)
 
     def _watch(self) -> None:
-        looked = threading.Event()
-        while True:
-            looked.wait(_LINGER_LOOK_S)
+        while not self._ending.is_set():
+            self.sweep()
             with self._lock:
-                if self.sweep():
+                if not self._left:
                     self._thread = None
                     return
+            self._ending.wait(_LINGER_LOOK_S)
 
 
 _lingering = _Lingering()
+os.register_at_fork(after_in_child=_lingering.forget)
+atexit.register(_lingering.stop)
 
 
 def lingering_nbytes() -> int:

@@ -78,7 +78,7 @@ class _DeviceSink:
     def __init__(self, accelerator: Accelerator, data: torch.Tensor, device: str, progress: Progress | None) -> None:
         self.digest: Future[str] = Future()
         self._accelerator = accelerator
-        self._data = data
+        self._data: torch.Tensor | None = data
         self._device = device
         self._prefix = None if progress is None else Prefix(data.numel(), progress)
 
@@ -89,12 +89,14 @@ class _DeviceSink:
     def finish(self) -> None:
         if self._prefix is not None:
             self._prefix.finish()
+        assert self._data is not None
         with self._accelerator.on_side_stream(self._device):
             digest = device_digest_of(self._data)
+        self._data = None
         self.digest.set_result(digest)
 
     def close(self) -> None:
-        pass
+        self._data = None  # memory on a device is there as long as a tensor over it is
 
 
 class _HostSink:
@@ -287,6 +289,7 @@ class DeviceCopies:
                 held_s = max((self._ends[one].seconds_since(self._starts[one]) for one in self._ends), default=0.0)
         except BaseException as failure:  # noqa: BLE001  # it is told to all who wait
             error = failure
+        self._buffer = None  # its owner may close it from here on, and its memory goes with the last who has it
         if error is not None:
             self._fail(error)
             return

@@ -50,13 +50,14 @@ from replicas.weights.tensors import torch_dtype, typed
 
 __all__ = ["Growing", "Run"]
 
-STEP_NBYTES = 64 << 20
-"""Pages are made by so many at a time: at most this much, or a quarter of what is there, more than is needed."""
+STEP_NBYTES = 16 << 20
+"""So many pages are made at a time: at most this much, or a quarter of what is there, more than is needed."""
 CHUNK_NBYTES = 16 << 20
 """So much is copied from one file to another at a time."""
 ROOM_NBYTES = 64 << 20
-"""A run makes room for no more than this in its own file."""
+"""A run takes no more than this of new memory to make room for others in front of it."""
 _FIRST_NBYTES = 1 << 20
+_MAPPED_NBYTES = 64 << 20
 
 _PUNCH_HOLE = 0x02 | 0x01  # FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -76,24 +77,32 @@ class Run:
 
     def __init__(self, name: str, start: int, buffer: Buffer | None = None, more: Callable[[], bool] = bool) -> None:
         self._fd = -1
+        self._pid = os.getpid()
         self.start = self.end = start
-        self.least_nbytes = 0 if buffer is None else buffer.nbytes
+        self.least_nbytes = self._nbytes = 0 if buffer is None else buffer.nbytes
         self._name = name
         self._more = more
-        self._there = _pages(self.least_nbytes)
-        self._nbytes = 0
+        self._there = _pages(self._nbytes)
         self._mapping: mmap.mmap | None = None
+        self._data = torch.empty(0, dtype=torch.uint8)
         self._serial = 0 if buffer is None else buffer.serial
-        self._fd = os.memfd_create(name[:200], os.MFD_CLOEXEC) if buffer is None else buffer.hand_over()
+        if buffer is None:
+            self._fd = os.memfd_create(name[:200], os.MFD_CLOEXEC)
+        else:
+            self._fd, self._data = buffer.hand_over()
 
     @property
     def nbytes(self) -> int:
         """Of its data."""
         return self.end - self.start
 
+    def missing(self, end: int) -> int:
+        """How much memory the bytes up to ``end`` would still take."""
+        return max(0, end - self._there)
+
     def view(self, start: int, end: int) -> torch.Tensor:
         """A view of these bytes of the file, which have been reserved. Not to be kept."""
-        return self._all()[start:end]
+        return self._data[start:end]
 
     def append(self, tensor: torch.Tensor, dtype: str, shape: tuple[int, ...]) -> None:
         """Copy ``tensor``, cast to ``dtype``, behind what is there.
@@ -102,7 +111,7 @@ class Run:
         """
         end = self.end + tensor.numel() * item_nbytes(dtype)
         self.reserve(end, ahead=min(STEP_NBYTES, max(_FIRST_NBYTES, self._nbytes // 4)))
-        copy_elements(typed(self._all(), self.end, torch_dtype(dtype), shape), tensor)
+        copy_elements(typed(self._data, self.end, torch_dtype(dtype), shape), tensor)
         self.end = end
 
     def reserve(self, end: int, *, ahead: int = 0) -> None:
@@ -112,8 +121,9 @@ class Run:
         """
         if end <= self._nbytes:
             return
+        most = _pages(end + ahead)
         try:
-            self._make(_pages(end + ahead))
+            self._make(min(most, self._there) if end <= self._there else most)
         except NoCapacity:
             if not (self._more() or ahead):
                 raise
@@ -124,7 +134,7 @@ class Run:
         end = start + self.nbytes
         self.reserve(end)
         if self.nbytes and start != self.start:
-            address = self._all().data_ptr()
+            address = self._data.data_ptr()
             ctypes.memmove(address + start, address + self.start, self.nbytes)
         self.start, self.end = start, end
 
@@ -143,57 +153,60 @@ class Run:
         self.reserve(nbytes)
         if header:
             self.view(0, len(header)).copy_(torch.frombuffer(bytearray(header), dtype=torch.uint8))
-        assert self._mapping is not None
-        self._mapping.resize(nbytes)  # the file, too
+        if self._data.numel() != nbytes:
+            self._resize(nbytes)
         fd, self._fd = self._fd, -1
-        buffer = Buffer.grown(fd, self._all(), self._serial)
-        self._mapping = None
+        buffer = Buffer.grown(fd, self._data, self._serial)
+        self._forget()
         return buffer
 
     def close(self) -> None:
         """Give its memory back, also where it is still mapped."""
         if self._fd >= 0:
-            self._punch(0, os.fstat(self._fd).st_size)
+            if self._pid == os.getpid():  # it is not a forked child's to give back
+                self._punch(0, os.fstat(self._fd).st_size)
             os.close(self._fd)
-            self._fd, self._mapping = -1, None
+            self._fd = -1
+            self._forget()
 
     def __del__(self) -> None:
         self.close()
-
-    def _all(self) -> torch.Tensor:
-        assert self._mapping is not None
-        return torch.frombuffer(self._mapping, dtype=torch.uint8)
 
     def _make(self, nbytes: int) -> None:
         """Make and map the pages up to byte ``nbytes``."""
         what = f"the buffer {self._name!r}, which grows with the weights and has {self._nbytes} bytes so far,"
         try:
             while self._nbytes < nbytes:
-                start, end = self._nbytes, min(self._nbytes + STEP_NBYTES, nbytes)
+                # What was there before is not mapped yet in a mapping that is made now.
+                start = 0 if self._mapping is None else self._nbytes
+                end = min(_pages(self._nbytes) + STEP_NBYTES, nbytes)
                 if end > self._there:
                     check_capacity(nbytes - self._there, what)
                     os.posix_fallocate(self._fd, self._there, end - self._there)
                     self._there = end
-                self._map(end)
-                populate(self._all().data_ptr() + start, end - start)
+                if end > self._data.numel():
+                    self._resize(max(2 * end, _MAPPED_NBYTES))
+                populate(self._data.data_ptr() + start, end - start)
                 self._nbytes = end
         except (OSError, ValueError) as error:
             raise NoCapacity(f"{what} cannot grow to {nbytes} bytes: {error}") from error
 
-    def _map(self, nbytes: int) -> None:
-        """Make the mapping longer, and the file with it, when it is shorter than ``nbytes``."""
-        if self._mapping is not None and len(self._mapping) >= nbytes:
-            return
-        longer = max(2 * nbytes, STEP_NBYTES)
-        if self._mapping is not None:
-            self._mapping.resize(longer)
-            return
-        os.ftruncate(self._fd, longer)
-        own = reopen(self._fd, os.O_RDWR)  # see mappings.py
-        try:
-            self._mapping = mmap.mmap(own, longer, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        finally:
-            os.close(own)
+    def _resize(self, nbytes: int) -> None:
+        """Give the file, and its mapping, this length."""
+        self._data = self._data[:0].clone()  # nothing may look at what is moved
+        if self._mapping is None:
+            os.ftruncate(self._fd, nbytes)
+            own = reopen(self._fd, os.O_RDWR)  # see mappings.py
+            try:
+                self._mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
+            finally:
+                os.close(own)
+        else:
+            self._mapping.resize(nbytes)
+        self._data = torch.frombuffer(self._mapping, dtype=torch.uint8)
+
+    def _forget(self) -> None:
+        self._mapping, self._data = None, torch.empty(0, dtype=torch.uint8)
 
     def _punch(self, start: int, nbytes: int) -> None:
         if nbytes and _libc.fallocate(self._fd, _PUNCH_HOLE, start, nbytes):
@@ -301,7 +314,7 @@ class Growing:
     def _final_run(self, starts: dict[Run, int], nbytes: int) -> Run:
         """The one whose file everything goes to."""
         for run in sorted(starts, key=lambda run: -run.nbytes):
-            if run.least_nbytes <= nbytes and starts[run] - run.start <= ROOM_NBYTES:
+            if run.least_nbytes <= nbytes and run.missing(starts[run] + run.nbytes) <= ROOM_NBYTES:
                 return run
         run = self._runs[0] = self._new_run(0, nbytes)  # 0: there is no such item size
         return run

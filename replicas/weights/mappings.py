@@ -43,6 +43,7 @@ KEPT_USES = 8
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module of Python 3.11 has no names for them
 _MADV_POPULATE_WRITE = 23
 _POPULATE_NBYTES = 32 << 20
+_UNPIN_S = 30.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
@@ -117,11 +118,12 @@ class _Kept:
         self.place = place
         self.used = used
         self.pin: Registration | None = None
-        self.pin_refused = False
+        self.pin_refused = self.dropped = False
+        self.pinning = threading.Lock()  # pinning takes as long as a copy: the lock of all is not held meanwhile
 
-    def drop(self) -> None:
-        if self.pin is not None:
-            self.pin.close()
+    def drop(self) -> Registration | None:
+        self.dropped = True
+        return self.pin
 
 
 class KeptMappings:
@@ -131,6 +133,7 @@ class KeptMappings:
         self._lock = threading.Lock()
         self._kept: dict[int, _Kept] = {}
         self._uses = 0
+        self._unpinning: list[threading.Thread] = []
         self._closed = False
 
     def __len__(self) -> int:
@@ -150,11 +153,12 @@ class KeptMappings:
         """Keep the mapping of the file at ``place``."""
         with self._lock:
             self._uses += 1
-            if not self._closed:
-                before = self._kept.get(place.inode)
-                if before is not None:
-                    before.drop()
-                self._kept[place.inode] = _Kept(tensor, place, self._uses)
+            if self._closed:
+                return
+            before = self._kept.get(place.inode)
+            self._kept[place.inode] = _Kept(tensor, place, self._uses)
+            pin = None if before is None else before.drop()
+        _unpin([pin])
 
     def pin(self, inode: int, tensor: torch.Tensor, device: Accelerator) -> bool | None:
         """Pin the mapping of this file for copies to ``device``, for as long as it is kept; None: ``tensor`` is not kept.
@@ -165,26 +169,46 @@ class KeptMappings:
             kept = self._kept.get(inode)
             if kept is None or kept.tensor is not tensor:
                 return None
-            if kept.pin is None and not kept.pin_refused:
-                kept.pin = device.register(tensor, read_only=True)
-                kept.pin_refused = kept.pin is None
-            return kept.pin is not None
+        with kept.pinning:
+            if kept.pin is not None or kept.pin_refused:
+                return kept.pin is not None
+            pin = device.register(tensor, read_only=True)
+            with self._lock:
+                if not kept.dropped:
+                    kept.pin, kept.pin_refused = pin, pin is None
+                    return pin is not None
+        if pin is not None:
+            pin.close()
+        return None
 
     def sweep(self, needed: Iterable[int]) -> None:
         """Drop what is of no more use. ``needed``: inodes of the slots that are held."""
         wanted = set(needed)
+        pins: list[Registration | None] = []
         with self._lock:
             for inode, kept in list(self._kept.items()):
                 if inode not in wanted and (self._uses - kept.used >= KEPT_USES or not _is_there(kept.place)):
-                    self._kept.pop(inode).drop()
+                    pins.append(self._kept.pop(inode).drop())
+        if any(pins):  # the caller must not wait
+            thread = threading.Thread(target=_unpin, args=(pins,), name="replicas unpin", daemon=True)
+            thread.start()
+            self._unpinning = [*(one for one in self._unpinning if one.is_alive()), thread]
 
     def close(self) -> None:
         """Drop all, and keep nothing more."""
         with self._lock:
             self._closed = True
-            for kept in self._kept.values():
-                kept.drop()
+            pins = [kept.drop() for kept in self._kept.values()]
             self._kept.clear()
+        _unpin(pins)
+        for thread in self._unpinning:
+            thread.join(_UNPIN_S)
+
+
+def _unpin(pins: Iterable[Registration | None]) -> None:
+    for pin in pins:
+        if pin is not None:
+            pin.close()
 
 
 def _is_there(place: SlotPlace) -> bool:

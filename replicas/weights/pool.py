@@ -17,7 +17,7 @@ from __future__ import annotations
 import logging
 import threading
 
-from replicas.errors import NoCapacity
+from replicas.errors import NoCapacity, WorldError
 from replicas.weights.accelerator import device_of
 from replicas.weights.buffers import AllocationStopped, Buffer
 from replicas.weights.capacity import available_nbytes
@@ -86,7 +86,7 @@ class Pool:
                 buffer = Buffer.allocate(nbytes, self._next_name(), stop=lambda: self._closed, device=self.device)
                 if self.pinning:
                     buffer.pin()
-            except (NoCapacity, AllocationStopped) as error:
+            except (WorldError, AllocationStopped) as error:
                 logger.info("%s: memory is not made ahead of time: %s", self._name, error)
                 with self._changed:
                     self._wanted = 0

@@ -1,8 +1,8 @@
 """The GPU that the tests in this folder use: a real one, or the fake of :mod:`tests.support.fake_accelerator`.
 
-``REPLICAS_GPU_TESTS=real`` (as `make gpu` sets it) fails where there is no GPU; ``fake`` never touches one; unset: a real one
-if there is one, else the fake. On the fake every line has run but CUDA's and NCCL's own: device memory is memory that other
-processes open by a handle, all CPU tensors count as device tensors, and lanes are Gloo's.
+A real one if ``GPU_TESTS=real``, as `make gpu` sets it: these tests count all memory that is in use on it, and so
+run alone there. On the fake every line runs but CUDA's and NCCL's own: device memory is memory that other processes open by a
+handle, all CPU tensors count as device tensors, and lanes are Gloo's.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ __all__ = [
     "BACKEND",
     "DEVICE",
     "REAL",
+    "as_host",
+    "backend_of",
     "bits",
     "busy",
     "card",
@@ -42,26 +44,33 @@ GIVEN_BACK_S = 20.0
 CALIBRATION_CYCLES = 50_000_000
 
 
-@cache
+REAL = os.environ.get("GPU_TESTS") == "real"
+DEVICE = "cuda" if REAL else "cpu"
+BACKEND = "nccl" if REAL else "gloo"
+
+
 def has_gpu() -> bool:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a driver that is too old is told of by a warning
         return torch.cuda.is_available() and dist.is_nccl_available()
 
 
-_mode = os.environ.get("REPLICAS_GPU_TESTS", "")
-REAL = _mode == "real" or (_mode != "fake" and has_gpu())
-DEVICE = "cuda" if REAL else "cpu"
-BACKEND = "nccl" if REAL else "gloo"
-
-
 def environment() -> dict[str, str]:
     """Of every process that takes part in a test, this one included. Fake devices have names of their own in each process
     that runs tests: what others do on theirs is not counted as ours."""
     if REAL:
-        # Said on purpose, or the preflight refuses a second member on one GPU. Sidecars take another name each.
-        return {"REPLICAS_GPU_TESTS": "real", "NCCL_HOSTID": "replicas-test"}
-    return {"REPLICAS_GPU_TESTS": "fake", "REPLICAS_ACCELERATOR": NAME, "FAKE_GPUS": f"FAKE-{os.getpid()}"}
+        return {"GPU_TESTS": "real"}
+    return {"REPLICAS_ACCELERATOR": NAME, "FAKE_GPUS": f"FAKE-{os.getpid()}"}
+
+
+def backend_of(staging: str) -> str:
+    """Of lanes for weights of the GPU. What is on the fake counts as host memory, unless it is a slot there."""
+    return "nccl" if REAL or staging == "device" else "gloo"
+
+
+def as_host(name: str) -> dict[str, str]:
+    """For a rank: NCCL refuses two ranks on one GPU, unless it takes them for two hosts, or is new enough and told to."""
+    return {} if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else {"NCCL_HOSTID": name}
 
 
 def card() -> Accelerator:

@@ -31,6 +31,7 @@ __all__ = ["NUMEL", "GpuRank", "GpuWorld", "gpu_world"]
 NUMEL = 3 << 20
 """12 MiB of weights: several 2 MiB blocks of device memory."""
 WAIT_S = 90.0
+ALWAYS = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
 class GpuRank(RankProcess):
@@ -46,12 +47,13 @@ class GpuRank(RankProcess):
         """
         given = {"endpoint": world.endpoint, "token": world.coordinator.token, "group": group, "replica": replica}
         paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        host = card.as_host(f"{group}-{replica}")
         process = await asyncio.create_subprocess_exec(
             *(sys.executable, "-m", __name__, json.dumps({**given, "rank": 0, "world_size": 1})),
             stdin=PIPE,
             stdout=PIPE,
             cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", **(environment or {})},
+            env={**os.environ, "PYTHONPATH": paths, **ALWAYS, **host, **(environment or {})},
         )
         found = cls(process)
         found._asked = 1
@@ -89,10 +91,10 @@ class GpuWorld:
     async def start_all(self, *members: tuple[str, int]) -> list[GpuRank]:
         return list(await asyncio.gather(*(self.start(group, replica) for group, replica in members)))
 
-    def lanes(self) -> list[list[str]]:
-        """The members of each process group that there is on the channel."""
-        channel = self.inside.coordinator.engine.channels[self.inside.channel]
-        return [[member.name for member in lane.members] for lane in channel.lanes._lanes.values()]
+    def lanes(self) -> list[tuple[str, list[str]]]:
+        """Backend and members of each process group that there is on the channel."""
+        lanes = self.inside.coordinator.engine.channels[self.inside.channel].lanes._lanes.values()
+        return [(lane.backend, sorted(member.name for member in lane.members)) for lane in lanes]
 
 
 @asynccontextmanager

@@ -26,6 +26,8 @@ __all__ = ["constraints", "main", "requirements", "unmet"]
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OLDEST_TORCH = (2, 9)
+FREE_GIB = 20
+"""Some twenty processes that use the GPU at once, of which each takes half a gigabyte for itself."""
 
 
 def _names(path: Path) -> Iterator[str]:
@@ -124,7 +126,7 @@ def _look_at_torch() -> Iterator[tuple[str, str, str]]:
         return
     free, total = (nbytes / (1 << 30) for nbytes in torch.cuda.mem_get_info())
     properties = torch.cuda.get_device_properties(0)
-    busy = "" if free > 8 else "8 GiB must be free"
+    busy = "" if free >= FREE_GIB else f"{FREE_GIB} GiB must be free"
     yield "GPU", f"{properties.name} ({properties.uuid}), {free:.1f} of {total:.1f} GiB free", busy
     yield "cores", f"{len(os.sched_getaffinity(0))}", ""
 

@@ -83,6 +83,6 @@ async def test_sidecars_use_the_gpu_of_their_rank_or_say_why_not(monkeypatch: py
 async def test_a_container_that_forbids_ipc_is_found_at_the_join() -> None:
     async with gpu_world(DEVICE, rollout=1) as world:
         with pytest.raises(JoinRefused, match="IPC") as caught:
-            await world.start("trainer", environment={"FAKE_FAULTS": "ipc"})
+            await world.start("trainer", environment={"FAKE_FAULTS": "ipc", "REPLICAS_FORKSERVER": ""})
         assert caught.value.kind == "Preflight"
         assert 'staging = "host"' in caught.value.text

@@ -9,7 +9,7 @@ import signal
 
 import pytest
 
-from tests.gpu.card import REAL, given_back, used_nbytes
+from tests.gpu.card import REAL, backend_of, given_back, used_nbytes
 from tests.gpu.gpu_rank import GpuRank, GpuWorld, gpu_world
 from tests.support.channels import wait_until
 
@@ -49,6 +49,7 @@ async def test_a_sidecar_is_lost_while_weights_move(staging: str, signum: signal
         trainer, rollout = await world.start_all(("trainer", 0), ("rollout", 0))
         for value in (1.0, 2.0):
             await asyncio.gather(trainer.ask("publish", value=value), rollout.ask("load"))
+        assert world.lanes() == [(backend_of(staging), ["rollout/0/0", "trainer/0/0"])]
         used, dead = await asyncio.to_thread(used_nbytes), await rollout.ask("sidecars")
         hit(dead, signal.SIGSTOP)  # so that the transfer cannot be over before it is hit
         assert await trainer.ask("start_publish", value=3.0) is False

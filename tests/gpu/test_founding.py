@@ -26,7 +26,7 @@ import replicas
 from tests.gpu import card
 
 rank, replica = int(os.environ["RANK"]), int(os.environ["REPLICA_ID"])
-os.environ["NCCL_HOSTID"] = f"{replica}-{rank}"  # all ranks are on one GPU
+os.environ.update(card.as_host(f"{replica}-{rank}"))  # all ranks are on one GPU
 dist.init_process_group(card.BACKEND)
 log = open(os.environ["OUT"] + f"/{replica}-{rank}.jsonl", "a", buffering=1)
 with replicas.join("outer") as channel:

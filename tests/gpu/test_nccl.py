@@ -18,7 +18,7 @@ from replicas.core.manifest import Manifest
 from replicas.messages import OperationKind
 from replicas.sidecar.client import SidecarFailed, TransferResult, TransferSpec
 from replicas.weights import Arena, Feed, Slot, digest_of, stage, views
-from tests.gpu.card import BACKEND, DEVICE, REAL, bits, card, uuid
+from tests.gpu.card import BACKEND, DEVICE, REAL, as_host, bits, card, uuid
 from tests.support.channels import channel_world, wait_until
 from tests.support.sidecars import Lane, lane, read_segments, segments_of
 
@@ -138,10 +138,39 @@ async def test_sidecars_share_one_gpu(size: int, staging: str) -> None:
 
 
 @pytest.mark.parametrize("staging", STAGINGS)
-async def test_peers_reduce_tensors_of_one_gpu(staging: str) -> None:
+async def test_a_version_goes_to_some_of_a_lane(staging: str) -> None:
+    """By sends and receives in place of a broadcast: who has it already takes no part."""
+    weights = on_gpu(3) | {"large": torch.randn(20 << 20, device=DEVICE)}
+    manifest = stage(Feed(weights)).manifest.whole
+    slots = [slot_for(manifest, staging) for _ in range(3)]
+    fill(slots[0], weights)
+    async with lane(3, build=False) as three:
+        await build(three, "some")
+        for number, receiver in enumerate((2, 1), start=1):
+            routes = ((0, receiver),)
+            specs = {
+                0: TransferSpec(number, "send", "image", manifest.encode(), (), None, TIMEOUT_S, routes),
+                receiver: TransferSpec(number, "receive", "image", manifest.encode(), (), None, TIMEOUT_S, routes),
+            }
+            moves = [three.sidecars[rank].transfer(spec, slots[rank].buffer) for rank, spec in specs.items()]
+            results = await asyncio.gather(*moves)
+            assert {result.image_digest for result in results} == {digest_of(slots[0].data, slots[0].digest_kind)}
+            assert_same(found_in(slots[receiver], manifest), weights)
+        given = [[torch.full((3,), float(rank), device=DEVICE)] for rank in range(3)]
+        _, outputs = (await three.run("gather", given, root=1, timeout_s=TIMEOUT_S))[1]
+        found = read_segments(outputs, segments_of(given[0]) * 3)
+        assert [one.tolist() for one in found] == [[float(rank)] * 3 for rank in range(3)]
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+async def test_peers_reduce_tensors_of_one_gpu(staging: str, monkeypatch: pytest.MonkeyPatch) -> None:
     settings = {"peers": ["peer"], "backend": BACKEND, "deadline": f"{TIMEOUT_S:.0f}s", "staging": staging}
     async with channel_world(settings, peer=2) as world:
-        peers = [await world.join("peer", index) for index in range(2)]
+        peers = []
+        for index in range(2):
+            for name, value in as_host(f"peer-{index}").items():
+                monkeypatch.setenv(name, value)
+            peers.append(await world.join("peer", index))
         for op, expected in (("sum", 3.0), ("mean", 1.5), ("min", 1.0), ("max", 2.0)):
             given = [torch.full((64, 3), index + 1.0, device=DEVICE).t() for index in range(2)]
             await asyncio.gather(
@@ -168,7 +197,10 @@ class Policy(torch.nn.Module):
 
 
 @pytest.mark.parametrize("backend", ["auto", BACKEND])
-async def test_a_model_on_the_gpu_arrives_bit_by_bit_on_the_host(backend: str) -> None:
+async def test_a_model_on_the_gpu_arrives_bit_by_bit_on_the_host(backend: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(
+        "NCCL_HOSTID", "one"
+    )  # several on one GPU are refused with backend = "nccl", unless said on purpose
     torch.manual_seed(3)
     source, targets = Policy().to(DEVICE), [Policy(), Policy()]
     settings = {"backend": backend, "deadline": f"{TIMEOUT_S:.0f}s"}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.gpu.card import REAL
+from tests.gpu.card import REAL, backend_of
 from tests.gpu.gpu_rank import GpuRank, GpuWorld, gpu_world
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
@@ -59,9 +59,19 @@ async def test_weights_go_over_a_process_group_of_the_gpu(staging: str) -> None:
             )
             assert said["lost"] == []
             assert [one["values"] for one in got] == [[value]] * 2
-        assert world.lanes() == [["trainer/0/0", "rollout/0/0", "rollout/1/0"]]
+        assert world.lanes() == [(backend_of(staging), ["rollout/0/0", "rollout/1/0", "trainer/0/0"])]
         assert await trainer.ask("sidecars")
         assert (await trainer.ask("go_on"), await first.ask("go_on")) == (True, True)
+
+
+@pytest.mark.parametrize("staging", STAGINGS)
+async def test_weights_go_over_gloo_where_nccl_refuses_the_gpu(staging: str) -> None:
+    async with gpu_world({"staging": staging, "transport": "group"}, rollout=1) as world:
+        trainer, rollout = await trainer_and_rollout(world, NCCL_HOSTID="one", NCCL_MULTI_RANK_GPU_ENABLE="0")
+        for value in (1.5, 2.5):
+            _, got = await send(trainer, rollout, value)
+            assert got["values"] == [value]
+        assert world.lanes() == [("gloo", ["rollout/0/0", "trainer/0/0"])]
 
 
 @pytest.mark.parametrize("staging", STAGINGS)

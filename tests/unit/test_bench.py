@@ -10,17 +10,19 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
-from bench import bench_hold, sync_report
+from bench import bench_hold, gpu_report, sync_report
 from bench.bench_faults import Lines
 from bench.hold_scene import within
 from bench.peers import FOLDER, python_with
 from bench.processes import Progress, children_of, held, send
 from bench.shapes import FULL, SETS, SMALL, nbytes_of, nbytes_of_set, shapes
 from bench.support import Bar, Spread, available_nbytes, machine, rotated, threads_for
+from tests.gpu import prepare
 
 
 def test_the_set_of_tensors_is_the_real_models() -> None:
@@ -140,6 +142,55 @@ def test_steps_within_a_time() -> None:
     assert within(stamps, 6.0, 6.0) == pytest.approx(1.0)  # nothing: the next step
     rows = bench_hold.step_rows(1, {"alone": [2.0], "commit": [3.0]}, {"alone": [9.0], "commit": [4.0]})
     assert [(row["what"], row["alone_ratio"], row["lasted_s"]) for row in rows] == [("alone", 1, 9), ("commit", 1.5, 4)]
+
+
+def gpu_result() -> dict[str, Any]:
+    def staging(held: float) -> dict[str, Any]:
+        one = {"held": held, "returned": held, "committed": 4 * held, "load_s": 0.02, "arrived": 5 * held}
+        steps = {"True": [{"lost": held, "committed": 4 * held, "step": 0.01}]}
+        return {"rounds": [one] * 3, "steps": steps | {"False": [{"lost": 0.004, "committed": 0.1, "step": 0.01}]}}
+
+    limits = {"card": [0.01], "tensors": [0.02], "to host": [0.04], "to card": [0.03]}
+    given = {"seconds": [0.02], "card": [0.01], "nbytes": 10**8}
+    return {
+        "nbytes": 10**9,
+        "limits": limits,
+        "hand over": given,
+        "staging": {"device": staging(0.0124), "host": staging(0.08)},
+    }
+
+
+def test_ratios_of_the_gpu() -> None:
+    rows = {(row["staging"], row["what"]): row for row in gpu_report.rows(gpu_result())}
+    assert rows["", "hand over"]["limit_ratio"] == pytest.approx(0.5)
+    assert rows["", "hand over"]["gb_s"] == pytest.approx(5)
+    assert rows["device", "publish"]["limit_ratio"] == pytest.approx(0.8, rel=0.01)
+    assert rows["host", "publish"]["limit_ratio"] == pytest.approx(0.5)
+    assert rows["host", "load"]["limit_ratio"] == pytest.approx(1.5)
+    assert rows["host", "committed"]["limit_ratio"] is None
+    steps = gpu_report.step_rows(gpu_result())
+    assert [(row["staging"], row["hold"], row["part"]) for row in steps] == [
+        ("device", True, pytest.approx(0.25)),
+        ("device", False, pytest.approx(0.04)),
+        ("host", True, pytest.approx(0.25)),
+        ("host", False, pytest.approx(0.04)),
+    ]
+
+
+def test_bars_of_the_gpu() -> None:
+    rows, steps = gpu_report.rows(gpu_result()), gpu_report.step_rows(gpu_result())
+    bars = gpu_report.bars("few", rows, steps)
+    assert [bar.figure for bar in bars] == pytest.approx([0.5, 0.806, 0.5, 0.5, 1.5, 0.04, 0.04], rel=0.01)
+    assert [bar.kept for bar in bars] == [False, True, False, False, True, True, True]
+    assert len(gpu_report.bars("smollm2", rows, steps)) == 2
+
+
+def test_wheels_for_a_gpu_machine_are_of_the_tested_releases() -> None:
+    pins = prepare.constraints()
+    assert set(prepare.requirements()) <= set(pins)
+    assert {"pytest", "msgspec", "xxhash"} <= set(prepare.requirements())
+    assert not {"torch", "numpy"} & set(prepare.requirements())
+    assert prepare.unmet([]) == prepare.requirements()
 
 
 def test_a_line_says_whether_its_bar_is_kept() -> None:

@@ -20,8 +20,8 @@ def device_world(**config: object) -> World:
     return World(channel_config(staging="device", **config), machine="a")
 
 
-def join(world: World, name: str, gpu: str, machine: str = "a", **more: object) -> SimMember:
-    return world.join(name, machine=machine, cuda_devices=(gpu,), **more)
+def join(world: World, name: str, gpu: str, machine: str = "a") -> SimMember:
+    return world.join(name, machine=machine, cuda_devices=(gpu,))
 
 
 def publish(world: World, trainer: SimMember, *, hold_s: float = 0.0) -> wire.PublishEnd | None:

@@ -15,9 +15,9 @@ from replicas.errors import Gone, NoCapacity, Preflight, UsageError, WorldError
 from replicas.memory.kept import Keeper
 from replicas.weights import Arena, Buffer, Slot
 from replicas.weights.accelerator import accelerator
-from replicas.weights.arena import KeptMappings
 from replicas.weights.device_buffers import PAGE_NBYTES, lingering_nbytes
 from replicas.weights.digest import digest_of
+from replicas.weights.mappings import KeptMappings
 from tests.support.fake_accelerator import NAME, FakeAccelerator, fake_memory_nbytes
 from tests.support.memory import Child, memory_left
 
@@ -149,7 +149,7 @@ def test_a_forked_child_frees_nothing(gpu: FakeAccelerator) -> None:
     assert buffer.readable().eq(7).all()
     assert Buffer.open(buffer.place, 7).private().eq(7).all()
     buffer.close()
-    assert gpu.allocated == 0
+    assert (lingering_nbytes(), gpu.allocated) == (0, 0)
 
 
 @pytest.mark.parametrize("content", [b"", b"\xff\xff\xff\xff", bytes(PAGE_NBYTES), b"\x01\x00\x00\x00\x80"])
@@ -206,6 +206,29 @@ def test_writes_and_reads_wait_for_each_other_on_the_device(
     buffer.close()
 
 
+def test_an_event_of_somebody_who_was_killed_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeAccelerator
+) -> None:
+    monkeypatch.setattr("replicas.weights.device_buffers._PATIENCE_S", 0.01)
+    monkeypatch.setenv("FAKE_DELAY_S", "0.0001")
+    buffer, never = Buffer.allocate(4, "test", device=GPU), threading.Event()
+    sidecar = Buffer.adopt(os.dup(buffer.fd), GPU)
+    with gpu.on_stream(gpu.new_stream()):  # stands for another process
+        gpu.launch(lambda: never.wait(30))
+        sidecar.begin_write()
+        sidecar.end_write()
+        sidecar.end_read()
+    buffer.begin_read()
+    buffer.begin_write()
+    sidecar.close()
+    buffer.begin_write()
+    buffer.end_write()
+    buffer.begin_read()
+    gpu.synchronize()
+    never.set()
+    buffer.close()
+
+
 def fill(arena: Arena, version: int) -> Slot:
     slot = arena.acquire(version, MANIFEST)
     assert slot is not None
@@ -229,19 +252,24 @@ def test_an_arena_on_a_device(gpu: FakeAccelerator) -> None:
     fill(arena, 3)
     assert second.version == 3
     arena.close()
-    assert gpu.allocated == 0
+    assert (lingering_nbytes(), gpu.allocated) == (0, 0)
 
 
 def test_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = MANIFEST.image_nbytes
     monkeypatch.setenv("FAKE_MEMORY_NBYTES", str(nbytes))
+    monkeypatch.setattr("replicas.weights.device_buffers._LINGER_LOOK_S", 0.01)
     arena = Arena(2, name="test", device=GPU)
     arena._pool.retire(Buffer.allocate(nbytes, "test", device=GPU))
-    assert fill(arena, 1).buffer.nbytes == nbytes  # what is spare is used
+    slot = fill(arena, 1)  # what is spare is used
     arena.protected = {1}
     with pytest.raises(NoCapacity, match="bytes free"):
         arena.acquire(2, MANIFEST)
+    reader = arena.borrow(slot.place, 1)
     arena.close()
+    with pytest.raises(NoCapacity, match=f"{nbytes} bytes of ours are freed when other processes close them"):
+        Buffer.allocate(1, "test", device=GPU)
+    reader.close()
 
 
 def test_what_is_on_a_device_is_not_kept_by_others() -> None:
