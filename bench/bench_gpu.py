@@ -9,7 +9,8 @@ copy (on the GPU's clock, from the receipt), how long the call takes, and until 
 target. *Hand over*: another process opens the slot by CUDA IPC and copies it, in one piece. *Steps*: a training loop of
 matrix products that never waits; what a publish between two steps costs all of them together, as a part of the time from its
 call to its commit; with ``hold=False`` the copies are on a stream beside it. *Memory*: what each staging takes, as the driver
-counts it. Where there is no GPU it says so, and measures nothing.
+counts it. What a training loop loses is measured on a channel without targets, too: a target on the same GPU works there, as
+well. Where there is no GPU it says so, and measures nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from bench.gpu_report import LIMIT_OF, report
+from bench.gpu_report import report
 from bench.support import Rank, busy_ratio, machine, run_bench, together, write
 from replicas import Coordinator
 
@@ -35,7 +36,12 @@ STEP_S = 0.01
 STEP_SIDE = 8192
 BEFORE, AFTER = 5, 5
 HOLDS = (True, False)
-LIMITS = tuple(sorted({limit for limits in LIMIT_OF.values() for limit in limits.values()}))
+SCENES = ("alone", "target")
+
+
+def alone(staging: str) -> str:
+    """The channel without targets."""
+    return f"{staging}_alone"
 
 
 class Scene:
@@ -79,21 +85,35 @@ class Scene:
         where = await self._trainer.ask("place", channel="device", version=version)
         return await self._target.ask("open_and_copy", version=version, repetitions=repetitions, **where)
 
-    async def steps(self, staging: str, hold: bool) -> dict[str, float]:
-        """What one publish costs a training loop; the target loads the version meanwhile."""
-        alone = median((await self._trainer.ask("train", steps=BEFORE + AFTER))["steps"])
-        await self._target.ask("receive", channel=staging)
-        how = {"channel": staging, "hold": hold, "before": BEFORE, "after": AFTER}
-        replies = await asyncio.gather(self._trainer.ask("train_and_publish", **how), self._target.hear())
-        found: dict[str, Any] = replies[0]
-        lost = sum(found["steps"]) - alone * len(found["steps"])
-        return {"lost": lost, "committed": found["committed"], "step": alone, "returned": found["returned"]}
+    async def join_alone(self, staging: str) -> None:
+        """The trainer, on a channel without targets; its slots are warm then."""
+        where = {"endpoint": self._coordinator.endpoint, "token": self._coordinator.token}
+        await self._trainer.ask("join", channel=alone(staging), group="trainer", **where)
+        for _ in range(3):
+            await self._trainer.ask("publish", channel=alone(staging))
+
+    async def steps(self, staging: str, hold: bool, scene: str) -> dict[str, float]:
+        """What one publish costs a training loop; the target loads the version meanwhile, if there is one."""
+        usual = median((await self._trainer.ask("train", steps=BEFORE + AFTER))["steps"])
+        how = {
+            "channel": staging if scene == "target" else alone(staging),
+            "hold": hold,
+            "before": BEFORE,
+            "after": AFTER,
+        }
+        if scene == "target":
+            await self._target.ask("receive", channel=staging)
+        found = await self._trainer.ask("train_and_publish", **how)
+        if scene == "target":
+            await self._target.hear()
+        lost = sum(found["steps"]) - usual * len(found["steps"])
+        return {"lost": lost, "committed": found["committed"], "step": usual, "returned": found["returned"]}
 
 
 async def measure(what: str, repetitions: int, quick: bool) -> dict[str, Any]:
     """All figures of one set of tensors."""
     base: dict[str, Any] = {"sources": ["trainer"], "targets": ["rollout"]}
-    channels = {staging: {**base, "staging": staging} for staging in STAGINGS}
+    channels = {name: {**base, "staging": staging} for staging in STAGINGS for name in (staging, alone(staging))}
     async with (
         Coordinator(channels, groups={"trainer": 1, "rollout": 1}) as coordinator,
         together("gpu_rank", ("trainer", "target")) as (trainer, target),
@@ -109,7 +129,12 @@ async def measure(what: str, repetitions: int, quick: bool) -> dict[str, Any]:
         for staging in STAGINGS:
             taken = await scene.join(staging)
             rounds = [await scene.round(staging) for _ in range(repetitions)]
-            stalls = {str(hold): [await scene.steps(staging, hold) for _ in range(repetitions)] for hold in HOLDS}
+            await scene.join_alone(staging)
+            stalls: dict[str, list[dict[str, float]]] = {}
+            for _ in range(repetitions):
+                for where in SCENES:
+                    for hold in HOLDS:
+                        stalls.setdefault(f"{where} {hold}", []).append(await scene.steps(staging, hold, where))
             found["staging"][staging] = {**taken, "rounds": rounds, "steps": stalls}
             if staging == "device":
                 found["hand over"] = await scene.hand_over(await newest(trainer, scene), repetitions)

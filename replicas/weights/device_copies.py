@@ -33,13 +33,13 @@ import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
 from types import TracebackType
 
 import torch
 
-from replicas.errors import NoCapacity, ReplicasError, WorldError
+from replicas.errors import NoCapacity, ReplicasError, SyncError, WorldError
 from replicas.weights.accelerator import Accelerator, Event
 from replicas.weights.buffers import Buffer
 from replicas.weights.copying import DEVICE_NBYTES, Copier, Prefix, Progress, Step
@@ -118,7 +118,7 @@ class DeviceCopies:
     :param data: uint8, one-dimensional, contiguous: what is filled, each byte once.
     :param progress: told how far ``data`` is filled from its start.
     :ivar copied: everything has been copied; its result: seconds for which the caller's stream was held. It fails when the
-        device has failed, or with what the block raised. Set on the follower's thread, before the digest is asked for.
+        device has failed, or the block has raised. Set on the follower's thread, before the digest is asked for.
     :ivar digest: of all of ``data``.
     """
 
@@ -143,10 +143,11 @@ class DeviceCopies:
         self._step_nbytes = self._most if self._device else DEVICE_NBYTES // 4
         self._starts: dict[str, Event] = {}
         self._ends: dict[str, Event] = {}
+        self._last: dict[str, Event] = {}
         self._batch: list[tuple[int, int]] = []
         self._batch_nbytes = 0
         self._used: set[str] = set()
-        self._batches: queue.SimpleQueue[_Batch | BaseException | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[_Batch | SyncError | None] = queue.SimpleQueue()
         threading.Thread(target=self._follow, name="replicas-copies", daemon=True).start()
         manner.begun(self)
 
@@ -158,17 +159,27 @@ class DeviceCopies:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        if error is not None:
-            try:
+        if error is None:
+            return
+        try:
+            with suppress(ReplicasError):  # a device that has failed copies nothing any more
                 self._end_batch()
-            finally:
-                self._batches.put(error)
+        finally:  # the error itself would keep the frames of its traceback, and the tensors in them
+            self._batches.put(SyncError(f"given up: {type(error).__name__}: {error}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
-        """Copy ``source`` to the bytes from ``start`` to ``end``, on the current stream; it may be freed and written then."""
+        """Copy ``source`` to the bytes from ``start`` to ``end``, on the current stream; it may be freed and written then.
+
+        Another stream may be the current one each time, as inside an iterator: each copy waits for the one before.
+        """
         uuid = self._accelerator.uuid_of(source)
         if uuid:
+            self._wait_for_last()
             self._enqueue([destination], [source], {uuid})
+            for one in {uuid, self._device} - {""}:
+                if one not in self._last:
+                    self._last[one] = self._accelerator.event(one)
+                self._last[one].record()
         else:
             self._copy_from_host([destination], [source])
         self._note(start, end)
@@ -184,13 +195,15 @@ class DeviceCopies:
             used.discard("")
         self._aside_alone = not self._hold
         with nullcontext() if self._hold or not used else self._aside({*used, self._device} - {""}):
-            for step, found in zip(known, uuids, strict=True):
-                if "" not in found:
-                    self._enqueue(step.destinations, step.sources, set(found))
-                elif pairs := list(_those(step, found, host=False)):
-                    self._enqueue([one for one, _ in pairs], [one for _, one in pairs], set(found) - {""})
-                self._note(step.start, step.end)
-            self._end_batch()
+            try:
+                for step, found in zip(known, uuids, strict=True):
+                    if "" not in found:
+                        self._enqueue(step.destinations, step.sources, set(found))
+                    elif pairs := list(_those(step, found, host=False)):
+                        self._enqueue([one for one, _ in pairs], [one for _, one in pairs], set(found) - {""})
+                    self._note(step.start, step.end)
+            finally:
+                self._end_batch()  # on the streams of the copies
 
     def written(self, device: str) -> None:
         """All bytes are what the current stream of ``device`` has written, or is about to."""
@@ -248,14 +261,14 @@ class DeviceCopies:
 
     def _aside(self, uuids: set[str]) -> ExitStack:
         """Within it the current streams of these devices are ours, behind what the caller's have under way."""
-        stack = ExitStack()
         before = {uuid: self._accelerator.event(uuid) for uuid in uuids}
         for event in before.values():
             event.record()
-        for uuid in sorted(uuids, key=lambda one: one == self._device):
-            stack.enter_context(self._accelerator.on_side_stream(uuid))
-            before[uuid].wait()
-        return stack
+        with ExitStack() as stack:
+            for uuid in sorted(uuids, key=lambda one: one == self._device):
+                stack.enter_context(self._accelerator.on_side_stream(uuid))
+                before[uuid].wait()
+            return stack.pop_all()
 
     def _note(self, start: int, end: int) -> None:
         self._batch.append((start, end))
@@ -264,7 +277,13 @@ class DeviceCopies:
         if self._batch_nbytes >= self._most:
             self._end_batch()
 
+    def _wait_for_last(self) -> None:
+        for event in self._last.values():
+            event.wait()
+
     def _end_batch(self) -> None:
+        if self._used:
+            self._wait_for_last()
         for uuid in self._used:
             self._ends[uuid] = event = self._accelerator.event(uuid, timing=True)
             event.record()
@@ -320,7 +339,11 @@ def _those(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[to
 def _typed(error: BaseException) -> BaseException:
     """What a device says, as an error of ours."""
     if isinstance(error, torch.OutOfMemoryError):
-        return NoCapacity(f"the digest on the GPU found no memory: {error}", phase="pack")
+        return NoCapacity(
+            f"the digest of the version found no memory on the GPU: {error}",
+            phase="pack",
+            hint="it takes some 64 MiB: leave more of the GPU free",
+        )
     if isinstance(error, RuntimeError) and not isinstance(error, ReplicasError):
         return WorldError(
             f"copies on the GPU failed: {error}",

@@ -170,6 +170,24 @@ async def test_a_gpu_that_fails_fails_the_publish(
         await asyncio.to_thread(trainer.close)
 
 
+async def test_a_digest_that_fails_fails_the_publish_alone(
+    gpu: FakeAccelerator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(data: torch.Tensor) -> str:
+        raise torch.OutOfMemoryError(f"no room beside {data.numel()} bytes")
+
+    async with channel_world({"staging": "device"}) as world:
+        trainer, rollout = await pair(world)
+        with monkeypatch.context() as patch:
+            patch.setattr("replicas.weights.device_copies.device_digest_of", fail)
+            pending = await publish(trainer, weights(1))
+            with pytest.raises(errors.NoCapacity, match="no room"):
+                await pending
+        await wait_until(lambda: not trainer._hub.arena.held(), "its slot is given back")
+        receipt = await (await publish(trainer, weights(2)))
+        assert await load(rollout) == (receipt.version, 2)
+
+
 async def test_a_slot_belongs_to_the_copies_until_they_end(gpu: FakeAccelerator, staging: str) -> None:
     async with channel_world({"staging": staging}) as world:
         trainer, rollout = await pair(world)

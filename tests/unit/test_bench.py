@@ -147,8 +147,9 @@ def test_steps_within_a_time() -> None:
 def gpu_result() -> dict[str, Any]:
     def staging(held: float) -> dict[str, Any]:
         one = {"held": held, "returned": held, "committed": 4 * held, "load_s": 0.02, "arrived": 5 * held}
-        steps = {"True": [{"lost": held, "committed": 4 * held, "step": 0.01}]}
-        return {"rounds": [one] * 3, "steps": steps | {"False": [{"lost": 0.004, "committed": 0.1, "step": 0.01}]}}
+        held_up = [{"lost": held, "committed": 4 * held, "step": 0.01}]
+        steps = {"alone True": held_up, "alone False": [{"lost": 0.004, "committed": 0.1, "step": 0.01}]}
+        return {"rounds": [one] * 3, "steps": steps | {"target False": held_up}}
 
     limits = {"card": [0.01], "tensors": [0.02], "to host": [0.04], "to card": [0.03]}
     given = {"seconds": [0.02], "card": [0.01], "nbytes": 10**8}
@@ -169,12 +170,8 @@ def test_ratios_of_the_gpu() -> None:
     assert rows["host", "load"]["limit_ratio"] == pytest.approx(1.5)
     assert rows["host", "committed"]["limit_ratio"] is None
     steps = gpu_report.step_rows(gpu_result())
-    assert [(row["staging"], row["hold"], row["part"]) for row in steps] == [
-        ("device", True, pytest.approx(0.25)),
-        ("device", False, pytest.approx(0.04)),
-        ("host", True, pytest.approx(0.25)),
-        ("host", False, pytest.approx(0.04)),
-    ]
+    assert [(row["scene"], row["hold"]) for row in steps[:3]] == [("alone", True), ("alone", False), ("target", False)]
+    assert [row["part"] for row in steps] == pytest.approx([0.25, 0.04, 0.25] * 2)
 
 
 def test_bars_of_the_gpu() -> None:

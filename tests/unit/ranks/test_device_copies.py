@@ -10,7 +10,7 @@ from concurrent.futures import Future
 import pytest
 import torch
 
-from replicas.errors import ManifestMismatch, UsageError, WorldError
+from replicas.errors import ManifestMismatch, SyncError, UsageError, WorldError
 from replicas.weights import Arena, Feed, Slot, digest_of, load_into, stage, views
 from replicas.weights.device_buffers import lingering_nbytes
 from replicas.weights.device_copies import DeviceCopies, Manner
@@ -109,6 +109,35 @@ def test_the_stream_may_change_what_was_published(gpu: FakeAccelerator, device: 
     assert packing.digest.result(WAIT_S) == (device_digest_of(data) if device else digest_of(data))
     assert publish.told[-1] == data.numel()
     assert gpu.pinned == ([] if device else [publish.slot.buffer.nbytes])
+
+
+@pytest.mark.parametrize("device", ["", GPU])
+def test_an_iterable_may_change_the_current_stream(gpu: FakeAccelerator, device: str) -> None:
+    given = weights()
+    other = gpu.new_stream()
+
+    def walk() -> Iterator[tuple[str, torch.Tensor]]:
+        with gpu.on_stream(other):
+            opened = gate(gpu)
+            yield "a", given["a"]
+        yield "b", given["b"]
+        gates.append(opened)
+        yield "n", given["n"]
+
+    gates: list[threading.Event] = []
+    publish = Publish(given, device=device)
+    packing = publish.pack(Feed(walk()))
+    assert packing.copies is not None
+    third = threading.Event()
+    with gpu.on_stream(gpu.new_stream()):
+        packing.copies.fence()
+        gpu.launch(lambda: [tensor.fill_(-1) for tensor in given.values()])
+        gpu.launch(third.set)
+    assert not packing.copies.copied.done()
+    gates[0].set()
+    outcome(packing.copies.copied)
+    assert third.wait(WAIT_S)
+    assert publish.found() == lists(weights())
 
 
 @pytest.mark.parametrize("device", ["", GPU])
@@ -218,9 +247,28 @@ def test_copies_end_before_a_failed_walk_gives_the_slot_back(gpu: FakeAccelerato
     (copies,) = publish.begun
     assert not copies.copied.done()
     opened.set()
-    with pytest.raises(ManifestMismatch):
+    with pytest.raises(SyncError, match="given up"):
         outcome(copies.copied)
     assert publish.found()["a"] == lists(given)["a"]  # what had been enqueued was not cut off
+
+
+@pytest.mark.parametrize("hold", [True, False])
+@pytest.mark.parametrize("device", ["", GPU])
+def test_what_has_arrived_is_told_batch_by_batch(
+    gpu: FakeAccelerator, monkeypatch: pytest.MonkeyPatch, device: str, hold: bool
+) -> None:
+    monkeypatch.setattr("replicas.weights.device_copies.DEVICE_NBYTES", 128)
+    monkeypatch.setattr("replicas.weights.copying.PROGRESS_NBYTES", 1)
+    given = {str(number): torch.full((number, 5), float(number)) for number in range(9)}
+    publish = Publish(given, device=device, hold=hold)
+    packing = publish.pack()
+    assert packing.copies is not None
+    outcome(packing.copies.copied)
+    assert packing.digest.result(WAIT_S)
+    assert publish.found() == lists(given)
+    assert len(publish.told) > 5
+    assert publish.told == sorted(set(publish.told))
+    assert publish.told[-1] == publish.slot.data.numel()
 
 
 def test_bytes_that_never_came_are_an_error(gpu: FakeAccelerator) -> None:
