@@ -31,6 +31,8 @@ __all__ = ["NUMEL", "GpuRank", "GpuWorld", "gpu_world"]
 NUMEL = 3 << 20
 """12 MiB of weights: several 2 MiB blocks of device memory."""
 WAIT_S = 90.0
+START_S = 60.0
+"""For torch, a first use of the GPU, and the join, before the patience of :meth:`RankProcess.answer` begins."""
 ALWAYS = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
@@ -58,6 +60,7 @@ class GpuRank(RankProcess):
         found = cls(process)
         found._asked = 1
         try:
+            await asyncio.wait([found._line()], timeout=START_S)
             said = await found.answer()
             if said != "joined":
                 raise JoinRefused(said["error"], said["text"])

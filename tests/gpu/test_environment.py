@@ -11,7 +11,7 @@ from tests.gpu.card import REAL, environment, uuid
 from tests.gpu.gpu_rank import JoinRefused, gpu_world
 from tests.support.sidecars import start_forkserver
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 DEVICE = {"staging": "device"}
 UNSEEN = "CUDA_VISIBLE_DEVICES" if REAL else "FAKE_GPUS"

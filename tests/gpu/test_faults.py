@@ -13,7 +13,7 @@ from tests.gpu.card import REAL, backend_of, given_back, used_nbytes
 from tests.gpu.gpu_rank import GpuRank, GpuWorld, gpu_world
 from tests.support.channels import wait_until
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 STAGINGS = ("host", "device")
 SIGNALS = (signal.SIGKILL, signal.SIGSTOP)

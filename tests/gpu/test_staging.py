@@ -10,7 +10,7 @@ import pytest
 from tests.gpu.card import REAL, backend_of
 from tests.gpu.gpu_rank import GpuRank, GpuWorld, gpu_world
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(180)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 STAGINGS = ("host", "device")
 TENSORS = 3

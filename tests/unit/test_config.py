@@ -479,7 +479,9 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes | None, probl
 
 
 def test_peers_share_the_channels_ranks() -> None:
-    channel = channel_from("outer", {"peers": ["a", {"group": "b"}], "ranks": "each", "deadline": 5, "staging": "device"})
+    channel = channel_from(
+        "outer", {"peers": ["a", {"group": "b"}], "ranks": "each", "deadline": 5, "staging": "device"}
+    )
     assert channel.peers == (Party("a", "each"), Party("b", "each"))
     assert channel.deadline_s == 5.0
     assert channel.staging == "device"
