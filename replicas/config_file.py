@@ -51,6 +51,7 @@ __all__ = ["SCHEMA_VERSION", "channel_from", "load", "parse"]
 SCHEMA_VERSION = 1
 """The only ``schema_version`` that this version reads."""
 
+_FEWEST_SLOTS = 2
 _SMALLEST_LOG_NBYTES = 4096
 _LONGEST_SOCKET_PATH = 107
 
@@ -329,3 +330,21 @@ def _check_channel(place: Place, channel: ChannelConfig, config: Config, known: 
     count = sum(group.replicas for group in targets if group is not None)
     if channel.min_targets > count and None not in targets:
         place.at("min_targets").problem(f"{channel.min_targets} is more than the {count} replicas of the target groups")
+    if channel.sources and channel.slots < _FEWEST_SLOTS:
+        place.at("slots").problem(
+            f"{channel.slots} is too few: the newest version stays in one while the next comes into another; "
+            f"use at least {_FEWEST_SLOTS}"
+        )
+    if channel.staging == "device":
+        _check_device_staging(place.at("staging"), channel, config)
+
+
+def _check_device_staging(place: Place, channel: ChannelConfig, config: Config) -> None:
+    """Groups that will see no GPU: with ``gpus = 0``, or without a share where others have one."""
+    shared_out = any(group.resources.gpus for group in config.groups.values())
+    for party in (*channel.sources, *channel.targets, *channel.peers):
+        group = config.groups.get(party.group)
+        if group is not None and (group.resources.gpus == 0 or (group.resources.gpus is None and shared_out)):
+            place.problem(
+                f'slots on GPUs, but group "{group.name}" sees none; set its resources.gpus, or staging = "host"'
+            )

@@ -159,6 +159,11 @@ class Hub:
     def leader(self) -> bool:
         return self.member.rank == 0
 
+    @property
+    def gpu(self) -> str:
+        """UUID of the GPU with which this process has joined, for each thread has a current one of its own; empty: none."""
+        return next(iter(self._introduced.cuda_devices), "")
+
     # ------------------------------------------------------------ for the parts
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
@@ -271,6 +276,13 @@ class Hub:
 
     def welcomed(self, welcome: Welcome, resumed: bool) -> None:
         first = not self.holdings.opened
+        if not first and welcome.settings.staging != self.settings.staging:
+            now = welcome.settings.staging
+            error = f'the coordinator wants slots of another kind now (staging = "{now}") than this member has'
+            self._end(
+                self.error(errors.Preflight, error, phase="join", hint="restart all replicas with the new config")
+            )
+            return
         self.settings = welcome.settings
         self.epoch = max(self.epoch, welcome.epoch)
         if self._down_timer is not None:
@@ -279,7 +291,7 @@ class Hub:
         if first:
             self.publishes_made = welcome.publishes
             if welcome.settings.staging == "device":
-                self.device = next(iter(self._introduced.cuda_devices), "")
+                self.device = self.gpu
             self.holdings.open(self.settings.slots, self.device)
         elif not resumed:
             self._guarded(self._new_coordinator)
@@ -411,11 +423,12 @@ class Hub:
 
     def _broken(self, error: Exception) -> None:
         logger.error("%s: the channel ends because of a bug", self.name, exc_info=error)
-        self.session_over(
-            error
-            if isinstance(error, errors.InternalError)
-            else errors.InternalError(f"{type(error).__name__}: {error}", channel=self.name)
-        )
+        if not isinstance(error, errors.InternalError):
+            error = errors.InternalError(f"{type(error).__name__}: {error}", channel=self.name)
+        self._end(error)
+
+    def _end(self, error: errors.ReplicasError) -> None:
+        self.session_over(error)
         self.loop.spawn(self.session.close("failed", BYE_TIMEOUT_S), f"{self.name}: ends")
 
 

@@ -127,7 +127,7 @@ class Lanes:
                         names=message.names,
                         addresses=message.addresses,
                         probe=message.probe,
-                        device=self._hub.device,
+                        device=self._hub.gpu if message.backend == "nccl" else self._hub.device,
                     )
                 )
         except (OSError, RuntimeError, errors.ReplicasError) as error:

@@ -24,6 +24,11 @@ is there, and Filled when the digest is.
 (:mod:`replicas.weights.device_copies`). The slot counts as filled when they have arrived; a thread that waits for them says
 so, and for how long the caller's stream was held. Until then the slot is theirs, also when the publish has failed or ended.
 
+**In order.** The digest of a publish may be there before that of the one before it, which is larger, or on a slower stream.
+The coordinator commits in the order in which it is told, and refuses a version that a newer one has overtaken; so nothing
+is said of the bytes of a publish as long as an earlier one, of which nothing was said, may still come to that
+(:meth:`Publisher._announce`).
+
 **Failure of ours** (no memory, no slot, tensors of no use, not admitted): the weights are walked to their end all the
 same, then the error is raised. PackFailed goes out first, so that the others need not wait, and what is raised is the
 verdict that comes back, the same on all ranks of the replica. **The user's own exception** goes through as it is, after
@@ -121,7 +126,7 @@ class Publisher:
             feed.drain()
             job.pack_s = time.monotonic() - started
             hub.call(self._filled, job, None, feed.device)
-            hub.call(self._send_packed, job)
+            hub.call(self._ready, job)
             return
         started = time.monotonic()
         manifest, packing = self._filling.fill(job, feed)
@@ -163,13 +168,12 @@ class Publisher:
 
     def new_term(self) -> None:
         self._uploaded = ""
-        for job in sorted((*self._unsettled.values(), *self._jobs.values()), key=lambda job: job.number):
-            job.streaming = False  # the new coordinator hears of it when it is packed
+        for job in self._in_order():
+            job.streaming = job.told = False  # the new coordinator hears of it when it is packed
             self._hub.send(job.begin(job.left_s if job.number in self._jobs else LATE_S))
             if job.failed is not None:
                 self._hub.send(job.failed)
-            elif job.told:
-                self._send_packed(job)
+        self._announce()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         for job in list(self._jobs.values()):
@@ -245,21 +249,41 @@ class Publisher:
         if job.slot.image is not None:
             self._hub.holdings.note(job.version, digest=job.digest)
         if job.streaming:
-            job.told = True
+            job.ready = job.told = True
             self._hub.send(job.now_filled(job.slot.place))
         else:
-            self._send_packed(job)
+            self._ready(job)
+
+    def _ready(self, job: PublishJob) -> None:
+        job.ready = True
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell of all publishes that are packed, in their order, up to the first one that may still become so."""
+        for job in self._in_order():
+            if job.announced:
+                continue
+            if job.ready:
+                self._send_packed(job)
+            elif job.number in self._jobs:
+                return
+
+    def _in_order(self) -> list[PublishJob]:
+        return sorted((*self._unsettled.values(), *self._jobs.values()), key=lambda job: job.number)
 
     def _begun_to_fill(self, job: PublishJob, manifest: PartManifest, device: str) -> None:
         if job.number not in self._jobs:
             return
+        if not all(one.announced for one in self._jobs.values() if one.number < job.number):
+            return  # it is told when it is packed, as a whole
         job.streaming = True
         self._hub.filled_up_to(job.version, 0)
         self._upload(manifest)
         self._hub.send(job.begun_to_fill(manifest, device))
 
     def _grown(self, job: PublishJob, nbytes: int) -> None:
-        self._hub.filled_up_to(job.version, nbytes)
+        if job.streaming:
+            self._hub.filled_up_to(job.version, nbytes)
 
     def _upload(self, manifest: PartManifest) -> None:
         if manifest.hash != self._uploaded:
@@ -288,6 +312,7 @@ class Publisher:
         wire = as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None)
         job.failed = PackFailed(job.number, wire)
         self._hub.send(job.failed)
+        self._announce()
 
     def _free(self, job: PublishJob) -> None:
         """Its slot was not filled. An interrupt may have come before the slot was written down."""
@@ -341,6 +366,8 @@ class Publisher:
     def _over(self, job: PublishJob) -> None:
         self._jobs.pop(job.number, None)
         job.stop_timers()
+        if self._hub.over is None:
+            self._announce()
 
     def _fail(self, job: PublishJob, error: errors.ReplicasError) -> None:
         self._over(job)

@@ -22,7 +22,8 @@ class PublishJob:
     :ivar hold: the caller's stream makes the copies, where a device does.
     :ivar copies: what a device has, or had, under way for it.
     :ivar fills: this rank takes a slot for it.
-    :ivar packed: its slot is filled; ``told``: the coordinator was told so, with the ``digest``.
+    :ivar packed: its slot is filled; ``ready``: all that the coordinator is to be told of that is known, the ``digest``, too;
+        ``told``: it was told.
     :ivar streaming: the coordinator was told that it is being filled, and has it sent meanwhile.
     :ivar failed: what was said of a rank that could not pack; None: nothing went wrong here.
     :ivar settling: what is known without a verdict, once it has ended with its outcome unknown.
@@ -51,6 +52,7 @@ class PublishJob:
         self.pending: Pending[Receipt] = Pending(f"publish on {channel}")
         self.admitted: Pending[int] = Pending(f"admission of a publish on {channel}")
         self.packed = False
+        self.ready = False
         self.told = False
         self.streaming = False
         self.digest = ""
@@ -65,6 +67,11 @@ class PublishJob:
         self.hold_s = 0.0
         self.timer: asyncio.TimerHandle | None = None
         self.settling: asyncio.TimerHandle | None = None
+
+    @property
+    def announced(self) -> bool:
+        """Whether the coordinator has heard what comes of it here; the next one may be told of then."""
+        return self.told or self.streaming or self.failed is not None
 
     @property
     def left_s(self) -> float:

@@ -51,6 +51,8 @@ logger = logging.getLogger("replicas.channel")
 MARGIN_S = 0.5
 """A receiver without a slot says so this much before the offer's deadline."""
 KEPT_MANIFESTS = 16
+KEPT_FILLED = 8
+"""Of so many versions it is remembered how far they were filled: several publishes may be under way."""
 BEAT_S = 0.03
 """How often one who waits for a slot looks again: nobody is told when a reader in another process lets go of its memory."""
 
@@ -79,7 +81,7 @@ class Transfers:
         self._transfers: dict[int, _Transfer] = {}
         self._manifests: dict[str, bytes] = {}
         self._decoded: tuple[str, Manifest] | None = None
-        self._filled: tuple[int, int] = (0, 0)
+        self._filled: dict[int, int] = {}
         hub.on_fill(self._filled_up_to)
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
@@ -226,7 +228,9 @@ class Transfers:
 
     def _filled_up_to(self, version: int, nbytes: int) -> None:
         """So much of a version that is being packed may be sent."""
-        self._filled = version, nbytes
+        self._filled[version] = nbytes
+        while len(self._filled) > KEPT_FILLED:
+            del self._filled[next(iter(self._filled))]
         for transfer in self._transfers.values():
             if transfer.offer.version == version and transfer.sidecar is not None:
                 transfer.sidecar.progress(transfer.offer.transfer, nbytes)
@@ -322,7 +326,7 @@ class Transfers:
         moving = lane.sidecar.transfer(spec, slot.buffer)
         if offer.streaming:
             transfer.sidecar = lane.sidecar
-            known = self._filled[1] if self._filled[0] == offer.version else 0
+            known = self._filled.get(offer.version, 0)
             lane.sidecar.progress(go.transfer, slot.data.numel() if slot.state == "held" else known)
         result = await moving
         transfer.sidecar = None

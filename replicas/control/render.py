@@ -137,7 +137,7 @@ def _table_of_resources(groups: Iterable[GroupConfig]) -> Table:
 
 
 def _table_of_channels(channels: Iterable[ChannelConfig]) -> Table:
-    table = _new_table("Channels", "channel", "members", "backend", "transport", "deadline", "on lost", "slots")
+    table = _new_table("Channels", "channel", "members", "backend", "transport", "deadline", "on lost", "slots", "staging")
     for channel in channels:
         if channel.peers:
             members = f"peers {_parties(channel.peers)}"
@@ -151,6 +151,7 @@ def _table_of_channels(channels: Iterable[ChannelConfig]) -> Table:
             duration_text(channel.deadline_s),
             channel.on_lost,
             str(channel.slots),
+            channel.staging,
         )
     return table
 

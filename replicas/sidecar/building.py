@@ -8,10 +8,14 @@ What ProcessGroupNCCL may not do
 ================================
 
 Its watchdog is made for a rank that ends with its group. Here the owner of the process has the deadlines, and the store is
-everybody's. So it writes no dump signal (``exception_dump``, unprefixed: every other process with a group on that store
-would abort minutes later), has no monitor that aborts the process, tears nothing down after an error, and knows no timeout
-that could come before ours. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it would do all of that again: the level is
-lowered, in this process only.
+everybody's. So it has no watchdog at all, which is torch's own rule where waits block (``TORCH_NCCL_BLOCKING_WAIT``): nobody
+writes a dump signal (``exception_dump``, unprefixed: every other process with a group on that store would abort minutes
+later), aborts the process, tears anything down after an error, or knows a timeout that could come before ours. Should a
+release of torch have one all the same, the other variables leave it nothing to do. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it
+would do all of that again: the level is lowered, in this process only.
+
+Nor is it ever destroyed: it would abort its communicators, wait for that up to its timeout, and keep back the answer that
+says what went wrong. The end of the process does it.
 """
 
 from __future__ import annotations
@@ -49,18 +53,20 @@ MULTI_RANK_VERSION = (2, 30)
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
+    "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    "TORCH_NCCL_BLOCKING_WAIT": "0",
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
     "TORCH_NCCL_DESYNC_DEBUG": "0",
     "TORCH_NCCL_NAN_CHECK": "0",
     "TORCH_NCCL_TRACE_BUFFER_SIZE": "0",
+    "TORCH_FR_BUFFER_SIZE": "0",
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 """Whatever the rank has for itself."""
 _SIOCGIFADDR = 0x8915
+_never_destroyed: list[Any] = []
 
 
 def build_group(spec: GroupSpec) -> Group:
@@ -71,9 +77,7 @@ def build_group(spec: GroupSpec) -> Group:
     """
     deadline = time.monotonic() + spec.timeout_s
     found = accelerator()
-    if (
-        spec.backend == "nccl" and found is not None and found.group_backend == "gloo"
-    ):  # another kind of device than CUDA's
+    if spec.backend == "nccl" and found is not None and found.group_backend == "gloo":  # it is another kind than CUDA
         spec = msgspec.structs.replace(spec, backend="gloo")
     if spec.backend == "nccl":
         _set_nccl_environment(spec)
@@ -136,6 +140,7 @@ def _build_nccl(store: Any, spec: GroupSpec) -> Group:
     options = _c10d.ProcessGroupNCCL.Options()
     options._timeout = NCCL_TIMEOUT
     backend = _c10d.ProcessGroupNCCL(store, spec.rank, spec.size, options)
+    _never_destroyed.append(backend)
     if hasattr(backend, "eager_connect_single_device"):
         backend.eager_connect_single_device(where)
     return NcclGroup(backend, spec, device, where)

@@ -162,6 +162,12 @@ class _Checker:
         with self._stream():
             self._part(flight.bucket.owner).update(flight.tensor)
 
+    def end(self) -> None:
+        """Other threads, whose streams know nothing of this one's, may use what was enqueued."""
+        if self._device is not None:
+            with self._stream():
+                self._device.synchronize()
+
     def image_digest(self) -> str:
         if self._device is not None:
             with self._stream():
@@ -236,6 +242,7 @@ class _Mover:
             self._pass_on(arriving.popleft(), thread)
         while self._leaving:
             self._end(self._leaving.popleft())
+        self._checks.append(thread.submit(self.checker.end))
 
     def finish(self) -> None:
         """Wait until all is digested and in its place."""

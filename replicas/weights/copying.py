@@ -42,7 +42,8 @@ __all__ = ["PROGRESS_NBYTES", "STEP_NBYTES", "Copier", "Prefix", "Progress", "St
 STEP_NBYTES = 4 << 20
 """About how much one step copies: with 1 MiB two threads were a fifth slower, with 16 MiB no faster."""
 DEVICE_NBYTES = 64 << 20
-"""Copies from a device are waited for when this much is under way, or a quarter of it when somebody is told of progress."""
+"""Copies from a device are waited for when this much is under way, or a quarter of it when somebody is told of progress;
+copies within a device only when somebody is told."""
 PROGRESS_NBYTES = 8 << 20
 """Progress is told when it is this much: as much as a sender sends at once."""
 

@@ -12,6 +12,11 @@ A tensor over such memory is made by ``__cuda_array_interface__``; its storage k
 waits then for all work on it. A process cannot open its own handles: they are looked up. A forked child must not touch what
 it inherited, and does not.
 
+*Streams* of ours are made by the driver. Those of torch are a pool of 32, which are given out again and again: ours could be
+the one on which the user trains, or captures a graph. Each thread has one, which goes to another thread when it has ended:
+torch's allocator keeps memory for each stream, so they are few. A capture by another thread must not be disturbed:
+:func:`~replicas.weights.cuda_driver.uncaptured`.
+
 Devices are numbered by the driver and by torch alike, in the order of ``CUDA_VISIBLE_DEVICES``; who they are is asked of the
 driver, which creates no context for it. A thread that has not chosen a device has number 0 as its current one. To work on
 that by mistake would create a context there, of some hundred megabytes: where no device is named, it is therefore that of the
@@ -33,6 +38,7 @@ import torch
 
 from replicas.errors import NoCapacity, Preflight, WorldError
 from replicas.weights.accelerator import Accelerator, DeviceMemory, Event, Registration
+from replicas.weights.cuda_copies import enqueue
 from replicas.weights.cuda_driver import (
     ALREADY_REGISTERED,
     BROKEN_HINT,
@@ -45,6 +51,8 @@ from replicas.weights.cuda_driver import (
     library,
     list_devices,
     memory_info,
+    new_stream,
+    uncaptured,
 )
 from replicas.weights.cuda_objects import Block, CudaEvent, CudaMemory, CudaRegistration, first_line, typed
 
@@ -55,8 +63,6 @@ logger = logging.getLogger("replicas.weights")
 _cuda: Any = torch.cuda  # torch leaves much of it untyped
 _backends: Any = torch.backends
 _GRANULE_NBYTES = 2 << 20
-_SMALL_NBYTES = 1 << 20
-"""Smaller tensors are copied many at a time: the launch of each would cost more than its copy."""
 _VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 _LAZY_PEER_ACCESS = 1
@@ -84,6 +90,7 @@ class Cuda(Accelerator):
         self._own_events: weakref.WeakValueDictionary[bytes, CudaEvent] = weakref.WeakValueDictionary()
         self._refused = False
         self._local = threading.local()
+        self._idle: dict[int, list[Any]] = {}
 
     # ------------------------------------------------------------ devices
 
@@ -129,7 +136,7 @@ class Cuda(Accelerator):
     def uuid_of(self, tensor: torch.Tensor) -> str:
         if not tensor.is_cuda:
             return ""
-        return self.visible()[tensor.device.index]
+        return (self._visible or self.visible())[tensor.device.index]
 
     # ------------------------------------------------------------ memory
 
@@ -251,20 +258,8 @@ class Cuda(Accelerator):
         return CudaEvent(opened, uuid, index)
 
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        small: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-        with typed(self._default()), torch.no_grad():
-            for destination, source in zip(destinations, sources, strict=True):
-                if not source.numel():
-                    continue
-                if destination.is_cuda and source.device == destination.device and source.nbytes < _SMALL_NBYTES:
-                    small[0].append(destination)
-                    small[1].append(source)
-                    continue
-                # torch copies to host memory with gaps through a temporary, for which it would have to wait
-                gaps = destination.is_cpu and not destination.is_contiguous()
-                destination.copy_(source, non_blocking=not gaps)
-            if small[0]:
-                torch._foreach_copy_(small[0], small[1], True)
+        with typed(self._default()):
+            enqueue(destinations, sources)
 
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -274,14 +269,34 @@ class Cuda(Accelerator):
     @contextlib.contextmanager
     def on_side_stream(self, uuid: str = "") -> Iterator[None]:
         index = self._index(uuid or self._default())
-        streams: dict[int, torch.cuda.Stream] = self._local.__dict__.setdefault("streams", {})
-        if index not in streams:
-            streams[index] = _cuda.Stream(index)  # one of a pool of torch's
-        with _cuda.stream(streams[index]):
+        own: _Streams | None = getattr(self._local, "own", None)
+        if own is None:
+            own = self._local.own = _Streams(self._idle)
+        if index not in own.streams:
+            own.streams[index] = self._stream(index)
+        with uncaptured(), _cuda.stream(own.streams[index]):
             yield
+
+    def _stream(self, index: int) -> Any:
+        with contextlib.suppress(KeyError, IndexError):
+            return self._idle[index].pop()
+        with self._in_context(index):
+            try:
+                return _cuda.ExternalStream(new_stream(), device=index)
+            except DriverError as error:
+                raise WorldError(
+                    f"GPU {self.visible()[index]} has no stream for us: {error}", hint=BROKEN_HINT
+                ) from error
 
     @contextlib.contextmanager
     def on_stream(self, stream: object) -> Iterator[None]:
+        if (
+            isinstance(stream, torch.Stream)
+            and not isinstance(stream, torch.cuda.Stream)
+            and stream.device.type == "cuda"
+        ):
+            known = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
+            stream = _cuda.Stream(**known)  # as torch.accelerator gives it
         if stream is not None and not isinstance(stream, torch.cuda.Stream):
             raise TypeError(f"a stream must be a torch.cuda.Stream, not a {type(stream).__name__}")
         with _cuda.stream(stream):
@@ -316,6 +331,18 @@ class Cuda(Accelerator):
 
     def _in_context(self, index: int) -> contextlib.AbstractContextManager[None]:
         return self._contexts.current(index, self.visible()[index])
+
+
+class _Streams:
+    """The streams of one thread, by device. ``idle``: where they go when it has ended."""
+
+    def __init__(self, idle: dict[int, list[Any]]) -> None:
+        self.streams: dict[int, Any] = {}
+        self._idle = idle
+
+    def __del__(self) -> None:
+        for index, stream in self.streams.items():
+            self._idle.setdefault(index, []).append(stream)
 
 
 def _ipc_handle(handle: bytes) -> IpcHandle:

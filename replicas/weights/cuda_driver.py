@@ -29,6 +29,8 @@ __all__ = [
     "library",
     "list_devices",
     "memory_info",
+    "new_stream",
+    "uncaptured",
 ]
 
 logger = logging.getLogger("replicas.weights")
@@ -68,7 +70,11 @@ _SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuIpcCloseMemHandle": (Pointer,),
     "cuMemHostRegister_v2": (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint),
     "cuMemHostUnregister": (ctypes.c_void_p,),
+    "cuStreamCreate": (ctypes.POINTER(ctypes.c_void_p), ctypes.c_uint),
+    "cuThreadExchangeStreamCaptureMode": (ctypes.POINTER(ctypes.c_int),),
 }
+_NON_BLOCKING = 1
+_THREAD_LOCAL = 1
 
 
 @functools.cache
@@ -136,6 +142,27 @@ def memory_info() -> tuple[int, int]:
     return free.value, total.value
 
 
+def new_stream() -> int:
+    """A stream of the current context, which waits for no default stream; it is kept for ever."""
+    stream = ctypes.c_void_p()
+    call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
+    return stream.value or 0
+
+
+@contextlib.contextmanager
+def uncaptured() -> Iterator[None]:
+    """While another thread captures a CUDA graph, as engines do when they start, a thread that allocates, pins, or asks for an
+    event fails, and spoils the capture. Not so what this thread does inside: it has nothing to do with the graph."""
+    found, mode = library(), ctypes.c_int(_THREAD_LOCAL)
+    # It fails where the driver has not been initialised, and there is no capture then.
+    changed = found is not None and not found.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+    try:
+        yield
+    finally:
+        if changed and found is not None:
+            found.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))  # as it was
+
+
 class Contexts:
     """The primary contexts that this process has used; they are kept. Thread-safe."""
 
@@ -157,7 +184,8 @@ class Contexts:
                 raise NoCapacity(f"GPU {name} has no memory left for the context of another process") from error
             raise WorldError(f"GPU {name} cannot be used: {error}", hint=BROKEN_HINT) from error
         try:
-            yield
+            with uncaptured():
+                yield
         finally:
             found = library()
             if found is not None:

@@ -12,7 +12,7 @@ import torch
 
 from replicas.errors import NoCapacity, WorldError
 from replicas.weights.accelerator import DeviceMemory, Event, Registration
-from replicas.weights.cuda_driver import BROKEN_HINT
+from replicas.weights.cuda_driver import BROKEN_HINT, uncaptured
 
 __all__ = ["Block", "CudaEvent", "CudaMemory", "CudaRegistration", "first_line", "tensor_over", "typed"]
 
@@ -85,11 +85,11 @@ class CudaEvent(Event):
 
     def synchronize(self) -> None:
         # Not on the thread's current device, where it would make a context.
-        with typed(self._uuid), torch.cuda.device(self._index):
+        with typed(self._uuid), torch.cuda.device(self._index), uncaptured():
             self._event.synchronize()
 
     def query(self) -> bool:
-        with typed(self._uuid), torch.cuda.device(self._index):
+        with typed(self._uuid), torch.cuda.device(self._index), uncaptured():
             return bool(self._event.query())
 
     def seconds_since(self, earlier: Event) -> float:

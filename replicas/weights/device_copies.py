@@ -4,9 +4,10 @@ Theory of operation
 ===================
 
 A publish of tensors in device memory holds nobody's thread: the caller *enqueues* all copies, and what comes after them on
-its stream is done after them. One *batch* is some 64 MiB; behind it an event is recorded. A thread of this publish, the
-*follower*, waits for one event after the other, and tells what has arrived: to the digest (and the sender) of host memory,
-which work meanwhile, or at the end to the digest on the device. What fails on the device is known only there::
+its stream is done after them. One *batch* is some 64 MiB, or all when nobody looks at less; behind it an event is recorded.
+(Within a GPU a batch of 64 MiB would take as long as its events.) A thread of this publish, the *follower*, waits for one
+event after the other, and tells what has arrived: to the digest (and the sender) of host memory, which work meanwhile, or at
+the end to the digest on the device. What fails on the device is known only there::
 
     caller            wait for what the slot's last readers do · copy · event · copy · event · copy · end
     follower                                                         arrived    arrived   arrived · copied · digest
@@ -139,8 +140,12 @@ class DeviceCopies:
         else:
             self._sink = _HostSink(data, progress)
         self.digest = self._sink.digest
-        self._most = DEVICE_NBYTES if progress is None else DEVICE_NBYTES // 4
-        self._step_nbytes = self._most if self._device else DEVICE_NBYTES // 4
+        self._most, self._step_nbytes = DEVICE_NBYTES, DEVICE_NBYTES
+        if not self._device:
+            self._most = DEVICE_NBYTES if progress is None else DEVICE_NBYTES // 4
+            self._step_nbytes = DEVICE_NBYTES // 4
+        elif progress is None:
+            self._most = self._step_nbytes = max(1, self._nbytes)
         self._starts: dict[str, Event] = {}
         self._ends: dict[str, Event] = {}
         self._last: dict[str, Event] = {}
@@ -149,7 +154,11 @@ class DeviceCopies:
         self._used: set[str] = set()
         self._batches: queue.SimpleQueue[_Batch | SyncError | None] = queue.SimpleQueue()
         threading.Thread(target=self._follow, name="replicas-copies", daemon=True).start()
-        manner.begun(self)
+        try:
+            manner.begun(self)
+        except BaseException as error:
+            self._give_up(error)
+            raise
 
     # ------------------------------------------------------------ the caller's thread
 
@@ -164,8 +173,12 @@ class DeviceCopies:
         try:
             with suppress(ReplicasError):  # a device that has failed copies nothing any more
                 self._end_batch()
-        finally:  # the error itself would keep the frames of its traceback, and the tensors in them
-            self._batches.put(SyncError(f"given up: {type(error).__name__}: {error}", phase="pack", hint=""))
+        finally:
+            self._give_up(error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """The error itself would keep the frames of its traceback, and the tensors in them."""
+        self._batches.put(SyncError(f"given up: {type(error).__name__}: {error}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
         """Copy ``source`` to the bytes from ``start`` to ``end``, on the current stream; it may be freed and written then.

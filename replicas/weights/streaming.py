@@ -50,9 +50,10 @@ available = _stream is not None
 
 def _cache_nbytes() -> int:
     try:
-        return os.sysconf("SC_LEVEL3_CACHE_SIZE") or _CACHE_NBYTES
+        found = os.sysconf("SC_LEVEL3_CACHE_SIZE")
     except (OSError, ValueError):  # a C library that does not know this name
         return _CACHE_NBYTES
+    return found if found > 0 else _CACHE_NBYTES
 
 
 def pays(nbytes: int) -> bool:

@@ -149,8 +149,8 @@ async def test_the_parts_of_a_version_on_two_gpus() -> None:
             assert [await load(rollout) for rollout in rollouts] == [(int(value), value)] * 2
 
 
-async def test_a_target_without_a_free_slot_or_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with channel_world({**DEVICE, "slots": 1, "deadline": "4s"}) as world:
+async def test_a_target_without_memory_for_a_slot(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with channel_world({**DEVICE, "deadline": "4s"}) as world:
         trainer, rollout = await join(world, "trainer", 0, "FAKE-0"), await join(world, "rollout", 0, "FAKE-0")
         monkeypatch.setenv("FAKE_MEMORY_NBYTES", str(accelerator_allocated() + IMAGE_NBYTES * 3 // 2))
         with pytest.raises(errors.NoCapacity):

@@ -235,7 +235,8 @@ async def test_a_sidecar_that_ends_in_mid_transfer_leaves_no_memory(server: str,
 # ---------------------------------------------------------------- at the join
 
 
-async def test_a_sidecar_proves_that_it_can_open_its_ranks_memory(server: str) -> None:
+async def test_a_sidecar_proves_that_it_can_open_its_ranks_memory(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicas.sidecar.device_probe._proven", set())
     before = fake_memory_nbytes(os.getpid())
     forkserver = await Forkserver.connect(server)
     try:
@@ -256,6 +257,7 @@ async def test_a_sidecar_proves_that_it_can_open_its_ranks_memory(server: str) -
 async def test_a_sidecar_that_cannot_open_memory_is_found_at_the_join(
     server: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str, said: str, remedy: str
 ) -> None:
+    monkeypatch.setattr("replicas.sidecar.device_probe._proven", set())  # other tests of this process have shown it
     with monkeypatch.context() as patch:
         patch.setenv(name, value)
         forkserver = await Forkserver.spawn()

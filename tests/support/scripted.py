@@ -20,7 +20,7 @@ from replicas.channel.transfers import Transfers
 from replicas.channel.watches import Watches
 from replicas.core.identity import Member, ProcessIdentity
 from replicas.core.manifest import Manifest, TensorSpec
-from replicas.sidecar.client import CollectiveSpec, Done, SidecarDied, TransferResult, TransferSpec, Turn
+from replicas.sidecar.client import CollectiveSpec, Done, GroupSpec, SidecarDied, TransferResult, TransferSpec, Turn
 from replicas.weights.arena import Buffer
 
 __all__ = ["MANIFEST", "ME", "Loop", "Session", "Sidecar", "World"]
@@ -68,8 +68,10 @@ class Sidecar:
         self.answers: list[Done] = []
         self.dead = asyncio.Event()
         self.slot_value = 7.0
+        self.spec: GroupSpec | None = None
 
-    async def build(self, spec: object) -> float:
+    async def build(self, spec: GroupSpec) -> float:
+        self.spec = spec
         return 0.1
 
     async def transfer(self, spec: TransferSpec, buffer: Buffer) -> TransferResult:

@@ -272,6 +272,11 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
             "channels.policy.peers: all peers of a channel must have the same ranks",
         ),
         (
+            {"sources": ["trainer"], "targets": ["rollout"], "slots": 1},
+            "channels.policy.slots: 1 is too few: the newest version stays in one while the next comes into another; "
+            "use at least 2",
+        ),
+        (
             {"sources": [{"group": "trainer", "ranks": "each"}]},
             'channels.policy.sources: ranks of group "trainer": expected "leader" or "all", got "each"',
         ),
@@ -296,6 +301,19 @@ def test_a_command_is_looked_up_in_the_groups_own_folder_and_path(folder: Path) 
 )
 def test_a_bad_channel(folder: Path, keys: dict[str, Any], problem: str) -> None:
     assert channel_problems(folder, **keys) == (problem,)
+
+
+@pytest.mark.parametrize("share", [{}, {"resources": {"gpus": 0}}])
+def test_slots_on_gpus_that_a_group_does_not_see(folder: Path, share: dict[str, Any]) -> None:
+    groups = {
+        "trainer": {"command": ["train.py"], "resources": {"gpus": 1}},
+        "rollout": {"command": ["rollout.py"], **share},
+    }
+    channel = {"sources": ["trainer"], "targets": ["rollout"], "staging": "device"}
+    assert problems(a_config(groups=groups, channels={"policy": channel}), folder) == (
+        'channels.policy.staging: slots on GPUs, but group "rollout" sees none; set its resources.gpus, '
+        'or staging = "host"',
+    )
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 
@@ -134,6 +135,25 @@ async def test_a_new_term_asks_again_and_drops_what_was_under_way(target: World)
     assert target.slots() == {}
     assert not pending.done()
     assert not watching.done()
+
+
+async def test_slots_do_not_change_their_kind(target: World) -> None:
+    """A coordinator that is started again with another config."""
+    pending = target.receiver.receive(None)
+    changed = msgspec.structs.replace(target.welcome.settings, staging="device")
+    target.hub.welcomed(msgspec.structs.replace(target.welcome, settings=changed), False)
+    with pytest.raises(errors.Preflight, match="restart all replicas"):
+        await pending
+
+
+async def test_a_lane_of_nccl_is_on_the_gpu_that_the_rank_has_joined_with(target: World) -> None:
+    target.hub._introduced = msgspec.structs.replace(target.hello, cuda_devices=("GPU-3",))
+    for backend, device in (("gloo", ""), ("nccl", "GPU-3")):
+        target.tell(wire.LaneForm(backend, "prefix", "host", 1, 0, 1, backend, ("127.0.0.1",), 5.0))  # type: ignore[arg-type]  # valid ones
+        await target.session.next(wire.LaneFormed)
+        spec = target.loop.sidecars[-1].spec
+        assert spec is not None
+        assert spec.device == device
 
 
 async def test_the_end_of_the_session_ends_every_wait(target: World) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -36,6 +37,8 @@ class Driver:
         self.cached = 0
         self.fails: dict[str, int] = {}
         self.calls: list[str] = []
+        self.streams = 0
+        self.mode = 0
         functions = {name: self._function(name, arguments) for name, arguments in cuda_driver._SIGNATURES.items()}
         self.library = SimpleNamespace(**functions)
 
@@ -85,6 +88,7 @@ class Driver:
 
     def cuMemAlloc_v2(self, address: Any, nbytes: int) -> int | None:
         assert self.contexts
+        assert self.mode == 1, "it would spoil a capture of another thread"
         if nbytes > self.room - self.cached:
             return 2
         self.room -= nbytes
@@ -117,6 +121,14 @@ class Driver:
     def cuMemHostUnregister(self, address: int) -> None:
         del self.pinned[address]
 
+    def cuStreamCreate(self, stream: Any, flags: int) -> None:
+        assert flags == 1
+        self.streams += 1
+        stream[0] = self.streams
+
+    def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> None:
+        self.mode, mode[0] = mode[0], self.mode
+
 
 @pytest.fixture
 def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
@@ -139,6 +151,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     monkeypatch.setattr(cuda_objects, "tensor_over", over)
     yield made
     assert not made.contexts
+    assert not made.mode
 
 
 def test_devices_are_called_what_every_process_calls_them(driver: Driver) -> None:
@@ -264,8 +277,8 @@ class Torch:
     """What is asked of torch.cuda: events and streams that only write down what is done with them."""
 
     class Stream:
-        def __init__(self, index: int) -> None:
-            self.index = index
+        def __init__(self, pointer: int, device: int) -> None:
+            self.pointer, self.index = pointer, device
 
     def __init__(self) -> None:
         self.done: list[Any] = []
@@ -301,10 +314,16 @@ class Torch:
         self.current = before
 
 
+def side_work(gpu: Cuda, driver: Driver) -> None:
+    with gpu.on_side_stream(SECOND), gpu.on_side_stream(SECOND):
+        assert driver.mode == 1
+
+
 def test_events_and_streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     stub = Torch()
-    for name in ("Event", "Stream", "current_stream", "device", "stream"):
+    for name in ("Event", "current_stream", "device", "stream"):
         monkeypatch.setattr(torch.cuda, name, getattr(stub, name))
+    monkeypatch.setattr(torch.cuda, "ExternalStream", stub.Stream)
     gpu = Cuda()
     assert gpu.device() == FIRST
     event, later = gpu.event(timing=True), gpu.event(SECOND, timing=True)
@@ -318,6 +337,11 @@ def test_events_and_streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> 
     (_, first), (_, second), (_, third) = stub.done
     assert (first, third) == ("default 0", "default 0")
     assert isinstance(second, Torch.Stream)
+    for _ in range(3):  # each thread has one, as long as it lives
+        thread = threading.Thread(target=side_work, args=(gpu, driver))
+        thread.start()
+        thread.join()
+    assert driver.streams == 2
     assert later.seconds_since(event) == 0.25
     shared = gpu.event(interprocess=True)
     assert stub.done[-1] == ("blocking", "interprocess")

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 import threading
 import time
+import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +29,7 @@ from replicas.sidecar.process import SidecarProcess
 from replicas.sidecar.transfer import run_transfer
 from replicas.weights import Buffer, Feed, Shard, digest_of, stage
 from replicas.weights.device_buffers import lingering_nbytes
-from replicas.weights.device_digest import DeviceStreamDigest, device_digest_of
+from replicas.weights.device_digest import DeviceDigest, DeviceStreamDigest, device_digest_of
 from tests.support.fake_accelerator import NAME, FakeAccelerator
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
@@ -139,6 +141,7 @@ class NcclWork:
     def __init__(self, looks: int, error: Exception | None = None) -> None:
         self._looks = looks
         self._error = error
+        self.waited = False
 
     def is_completed(self) -> bool:
         self._looks -= 1
@@ -147,12 +150,19 @@ class NcclWork:
     def exception(self) -> Exception | None:
         return self._error
 
+    def wait(self) -> None:
+        assert self._looks < 0, "it would wait in its own way"
+        assert self._error is None, "it would abort the communicator"
+        self.waited = True
+
 
 def test_nccl_is_waited_for_without_its_own_wait() -> None:
     def handle(work: NcclWork, deadline: float) -> Handle:
         return Handle([work], deadline, wait=NcclGroup._wait_for)
 
-    handle(NcclWork(5), time.monotonic() + 5.0).wait()
+    work = NcclWork(5)
+    handle(work, time.monotonic() + 5.0).wait()
+    assert work.waited, "torch keeps the tensors until then"
     with pytest.raises(RuntimeError, match="NCCL: remote process exited"):
         handle(NcclWork(2, RuntimeError("remote process exited")), time.monotonic() + 5.0).wait()
     with pytest.raises(RuntimeError, match="not done in time"):
@@ -164,6 +174,30 @@ def test_what_nccl_may_not_do_is_said_in_the_environment(monkeypatch: pytest.Mon
     building._set_nccl_environment(spec_of(0, 2, backend="nccl", nccl_env={"NCCL_ALGO": "Ring"}))
     assert os.environ == building.NCCL_ENVIRONMENT | {"NCCL_ALGO": "Ring", "NCCL_SOCKET_IFNAME": "lo"}
     assert {os.environ[f"TORCH_NCCL_{name}"] for name in ("DUMP_ON_TIMEOUT", "ENABLE_MONITORING")} == {"0"}
+
+
+def test_a_group_of_nccl_that_does_not_connect_is_not_destroyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its destructor may hang, and with it the answer."""
+
+    class Backend:
+        def __init__(self, *arguments: object) -> None:
+            made.append(weakref.ref(self))
+
+        def eager_connect_single_device(self, device: torch.device) -> None:
+            raise RuntimeError("no peer")
+
+        Options = SimpleNamespace
+
+    made: list[weakref.ref[Backend]] = []
+    monkeypatch.setattr(building._c10d, "ProcessGroupNCCL", Backend, raising=False)
+    monkeypatch.setattr(building._c10d, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(building, "accelerator", FakeAccelerator)
+    monkeypatch.setattr(building, "_never_destroyed", [])
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    with pytest.raises(RuntimeError, match="no peer"):
+        building._build_nccl(_c10d.HashStore(), spec_of(0, 1, backend="nccl"))
+    gc.collect()
+    assert made[0]() is not None
 
 
 @pytest.mark.parametrize(
@@ -287,6 +321,40 @@ def test_spread_parts_arrive_whatever_their_routes_are(seed: int, monkeypatch: p
         assert results[rank].image_digest == device_digest_of(full[manifest.data_offset :])
         for owner in results[rank].part_digests:
             assert results[rank].part_digests[owner] == device_digest_of(parts[owner])
+
+
+def test_a_digest_is_made_of_what_the_other_thread_has_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Streams of two threads know nothing of each other: what the one has enqueued is not there yet for the other."""
+    told: list[tuple[str, str]] = []
+
+    class Noted(FakeAccelerator):
+        def synchronize(self, uuid: str = "") -> None:
+            told.append(("waits", threading.current_thread().name))
+            super().synchronize(uuid)
+
+    class NotedDigest(DeviceDigest):
+        def advance(self, nbytes: int) -> None:
+            told.append(("enqueues", threading.current_thread().name))
+            super().advance(nbytes)
+
+        def hexdigest(self) -> str:
+            told.append(("reads", threading.current_thread().name))
+            return super().hexdigest()
+
+    monkeypatch.setattr("replicas.sidecar.transfer.DeviceDigest", NotedDigest)
+    manifest = Manifest((TensorSpec("x", "uint8", (1000,)),))
+    images = [torch.full((manifest.image_nbytes,), 5, dtype=torch.uint8) for _ in range(2)]
+    gpu, board = Noted(), Board()
+
+    def run(rank: int) -> None:
+        spec = wire.TransferSpec(1, "receive" if rank else "send", "image", manifest.encode(), (0,), None, 5.0, digest="d")
+        run_transfer(SerialGroup(board, rank, 2), spec, manifest, images[rank], lambda nbytes, deadline: None, gpu)
+
+    everywhere(2, run)
+    reads = next(place for place, (what, _) in enumerate(told) if what == "reads")
+    digesting = [who for what, who in told[:reads] if what == "enqueues"][-1]
+    assert digesting != told[reads][1]
+    assert [what for what, who in told[:reads] if who == digesting][-1] == "waits"
 
 
 def test_a_digest_of_pieces_is_that_of_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,196 @@
+"""Which copies are enqueued on a CUDA stream for many pairs of tensors.
+
+Theory of operation
+===================
+
+To launch one copy costs some 5 us of the caller's thread, in which a GPU moves ten megabytes within its memory, or 250 KB to
+the host. A model has thousands of tensors that are smaller than that, so they are not copied one by one:
+
+*Within the device* all pairs below :data:`LARGE_NBYTES` of the same two dtypes go to ``torch._foreach_copy_``, which copies
+some hundred tensors by one kernel. It does so only when all are on one device, dense and alike in their dtypes. Some releases
+of torch do not look at the dtypes of the destinations, and write garbage where they differ: we sort the pairs.
+
+*Between device and host* small tensors that lie one behind the other in host memory, as those of a slot do, are one transfer
+from or to some memory on the device, and copied within the device from or to there. That memory comes from torch's allocator
+on the current stream, so it is used again as soon as the stream is done with it. Casts happen on the device.
+
+What is left is copied one by one, by torch. Nothing waits, but for host memory that is not pinned, or has gaps.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
+
+import torch
+
+from replicas.weights.streaming import writing
+
+__all__ = ["LARGE_NBYTES", "RUN_NBYTES", "SMALL_NBYTES", "enqueue"]
+
+LARGE_NBYTES = 8 << 20
+"""Within the device: from here on a copy takes longer than its launch, and the copy engine is faster than a kernel."""
+SMALL_NBYTES = 512 << 10
+"""The same between device and host."""
+RUN_NBYTES = 16 << 20
+"""So many bytes of small tensors are one transfer at most."""
+
+_Pair = tuple[torch.Tensor, torch.Tensor]
+_Tensors = list[torch.Tensor]
+_IS_CUDA = operator.attrgetter("is_cuda")
+_DTYPE, _NBYTES = operator.attrgetter("dtype"), operator.attrgetter("nbytes")
+_DENSE, _DEVICE = torch.Tensor.is_contiguous, torch.Tensor.get_device
+_LAZY = torch.Tensor.is_conj, torch.Tensor.is_neg
+
+
+def enqueue(
+    destinations: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    on_device: Callable[[torch.Tensor], bool] = _IS_CUDA,
+) -> None:
+    """Copy to each destination the source of the same shape, on the current stream; values are cast where dtypes differ.
+
+    :param on_device: tells tensors on a device from those in host memory.
+    """
+    if len(destinations) != len(sources):
+        raise ValueError(f"{len(sources)} tensors cannot be copied to {len(destinations)}")
+    with writing(destinations):
+        if any(any(map(lazy, sources)) for lazy in _LAZY):  # on the host it would be done before the bytes are there
+            sources = [source.resolve_conj().resolve_neg() for source in sources]
+        there, here = list(map(on_device, destinations)), list(map(on_device, sources))
+        if all(there) and all(here):
+            _copy_within(list(destinations), list(sources))
+        else:
+            _copy_mixed(list(zip(destinations, sources, strict=True)), list(zip(there, here, strict=True)))
+
+
+def _copy_mixed(pairs: Sequence[_Pair], on_device: Sequence[tuple[bool, bool]]) -> None:
+    within: list[_Pair] = []
+    to_host: list[_Pair] = []
+    to_device: list[_Pair] = []
+    for pair, (there, here) in zip(pairs, on_device, strict=True):
+        destination, source = pair
+        if there and here:
+            within.append(pair)
+        elif not (there or here):
+            destination.copy_(source)
+        elif here:
+            if destination.nbytes < SMALL_NBYTES and destination.is_contiguous():
+                to_host.append(pair)
+            else:
+                _to_host(destination, source)
+        elif source.nbytes < SMALL_NBYTES and source.is_contiguous():
+            to_device.append(pair)
+        else:
+            _to_device(destination, source)
+    _copy_within([destination for destination, _ in within], [source for _, source in within])
+    for run in _runs(to_host, 0):
+        _gather(run)
+    for run in _runs(to_device, 1):
+        _scatter(run)
+
+
+def _to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """One tensor. To memory with gaps torch copies through a temporary, for which it has to wait."""
+    destination.copy_(source, non_blocking=destination.is_contiguous())
+
+
+def _to_device(destination: torch.Tensor, source: torch.Tensor) -> None:
+    """One tensor. torch would cast on the host, into memory that is not pinned."""
+    if destination.dtype != source.dtype and source.is_contiguous():
+        source = torch.empty_like(source, device=destination.device).copy_(source, non_blocking=True)
+    destination.copy_(source, non_blocking=True)
+
+
+def _copy_within(destinations: _Tensors, sources: _Tensors) -> None:
+    lists = destinations, sources
+    kinds = zip(*(map(what, one) for what in (_DTYPE, _DEVICE, _DENSE) for one in lists), strict=True)
+    alike: dict[tuple[object, ...], tuple[_Tensors, _Tensors]] = {}
+    for destination, source, nbytes, kind in zip(*lists, map(_NBYTES, destinations), kinds, strict=True):
+        if nbytes >= LARGE_NBYTES:
+            destination.copy_(source, non_blocking=True)
+            continue
+        found = alike.get(kind)
+        if found is None:
+            found = alike[kind] = [], []
+        found[0].append(destination)
+        found[1].append(source)
+    for kind, (some, others) in alike.items():
+        if kind[2] == kind[3] and kind[4] and kind[5]:  # one device, dense
+            torch._foreach_copy_(some, others, True)
+            continue
+        for destination, source in zip(some, others, strict=True):
+            destination.copy_(source, non_blocking=True)
+
+
+def _gather(run: Sequence[_Pair]) -> None:
+    """To contiguous host memory."""
+    if len(run) == 1:
+        _to_host(*run[0])
+        return
+    hosts, sources = [destination for destination, _ in run], [source for _, source in run]
+    held = torch.empty(_length(hosts), dtype=torch.uint8, device=sources[0].device)
+    _copy_within(_views(held, hosts), sources)
+    _bytes_of(hosts).copy_(held, non_blocking=True)
+
+
+def _scatter(run: Sequence[_Pair]) -> None:
+    """From contiguous host memory."""
+    if len(run) == 1:
+        _to_device(*run[0])
+        return
+    hosts, destinations = [source for _, source in run], [destination for destination, _ in run]
+    held = torch.empty(_length(hosts), dtype=torch.uint8, device=destinations[0].device)
+    held.copy_(_bytes_of(hosts), non_blocking=True)
+    _copy_within(destinations, _views(held, hosts))
+
+
+def _runs(pairs: Sequence[_Pair], host: int) -> Iterator[list[_Pair]]:
+    """Pairs whose ``host`` tensors lie one behind the other in the same memory, and whose others are on one device."""
+    run: list[_Pair] = []
+    start = end = last = device = 0
+    for pair in pairs:
+        tensor, other = pair[host], pair[1 - host].get_device()
+        address, nbytes = tensor.data_ptr(), tensor.nbytes
+        fits = (
+            address == end
+            and device == other
+            and address + nbytes <= min(last, start + RUN_NBYTES)
+            and (address - start) % tensor.dtype.itemsize == 0
+        )
+        if run and not fits:
+            yield run
+        if not (run and fits):
+            storage = tensor.untyped_storage()
+            run, start, last, device = [], address, storage.data_ptr() + storage.nbytes(), other
+        run.append(pair)
+        end = address + nbytes
+    if run:
+        yield run
+
+
+def _length(hosts: Sequence[torch.Tensor]) -> int:
+    return hosts[-1].data_ptr() + hosts[-1].nbytes - hosts[0].data_ptr()
+
+
+def _bytes_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The host memory of a run."""
+    storage = hosts[0].untyped_storage()
+    start = hosts[0].data_ptr() - storage.data_ptr()
+    found = torch.empty(0, dtype=torch.uint8, device=hosts[0].device)
+    return found.set_(storage, start, (_length(hosts),), (1,))
+
+
+def _views(held: torch.Tensor, hosts: Sequence[torch.Tensor]) -> _Tensors:
+    """What stands for each of ``hosts`` in ``held``."""
+    found: _Tensors = []
+    start = 0
+    for dtype, group in groupby(hosts, _DTYPE):
+        some = list(group)
+        counts = [one.numel() for one in some]
+        end = start + sum(counts) * dtype.itemsize
+        parts = held[start:end].view(dtype).split_with_sizes(counts)
+        found += [part.view(one.shape) for part, one in zip(parts, some, strict=True)]
+        start = end
+    return found

@@ -1,0 +1,101 @@
+"""Publishes that are under way together are announced in their order, whichever digest is there first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from concurrent.futures import Future
+from typing import Any
+
+import pytest
+import torch
+
+from replicas import errors
+from replicas import messages as wire
+from replicas.channel.publish_job import PublishJob
+from replicas.weights.packing import Packing
+from tests.support.channels import wait_until
+from tests.support.scripted import World
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def source() -> AsyncIterator[World]:
+    world = World("source", 3)
+    yield world
+    await world.end()
+
+
+@pytest.fixture
+def digests(source: World, monkeypatch: pytest.MonkeyPatch) -> list[Future[str]]:
+    """Of each publish; they come when the test says so."""
+    made: list[Future[str]] = []
+    filling = source.publisher._filling
+    fill = filling.fill
+
+    def late(*given: Any) -> Any:
+        manifest, packing = fill(*given)
+        made.append(Future())
+        return manifest, Packing(made[-1], packing.copy_s)
+
+    monkeypatch.setattr(filling, "fill", late)
+    return made
+
+
+async def publish(world: World, version: int) -> PublishJob:
+    """One that has been copied."""
+    job = PublishJob(None, 30.0, {}, False, "policy")
+    task = asyncio.create_task(asyncio.to_thread(world.publisher.publish, {"w": torch.ones(4)}, job, None))
+    world.tell(wire.PublishAdmitted((await world.session.next(wire.PublishBegin)).publish, version))
+    await task
+    await wait_until(lambda: job.packed, "it is copied")
+    return job
+
+
+def told(world: World) -> list[int]:
+    return [message.publish for message in world.session.sent if isinstance(message, wire.Packed | wire.PackFailed)]
+
+
+async def test_the_later_one_waits_for_the_earlier_one(source: World, digests: list[Future[str]]) -> None:
+    for version in (5, 6, 7):
+        last = await publish(source, version)
+    digests[1].set_result("second")
+    digests[2].set_result("third")
+    await wait_until(lambda: last.ready, "the last is ready")
+    assert told(source) == []
+    source.new_coordinator()
+    assert told(source) == []
+    digests[0].set_result("first")
+    await wait_until(lambda: last.told, "it is told")
+    assert told(source) == [1, 2, 3]
+
+
+@pytest.mark.parametrize("end", ["verdict", "digest"])
+async def test_one_that_fails_holds_up_nobody(source: World, digests: list[Future[str]], end: str) -> None:
+    await publish(source, 5)
+    second = await publish(source, 6)
+    digests[1].set_result("second")
+    await wait_until(lambda: second.ready, "it is ready")
+    assert told(source) == []
+    error = errors.NoCapacity("no room")
+    if end == "verdict":
+        source.tell(wire.PublishEnd(1, error=wire.WireError.of(error)))
+    else:
+        digests[0].set_exception(error)
+    await wait_until(lambda: second.told, "it is told")
+    assert told(source) == ([2] if end == "verdict" else [1, 2])
+
+
+async def test_nothing_is_sent_ahead_of_an_earlier_one(source: World, digests: list[Future[str]]) -> None:
+    await publish(source, 5)
+    source.hub.several_hosts = True
+    second = await publish(source, 6)
+    assert not second.streaming
+    assert told(source) == []
+    digests[0].set_result("first")
+    digests[1].set_result("second")
+    await wait_until(lambda: second.told, "it is told")
+    third = await publish(source, 7)
+    assert third.streaming
+    assert told(source) == [3]
