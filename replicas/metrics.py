@@ -266,4 +266,5 @@ def _channel_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
 
 
 def _members(channel: ChannelStatus) -> list[tuple[str, int]]:
-    return [(state, sum(1 for one in channel.members if one.state == state)) for state in _MEMBER_STATES]
+    members = [one for one in channel.members if one.role != "keeper"]
+    return [(state, sum(1 for one in members if one.state == state)) for state in _MEMBER_STATES]

@@ -70,7 +70,8 @@ class Commits:
 
     @property
     def transfers(self) -> list[Transfer]:
-        return [transfer for transfer in (self.main, self.catch_up.transfer) if transfer is not None]
+        known = (self.main, self.catch_up.transfer, self._channel.keepers.transfer)
+        return [transfer for transfer in known if transfer is not None]
 
     def upload(self, state: MemberState, message: wire.UploadManifest) -> None:
         if state.is_source:
@@ -168,6 +169,8 @@ class Commits:
             self._overtaken(publish, now)
         if self.main is None and self.publishes.queue and self._target_replicas() >= self._channel.config.min_targets:
             self._start_next(now)
+        elif self.main is not None and self.main.state == "complete":
+            self._main_ended(self.main, None, now)  # it waited for a keeper
         self.catch_up.advance(self.committed, self.main, now)
 
     def _target_replicas(self) -> int:
@@ -221,6 +224,7 @@ class Commits:
             self._fail(publish, error, now)
             return
         config = self._channel.config
+        publish.moved_at = publish.moved_at or now
         if publish.version <= self.latest:
             self._overtaken(publish, now)
         elif config.on_lost == "raise" and publish.lost:
@@ -230,7 +234,10 @@ class Commits:
             held_by = len(self._holders(publish.version))
             text = f"{held_by} members hold it, min_targets = {config.min_targets} replicas"
             self._fail(publish, self._too_few(publish, text), now)
-        else:
+        elif not self._held_by_any(publish.version):
+            text = f"version {publish.version} was lost with its source before it was committed"
+            self._fail(publish, errors.PeersLost(text, phase="commit", hint="publish again"), now)
+        elif not self._channel.keepers.awaited(transfer.payload, publish.moved_at, publish.laggard_time(), now):
             self._commit(publish, transfer, now)
 
     def _too_few(self, publish: Publish, text: str) -> errors.PeersLost:
@@ -292,7 +299,10 @@ class Commits:
         owners = self.committed.part_owners if self.committed is not None else ()
         if self._channel.recovery.active or self._channel.keeping.serves(self.latest, owners, members):
             return True
-        return any(self.latest in state.held or self.latest in state.parts for state in self._channel.roster)
+        return self._held_by_any(self.latest) or self._channel.keepers.may_send()
+
+    def _held_by_any(self, version: int) -> bool:
+        return any(version in state.held or version in state.parts for state in self._channel.roster)
 
     def _holders(self, version: int) -> set[Member]:
         return {s.member for s in self._channel.roster if s.is_target and s.carries and version in s.held}
@@ -383,9 +393,12 @@ class Commits:
                     )
                 )
             )
+        self._channel.keepers.stop(publish.payload, now)
         asked = transfer.asked if transfer is not None else frozenset()
         for state in self._channel.roster:
-            if state.forget(publish.version) or state.member in asked:  # it may have all, and not have said so
+            if (
+                state.forget(publish.version) or state.member in asked or state.keeps
+            ):  # it may have all, and not have said so
                 self._channel.out.append(Send(state.member, wire.Discard(publish.version)))
         self._verdict(publish, _snake(type(error).__name__), now)
 
@@ -467,6 +480,8 @@ class Commits:
         elif transfer is None or publish.state == "queued":
             text = f"version {publish.version} waited {waited} for an earlier version to be done"
             self._fail(publish, errors.Busy(text, phase="queue"), now)
+        elif transfer.state == "complete":
+            self._main_ended(transfer, None, now)
         elif transfer.verified and self._channel.config.on_lost == "drop":
             transfer.stop(complete=True)
             self._main_ended(transfer, None, now)

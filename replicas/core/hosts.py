@@ -57,6 +57,7 @@ class Hosts:
     :param shared: whether members may share memory at all (``transport = "auto"``).
     :param by_device: only those with one GPU do (``staging = "device"``).
     :param here: place and beacon of the coordinator's process, if it may share memory, too.
+    :ivar changes: grows whenever it becomes known where somebody is, or somebody is not there any more.
     :ivar own: number of the coordinator's host; 0: it has none.
     """
 
@@ -78,6 +79,7 @@ class Hosts:
         self._searches: dict[Member, _Search] = {}
         self._warned: set[Member] = set()
         self._here = here if shared and not by_device else None
+        self.changes = 0
         self.own = self._new() if self._here is not None else 0
 
     def __len__(self) -> int:
@@ -87,11 +89,15 @@ class Hosts:
         """The members of one host."""
         return list(self._members.get(host, {}).values())
 
+    def shares(self, state: MemberState) -> bool:
+        """Whether others of its host could map its memory."""
+        return self._place(state) is not None
+
     # ------------------------------------------------------------ who is where
 
     def joined(self, state: MemberState, now: float) -> None:
         """A member is new in the roster."""
-        if not state.observes:
+        if not state.observes or state.keeps:
             self._search(state, _Search(now + LOCATE_S))
 
     def _search(self, state: MemberState, search: _Search) -> None:
@@ -165,6 +171,7 @@ class Hosts:
         return self._count
 
     def _put(self, state: MemberState, host: int) -> None:
+        self.changes += 1
         state.host = host
         self._members.setdefault(host, {})[state.member] = state
         if len(self._members) > 1 and not state.is_peer:
@@ -177,6 +184,7 @@ class Hosts:
         self._out.extend(Send(member, LaneAhead()) for member in new)
 
     def _take(self, state: MemberState) -> None:
+        self.changes += 1
         members = self._members.get(state.host, {})
         members.pop(state.member, None)
         if not members:

@@ -138,7 +138,13 @@ class MemberState:
 
     @property
     def observes(self) -> bool:
-        return self.settings.role == "observer"
+        """Whether it takes part in nothing: a process that only looks on, or a keeper."""
+        return self.settings.role in ("observer", "keeper")
+
+    @property
+    def keeps(self) -> bool:
+        """Whether it is a keeper (:mod:`replicas.core.keepers`): nobody counts it or waits for it as for a member."""
+        return self.settings.role == "keeper"
 
 
 def _party(parties: tuple[Party, ...], group: str) -> Party | None:
@@ -188,8 +194,8 @@ class Roster:
         source, target = _party(config.sources, hello.group), _party(config.targets, hello.group)
         peer = _party(config.peers, hello.group)
         role: str
-        if hello.observe:
-            role = "observer"
+        if hello.observe or hello.keeps:
+            role = "keeper" if hello.keeps else "observer"
         elif peer is not None:
             role = "peer"
         elif source is not None and target is not None:
@@ -223,11 +229,11 @@ class Roster:
         check_join(hello, self.index.others(hello), self.config)
         member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
         settings = self.settings_for(hello)
-        older = None if hello.observe else self.holder_of(member.name)
+        older = None if hello.observe or hello.keeps else self.holder_of(member.name)
         if older is not None:
             self._check_newer(member, hello, older)
         state = MemberState(member, hello, settings, address, last_seen=now, progressed_at=now)
-        if hello.observe:
+        if state.observes:
             state.standing = "observing"
         state.carries = self._carries(settings, hello)
         state.held = Held({held.version: held.digest for held in hello.held})

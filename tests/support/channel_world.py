@@ -15,13 +15,26 @@ import msgspec
 from replicas import messages as wire
 from replicas.config import ChannelConfig, Party
 from replicas.core.channel import ChannelState
-from replicas.core.effects import CommitDecision, Emit, Event, Keep, LetGo, MemberLost, Record, Send, Sweep
+from replicas.core.effects import (
+    CommitDecision,
+    Emit,
+    Event,
+    Keep,
+    LetGo,
+    MemberLost,
+    Record,
+    Send,
+    StartKeeper,
+    Sweep,
+)
 from replicas.core.identity import Member, ProcessIdentity
 from replicas.core.manifest import PartManifest, TensorSpec
 from replicas.core.roster import GroupShape
 
 COORDINATOR = 99_999
 """Its pid."""
+KEEPER = "(keeper)/0/0"
+"""Name of every keeper."""
 MANIFEST = PartManifest(tensors=(TensorSpec("weight", "float32", (4,)),), aliases=(), pieces=None)
 
 
@@ -179,6 +192,11 @@ class SimMember:
             case wire.View():
                 assert message.epoch > self.epoch, "an epoch went backwards"
                 self.epoch = message.epoch
+            case wire.KeeperWanted():
+                self.world.wanted.append((self.machine, False))
+            case wire.KeeperOver():
+                assert self.hello.keeps
+                self.outbox.append(wire.Bye())
             case wire.Assigned():
                 self.assigned = message.version
             case wire.Describe():
@@ -306,7 +324,8 @@ class SimMember:
 class World:
     """A channel and its members. Time is :attr:`now`. ``member_type``: what a joining member is simulated by.
 
-    ``machine``: where the coordinator can keep the memory of others; empty: nowhere.
+    ``machine``: where the coordinator can keep the memory of others; empty: nowhere. ``starts_keepers``: those that are
+    asked for come at once; else they are in ``wanted``, for :meth:`start_keeper`.
     """
 
     member_type: type[SimMember] = SimMember
@@ -319,6 +338,11 @@ class World:
         self.now = 1000.0
         self.machine = machine
         self._here = (("boot", 1, 0), wire.Beacon(COORDINATOR, 3, f"nonce-{COORDINATOR}", 0)) if machine else None
+        self.starts_keepers = True
+        self.wanted: list[tuple[str, bool]] = []
+        """Machines where a keeper is to be started, and whether it is the coordinator's child."""
+        self.beside: set[Member] = set()
+        """Keepers that end with the coordinator."""
         self.kept: dict[Member, int] = {}
         """Versions in the coordinator's hands, by whose they are."""
         self.state = ChannelState(
@@ -379,7 +403,8 @@ class World:
             here=self._here,
         )
         self.kept.clear()
-        sims, self.members = list(self.members.values()), {}
+        sims, self.members = [sim for sim in self.members.values() if sim.member not in self.beside], {}
+        self.wanted = [(machine, beside) for machine, beside in self.wanted if not beside]
         for sim in sims:
             sim.inbox.clear()
             sim.outbox.clear()
@@ -430,6 +455,21 @@ class World:
             process=ProcessIdentity(1, 1, "boot", 1),
             **changes,  # type: ignore[arg-type]  # the test names valid fields
         )
+        return self._add(hello, nonce, machine)
+
+    def start_keeper(self) -> SimMember:
+        """The next one that was asked for comes."""
+        machine, beside = self.wanted.pop(0)
+        sim = self.join(KEEPER, machine=machine, keeps=True)
+        if beside:
+            self.beside.add(sim.member)
+        return sim
+
+    @property
+    def keepers(self) -> list[SimMember]:
+        return [sim for sim in self.members.values() if sim.hello.keeps]
+
+    def _add(self, hello: wire.Hello, nonce: int, machine: str) -> SimMember:
         state, older = self.state.join(hello, "127.0.0.1", self.now)
         if older is not None:
             self.members.pop(older.member, None)
@@ -452,8 +492,10 @@ class World:
                         self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.rank
                     if effect.member in self.members:
                         self.members[effect.member].inbox.append(effect.message)
-                case Record(decision=CommitDecision(kind="abort")):
-                    self.aborted.add(effect.decision.version)
+                case Record(decision=CommitDecision(kind="abort", version=version)):
+                    forgotten = self.log_lost and version > self._newest_known()
+                    if not forgotten or all(old.version != version for old in self.decisions):
+                        self.aborted.add(version)  # else its number is used a second time
                 case Record():
                     assert effect.decision.version not in self.aborted
                     again = [old for old in self.decisions if old.version == effect.decision.version]
@@ -472,6 +514,8 @@ class World:
                     self._keep(effect)
                 case LetGo():
                     self.kept.pop(effect.owner, None)
+                case StartKeeper():
+                    self.wanted.append((self.machine, True))
 
     def _newest_known(self) -> int:
         """The newest commit that anybody can know of: what died with a lost log and with all who had seen it is gone."""
@@ -489,6 +533,9 @@ class World:
                 return False  # it has no number yet, and is not packed before it has one
             message = self._numbered(sim, message)
         sim.outbox.popleft()
+        if isinstance(message, wire.Bye):
+            self.lose(sim, "left")
+            return True
         self.state.receive(sim.member, message, self.now)
         self._collect()
         return True
@@ -515,6 +562,9 @@ class World:
         moved = True
         while moved:
             moved = False
+            while self.starts_keepers and self.wanted:
+                self.start_keeper()
+                moved = True
             for sim in [sim for sim in self.members.values() if sim not in frozen]:
                 while self.down(sim) or self.up(sim):
                     moved = True
