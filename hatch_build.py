@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-import platform
 import shutil
 import subprocess
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ class StreamingCopies(BuildHookInterface):
             return
         build_data["artifacts"].append(str(LIBRARY))
         build_data["pure_python"] = False
-        build_data["tag"] = f"py3-none-linux_{platform.machine()}"
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
 
 def compiled(source: Path, library: Path) -> bool:

@@ -82,8 +82,7 @@ class Filling:
         if staged is not None:
             manifest = staged.manifest
         assert manifest is not None
-        if feed.device != "cpu" and not self._hub.device:
-            self._hub.arena.pinning = True  # memory that is made ahead is for copies from a GPU
+        self._expect(feed)
         slot = self._take_slot(job, manifest)
         begun = partial(self._copies_begun, job)
         if staged is not None:
@@ -101,8 +100,13 @@ class Filling:
         started = time.monotonic()
         with self._hub.arena.growing(slot, last if feed.mode == "image" else 0) as growing:
             manifest = growing.fill(feed)
+            self._expect(feed)
             self._hub.arena.furnish(slot, manifest, growing)
         return manifest, packing_of(slot, started)
+
+    def _expect(self, feed: Feed) -> None:
+        if feed.device != "cpu" and not self._hub.device:
+            self._hub.arena.pinning = True  # memory that is made ahead is for copies from a GPU
 
     def _take_slot(self, job: PublishJob, manifest: PartManifest | None) -> Slot:
         job.fills = True

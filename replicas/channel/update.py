@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator, Mapping
 from types import TracebackType
 from typing import Protocol
@@ -50,7 +51,7 @@ class Update:
         self.meta: Meta = meta
         self.manifest: Manifest = manifest
         self._path = "" if slot.buffer.device else slot.buffer.path
-        self._reads: list[Event] = []
+        self._reads: deque[Event] = deque()
         self._owner = owner
         self._slot: Slot | None = slot
         self._lock = threading.Lock()
@@ -126,7 +127,10 @@ class Update:
             tensor = shared.clone()
             event = gpu.event(buffer.device)
             event.record()
-            self._reads = [one for one in self._reads if not one.query()] + [event]
+            reads = self._reads
+            while reads and reads[0].query():
+                reads.popleft()
+            reads.append(event)
             yield name, tensor
 
     def load_into(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
@@ -208,7 +212,7 @@ class Update:
     def _let_go(self) -> None:
         with self._lock:
             slot, self._slot = self._slot, None
-            reads, self._reads = self._reads, []
+            reads, self._reads = self._reads, deque()
         try:
             for read in reads:
                 read.synchronize()

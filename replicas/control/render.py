@@ -137,7 +137,9 @@ def _table_of_resources(groups: Iterable[GroupConfig]) -> Table:
 
 
 def _table_of_channels(channels: Iterable[ChannelConfig]) -> Table:
-    table = _new_table("Channels", "channel", "members", "backend", "transport", "deadline", "on lost", "slots", "staging")
+    table = _new_table(
+        "Channels", "channel", "members", "backend", "transport", "deadline", "on lost", "slots", "staging"
+    )
     for channel in channels:
         if channel.peers:
             members = f"peers {_parties(channel.peers)}"

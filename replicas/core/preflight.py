@@ -21,7 +21,7 @@ from replicas import errors
 from replicas.config import ChannelConfig
 from replicas.messages import Hello
 
-__all__ = ["NCCL_AGREED", "carries_bytes", "check_join", "nccl_works"]
+__all__ = ["MULTI_RANK_VERSION", "NCCL_AGREED", "carries_bytes", "check_join", "nccl_works"]
 
 NCCL_AGREED = frozenset(
     (
@@ -72,8 +72,8 @@ that only log (NCCL_DEBUG...), and limits of one side's patience (NCCL_IB_TIMEOU
 """
 
 _UNSET = "unset"
-_MULTI_RANK = (2, 30)
-"""From this version on NCCL knows NCCL_MULTI_RANK_GPU_ENABLE."""
+MULTI_RANK_VERSION = (2, 30)
+"""The NCCL that can have several ranks on one GPU, where ``NCCL_MULTI_RANK_GPU_ENABLE=1`` says that it may."""
 
 
 def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> None:
@@ -112,7 +112,7 @@ def nccl_works(hellos: Sequence[Hello]) -> bool:
 
 def _multi_rank(hello: Hello) -> bool:
     numbers = [int(part) for part in hello.nccl_version.split(".") if part.isdigit()]
-    return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(numbers) >= _MULTI_RANK
+    return hello.nccl_env.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" and tuple(numbers) >= MULTI_RANK_VERSION
 
 
 def _check_staging(hello: Hello, config: ChannelConfig) -> None:

@@ -34,6 +34,7 @@ import tenacity
 import torch
 import torch.distributed as dist
 
+from replicas.core.preflight import MULTI_RANK_VERSION
 from replicas.sidecar.groups import GlooGroup, Group, NcclGroup
 from replicas.sidecar.meeting import meet
 from replicas.sidecar.wire import GroupSpec
@@ -48,8 +49,6 @@ STORE_CONNECT_S = 0.5
 PROBE_NBYTES = 64 << 10
 NCCL_TIMEOUT = timedelta(days=30)
 """Of ProcessGroupNCCL itself: never. Ours are :class:`~replicas.sidecar.groups.Handle`'s, and the owner's."""
-MULTI_RANK_VERSION = (2, 30)
-"""The NCCL that can have several ranks on one GPU, where ``NCCL_MULTI_RANK_GPU_ENABLE=1`` says that it may."""
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",

@@ -10,7 +10,8 @@ refuse). Sizes are rounded up to 2 MiB: a smaller allocation would share its nei
 A tensor over such memory is made by ``__cuda_array_interface__``; its storage keeps the object that it was made from (a
 :class:`~replicas.weights.cuda_objects.Block`), and that one frees the memory, or unmaps it, when it is collected. The driver
 waits then for all work on it. A process cannot open its own handles: they are looked up. A forked child must not touch what
-it inherited, and does not.
+it inherited, and does not. Nor can it use CUDA once its parent has asked the driver for anything; programs that fork ask
+torch about that (vLLM does), and so torch is told at once (:meth:`Cuda.device`), which creates no context.
 
 *Streams* of ours are made by the driver. Those of torch are a pool of 32, which are given out again and again: ours could be
 the one on which the user trains, or captures a graph. Each thread has one, which goes to another thread when it has ended:
@@ -82,7 +83,7 @@ class Cuda(Accelerator):
     group_backend = "nccl"
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage in this very thread may give memory back
         self._visible: tuple[str, ...] | None = None
         self._home = ""
         self._contexts = Contexts()
@@ -102,6 +103,12 @@ class Cuda(Accelerator):
         visible = self.visible()
         index = _cuda.current_device() if _cuda.is_initialized() else 0
         found = visible[index] if index < len(visible) else ""
+        if found:
+            try:
+                self._index(found)
+            except WorldError as error:
+                logger.info("no GPU can be used: %s", error)
+                return ""
         with self._lock:
             self._home = self._home or found
         return found
@@ -198,10 +205,10 @@ class Cuda(Accelerator):
 
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
         index = self._index(self._default())
-        address, flags = host.data_ptr(), _PORTABLE | (_READ_ONLY if read_only else 0)
+        address = host.data_ptr()
         with self._in_context(index):
             try:
-                call("cuMemHostRegister_v2", address, host.nbytes, flags)
+                self._pin(address, host.nbytes, read_only=read_only)
             except DriverError as error:
                 if not self._refused and error.number != ALREADY_REGISTERED:
                     self._refused = True
@@ -212,6 +219,15 @@ class Cuda(Accelerator):
                     )
                 return None
         return CudaRegistration(host, lambda: self._give_back("cuMemHostUnregister", index, address))
+
+    @staticmethod
+    def _pin(address: int, nbytes: int, *, read_only: bool) -> None:
+        if read_only:
+            # What the flag allows is always allowed where the GPU uses the host's page tables, and the flag may be unknown.
+            with contextlib.suppress(DriverError):
+                call("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY)
+                return
+        call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
 
     def _take(self, address: Any, nbytes: int) -> None:
         try:
@@ -235,7 +251,7 @@ class Cuda(Accelerator):
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
         uuid = uuid or self._default()
         index = self._index(uuid)
-        with typed(uuid), _cuda.device(index):
+        with typed(uuid), _cuda.device(index), uncaptured():
             made = _cuda.Event(enable_timing=timing, blocking=True, interprocess=interprocess)
             handle = bytes(made.ipc_handle()) if interprocess else b""
         event = CudaEvent(made, uuid, index, handle)

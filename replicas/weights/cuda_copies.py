@@ -12,7 +12,8 @@ of torch do not look at the dtypes of the destinations, and write garbage where 
 
 *Between device and host* small tensors that lie one behind the other in host memory, as those of a slot do, are one transfer
 from or to some memory on the device, and copied within the device from or to there. That memory comes from torch's allocator
-on the current stream, so it is used again as soon as the stream is done with it. Casts happen on the device.
+on the current stream, so it is used again as soon as the stream is done with it; where there is none, they go one by one.
+Casts happen on the device.
 
 What is left is copied one by one, by torch. Nothing waits, but for host memory that is not pinned, or has gaps.
 """
@@ -71,6 +72,8 @@ def _copy_mixed(pairs: Sequence[_Pair], on_device: Sequence[tuple[bool, bool]]) 
     to_device: list[_Pair] = []
     for pair, (there, here) in zip(pairs, on_device, strict=True):
         destination, source = pair
+        if not source.numel():
+            continue
         if there and here:
             within.append(pair)
         elif not (there or here):
@@ -99,8 +102,17 @@ def _to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
 def _to_device(destination: torch.Tensor, source: torch.Tensor) -> None:
     """One tensor. torch would cast on the host, into memory that is not pinned."""
     if destination.dtype != source.dtype and source.is_contiguous():
-        source = torch.empty_like(source, device=destination.device).copy_(source, non_blocking=True)
+        held = _room(source.nbytes, destination.device)
+        if held is not None:
+            source = held.view(source.dtype).view(source.shape).copy_(source, non_blocking=True)
     destination.copy_(source, non_blocking=True)
+
+
+def _room(nbytes: int, device: torch.device) -> torch.Tensor | None:
+    try:
+        return torch.empty(nbytes, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        return None
 
 
 def _copy_within(destinations: _Tensors, sources: _Tensors) -> None:
@@ -117,7 +129,7 @@ def _copy_within(destinations: _Tensors, sources: _Tensors) -> None:
         found[0].append(destination)
         found[1].append(source)
     for kind, (some, others) in alike.items():
-        if kind[2] == kind[3] and kind[4] and kind[5]:  # one device, dense
+        if len(some) > 1 and kind[2] == kind[3] and kind[4] and kind[5]:  # one device, dense
             torch._foreach_copy_(some, others, True)
             continue
         for destination, source in zip(some, others, strict=True):
@@ -126,22 +138,24 @@ def _copy_within(destinations: _Tensors, sources: _Tensors) -> None:
 
 def _gather(run: Sequence[_Pair]) -> None:
     """To contiguous host memory."""
-    if len(run) == 1:
-        _to_host(*run[0])
-        return
     hosts, sources = [destination for destination, _ in run], [source for _, source in run]
-    held = torch.empty(_length(hosts), dtype=torch.uint8, device=sources[0].device)
+    held = _room(_length(hosts), sources[0].device) if len(run) > 1 else None
+    if held is None:
+        for pair in run:
+            _to_host(*pair)
+        return
     _copy_within(_views(held, hosts), sources)
     _bytes_of(hosts).copy_(held, non_blocking=True)
 
 
 def _scatter(run: Sequence[_Pair]) -> None:
     """From contiguous host memory."""
-    if len(run) == 1:
-        _to_device(*run[0])
-        return
     hosts, destinations = [source for _, source in run], [destination for destination, _ in run]
-    held = torch.empty(_length(hosts), dtype=torch.uint8, device=destinations[0].device)
+    held = _room(_length(hosts), destinations[0].device) if len(run) > 1 else None
+    if held is None:
+        for pair in run:
+            _to_device(*pair)
+        return
     held.copy_(_bytes_of(hosts), non_blocking=True)
     _copy_within(destinations, _views(held, hosts))
 

@@ -151,7 +151,7 @@ def new_stream() -> int:
 
 @contextlib.contextmanager
 def uncaptured() -> Iterator[None]:
-    """While another thread captures a CUDA graph, as engines do when they start, a thread that allocates, pins, or asks for an
+    """While another thread captures a CUDA graph, as engines do when they start, a thread that allocates, pins or looks at an
     event fails, and spoils the capture. Not so what this thread does inside: it has nothing to do with the graph."""
     found, mode = library(), ctypes.c_int(_THREAD_LOCAL)
     # It fails where the driver has not been initialised, and there is no capture then.
@@ -167,7 +167,7 @@ class Contexts:
     """The primary contexts that this process has used; they are kept. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a collection of garbage in this very thread may give memory back
         self._contexts: dict[int, ctypes.c_void_p] = {}
 
     @contextlib.contextmanager

@@ -39,10 +39,11 @@ class Block:
 
 
 def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
-    """uint8 of shape ``[nbytes]``; its storage keeps ``block``."""
-    if not block.nbytes:
-        return torch.empty(0, dtype=torch.uint8, device=device)
-    return torch.as_tensor(block, device=device)
+    """uint8 of shape ``[nbytes]``; its storage keeps ``block``. Any thread may write to it, whatever mode this one is in."""
+    with torch.inference_mode(False), uncaptured():
+        if not block.nbytes:
+            return torch.empty(0, dtype=torch.uint8, device=device)
+        return torch.as_tensor(block, device=device)
 
 
 def _in_this_process(pid: int, give_back: Callable[[], None]) -> None:
@@ -94,7 +95,7 @@ class CudaEvent(Event):
 
     def seconds_since(self, earlier: Event) -> float:
         assert isinstance(earlier, CudaEvent)
-        with typed(self._uuid):
+        with typed(self._uuid), uncaptured():
             return float(earlier._event.elapsed_time(self._event)) / 1e3
 
 

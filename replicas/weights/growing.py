@@ -45,7 +45,7 @@ from replicas.weights.buffers import Buffer
 from replicas.weights.capacity import check_capacity
 from replicas.weights.feed import Feed
 from replicas.weights.layout import Entry, copy_elements, layout
-from replicas.weights.mappings import populate, reopen
+from replicas.weights.mappings import bytes_of, populate, reopen
 from replicas.weights.tensors import torch_dtype, typed
 
 __all__ = ["Growing", "Run"]
@@ -203,7 +203,7 @@ class Run:
                 os.close(own)
         else:
             self._mapping.resize(nbytes)
-        self._data = torch.frombuffer(self._mapping, dtype=torch.uint8)
+        self._data = bytes_of(self._mapping)
 
     def _forget(self) -> None:
         self._mapping, self._data = None, torch.empty(0, dtype=torch.uint8)

@@ -35,7 +35,7 @@ from replicas.memory import locks
 from replicas.messages import SlotPlace
 from replicas.weights.accelerator import Accelerator, Registration
 
-__all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared", "populate", "reopen"]
+__all__ = ["KEPT_USES", "KeptMappings", "bytes_of", "map_private", "map_readable", "map_shared", "populate", "reopen"]
 
 KEPT_USES = 8
 """A kept mapping goes when so many others were used since."""
@@ -61,9 +61,15 @@ def map_shared(fd: int, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
         mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(own)
-    tensor = torch.frombuffer(mapping, dtype=torch.uint8)
+    tensor = bytes_of(mapping)
     populate(tensor.data_ptr(), nbytes, check)
     return tensor
+
+
+def bytes_of(mapping: object) -> torch.Tensor:
+    """A tensor over memory, which it keeps. Any thread may write to it, also when this one is in inference mode now."""
+    with torch.inference_mode(False):
+        return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def map_readable(fd: int, nbytes: int) -> torch.Tensor:
@@ -77,7 +83,7 @@ def map_readable(fd: int, nbytes: int) -> torch.Tensor:
     # torch has no read-only tensors, and warns of every buffer that says it is one; this array does not say so.
     array = (ctypes.c_ubyte * nbytes).from_address(address)
     array.mapping = mapping  # type: ignore[attr-defined]  # lives as long as the array, which the tensor keeps
-    tensor = torch.frombuffer(array, dtype=torch.uint8)
+    tensor = bytes_of(array)
     _populate(address, nbytes, _MADV_POPULATE_READ, lambda: None)
     return tensor
 

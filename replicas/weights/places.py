@@ -113,6 +113,7 @@ class Places:
         start = self._starts[index]
         return start, start + self._counts[index] * item_nbytes(self._dtypes[index])
 
+    @torch.inference_mode(False)  # any thread may write to them, whatever mode this one is in
     def views(self, data: torch.Tensor, *, as_bits: bool = True) -> list[torch.Tensor]:
         """All pieces, as views of ``data`` (uint8: the data section of an image, or a packed part).
 

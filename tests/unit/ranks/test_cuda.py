@@ -165,6 +165,20 @@ def test_devices_are_called_what_every_process_calls_them(driver: Driver) -> Non
     assert not {"cuDevicePrimaryCtxRetain", "cuCtxPushCurrent_v2"} & set(driver.calls)  # no context
 
 
+def test_torch_knows_as_soon_as_the_driver_is_in_use(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs ask it whether they can still fork."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.cuda, "init", lambda: told.append("init"))
+    assert Cuda().device() == FIRST
+    assert told
+
+    def fail() -> None:
+        raise RuntimeError("Cannot re-initialize CUDA in forked subprocess")
+
+    monkeypatch.setattr(torch.cuda, "init", fail)
+    assert Cuda().device() == ""
+
+
 def test_one_device_is_selected_before_the_driver_looks(driver: Driver) -> None:
     gpu = Cuda()
     gpu.select(FIRST)
@@ -200,6 +214,14 @@ def test_memory_is_given_back_with_the_last_tensor(driver: Driver) -> None:
     assert freed == ["same"]
     with pytest.raises(ValueError, match="closed"):
         _ = memory.tensor
+
+
+def test_memory_is_given_back_whenever_garbage_is_collected(driver: Driver) -> None:
+    gpu = Cuda()
+    memory = gpu.allocate(5, FIRST)
+    with gpu._lock, gpu._contexts._lock:  # it may happen in the middle of anything
+        memory.close()
+    assert driver.room == 10 * MIB
 
 
 def test_memory_of_others(driver: Driver) -> None:

@@ -347,7 +347,9 @@ def test_a_digest_is_made_of_what_the_other_thread_has_waited_for(monkeypatch: p
     gpu, board = Noted(), Board()
 
     def run(rank: int) -> None:
-        spec = wire.TransferSpec(1, "receive" if rank else "send", "image", manifest.encode(), (0,), None, 5.0, digest="d")
+        spec = wire.TransferSpec(
+            1, "receive" if rank else "send", "image", manifest.encode(), (0,), None, 5.0, digest="d"
+        )
         run_transfer(SerialGroup(board, rank, 2), spec, manifest, images[rank], lambda nbytes, deadline: None, gpu)
 
     everywhere(2, run)

@@ -18,6 +18,7 @@ from replicas.errors import ManifestMismatch, UsageError
 from replicas.sidecar.buckets import Bucket, buckets_of_part, split_piece
 from replicas.sidecar.transfer import scatter
 from replicas.weights import Arena, Feed, Mode, Shard, Slot, load_into, pack, plan, stage, views
+from replicas.weights.packing import Packer
 from replicas.weights.tensors import bits, torch_dtype
 
 DTYPES = [name for name in ITEM_NBYTES if hasattr(torch, name)]
@@ -458,3 +459,25 @@ def test_a_misfit_leaves_the_model_unchanged(change: dict[str, torch.Tensor | No
 def test_a_meta_model_is_refused() -> None:
     with pytest.raises(ManifestMismatch, match="the model's 'weight' is on the meta device"):
         load_into(nn.Linear(2, 2, bias=False, device="meta"), {"weight": torch.zeros(2, 2)})
+
+
+def test_a_slot_that_was_made_in_inference_mode_is_written_in_any() -> None:
+    arena, packer = Arena(1, name="modes"), Packer()
+    weights = {"a": torch.ones(3, 5), "b": torch.ones(7, dtype=torch.float64)}
+    with torch.inference_mode():
+        manifest = packer.plan(feed := Feed(weights))
+        assert manifest is not None
+        slot = arena.acquire(1, manifest)
+        assert slot is not None
+        packer.pack(feed, manifest, slot)
+        written = [slot.buffer.tensor(), *views(slot.buffer.tensor(), manifest).values()]
+    assert not any(tensor.is_inference() for tensor in written)
+    arena.free(slot)
+    again = arena.acquire(2, manifest)
+    assert again is slot
+    packer.pack(Feed((name, 2 * tensor) for name, tensor in weights.items()), manifest, slot)
+    assert all(tensor.eq(2).all() for tensor in views(slot.buffer.tensor(), manifest).values())
+    with torch.inference_mode(), arena.growing(slot, 0) as growing:
+        arena.furnish(slot, growing.fill(Feed(iter(weights.items()))), growing)
+    slot.buffer.tensor().zero_()
+    arena.close()
