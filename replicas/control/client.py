@@ -124,7 +124,8 @@ class Client:
         if self._run:
             headers[RUN_HEADER] = quote(self._run, safe="")
         try:
-            connection.request(method, path, body=body, headers=headers)
+            with contextlib.suppress(BrokenPipeError):  # it was turned away before all was sent: the answer says why
+                connection.request(method, path, body=body, headers=headers)
             with connection.getresponse() as response:
                 if silence_s is not None and connection.sock is not None:
                     connection.sock.settimeout(silence_s)

@@ -295,7 +295,7 @@ class Channel(RuleBasedStateMachine):
 
 
 Channel.TestCase.settings = settings(
-    max_examples=14,
+    max_examples=5,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

@@ -282,7 +282,7 @@ class RaisingFreeLanes(FreeLanes):
 
 
 FreeLanes.TestCase.settings = RaisingFreeLanes.TestCase.settings = settings(
-    max_examples=6,
+    max_examples=3,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],

@@ -304,7 +304,7 @@ class Peers(RuleBasedStateMachine):
 
 
 Peers.TestCase.settings = settings(
-    max_examples=8,
+    max_examples=4,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
