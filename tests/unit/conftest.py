@@ -7,7 +7,7 @@ import gc
 import pytest
 from hypothesis import settings
 
-settings.register_profile("unit", max_examples=30, deadline=None)
+settings.register_profile("unit", max_examples=20, deadline=None)
 settings.load_profile("unit")
 
 gc.disable()  # until all is imported: there is no garbage in it, and a lot to look through

@@ -86,7 +86,7 @@ def test_the_policy(policy: str, ok: bool, wanted: bool) -> None:
     assert wants_restart(config, ok=ok) is wanted
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     gaps=st.lists(st.floats(min_value=0.0, max_value=30.0), max_size=40),
     most=st.integers(min_value=0, max_value=5),

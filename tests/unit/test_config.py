@@ -564,7 +564,7 @@ VALUES = st.recursive(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.dictionaries(KEYS, VALUES, max_size=6))
 def test_no_input_does_anything_but_parse_or_tell_its_problems(mapping: dict[str, Any]) -> None:
     good = {"schema_version": 1, "run": {"name": "x"}, "groups": {"a": {"command": ["-m", "x"]}}}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import ast
 import functools
+import gc
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 import replicas
 
@@ -31,6 +34,15 @@ WAYS = {
     "engines": {"messages", "core", "supervisor"},
     "integrations": {"messages", "core", "channel"},
 }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_collections() -> Iterator[None]:
+    """Trees of a whole package are much to look through for garbage, here and in all tests that follow."""
+    gc.disable()
+    yield
+    parsed.cache_clear()
+    gc.enable()
 
 
 def modules() -> list[Path]:

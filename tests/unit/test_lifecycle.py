@@ -101,7 +101,7 @@ def test_processes_that_end_lead_out_of_every_living_state() -> None:
                 assert REPLICA.next(state, event) not in ALIVE
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from(Event), max_size=40))
 def test_no_history_starts_a_generation_while_another_one_lives(events: list[Event]) -> None:
     life = Lifecycle("rollout", 0, now=0.0)

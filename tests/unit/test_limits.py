@@ -142,7 +142,7 @@ def test_any_bytes_are_a_frame_or_a_decode_error(data: bytes) -> None:
     assert isinstance(body, get_args(wire.FromMember))
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @given(any_message(wild=True), st.data())
 def test_a_damaged_frame_is_a_frame_or_a_decode_error(message: wire.FromMember, data: st.DataObject) -> None:
     whole = frame(message)

@@ -198,7 +198,7 @@ def grids(draw: st.DrawFn) -> tuple[TensorSpec, list[tuple[tuple[int, ...], tupl
     return TensorSpec("x", draw(st.sampled_from(sorted(ITEM_NBYTES))), shape), boxes
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(grids(), st.integers(1, 4), st.data())
 def test_every_element_comes_from_exactly_one_part(
     grid: tuple[TensorSpec, list[tuple[tuple[int, ...], tuple[int, ...]]]], ranks: int, data: st.DataObject
@@ -215,7 +215,7 @@ def test_every_element_comes_from_exactly_one_part(
     assert found == sorted((*box, min(ranks_with_it)) for box, ranks_with_it in zip(boxes, owners, strict=True))
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(grids(), st.data())
 def test_a_missing_or_an_overlapping_box_is_found(
     grid: tuple[TensorSpec, list[tuple[tuple[int, ...], tuple[int, ...]]]], data: st.DataObject

@@ -124,7 +124,7 @@ def test_a_run_without_gpus_leaves_the_environment_alone() -> None:
     assert ledger(plan).environment(plan.groups["a"], 0) == {}
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.booleans()), max_size=30))
 def test_no_gpu_has_two_owners(steps: list[tuple[str, int, bool]]) -> None:
     plan = config(a=gpus(1), b=gpus(3), c=gpus(0))

@@ -36,7 +36,7 @@ def test_an_unknown_dtype_is_named() -> None:
         segment_layout([Segment("float128", (1,))])
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(segments)
 def test_segments_are_in_order_aligned_and_apart(given: list[Segment]) -> None:
     offsets, nbytes = segment_layout(given)
@@ -49,7 +49,7 @@ def test_segments_are_in_order_aligned_and_apart(given: list[Segment]) -> None:
     assert nbytes % 64 == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(segments, max_size=4))
 def test_the_layout_of_all_participants_is_the_layouts_of_each_one_after_another(each: list[list[Segment]]) -> None:
     together, total = segment_layout([segment for one in each for segment in one])

@@ -169,7 +169,10 @@ async def test_an_overdue_publish_tells_those_who_may_still_wait_for_it(
 async def unknown(world: World, version: int, monkeypatch: pytest.MonkeyPatch) -> Pending[Receipt]:
     """A publish that ended with its outcome unknown."""
     monkeypatch.setattr("replicas.channel.publish.GRACE_S", 0.05)
-    job = await packed(world, version, deadline_s=0.3)
+    job = await packed(world, version)
+    assert job.timer is not None
+    job.timer.cancel()
+    world.publisher._overdue(job)  # its time is over
     assert isinstance(await outcome(job.pending), errors.OutcomeUnknown)
     assert pins(world)[version] == 1
     assert version in world.hub.arena.protected

@@ -342,7 +342,7 @@ def test_empty_shards_are_no_pieces() -> None:
     assert data.numel() == 0
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.lists(st.integers(1, 6), min_size=0, max_size=4), st.sampled_from([1, 2, 8, 16]), st.integers(1, 200))
 def test_cut_pieces_are_boxes_that_follow_each_other(shape: list[int], item: int, limit: int) -> None:
     whole = Piece(0, (1,) * len(shape), tuple(shape), 48)
@@ -356,7 +356,7 @@ def test_cut_pieces_are_boxes_that_follow_each_other(shape: list[int], item: int
     assert seen == torch.Size(shape).numel()
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(st.data())
 def test_any_tiling_over_any_ranks_is_put_together_again(data: st.DataObject) -> None:
     ranks = data.draw(st.integers(1, 3))

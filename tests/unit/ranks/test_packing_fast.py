@@ -424,7 +424,7 @@ def test_a_part_is_written_in_place() -> None:
 # ---------------------------------------------------------------- how far it is
 
 
-@settings(max_examples=50)
+@settings(max_examples=30)
 @generated(st.lists(st.integers(0, 5 * MIB), max_size=30), st.randoms(use_true_random=False))
 def test_only_what_is_there_without_a_hole_is_told(sizes: list[int], random: Random) -> None:
     told: list[int] = []
