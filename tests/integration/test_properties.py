@@ -14,10 +14,10 @@ pytestmark = pytest.mark.timeout(300)
 @pytest.mark.parametrize(
     ("machine", "examples"),
     [
-        (test_channel_properties.Channel, 60),
-        (test_free_lane_properties.FreeLanes, 25),
-        (test_free_lane_properties.RaisingFreeLanes, 25),
-        (test_operation_properties.Peers, 50),
+        (test_channel_properties.Channel, 200),
+        (test_free_lane_properties.FreeLanes, 60),
+        (test_free_lane_properties.RaisingFreeLanes, 60),
+        (test_operation_properties.Peers, 150),
     ],
 )
 def test_whatever_happens_the_invariants_hold(machine: type[RuleBasedStateMachine], examples: int) -> None:
