@@ -122,8 +122,9 @@ def copy_pairs(
         used = _enqueue(device, enqueued)
     crew = Crew(helpers_for(nbytes, sharing))
     try:
-        past_caches = streaming.pays(nbytes)
-        crew.run([functools.partial(streaming.copy_all, *batch, past_caches=past_caches) for batch in batches])
+        inference = any(any(map(torch.Tensor.is_inference, destinations)) for destinations, _ in batches)
+        how = {"past_caches": streaming.pays(nbytes), "inference": inference}
+        crew.run([functools.partial(streaming.copy_all, *batch, **how) for batch in batches])
     finally:
         crew.close()
         if device is not None:

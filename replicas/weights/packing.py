@@ -30,6 +30,7 @@ others only call :meth:`Feed.drain`). Mode ``"parts"``: each rank writes its own
 
 from __future__ import annotations
 
+import operator
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -70,6 +71,9 @@ __all__ = [
     "stage",
     "views",
 ]
+
+
+_ON_CPU = operator.attrgetter("is_cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -178,7 +182,7 @@ def _copy(
             copies.finish()
         return Packing(copies.digest, time.monotonic() - started, copies)
     with Copier(data, progress=progress) as copier:
-        if all(source.is_cpu for source in sources):
+        if all(map(_ON_CPU, sources)):
             copier.run(steps(places, destinations, sources))
         else:
             copier.run_here(steps(places, destinations, sources))

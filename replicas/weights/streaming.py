@@ -28,6 +28,8 @@ __all__ = ["PIECE_NBYTES", "available", "copy_all", "pays", "writing"]
 
 PIECE_NBYTES = 64 << 10
 """Smaller pieces gain nothing: torch copies them."""
+MOST_PIECES = 128
+"""Of so many in one call most are small: torch copies all of them, and nobody looks at each."""
 _CACHE_NBYTES = 32 << 20
 """Of a machine that does not say it."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -68,26 +70,31 @@ def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
     Those that were made in inference mode, as an engine's parameters may be, can be written in that mode only, which is each
     thread's own; the others in either.
     """
-    inference = any(tensor.is_inference() for tensor in destinations)
+    inference = any(map(torch.Tensor.is_inference, destinations))
     with torch.inference_mode() if inference else torch.no_grad():
         yield
 
 
 def copy_all(
-    destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], *, past_caches: bool = False
+    destinations: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    *,
+    past_caches: bool = False,
+    inference: bool = False,
 ) -> None:
     """Copy each source to the destination of the same shape, on the CPU; values are cast where dtypes differ.
 
     :param past_caches: as :func:`pays` says of the whole of which this is a part.
+    :param inference: some destinations were made in inference mode (see :func:`writing`).
     """
-    if past_caches and _stream is not None:
+    if past_caches and _stream is not None and len(destinations) <= MOST_PIECES:
         pairs = list(zip(destinations, sources, strict=True))
         large = [_simple(*pair) for pair in pairs]
         _copy_large([pair for pair, simple in zip(pairs, large, strict=True) if simple])
         rest = [pair for pair, simple in zip(pairs, large, strict=True) if not simple]
         destinations, sources = [to for to, _ in rest], [source for _, source in rest]
     if destinations:
-        with writing(destinations):
+        with torch.inference_mode() if inference else torch.no_grad():
             torch._foreach_copy_(list(destinations), list(sources))
 
 

@@ -44,6 +44,7 @@ __all__ = ["NAME", "FakeAccelerator", "FakeStream", "fake_memory_nbytes"]
 
 NAME = f"{__name__}:FakeAccelerator"
 PREFIX = "fake-gpu "
+_SMALL_NBYTES = 1 << 20
 _POISON = 0xDD
 _LOOK_S = 0.0005
 _tokens = itertools.count(1)
@@ -222,6 +223,7 @@ class FakeAccelerator(Accelerator):
         self.default_stream = FakeStream()
         self.ranges: dict[int, tuple[int, str]] = {}
         self.hosts: dict[int, int] = {}
+        self._kept: list[torch.Tensor] = []
         self.pinned: list[int] = []
         self.unpinned: list[int] = []
         self.allocated = 0
@@ -250,6 +252,8 @@ class FakeAccelerator(Accelerator):
         """From now on this is host memory; its address."""
         start = tensor.untyped_storage().data_ptr()
         self.hosts[start] = start + tensor.untyped_storage().nbytes()
+        if tensor.nbytes < _SMALL_NBYTES:
+            self._kept.append(tensor)  # or its address is another tensor's before long
         return start
 
     def check(self) -> None:
