@@ -123,8 +123,8 @@ def copy_pairs(
     crew = Crew(helpers_for(nbytes, sharing))
     try:
         inference = any(any(map(torch.Tensor.is_inference, destinations)) for destinations, _ in batches)
-        how = {"past_caches": streaming.pays(nbytes), "inference": inference}
-        crew.run([functools.partial(streaming.copy_all, *batch, **how) for batch in batches])
+        copy = functools.partial(streaming.copy_all, past_caches=streaming.pays(nbytes), inference=inference)
+        crew.run([functools.partial(copy, *batch) for batch in batches])
     finally:
         crew.close()
         if device is not None:

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.timeout(300)
     ],
 )
 def test_whatever_happens_the_invariants_hold(machine: type[RuleBasedStateMachine], examples: int) -> None:
-    run_state_machine_as_test(  # type: ignore[no-untyped-call]  # hypothesis leaves it untyped
+    run_state_machine_as_test(
         machine,
         settings=settings(
             max_examples=examples, stateful_step_count=50, deadline=None, suppress_health_check=list(HealthCheck)

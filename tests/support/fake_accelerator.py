@@ -44,7 +44,6 @@ __all__ = ["NAME", "FakeAccelerator", "FakeStream", "fake_memory_nbytes"]
 
 NAME = f"{__name__}:FakeAccelerator"
 PREFIX = "fake-gpu "
-_SMALL_NBYTES = 1 << 20
 _POISON = 0xDD
 _LOOK_S = 0.0005
 _tokens = itertools.count(1)
@@ -199,7 +198,7 @@ class FakeRegistration(Registration):
     def __init__(self, owner: FakeAccelerator, host: torch.Tensor) -> None:
         self._host: torch.Tensor | None = host
         self._owner = owner
-        self._start = owner.host(host)
+        self._start = owner.mark(host)
 
     def close(self) -> None:
         if self._host is not None:
@@ -248,12 +247,15 @@ class FakeAccelerator(Accelerator):
         self._streams.add(stream)
         return stream
 
-    def host(self, tensor: torch.Tensor) -> int:
-        """From now on this is host memory; its address."""
+    def host(self, tensor: torch.Tensor) -> None:
+        """From now on this is host memory, for ever: its address must not become another tensor's."""
+        self.mark(tensor)
+        self._kept.append(tensor)
+
+    def mark(self, tensor: torch.Tensor) -> int:
+        """This is host memory until somebody says otherwise; its address."""
         start = tensor.untyped_storage().data_ptr()
         self.hosts[start] = start + tensor.untyped_storage().nbytes()
-        if tensor.nbytes < _SMALL_NBYTES:
-            self._kept.append(tensor)  # or its address is another tensor's before long
         return start
 
     def check(self) -> None:
@@ -320,7 +322,7 @@ class FakeAccelerator(Accelerator):
 
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
         if "register" in faults():
-            self.host(host)
+            self.mark(host)
             return None
         self.pinned.append(host.nbytes)
         return FakeRegistration(self, host)
