@@ -40,7 +40,7 @@ class Driver:
         self.streams = 0
         self.mode = 0
         functions = {name: self._function(name, arguments) for name, arguments in cuda_driver._SIGNATURES.items()}
-        self.library = SimpleNamespace(**functions)
+        self.driver = SimpleNamespace(**functions)
 
     def _function(self, name: str, arguments: tuple[Any, ...]) -> Any:
         do = getattr(self, name)
@@ -135,7 +135,7 @@ def driver(monkeypatch: pytest.MonkeyPatch) -> Iterator[Driver]:
     made = Driver()
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1")
     for module in (cuda_driver, cuda):
-        monkeypatch.setattr(module, "library", lambda: made.library)
+        monkeypatch.setattr(module, "library", lambda: made.driver)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
     monkeypatch.setattr(torch.cuda, "set_device", lambda index: made.calls.append(f"set_device {index}"))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: setattr(made, "cached", 0))
