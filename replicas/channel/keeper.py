@@ -40,7 +40,7 @@ logger = logging.getLogger("replicas.channel")
 
 GROUP = "(keeper)"
 """In place of the name of a group; no group can be called so."""
-JOIN_TIMEOUT_S = 5.0
+JOIN_TIMEOUT_S = 20.0
 """Whoever wanted it was there a moment ago, and asks again if it must."""
 LOOK_INTERVAL_S = 0.5
 LEAVE_TIMEOUT_S = 10.0

@@ -33,8 +33,10 @@ from replicas.messages import Beacon, LaneAhead, Locate, Located, Released
 
 __all__ = ["Hosts", "Place"]
 
-LOCATE_S = 2.0
-"""How long a newcomer is waited for to say on which host it is."""
+LOCATE_S = 5.0
+"""How long a newcomer is waited for to say on which host it is. Only itself waits: it is not admitted before."""
+LOCATE_KEEPER_S = 20.0
+"""A keeper that is thought to be elsewhere is of no use."""
 REPRESENTATIVES = 3
 """Members of one host that a newcomer tries."""
 
@@ -98,7 +100,7 @@ class Hosts:
     def joined(self, state: MemberState, now: float) -> None:
         """A member is new in the roster."""
         if not state.observes or state.keeps:
-            self._search(state, _Search(now + LOCATE_S))
+            self._search(state, _Search(now + (LOCATE_KEEPER_S if state.keeps else LOCATE_S)))
 
     def _search(self, state: MemberState, search: _Search) -> None:
         """Have it try the hosts that it has not tried; without any it is a host of its own."""

@@ -40,12 +40,10 @@ __all__ = ["START_MAX_S", "Keepers"]
 START_S = 20.0
 """How long a keeper that was asked for is waited for, until another member is asked; longer each time."""
 START_MAX_S = 300.0
-AWAITED_START_S = 10.0
-"""How long a version that only its publisher has waits for the first keeper of its host to start."""
-AWAITED_MAP_S = 2.0
-"""How long it waits for a keeper to map it."""
 MAP_S = 5.0
 """How long a keeper may take to map a version."""
+AWAITED_S = 2 * MAP_S
+"""How long a version that only its publisher has waits for a keeper that is there, can be heard, and has not failed."""
 RETRY_S = 1.0
 RETRY_MAX_S = 30.0
 TRIES = 4
@@ -209,9 +207,9 @@ class Keepers:
             return False
         here = [state for state in self._members.values() if state.host == source.host]
         if here:
-            return now < since + AWAITED_MAP_S and any(self._able(state, now) for state in here)
+            return now < since + AWAITED_S and any(self._able(state, now) for state in here)
         ask = self._asks.get(source.host)
-        starts = ask is not None and ask.tries == 1 and now < ask.at + AWAITED_START_S
+        starts = ask is not None and ask.tries == 1 and now < ask.at + START_S
         return starts and not self._channel.roster.lacking(payload.version)  # targets that come get it sooner
 
     def _able(self, keeper: MemberState, now: float) -> bool:

@@ -466,13 +466,23 @@ class Transfer:
             self.blame.probing.tick(now)
             return
         frozen = self._suspects({*self._movers, *self._mapping}, now)
-        if frozen:
+        if frozen and not self._in_vain_without(frozen):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
         elif self.lane is not None and self.lane.state == "forming" and now > self.lane.deadline:
             late = sorted(m.name for m in self.lane.members if m not in self.lane.formed_by)
             message = f"the process group did not form in {self.lane.deadline - self.lane.opened_at:.1f} s; missing: "
             error = errors.DeadlineExceeded(message + ", ".join(late), phase="form", members=late)
             self._failed_all_alive(error, now)
+
+    def _in_vain_without(self, silent: set[Member]) -> bool:
+        """Whether nobody else has what is published, and nobody waits to publish: then its source may take its time."""
+        givers, context = silent & set(self.givers), self._context
+        if not givers or self.kind != "main" or context.publishes_wait():
+            return False
+        version = self.payload.version
+        holders = (one.member for one in context.roster if version in one.held)
+        others = any(member not in silent and member not in self.refused for member in holders)
+        return not others and not context.keeping.of(version)
 
     def store_moved(self, now: float) -> None:
         """A lane that is forming over the old store never will: form another one over the new one."""

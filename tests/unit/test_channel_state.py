@@ -167,6 +167,25 @@ def test_a_frozen_target_costs_seconds_and_no_eviction() -> None:
     assert first.commits == second.commits == [1]
 
 
+@pytest.mark.parametrize("waits", [False, True])
+def test_a_silent_source_is_waited_for_unless_another_one_waits(waits: bool) -> None:
+    world = World()
+    trainer, other = world.join("trainer/0/0"), world.join("trainer/1/0")
+    target = world.join("rollout/0/0")
+    world.run()
+    number = trainer.publish()
+    trainer.pack(number)
+    while world.up(trainer):
+        pass
+    if waits:
+        publish(world, other)
+    world.advance(10.0, frozen=(trainer,))
+    assert target.commits == ([2] if waits else [])
+    world.advance(3.0)
+    assert (trainer.verdicts[number].receipt is None) == waits
+    assert target.commits == ([2] if waits else [1])
+
+
 def test_a_lease_that_runs_out_is_a_loss() -> None:
     world = World(groups={"rollout": GroupShape(heartbeat_timeout_s=10.0)})
     world.join("trainer/0/0")

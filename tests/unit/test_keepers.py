@@ -94,6 +94,25 @@ def test_the_first_version_waits_for_the_keeper_to_start(world: World) -> None:
     assert keeper.held == {1}
 
 
+def test_a_slow_keeper_is_waited_for_while_it_can_be_heard(world: World) -> None:
+    """As on a machine that is busy: it takes its time to say where it is, and to map."""
+    world.starts_keepers = False
+    trainer = world.join("trainer/0/0", machine="b")
+    world.run()
+    number = begin(trainer)
+    keeper = world.start_keeper()
+    keeper.mute = True
+    for _ in range(8):
+        world.advance(1.0)
+    assert number not in trainer.verdicts
+    keeper.mute = False
+    [locate] = [message for message in keeper.seen if isinstance(message, wire.Locate)]
+    keeper.handle(locate)
+    world.run()
+    assert committed(trainer, number) == 1
+    assert keeper.held == {1}
+
+
 @pytest.mark.parametrize("target", [False, True])
 def test_it_waits_neither_long_nor_before_a_target(world: World, target: bool) -> None:
     world.starts_keepers = False
@@ -103,7 +122,7 @@ def test_it_waits_neither_long_nor_before_a_target(world: World, target: bool) -
     if target:
         assert late(world, "").held == {1}
     else:
-        world.advance(11.0)
+        world.advance(21.0)
     assert committed(trainer, number) == 1
 
 
@@ -115,7 +134,7 @@ def test_a_frozen_keeper_costs_a_moment(world: World) -> None:
     number = begin(trainer)
     world.advance(1.0, frozen=(keeper,))
     assert number not in trainer.verdicts
-    world.advance(2.0, frozen=(keeper,))
+    world.advance(3.0, frozen=(keeper,))
     assert committed(trainer, number) == 1
     world.advance(2.0, frozen=(keeper,))
     assert committed(trainer, begin(trainer)) == 2, "it is suspect now"
