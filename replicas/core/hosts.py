@@ -198,8 +198,7 @@ class Hosts:
     def release(self, latest: int, now: float, *, host: int | None = None) -> None:
         """Tell the owners of older versions than ``latest`` which of them nobody uses any more: all, or those of a host."""
         for state in self._roster if host is None else self.on(host):
-            old = [version for version in state.lent if version < latest]
-            for version in old:
+            for version in [version for version in state.lent if version < latest] if state.lent else ():
                 if not self._used(state, version, now):
                     state.lent.discard(version)
                     self._out.append(Send(state.member, Released(version)))

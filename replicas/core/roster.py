@@ -389,7 +389,8 @@ class Roster:
 
     def expired(self, now: float) -> list[MemberState]:
         """Members whose lease has run out."""
-        silent = [state for state in self if now - state.last_seen > self.shortest_lease_s]
+        shortest_s = self.shortest_lease_s
+        silent = [state for state in self if now - state.last_seen > shortest_s]
         return [s for s in silent if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
 
     def forgive(self, pause_s: float, now: float) -> None:
