@@ -37,7 +37,17 @@ from replicas.weights.accelerator import Accelerator, accelerator
 from replicas.weights.crew import ALONE_NBYTES, Crew, cores, helpers_for
 from replicas.weights.digest import BLOCK_NBYTES, combined
 
-__all__ = ["PROGRESS_NBYTES", "STEP_NBYTES", "Copier", "Prefix", "Progress", "Step", "copy_pairs", "wait_for_devices"]
+__all__ = [
+    "PROGRESS_NBYTES",
+    "STEP_NBYTES",
+    "Copier",
+    "Prefix",
+    "Progress",
+    "Runs",
+    "Step",
+    "copy_pairs",
+    "wait_for_devices",
+]
 
 STEP_NBYTES = 4 << 20
 """About how much one step copies: with 1 MiB two threads were a fifth slower, with 16 MiB no faster."""
@@ -69,6 +79,21 @@ class Step:
         """From or to a device, on the current stream; values are cast where dtypes differ."""
         with torch.no_grad():
             torch._foreach_copy_(self.destinations, self.sources, True)
+
+
+@dataclass(frozen=True, eq=False)
+class Runs:
+    """Copy runs of bytes of host memory, which are just the bytes from ``start`` to ``end``."""
+
+    start: int
+    end: int
+    to: streaming.Addresses
+    sources: streaming.Addresses
+    sizes: streaming.Addresses
+
+    def run(self, *, past_caches: bool = False) -> None:
+        """``past_caches``: as :func:`streaming.pays` says of the whole."""
+        streaming.copy_runs(self.to, self.sources, self.sizes, past_caches=past_caches)
 
 
 def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
@@ -225,7 +250,7 @@ class Copier:
                 self.digest.cancel()
         self._crew.close()
 
-    def run(self, steps: Iterable[Step]) -> None:
+    def run(self, steps: Iterable[Step | Runs]) -> None:
         """Do all steps, begun in this order; returns when they are copied. CPU tensors only."""
         self._crew.run([functools.partial(self._copy, step) for step in steps])
 
@@ -280,7 +305,7 @@ class Copier:
             while (chore := self._chore()) is not None:
                 chore()
 
-    def _copy(self, step: Step) -> None:
+    def _copy(self, step: Step | Runs) -> None:
         step.run(past_caches=self._past_caches)
         self.filled(step.start, step.end)
 

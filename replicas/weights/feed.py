@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
@@ -20,6 +20,9 @@ from replicas.weights.dtensor import Box, is_dtensor, local_box
 from replicas.weights.layout import Entry, layout
 from replicas.weights.sources import Ties, declared, known_values, streamed_values
 from replicas.weights.tensors import dtype_name, is_castable
+
+if TYPE_CHECKING:
+    from replicas.weights.planned import Sources
 
 __all__ = ["Feed", "Mode", "Shard"]
 
@@ -76,7 +79,7 @@ class Feed:
         self.finished = False
         self.user_error: BaseException | None = None
         self.device = "cpu"
-        self.sources: list[torch.Tensor] | None = None
+        self.sources: Sources | None = None
         self.weights = weights
         self._known: dict[str, object] | None = None
         self._source: Iterator[Any] | None = None

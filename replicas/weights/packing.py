@@ -50,6 +50,7 @@ from replicas.weights.layout import Entry, copy_elements, layout
 from replicas.weights.loading import load_into, views
 from replicas.weights.places import Filler, Places, Writer, steps
 from replicas.weights.planned import Planned
+from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import bits, torch_dtype
 
 __all__ = [
@@ -176,7 +177,7 @@ def _copy(
     """Copy tensors that all exist; both in the order of their bytes."""
     started = time.monotonic()
     device = accelerator()
-    if device is not None and (manner.device or any(map(device.owns, sources))):
+    if device is not None and _on_device(sources, manner):
         with DeviceCopies(device, data, manner, progress) as copies:
             copies.run(places, destinations, sources)
             copies.finish()
@@ -186,6 +187,21 @@ def _copy(
             copier.run(steps(places, destinations, sources))
         else:
             copier.run_here(steps(places, destinations, sources))
+        copier.finish()
+    return Packing(copier.digest, time.monotonic() - started)
+
+
+def _on_device(sources: list[torch.Tensor], manner: Manner) -> bool:
+    """Whether a device has anything to do with the copies."""
+    device = accelerator()
+    return device is not None and (bool(manner.device) or any(map(device.owns, sources)))
+
+
+def _copy_runs(places: Places, sources: Addresses, data: torch.Tensor, progress: Progress | None) -> Packing:
+    """Copy bytes of host memory as they are, by their addresses in the order of the places."""
+    started = time.monotonic()
+    with Copier(data, progress=progress) as copier:
+        copier.run(places.runs(data, sources))
         copier.finish()
     return Packing(copier.digest, time.monotonic() - started)
 
@@ -214,7 +230,7 @@ class Packer:
         if planned is not None and planned.manifest.hash == manifest.hash:
             manifest = planned.manifest  # whose hash and offsets are known already
         self._planned = Planned(feed, entries, manifest)
-        feed.sources = self._planned.first_sources(entries)
+        feed.sources = self._planned.sources(feed) or self._planned.first_sources(entries)
         return manifest
 
     def knows(self, feed: Feed, manifest: PartManifest) -> bool:
@@ -247,7 +263,11 @@ class Packer:
                 destinations = self._destinations(manifest, places, slot)
                 return _walk(feed, manifest, places, destinations, slot.data, progress, manner)
             places = self._planned.places
-            packing = _copy(places, self._destinations(manifest, places, slot), sources, slot.data, progress, manner)
+            if sources.addresses is not None and not _on_device(sources.tensors, manner):
+                packing = _copy_runs(places, sources.addresses, slot.data, progress)
+            else:
+                destinations = self._destinations(manifest, places, slot)
+                packing = _copy(places, destinations, sources.tensors, slot.data, progress, manner)
             feed.take_known()
         except BaseException:
             feed.drain()

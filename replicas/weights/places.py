@@ -9,12 +9,14 @@ from itertools import groupby
 from math import prod
 from typing import Protocol
 
+import numpy as np
 import torch
 
 from replicas.core.manifest import PartManifest, TensorSpec, item_nbytes
 from replicas.errors import ManifestMismatch
-from replicas.weights.copying import STEP_NBYTES, Step
+from replicas.weights.copying import STEP_NBYTES, Runs, Step
 from replicas.weights.layout import Entry
+from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import bits, is_copied, torch_dtype
 
 __all__ = ["Cut", "Filler", "PlaceKey", "Places", "Writer", "steps"]
@@ -107,6 +109,27 @@ class Places:
         if first < len(self._shapes):
             cuts.append(Cut(start, behind, first, len(self._shapes)))
         return cuts
+
+    @cached_property
+    def _first_bytes(self) -> Addresses:
+        return np.array(self._starts, dtype=np.uintp)
+
+    @cached_property
+    def _sizes(self) -> Addresses:
+        items = np.array([item_nbytes(dtype) for dtype in self._dtypes], dtype=np.uintp)
+        return items * np.array(self._counts, dtype=np.uintp)
+
+    def runs(self, data: torch.Tensor, sources: Addresses) -> Iterator[Runs]:
+        """All steps that copy to ``data``, from where the bytes of each piece lie together."""
+        to = self._first_bytes + np.uintp(data.data_ptr())
+        for cut in self.cuts:
+            if cut.axis < 0:
+                whole = slice(cut.first, cut.last)
+                yield Runs(cut.start, cut.end, to[whole], sources[whole], self._sizes[whole])
+                continue
+            one, skipped = slice(cut.first, cut.first + 1), np.uintp(cut.start - self._starts[cut.first])
+            size = np.array([cut.end - cut.start], dtype=np.uintp)
+            yield Runs(cut.start, cut.end, to[one] + skipped, sources[one] + skipped, size)
 
     def extent(self, index: int) -> tuple[int, int]:
         """From which byte to which piece ``index`` lies."""

@@ -5,30 +5,62 @@ Theory of operation
 
 A module or a mapping mostly gives the same tensors each time: the same names, shapes, dtypes and ties, with other values.
 Then the manifest is the same, too, and so is the place of each tensor. :class:`Planned` remembers how the last set looked,
-and :meth:`Planned.sources` compares a new one with it by whole lists, which costs about a microsecond a tensor. Whatever
+and :meth:`Planned.sources` compares a new one with it by whole lists, which costs half a microsecond a tensor. Whatever
 differs makes it answer None, and so does whatever is of an unusual kind: then the set is looked at anew, with all checks.
 
 Ties are compared by address: tied tensors must have one again, and all others different ones. No tensor is kept.
+
+When each tensor is one run of bytes in host memory, and they are just those of its place, they are copied by their addresses,
+and no view of either side is made (:attr:`Sources.addresses`).
 """
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from replicas.core.manifest import PartManifest
+from replicas.weights import streaming
 from replicas.weights.dtensor import is_dtensor
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.layout import Entry
 from replicas.weights.places import Places
-from replicas.weights.tensors import bits
+from replicas.weights.streaming import Addresses
+from replicas.weights.tensors import bits, torch_dtype
 
-__all__ = ["Planned"]
+__all__ = ["Planned", "Sources"]
 
-_SAME, _SHAPE, _DTYPE = operator.eq, operator.attrgetter("shape"), operator.attrgetter("dtype")
+LOOK = 2048
+"""How many tensors are looked at together: they fit the caches."""
+
+_SAME, _IS, _SHAPE, _DTYPE = operator.eq, operator.is_, operator.attrgetter("shape"), operator.attrgetter("dtype")
+_ON_CPU = operator.attrgetter("is_cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What to copy at once, in the order of the bytes.
+
+    :ivar addresses: where the bytes of each lie together, just as they are to be; None: some have to be gathered or cast.
+    """
+
+    tensors: list[torch.Tensor]
+    addresses: Addresses | None
+
+
+@dataclass(frozen=True, eq=False)
+class _Seen:
+    """Where tensors begin in memory, one that is not on the CPU, and whether each is one run of the bytes to be copied."""
+
+    addresses: Addresses
+    elsewhere: torch.Tensor | None
+    runs: bool
 
 
 class Planned:
@@ -51,24 +83,28 @@ class Planned:
         self._ties = [
             (number, numbers[entry.alias_of]) for number, entry in enumerate(entries) if entry.alias_of is not None
         ]
-        self._full = [
-            number for number, entry in enumerate(entries) if entry.alias_of is None and entry.box is not None
-        ]
-        self._gathers = any(entries[number].tensor is None for number in self._full)
+        full = [number for number, entry in enumerate(entries) if entry.alias_of is None and entry.box is not None]
+        self._full = np.array(full, dtype=np.intp)
+        self._gathers = any(entries[number].tensor is None for number in full)
         own = [number for number, entry in enumerate(entries) if entry.alias_of is None]
-        given = own if manifest.pieces is None else self._full
+        given = own if manifest.pieces is None else full
         self._picks = [given[number] for number in self.places.order]
+        self._picks_all = self._picks == list(range(len(values)))
         self._special = [(number, _form(value)) for number, value in enumerate(values) if type(value) not in _PLAIN]
         tensors = None if self._gathers else self._tensors(values)
         self._shapes = [tensor.shape for tensor in tensors or ()]
         self._dtypes = [tensor.dtype for tensor in tensors or ()]
-        self._usable = tensors is not None and self._tied_alike(tensors)
+        kinds = {(dtype, entry.dtype) for dtype, entry in zip(self._dtypes, entries, strict=tensors is not None)}
+        self._casts = any(dtype != torch_dtype(published) for dtype, published in kinds)
+        self._complex = any(dtype.is_complex for dtype, _ in kinds)
+        seen = self._look(tensors) if tensors is not None else None
+        self._usable = tensors is not None and seen is not None and self._tied_alike(tensors, seen.addresses)
 
-    def first_sources(self, entries: Sequence[Entry]) -> list[torch.Tensor] | None:
+    def first_sources(self, entries: Sequence[Entry]) -> Sources | None:
         """What to copy of the entries of which this was made; None when something has to be gathered first."""
-        return None if self._gathers else self._ordered([entry.tensor for entry in entries])
+        return None if self._gathers else Sources(self._ordered([entry.tensor for entry in entries]), None)
 
-    def sources(self, feed: Feed) -> list[torch.Tensor] | None:
+    def sources(self, feed: Feed) -> Sources | None:
         """What to copy, in the order of the bytes; None when ``feed`` does not give just what was given then."""
         known = feed.known()
         if known is None or not self._usable or self._how != (feed.dtype, feed.mode):
@@ -79,10 +115,14 @@ class Planned:
         if any(_form(values[number]) != form for number, form in self._special):
             return None
         tensors = self._tensors(values)
-        if tensors is None or not self._alike(tensors):
+        seen = self._look(tensors) if tensors is not None else None
+        if tensors is None or seen is None or not self._tied_alike(tensors, seen.addresses):
             return None
-        feed.device = next((tensor.device.type for tensor in tensors if not tensor.is_cpu), feed.device)
-        return self._ordered(tensors)
+        if seen.elsewhere is not None:
+            feed.device = seen.elsewhere.device.type
+        if seen.runs:
+            return Sources(self._picked(tensors), seen.addresses if self._picks_all else seen.addresses[self._picks])
+        return Sources(self._ordered(tensors), None)
 
     def _tensors(self, values: Sequence[object]) -> list[torch.Tensor] | None:
         """The memory of each value; None when one of them is of a kind that this does not know."""
@@ -97,23 +137,49 @@ class Planned:
                 found.append(tensor)
         return found
 
-    def _alike(self, tensors: Sequence[torch.Tensor]) -> bool:
-        return (
-            all(map(_SAME, map(_SHAPE, tensors), self._shapes))  # one by one: a list of shapes would wake the collector
-            and all(map(_SAME, map(_DTYPE, tensors), self._dtypes))
-            and {tensor.layout for tensor in tensors} <= {torch.strided}
-            and not any(tensor.is_meta for tensor in tensors)
-            and self._tied_alike(tensors)
-        )
+    def _look(self, tensors: Sequence[torch.Tensor]) -> _Seen | None:
+        """What cannot be known from the last time; None when a tensor is not what it was then.
 
-    def _tied_alike(self, tensors: Sequence[torch.Tensor]) -> bool:
-        addresses = [tensor.data_ptr() for tensor in tensors]
-        if len({addresses[number] for number in self._full}) != len(self._full):
+        A few tensors at a time: what one look has brought into the caches is there for the next one.
+        """
+        addresses = np.empty(len(tensors), dtype=np.uintp)
+        elsewhere, runs = None, streaming.available and not self._casts
+        for first in range(0, len(tensors), LOOK):
+            few = slice(first, first + LOOK)
+            some = tensors[few]
+            if not all(map(_SAME, map(_SHAPE, some), self._shapes[few])):
+                return None
+            if not all(map(_IS, map(_DTYPE, some), self._dtypes[few])):
+                return None
+            try:
+                addresses[few] = np.fromiter(map(torch.Tensor.data_ptr, some), dtype=np.uintp, count=len(some))
+            except RuntimeError:  # it has no storage: it is sparse
+                return None
+            elsewhere = elsewhere or next(itertools.filterfalse(_ON_CPU, some), None)
+            runs = runs and elsewhere is None and self._are_runs(some)
+        if any(tensors[int(number)].numel() for number in np.flatnonzero(addresses == 0)):
+            return None  # of the meta device
+        return _Seen(addresses, elsewhere, runs)
+
+    def _tied_alike(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> bool:
+        full = np.sort(addresses[self._full])
+        if np.any(full[1:] == full[:-1]):
             return False
         return all(
             addresses[tie] == addresses[first] != 0 and _strides(tensors[tie]) == _strides(tensors[first])
             for tie, first in self._ties
         )
+
+    def _are_runs(self, tensors: Sequence[torch.Tensor]) -> bool:
+        """Whether each lies in memory in one piece, as it is."""
+        return (
+            all(map(torch.Tensor.is_contiguous, tensors))
+            and not any(map(torch.Tensor.is_neg, tensors))
+            and not (self._complex and any(map(torch.Tensor.is_conj, tensors)))
+        )
+
+    def _picked(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return list(tensors) if self._picks_all else [tensors[number] for number in self._picks]
 
     def _ordered(self, tensors: Sequence[torch.Tensor | None]) -> list[torch.Tensor]:
         found = [tensors[number] for number in self._picks]

@@ -33,7 +33,7 @@ def known_values(weights: object) -> dict[str, object] | None:
         state = unwrapped(weights).state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
     if isinstance(weights, Mapping):
-        return dict(weights.items())
+        return dict(weights) if type(weights) is dict else dict(weights.items())
     return None
 
 

@@ -51,7 +51,12 @@ static void copy(char *to, const char *from, size_t nbytes) { memcpy(to, from, n
 static void finish(void) {}
 #endif
 
-/* Copy nbytes[i] from from[i] to to[i], for each i; nothing may overlap. All is visible to other threads on return. */
+/* Copy nbytes[i] from from[i] to to[i], for each i; nothing may overlap. */
+void replicas_copy(char *const *to, const char *const *from, const size_t *nbytes, size_t count) {
+    for (size_t i = 0; i < count; i++) memcpy(to[i], from[i], nbytes[i]);
+}
+
+/* The same, past the caches. All is visible to other threads on return. */
 void replicas_stream(char *const *to, const char *const *from, const size_t *nbytes, size_t count) {
     for (size_t i = 0; i < count; i++) copy(to[i], from[i], nbytes[i]);
     finish();

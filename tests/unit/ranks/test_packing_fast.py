@@ -18,13 +18,14 @@ from torch import nn
 
 from replicas.core.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.errors import ManifestMismatch, UsageError
-from replicas.weights import Arena, Digest, Feed, Shard, Slot, digest_of, pack, stage, views
+from replicas.weights import Arena, Digest, Feed, Shard, Slot, digest_of, pack, stage, streaming, views
 from replicas.weights.copying import PROGRESS_NBYTES, STEP_NBYTES, Copier, Prefix, Step, copy_pairs
 from replicas.weights.crew import ALONE_NBYTES, Crew, helpers_for, one_thread
 from replicas.weights.digest import BLOCK_NBYTES
 from replicas.weights.packing import Packer, Packing
 from replicas.weights.parts import scatter_parts
 from replicas.weights.places import Places
+from replicas.weights.tensors import bits
 from replicas.weights.writable import WritableSlot
 
 WAIT_S = 60.0
@@ -242,11 +243,51 @@ def test_a_conjugate_view_is_no_tie() -> None:
     assert found_in(slot)["b"].item() == 1 - 2j
 
 
+UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
+    "negated": lambda: torch._neg_view(torch.ones(3)),
+    "conjugated": lambda: torch.tensor([1 + 2j, 3 - 4j]).conj(),
+    "transposed": lambda: torch.rand(3, 5).t(),
+    "every other one": lambda: torch.arange(10.0)[::2],
+    "expanded": lambda: torch.rand(1).expand(4),
+    "none": lambda: torch.rand(2),
+}
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("unusual", UNUSUAL)
+def test_bytes_and_views_are_copied_alike(unusual: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Very many, very large, without elements, at odd places: by their addresses, or (one of them is odd) by torch."""
+    monkeypatch.setattr(streaming, "available", compiled and streaming.available)
+    torch.manual_seed(3)
+    memory = torch.randn(17_500)
+    versions = Versions()
+    given: dict[str, torch.Tensor] = {f"small{number}": memory[7 * number : 7 * number + 5] for number in range(2500)}
+    given |= {
+        "large": torch.randn(3, (STEP_NBYTES >> 2) + 13),
+        "empty": torch.zeros(0, 4),
+        "scalar": torch.tensor(7, dtype=torch.int64),
+        "flags": torch.rand(13) < 0.5,
+        "tiny": torch.randn(11).to(torch.float8_e4m3fn),
+        "parameter": nn.Parameter(torch.rand(3, 3)),
+        "unusual": UNUSUAL[unusual](),
+    }
+    given["tied"] = given["large"]
+    for step in range(3):
+        memory += step
+        slot, _ = versions.publish(given)
+        found = found_in(slot)
+        assert found.keys() == given.keys() - {"tied"}
+        assert all(torch.equal(bits(value), bits(given[name].detach())) for name, value in found.items())
+    assert versions.quick == 2
+    by_address = streaming.available and unusual == "none"
+    assert (not versions.packer._views) == by_address
+
+
 def test_a_packer_keeps_no_tensor_and_no_memory() -> None:
     versions = Versions()
     given = {"a": torch.zeros(10)}
     kept = weakref.ref(given["a"])
-    slot, _ = versions.publish(given)
+    slot, _ = versions.publish(given, dtype=torch.bfloat16)  # by torch, which takes views
     memory = weakref.ref(slot.buffer)
     del given
     gc.collect()
