@@ -277,9 +277,9 @@ class ChannelState:
         self.commits.retries[reason] = self.commits.retries.get(reason, 0) + 1
         self.out.append(Emit(Retried(self.config.name, reason)))
 
-    def publishes_wait(self) -> bool:
-        """Whether others follow the one that is being sent."""
-        return bool(self.commits.publishes.queue)
+    def others_wait(self, now: float) -> bool:
+        """Whether somebody waits for the end of the publish that is being sent: to publish, or to be admitted."""
+        return bool(self.commits.publishes.queue or self.roster.waiting(now))
 
     def quarantine(self, member: Member, why: str, now: float) -> None:
         """Take it out of everything that it does together with others, until it has been served alone."""

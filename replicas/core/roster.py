@@ -289,11 +289,7 @@ class Roster:
         for state in self.index.apart.values():
             if state.standing == "quarantined" and state.is_peer and now >= state.not_before:
                 state.step("released")  # nothing can be proven beside the others: it is tried again with them
-        waiting = [
-            state
-            for state in self.index.apart.values()
-            if MEMBER.allows(state.standing, "admitted") and self.admissible(state, now) and state.caught_up
-        ]
+        waiting = self.waiting(now)
         for state in waiting:
             state.step("admitted")
             state.note, state.missed = "", 0
@@ -301,6 +297,14 @@ class Roster:
         if waiting:
             self.epoch += 1
         return bool(waiting)
+
+    def waiting(self, now: float) -> list[MemberState]:
+        """Those who would be admitted now."""
+        return [
+            state
+            for state in self.index.apart.values()
+            if MEMBER.allows(state.standing, "admitted") and self.admissible(state, now) and state.caught_up
+        ]
 
     def admissible(self, state: MemberState, now: float) -> bool:
         """Whether it may be with the others now: it is known where it is, can be heard, may be trusted, and will stay."""

@@ -466,7 +466,7 @@ class Transfer:
             self.blame.probing.tick(now)
             return
         frozen = self._suspects({*self._movers, *self._mapping}, now)
-        if frozen and not self._in_vain_without(frozen):
+        if frozen and not self._in_vain_without(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
         elif self.lane is not None and self.lane.state == "forming" and now > self.lane.deadline:
             late = sorted(m.name for m in self.lane.members if m not in self.lane.formed_by)
@@ -474,10 +474,10 @@ class Transfer:
             error = errors.DeadlineExceeded(message + ", ".join(late), phase="form", members=late)
             self._failed_all_alive(error, now)
 
-    def _in_vain_without(self, silent: set[Member]) -> bool:
-        """Whether nobody else has what is published, and nobody waits to publish: then its source may take its time."""
+    def _in_vain_without(self, silent: set[Member], now: float) -> bool:
+        """Whether nobody else has what is published, and nobody waits for its end: then its source may take its time."""
         givers, context = silent & set(self.givers), self._context
-        if not givers or self.kind != "main" or context.publishes_wait():
+        if not givers or self.kind != "main" or context.others_wait(now):
             return False
         version = self.payload.version
         holders = (one.member for one in context.roster if version in one.held)

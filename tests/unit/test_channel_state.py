@@ -167,8 +167,8 @@ def test_a_frozen_target_costs_seconds_and_no_eviction() -> None:
     assert first.commits == second.commits == [1]
 
 
-@pytest.mark.parametrize("waits", [False, True])
-def test_a_silent_source_is_waited_for_unless_another_one_waits(waits: bool) -> None:
+@pytest.mark.parametrize("waits", ["nobody", "publisher", "newcomer"])
+def test_a_silent_source_is_waited_for_unless_somebody_waits_for_its_end(waits: str) -> None:
     world = World()
     trainer, other = world.join("trainer/0/0"), world.join("trainer/1/0")
     target = world.join("rollout/0/0")
@@ -177,13 +177,16 @@ def test_a_silent_source_is_waited_for_unless_another_one_waits(waits: bool) -> 
     trainer.pack(number)
     while world.up(trainer):
         pass
-    if waits:
+    if waits == "publisher":
         publish(world, other)
+    elif waits == "newcomer":
+        world.join("rollout/1/0")
     world.advance(10.0, frozen=(trainer,))
-    assert target.commits == ([2] if waits else [])
+    assert target.commits == ([2] if waits == "publisher" else [])
+    assert not world.state.roster.waiting(world.now)
     world.advance(3.0)
-    assert (trainer.verdicts[number].receipt is None) == waits
-    assert target.commits == ([2] if waits else [1])
+    assert (trainer.verdicts[number].receipt is not None) == (waits == "nobody")
+    assert target.commits == {"nobody": [1], "publisher": [2], "newcomer": []}[waits]
 
 
 def test_a_lease_that_runs_out_is_a_loss() -> None:
