@@ -167,8 +167,9 @@ class FakeMemory(DeviceMemory):
         mapping = mmap.mmap(fd, max(1, nbytes))
         self._tensor: torch.Tensor | None = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
         start = self._tensor.untyped_storage().data_ptr()
-        owner.ranges[start] = (start + max(1, nbytes), uuid)
-        weakref.finalize(mapping, _free, owner, start, fd, nbytes, on_free, os.getpid()).atexit = False
+        number = next(_tokens)
+        owner.ranges[number] = (start, start + max(1, nbytes), uuid)
+        weakref.finalize(mapping, _free, owner, number, fd, nbytes, on_free, os.getpid()).atexit = False
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -181,11 +182,12 @@ class FakeMemory(DeviceMemory):
 
 
 def _free(
-    owner: FakeAccelerator, start: int, fd: int, nbytes: int, on_free: Callable[[], None] | None, pid: int
+    owner: FakeAccelerator, number: int, fd: int, nbytes: int, on_free: Callable[[], None] | None, pid: int
 ) -> None:
+    """It is unmapped by now, and another one may have its address."""
     if pid != os.getpid():
         return
-    del owner.ranges[start]
+    del owner.ranges[number]
     if on_free is None:
         owner.allocated -= nbytes
         os.pwrite(fd, bytes([_POISON]) * nbytes, 0)
@@ -220,7 +222,7 @@ class FakeAccelerator(Accelerator):
 
     def __init__(self) -> None:
         self.default_stream = FakeStream()
-        self.ranges: dict[int, tuple[int, str]] = {}
+        self.ranges: dict[int, tuple[int, int, str]] = {}
         self.hosts: dict[int, int] = {}
         self._kept: list[torch.Tensor] = []
         self.pinned: list[int] = []
@@ -293,9 +295,9 @@ class FakeAccelerator(Accelerator):
         if not tensor.is_cpu:
             return ""
         start = tensor.untyped_storage().data_ptr()
-        found = [uuid for first, (end, uuid) in list(self.ranges.items()) if first <= start < end]
+        found = [uuid for first, end, uuid in list(self.ranges.values()) if first <= start < end]
         if found:
-            return found[0]
+            return found[-1]
         return "" if any(first <= start < end for first, end in list(self.hosts.items())) else self.device()
 
     # ------------------------------------------------------------ memory
