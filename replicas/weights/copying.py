@@ -227,7 +227,8 @@ class Copier:
         if helpers is None:
             helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))
         self.digest: Future[str] = Future()
-        self._bytes = data.numpy().data
+        self._bytes: memoryview | None = data.numpy().data
+        """Until nobody asks for more of it: the crew and this one refer to each other, and would keep it alive."""
         self._past_caches = streaming.pays(nbytes)
         self._beside = helpers > 1 if beside is None else beside
         self._unfilled = [min(BLOCK_NBYTES, nbytes - start) for start in range(0, nbytes, BLOCK_NBYTES)]
@@ -248,6 +249,7 @@ class Copier:
             if not self._finished:
                 self._ready.clear()
                 self.digest.cancel()
+                self._bytes = None
         self._crew.close()
 
     def run(self, steps: Iterable[Step | Runs]) -> None:
@@ -300,6 +302,7 @@ class Copier:
             self._finished = True
             self._crew.changed.notify_all()
         if not self._blocks:
+            self._bytes = None
             self.digest.set_result(combined(()))
         elif not self._crew.helpers:
             while (chore := self._chore()) is not None:
@@ -318,7 +321,9 @@ class Copier:
     def _chore(self) -> Callable[[], None] | None:
         """A block to hash; called with the lock held."""
         if self._ready and (self._finished or self._beside):
-            return functools.partial(self._hash, self._ready.pop(0))
+            assert self._bytes is not None
+            block = self._ready.pop(0)
+            return functools.partial(self._hash, block, self._bytes[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES])
         return None
 
     def _grow(self) -> None:
@@ -328,16 +333,18 @@ class Copier:
         if more > 0:
             self._crew.grow(more)
 
-    def _hash(self, block: int) -> None:
+    def _hash(self, block: int, data: memoryview) -> None:
         self._grow()
-        start = block * BLOCK_NBYTES
         try:
-            self._blocks[block] = xxhash.xxh3_128_digest(self._bytes[start : start + BLOCK_NBYTES])
+            self._blocks[block] = xxhash.xxh3_128_digest(data)
         except BaseException as error:  # noqa: BLE001  # whoever waits for the digest is told
             self.digest.set_exception(error)
             return
+        del data
         with self._crew.changed:
             self._unhashed -= 1
             complete = not self._unhashed
+            if complete:
+                self._bytes = None
         if complete and self.digest.set_running_or_notify_cancel():
             self.digest.set_result(combined(self._blocks))

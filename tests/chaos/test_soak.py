@@ -21,6 +21,8 @@ from tests.support.runs import Run, eventually, running
 ROUNDS = int(os.environ.get("SOAK_ROUNDS", "24"))
 """So many versions and so many epochs after the warm-up."""
 WARM_UP = max(16, ROUNDS // 10)
+RETIRED = 2
+"""As many as an arena has slots: buffers that are left to readers which were killed just now, or wait for a slot."""
 SLACK_NBYTES = 6 * 2**20
 """By how much the memory of a process may differ: what malloc and Python keep for later."""
 
@@ -203,7 +205,7 @@ def test_nothing_piles_up(tmp_path: Path) -> None:
             one, then = before[name], after[name]
             assert then.descriptors <= one.descriptors + 4, f"descriptors of {name}"
             assert then.threads <= one.threads + 2, f"threads of {name}"
-            assert then.segments <= one.segments + 1, f"segments of {name}"
+            assert then.segments <= one.segments + RETIRED, f"segments of {name}"
             assert then.anonymous_nbytes <= one.anonymous_nbytes + SLACK_NBYTES, f"memory of {name}"
         (out / "stop").touch()
         run.signal(signal.SIGTERM)

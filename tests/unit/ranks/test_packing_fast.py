@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import itertools
 import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -281,6 +283,32 @@ def test_bytes_and_views_are_copied_alike(unusual: str, compiled: bool, monkeypa
     assert versions.quick == 2
     by_address = streaming.available and unusual == "none"
     assert (not versions.packer._views) == by_address
+
+
+@pytest.mark.parametrize("count", [0, 10, 3 << 20])
+def test_memory_is_given_back_without_a_collection(count: int) -> None:
+    """A slot may be larger than all the rest of the process: it does not wait for Python to look for cycles."""
+    versions = Versions()
+    versions.arena = Arena(2, name="given-back")
+
+    def mapped() -> bool:
+        return "memfd:given-back" in Path("/proc/self/maps").read_text()
+
+    gc.collect()
+    gc.disable()
+    try:
+        given = {"a": torch.zeros(count)}
+        versions.publish(given)
+        versions.publish(given, dtype=torch.float64)
+        versions.publish(iter(given.items()), Feed(given).plan())
+        assert mapped()
+        versions.arena.close()
+        deadline = time.monotonic() + 5.0
+        while mapped() and time.monotonic() < deadline:
+            time.sleep(0.001)  # a helper ends
+        assert not mapped()
+    finally:
+        gc.enable()
 
 
 def test_a_packer_keeps_no_tensor_and_no_memory() -> None:
