@@ -320,8 +320,7 @@ class Copier:
 
     def _chore(self) -> Callable[[], None] | None:
         """A block to hash; called with the lock held."""
-        if self._ready and (self._finished or self._beside):
-            assert self._bytes is not None
+        if self._bytes is not None and self._ready and (self._finished or self._beside):
             block = self._ready.pop(0)
             return functools.partial(self._hash, block, self._bytes[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES])
         return None

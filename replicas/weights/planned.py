@@ -143,7 +143,8 @@ class Planned:
         A few tensors at a time: what one look has brought into the caches is there for the next one.
         """
         addresses = np.empty(len(tensors), dtype=np.uintp)
-        elsewhere, runs = None, streaming.available and not self._casts
+        elsewhere: torch.Tensor | None = None
+        runs = streaming.available and not self._casts
         for first in range(0, len(tensors), LOOK):
             few = slice(first, first + LOOK)
             some = tensors[few]
@@ -155,7 +156,8 @@ class Planned:
                 addresses[few] = np.fromiter(map(torch.Tensor.data_ptr, some), dtype=np.uintp, count=len(some))
             except RuntimeError:  # it has no storage: it is sparse
                 return None
-            elsewhere = elsewhere or next(itertools.filterfalse(_ON_CPU, some), None)
+            if elsewhere is None:
+                elsewhere = next(itertools.filterfalse(_ON_CPU, some), None)
             runs = runs and elsewhere is None and self._are_runs(some)
         if any(tensors[int(number)].numel() for number in np.flatnonzero(addresses == 0)):
             return None  # of the meta device

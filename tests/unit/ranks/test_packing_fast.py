@@ -27,6 +27,7 @@ from replicas.weights.digest import BLOCK_NBYTES
 from replicas.weights.packing import Packer, Packing
 from replicas.weights.parts import scatter_parts
 from replicas.weights.places import Places
+from replicas.weights.planned import LOOK
 from replicas.weights.tensors import bits
 from replicas.weights.writable import WritableSlot
 
@@ -237,6 +238,16 @@ def test_a_value_of_no_use_is_refused_also_the_second_time() -> None:
     for bad in (torch.zeros(2).to_sparse(), torch.zeros(2, device="meta"), 3):
         with pytest.raises(ManifestMismatch):
             versions.publish(given | {"d": bad})
+
+
+def test_very_many_tensors_that_have_moved_away_are_looked_at_anew() -> None:
+    """More than one look; those of the meta device stand for those of any other."""
+    versions = Versions()
+    given = {f"t{number}": torch.ones(2) for number in range(2 * LOOK + 1)}
+    versions.publish(given)
+    with pytest.raises(ManifestMismatch, match="meta"):
+        versions.publish({name: value.to("meta") for name, value in given.items()})
+    versions.publish(given)
 
 
 def test_a_conjugate_view_is_no_tie() -> None:
