@@ -30,7 +30,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test unit integration chaos chaos-tree gpu gpu-wheels check format bench bench-peers diagrams clean
+.PHONY: help demo test unit integration properties chaos chaos-tree gpu gpu-wheels check format bench bench-peers diagrams clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -66,6 +66,10 @@ unit: $(VENV)/.dev ## run the fast tests only
 
 integration: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration
+
+properties: $(VENV)/.dev ## look for histories that break an invariant of the core: make properties TIMES=20 SEED=3
+	@PROPERTY_EXAMPLES=$(or $(TIMES),5) PROPERTY_SEED=$(or $(SEED),1) \
+	  $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration/test_properties.py
 
 chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=500 SEED=3
 	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s --timeout 0 tests/chaos/test_chaos.py

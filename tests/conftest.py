@@ -2,12 +2,41 @@
 
 from __future__ import annotations
 
+import faulthandler
+import os
 import signal
+from typing import Any
 
 import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; all children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+SHOWN_BEFORE_S = 1.0
+"""Stacks of a test that takes too long are written so long before it is ended."""
+STDERR = pytest.StashKey[int]()
+"""Where they are written: what was standard error before it was captured."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.stash[STDERR] = os.dup(2)
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    os.close(config.stash[STDERR])
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> None:
+    """A worker of pytest-xdist that pytest-timeout ends would not say why."""
+    after_s = settings.timeout - SHOWN_BEFORE_S
+    if after_s > 0:
+        faulthandler.dump_traceback_later(after_s, file=item.config.stash[STDERR])
+
+
+@pytest.hookimpl(optionalhook=True, tryfirst=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    faulthandler.cancel_dump_traceback_later()
 
 
 @pytest.fixture

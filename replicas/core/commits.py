@@ -302,7 +302,8 @@ class Commits:
         return self._held_by_any(self.latest) or self._channel.keepers.may_send()
 
     def _held_by_any(self, version: int) -> bool:
-        return any(version in state.held or version in state.parts for state in self._channel.roster)
+        roster = self._channel.roster
+        return bool(roster.holders(version)) or any(version in state.parts for state in roster)
 
     def _holders(self, version: int) -> set[Member]:
         return {s.member for s in self._channel.roster if s.is_target and s.carries and version in s.held}
@@ -384,23 +385,25 @@ class Commits:
             if transfer.lane is not None:  # its bytes had all moved, and yet it is no version
                 self._channel.close_lane(transfer.lane)
                 transfer.lane = None
-        if publish.state == "moving":
-            channel = self._channel
-            channel.out.append(
-                Record(
-                    CommitDecision(
-                        "abort", channel.config.name, publish.version, "", channel.roster.epoch, channel.term
-                    )
-                )
+        channel = self._channel
+        if publish.state == "moving" and publish.version > self.latest:
+            decision = CommitDecision(
+                "abort", channel.config.name, publish.version, "", channel.roster.epoch, channel.term
             )
-        self._channel.keepers.stop(publish.payload, now)
+            channel.out.append(Record(decision))
+        channel.keepers.stop(publish.payload, now)
         asked = transfer.asked if transfer is not None else frozenset()
-        for state in self._channel.roster:
-            if (
-                state.forget(publish.version) or state.member in asked or state.keeps
-            ):  # it may have all, and not have said so
-                self._channel.out.append(Send(state.member, wire.Discard(publish.version)))
+        for state in channel.roster:
+            if self._is_committed(state, publish):
+                continue
+            if state.forget(publish.version) or state.member in asked or state.keeps:  # it may have all, and not say so
+                channel.out.append(Send(state.member, wire.Discard(publish.version)))
         self._verdict(publish, _snake(type(error).__name__), now)
+
+    def _is_committed(self, state: MemberState, publish: Publish) -> bool:
+        """Whether what it holds by the number of ``publish`` is the committed version, of which the coordinator heard late."""
+        same = publish.version == self.latest and state.held.get(publish.version) == self.decided
+        return same and bool(self.decided) and state.member not in publish.begun
 
     def _verdict(self, publish: Publish, outcome: str, now: float, *, moved_nbytes: int = 0) -> None:
         channel = self._channel

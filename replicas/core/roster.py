@@ -300,11 +300,15 @@ class Roster:
 
     def waiting(self, now: float) -> list[MemberState]:
         """Those who would be admitted now."""
-        return [
-            state
-            for state in self.index.apart.values()
-            if MEMBER.allows(state.standing, "admitted") and self.admissible(state, now) and state.caught_up
-        ]
+        return [state for state in self._apart(now) if state.caught_up]
+
+    def missing(self, now: float) -> list[MemberState]:
+        """Those who would be admitted now, if they had the version that they have missed."""
+        return [state for state in self._apart(now) if not state.caught_up]
+
+    def _apart(self, now: float) -> list[MemberState]:
+        apart = self.index.apart.values()
+        return [s for s in apart if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
         """Whether it may be with the others now: it is known where it is, can be heard, may be trusted, and will stay."""

@@ -90,3 +90,20 @@ def test_a_rank_without_a_number_waits_for_one_that_has_it() -> None:
         world.advance(1.0)
         verdicts = [rank.verdicts[number].receipt for rank in ranks]
         assert [receipt.version for receipt in verdicts if receipt is not None] == [1, 1]
+
+
+def test_one_that_has_missed_a_version_that_is_gone_is_waited_for_again() -> None:
+    world, trainer, (reader,) = world_of(1)
+    seconds_to_the_receipt(world, trainer)
+    number = publish(world, trainer)
+    world.advance(8.0, frozen=(reader,))
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert receipt.lost == ("rollout/0/0",)
+    world.lose(trainer)  # nobody else has the version that it has missed
+    again = world.join("trainer/0/0")
+    world.advance(1.0)
+    assert seconds_to_the_receipt(world, again) == (0.5, ())
+    (verdict,) = again.verdicts.values()
+    assert verdict.receipt is not None
+    assert verdict.receipt.members == (reader.member,)

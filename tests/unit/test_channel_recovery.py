@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from replicas import messages as wire
 from replicas.core.recovery import RECOVERY_S
 from replicas.core.roster import GroupShape
 from tests.support.channel_world import SimMember, World, peer_config
@@ -269,3 +270,26 @@ def test_a_number_that_another_source_used_meanwhile_is_no_receipt_for_the_first
     error = trainer.verdicts[number].error
     assert error is not None
     assert error.kind == "StaleVersion"
+
+
+def test_a_number_that_turns_out_to_be_committed_is_not_taken_from_those_who_hold_it() -> None:
+    world, (trainer, first) = world_of("trainer/0/0", "rollout/0/0")
+    publish(world, trainer)
+    world.run()
+    world.restart(keep_log=False)
+    fresh, slow = world.join("trainer/0/0"), world.join("rollout/1/0")
+    slow.stuck = True
+    number = fresh.publish(deadline_s=5.0)
+    fresh.pack(number)
+    world.run()  # it has number 1: nobody who knows better is here
+    world.rejoin(first)
+    world.advance(6.0)
+    assert fresh.verdicts[number].error is not None
+    assert not world.aborted
+    assert not [message for message in first.seen if isinstance(message, wire.Discard)]
+    world.advance(WINDOW_S)
+    assert slow.commits == [1]
+    assert wire.Discard(1) in slow.seen  # what it was receiving was something else
+    first.ask()
+    world.advance(1.0)
+    assert first.granted == [1]
