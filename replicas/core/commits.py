@@ -401,7 +401,7 @@ class Commits:
         self._verdict(publish, _snake(type(error).__name__), now)
 
     def _is_committed(self, state: MemberState, publish: Publish) -> bool:
-        """Whether what it holds by the number of ``publish`` is the committed version, of which the coordinator heard late."""
+        """Whether what it holds by the number of ``publish`` is the committed version, heard of too late."""
         same = publish.version == self.latest and state.held.get(publish.version) == self.decided
         return same and bool(self.decided) and state.member not in publish.begun
 
