@@ -105,7 +105,7 @@ class Publisher:
             self._hub.call(self._begin, job)
             self._fill(job, feed)
         except BaseException as error:
-            users = feed.user_error is not None or not isinstance(error, Exception)
+            users = feed.user_failed or not isinstance(error, Exception)
             self._hub.call(self._fill_failed, job, error, users)
             if users or not isinstance(error, Exception):
                 job.pending._observed = True

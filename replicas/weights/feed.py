@@ -65,7 +65,7 @@ class Feed:
     :param dtype: cast plain floating tensors (float16, bfloat16, float32, float64) to this; others stay as they are.
     :param mode: ``"image"``: DTensors are gathered, Shards refused. ``"parts"``: the rank's own pieces, no communication.
     :ivar finished: the end was reached, or the user's code raised: there is nothing left to drain.
-    :ivar user_error: what the user's own code raised, if it did.
+    :ivar user_failed: the user's own code raised. (Not what: its frames hold this feed, and slots.)
     :ivar device: type of the device on which tensors were seen so far: ``"cpu"`` as long as all were there.
     :ivar sources: all tensors to copy, in the order of their bytes, when a :class:`~replicas.weights.packing.Packer` found
         that they are all there already.
@@ -77,7 +77,7 @@ class Feed:
         self.mode: Mode = mode
         self.dtype = dtype
         self.finished = False
-        self.user_error: BaseException | None = None
+        self.user_failed = False
         self.device = "cpu"
         self.sources: Sources | None = None
         self.weights = weights
@@ -117,7 +117,7 @@ class Feed:
 
     def take_known(self) -> None:
         """The known values were all used at once: there is nothing left to walk."""
-        self._end(None)
+        self._end(failed=False)
 
     def __iter__(self) -> Iterator[Entry]:
         """The entries. Raises what the user's code raises, and :class:`ManifestMismatch` for a value of no use."""
@@ -144,8 +144,8 @@ class Feed:
             try:
                 self._known = known_values(self.weights)
                 self._source = iter(self._known.items()) if self._known is not None else streamed_values(self.weights)
-            except BaseException as error:
-                self._end(error)
+            except BaseException:
+                self._end(failed=True)
                 raise
             self._ties = Ties() if self._known is not None else None
 
@@ -157,26 +157,26 @@ class Feed:
         try:
             step = next(self._source)
         except StopIteration:
-            self._end(None)
+            self._end(failed=False)
             return None
-        except BaseException as error:
-            self._end(error)
+        except BaseException:
+            self._end(failed=True)
             raise
         if not isinstance(step, (tuple, list)) or len(step) != 2:
             return None, step, None
         name, value = step
         return name, value, self._ties.alias(name, value) if self._ties is not None else None
 
-    def _end(self, error: BaseException | None) -> None:
-        self.finished, self.user_error = True, error
+    def _end(self, *, failed: bool) -> None:
+        self.finished, self.user_failed = True, failed
 
     def _gather(self, value: Any) -> torch.Tensor:
         """A collective of the user's own group: when it fails, that is the user's error and the walk is over."""
         try:
             with torch.no_grad():
                 gathered: torch.Tensor = value.detach().full_tensor()
-        except BaseException as error:
-            self._end(error)
+        except BaseException:
+            self._end(failed=True)
             raise
         return gathered
 

@@ -22,7 +22,7 @@ What lies on a device, and what goes there, is not copied by the caller's thread
 (:mod:`replicas.weights.device_copies`). The packing tells when they are done.
 
 Both drain the feed to its end before they raise an error of ours, because its steps may be collectives of the user's
-group; the user's own exceptions (``feed.user_error``) come through as they are.
+group; the user's own exceptions (``feed.user_failed``) come through as they are.
 
 Mode ``"image"``: this rank writes all tensors into one image; DTensors are gathered, on every rank of the replica (the
 others only call :meth:`Feed.drain`). Mode ``"parts"``: each rank writes its own pieces and nothing is gathered.

@@ -227,7 +227,7 @@ def test_weights_that_do_not_fit_are_walked_to_their_end(given: dict[str, torch.
     assert caught.value.message == message
     assert weights.given == list(given)
     assert feed.finished
-    assert feed.user_error is None
+    assert not feed.user_failed
 
 
 @pytest.mark.parametrize(
@@ -270,7 +270,7 @@ def test_the_users_own_exception_goes_through_and_ends_the_walk() -> None:
     with pytest.raises(KeyError, match="mine"):
         stage(feed)
     assert feed.finished
-    assert isinstance(feed.user_error, KeyError)
+    assert feed.user_failed
     feed.drain()
 
 

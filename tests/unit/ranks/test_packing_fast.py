@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from random import Random
 
@@ -305,6 +306,10 @@ def test_memory_is_given_back_without_a_collection(count: int) -> None:
     def mapped() -> bool:
         return "memfd:given-back" in Path("/proc/self/maps").read_text()
 
+    def failing(given: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from given.items()
+        raise KeyError("mine")
+
     gc.collect()
     gc.disable()
     try:
@@ -312,6 +317,12 @@ def test_memory_is_given_back_without_a_collection(count: int) -> None:
         versions.publish(given)
         versions.publish(given, dtype=torch.float64)
         versions.publish(iter(given.items()), Feed(given).plan())
+        with suppress(KeyError):
+            versions.publish(failing(given), Feed(given).plan())
+        slot = versions.arena.find_filling(versions.version)
+        assert slot is not None
+        versions.arena.free(slot)
+        del slot
         assert mapped()
         versions.arena.close()
         deadline = time.monotonic() + 5.0
