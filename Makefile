@@ -68,7 +68,7 @@ integration: $(VENV)/.dev
 	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration
 
 properties: $(VENV)/.dev ## look for histories that break an invariant of the core: make properties TIMES=20 SEED=3
-	@PROPERTY_EXAMPLES=$(or $(TIMES),5) PROPERTY_SEED=$(or $(SEED),1) \
+	@PROPERTY_TIMES=$(or $(TIMES),5) PROPERTY_SEED=$(or $(SEED),1) \
 	  $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration/test_properties.py
 
 chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=500 SEED=3

@@ -254,7 +254,7 @@ class Commits:
         self._leave_behind(publish, transfer)
         digest = payload.digest or self._held_digest(payload.version)
         self._vouch(payload.version, digest)
-        payload.digest = digest
+        payload.digest, payload.filling = digest, None  # of a publisher that has not said that it is full
         self._manifests.committed(payload)
         self._decide(publish.version, digest, payload)
         self._decided_here = True

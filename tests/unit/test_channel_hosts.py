@@ -287,6 +287,28 @@ def test_a_publisher_that_dies_while_it_fills(far: int) -> None:
     assert near.commits[-1] == end.receipt.version
 
 
+def test_who_is_late_gets_a_version_that_its_publisher_never_said_to_be_full() -> None:
+    """All of it was sent, those who got it agree, one of them dies, and the publisher says nothing more."""
+    world = World()
+    trainer, first, second = (
+        world.join(name, machine=machine)
+        for name, machine in (("trainer/0/0", "a"), ("rollout/0/0", ""), ("rollout/1/0", ""))
+    )
+    world.run()
+    number = trainer.publish()
+    world.run()
+    trainer.stream(number)
+    world.run()
+    world.lose(second)
+    late = world.join("rollout/1/0")
+    world.advance(61.0)
+    assert trainer.verdicts[number].receipt is not None
+    for target in (first, late):
+        target.ask()
+    world.run()
+    assert first.granted == late.granted == [1]
+
+
 def test_wrong_bytes_that_were_sent_while_it_was_packed_are_not_committed_at_that_target() -> None:
     world, trainer, near, (far,), number = streaming_world()
     state = world.state.roster.get(far.member)

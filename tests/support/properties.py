@@ -1,0 +1,55 @@
+"""A property test of the core, for as many histories as you like: ``python -m tests.support.properties NAME COUNT [SEED]``.
+
+Without a seed the histories are the same in every run of the same code. That needs a process of its own, as hypothesis also
+tries constants that it finds in whatever modules are loaded. A history that breaks an invariant is shown as it was found,
+with the line that repeats it: to make it shorter would take minutes.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+
+from hypothesis import HealthCheck, Phase, seed, settings
+from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
+
+from tests.unit.test_channel_properties import Channel
+from tests.unit.test_free_lane_properties import FreeLanes, RaisingFreeLanes
+from tests.unit.test_operation_properties import Peers
+
+__all__ = ["MACHINES"]
+
+MACHINES: dict[str, type[RuleBasedStateMachine]] = {
+    "channel": Channel,
+    "free_lanes": FreeLanes,
+    "raising_free_lanes": RaisingFreeLanes,
+    "peers": Peers,
+}
+LONGEST_S = 60.0
+"""A history takes a second at the most: after so long one hangs, and its stacks are shown."""
+
+
+def main(name: str, count: str, number: str = "") -> None:
+    class Watched(MACHINES[name]):  # type: ignore[misc]  # which class it is, is known at run time only
+        def __init__(self) -> None:
+            faulthandler.dump_traceback_later(LONGEST_S, exit=True)
+            super().__init__()
+
+    Watched.__name__ = Watched.__qualname__ = MACHINES[name].__name__
+    run_state_machine_as_test(
+        seed(int(number))(Watched) if number else Watched,
+        settings=settings(
+            max_examples=int(count),
+            stateful_step_count=50,
+            deadline=None,
+            derandomize=not number,
+            database=None,
+            phases=[Phase.generate],
+            print_blob=True,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
