@@ -13,19 +13,19 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.properties import MACHINES
+from tests.support.properties import MACHINES, limit_s
 
 ROOT = Path(__file__).parents[2]
 SEED = os.environ.get("PROPERTY_SEED", "")
 TIMES = int(os.environ.get("PROPERTY_TIMES", "1"))
 COUNTS = {"channel": 200, "free_lanes": 60, "raising_free_lanes": 60, "peers": 150}
-LIMIT_S = 300 * TIMES
 
-pytestmark = pytest.mark.timeout(LIMIT_S + 60)
+pytestmark = pytest.mark.timeout(limit_s(max(COUNTS.values()) * TIMES) + 60)
 
 
 @pytest.mark.parametrize("name", MACHINES)
 def test_whatever_happens_the_invariants_hold(name: str) -> None:
-    command = [sys.executable, "-m", "tests.support.properties", name, str(COUNTS[name] * TIMES), *SEED.split()]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+    count = COUNTS[name] * TIMES
+    command = [sys.executable, "-m", "tests.support.properties", name, str(count), *SEED.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=limit_s(count) + 30, check=False)
     assert not done.returncode, done.stdout + done.stderr

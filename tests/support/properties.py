@@ -17,7 +17,7 @@ from tests.unit.test_channel_properties import Channel
 from tests.unit.test_free_lane_properties import FreeLanes, RaisingFreeLanes
 from tests.unit.test_operation_properties import Peers
 
-__all__ = ["MACHINES"]
+__all__ = ["MACHINES", "limit_s"]
 
 MACHINES: dict[str, type[RuleBasedStateMachine]] = {
     "channel": Channel,
@@ -25,19 +25,18 @@ MACHINES: dict[str, type[RuleBasedStateMachine]] = {
     "raising_free_lanes": RaisingFreeLanes,
     "peers": Peers,
 }
-LONGEST_S = 60.0
-"""A history takes a second at the most: after so long one hangs, and its stacks are shown."""
+
+
+def limit_s(count: int) -> float:
+    """How long so many histories may take: twenty times as long as they do on a quiet machine."""
+    return 60.0 + 2.0 * count
 
 
 def main(name: str, count: str, number: str = "") -> None:
-    class Watched(MACHINES[name]):  # type: ignore[misc]  # which class it is, is known at run time only
-        def __init__(self) -> None:
-            faulthandler.dump_traceback_later(LONGEST_S, exit=True)
-            super().__init__()
-
-    Watched.__name__ = Watched.__qualname__ = MACHINES[name].__name__
+    faulthandler.dump_traceback_later(limit_s(int(count)), exit=True)
+    machine = MACHINES[name]
     run_state_machine_as_test(
-        seed(int(number))(Watched) if number else Watched,
+        seed(int(number))(machine) if number else machine,
         settings=settings(
             max_examples=int(count),
             stateful_step_count=50,
