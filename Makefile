@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constraint constraints.txt
-# Real processes are mostly waited for: two tests at a time. The faults of the chaos suite are timed, and run alone.
-SIDE_BY_SIDE := --numprocesses 2 --dist worksteal
+# Real processes are mostly waited for: three tests at a time keep two cores busy. The faults of the chaos suite are timed, and
+# run alone.
+SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
 
 # Those that import torch, which takes seconds, beside all others.
 UNIT_TESTS = $(BIN)/python -m pytest -q tests/unit --ignore tests/unit/ranks & others=$$!; \

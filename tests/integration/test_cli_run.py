@@ -24,7 +24,13 @@ from replicas.status import RunStatus
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import ROOT, Run, eventually, running
 
-COUNTS = "import itertools, time\nfor i in itertools.count():\n    print('tick', i, flush=True); time.sleep(0.05)"
+COUNTS = """
+import itertools, time
+for i in itertools.count():
+    print(f"tick {i}\\n", end="", flush=True)
+    time.sleep(0.05)
+"""
+"""In one write for each line: it is killed at any moment."""
 FAILS = "import os, sys, time; time.sleep(0.1); sys.exit(0 if os.path.exists('mended') else 7)"
 GROUPS = group("a", COUNTS, "replicas = 2") + group("b", SLEEPS, 'depends_on = ["a"]')
 COMMAND = [sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())"]
