@@ -334,8 +334,9 @@ class ChannelState:
         """Joins wait for a boundary: no version and no collective is on its way."""
         if self.commits.moving or self.operations.running_collective:
             return
-        for state in self.roster.missing(now):
-            if not self.commits.obtainable([state]):
+        missing = self.roster.missing(now)
+        if missing and not self.commits.obtainable(missing):
+            for state in missing:
                 state.missed = 0  # nobody has it any more: with the others again, as a newcomer is
         self.roster.admit(now)
 

@@ -8,11 +8,14 @@ with the line that repeats it: to make it shorter would take minutes.
 from __future__ import annotations
 
 import faulthandler
+import os
+import signal
 import sys
 
 from hypothesis import HealthCheck, Phase, seed, settings
 from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
+from replicas.supervisor.processes import die_with_parent
 from tests.unit.test_channel_properties import Channel
 from tests.unit.test_free_lane_properties import FreeLanes, RaisingFreeLanes
 from tests.unit.test_operation_properties import Peers
@@ -28,11 +31,12 @@ MACHINES: dict[str, type[RuleBasedStateMachine]] = {
 
 
 def limit_s(count: int) -> float:
-    """How long so many histories may take: twenty times as long as they do on a quiet machine."""
+    """How long so many histories may take: some twenty times as long as they do on a quiet machine."""
     return 60.0 + 2.0 * count
 
 
 def main(name: str, count: str, number: str = "") -> None:
+    die_with_parent(os.getppid(), signal.SIGKILL)
     faulthandler.dump_traceback_later(limit_s(int(count)), exit=True)
     machine = MACHINES[name]
     run_state_machine_as_test(

@@ -1,4 +1,4 @@
-"""What the fast tests share: settings that make them fast, and the same in every run (`make properties` looks for more)."""
+"""What the fast tests share: settings that make them fast, and leave nothing to chance (`make properties` does)."""
 
 from __future__ import annotations
 
