@@ -11,10 +11,10 @@ from replicas.channel.free_slot import free_slot
 from replicas.channel.hub import Hub
 from replicas.channel.publish_job import PublishJob
 from replicas.channel.under_way import CopiesUnderWay
-from replicas.core.manifest import ALIGNMENT_NBYTES, PartManifest
+from replicas.core.manifest import PartManifest
 from replicas.weights.accelerator import device_of
 from replicas.weights.arena import Slot
-from replicas.weights.packing import DeviceCopies, Feed, Manner, Packer, Packing, packing_of, stage
+from replicas.weights.packing import DeviceCopies, Feed, Manner, Packer, Packing, stage
 from replicas.weights.writable import WritableSlot
 
 __all__ = ["Filling"]
@@ -76,8 +76,6 @@ class Filling:
         manifest = self._packer.plan(feed)
         if manifest is None and not job.new_manifest:
             manifest = self.last
-        if manifest is None and self._hub.settings.staging == "host":
-            return self._grow(job, feed)
         staged = stage(feed) if manifest is None else None
         if staged is not None:
             manifest = staged.manifest
@@ -93,22 +91,11 @@ class Filling:
             progress = partial(self._hub.call, self._grown, job)
         return manifest, self._packer.pack(feed, manifest, slot, progress, hold=job.hold, begun=begun)
 
-    def _grow(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
-        """Copy weights of which nothing is known into a slot whose memory grows with them."""
-        last = self.last.whole.data_offset if self.last is not None else ALIGNMENT_NBYTES
-        slot = self._take_slot(job, None)
-        started = time.monotonic()
-        with self._hub.arena.growing(slot, last if feed.mode == "image" else 0) as growing:
-            manifest = growing.fill(feed)
-            self._expect(feed)
-            self._hub.arena.furnish(slot, manifest, growing)
-        return manifest, packing_of(slot, started)
-
     def _expect(self, feed: Feed) -> None:
         if feed.device != "cpu" and not self._hub.device:
             self._hub.arena.pinning = True  # memory that is made ahead is for copies from a GPU
 
-    def _take_slot(self, job: PublishJob, manifest: PartManifest | None) -> Slot:
+    def _take_slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
         job.fills = True
         started = time.monotonic()
         job.slot = free_slot(

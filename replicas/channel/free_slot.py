@@ -17,11 +17,11 @@ BEAT_S = 0.03
 
 
 def free_slot(
-    hub: Hub, version: int, manifest: PartManifest | None, *, what: str, until: float, check: Callable[[], object]
+    hub: Hub, version: int, manifest: PartManifest, *, what: str, until: float, check: Callable[[], object]
 ) -> Slot:
     """A slot to fill with ``version``; 0 if it has no number yet.
 
-    :param manifest: of what it will hold, if that is known; see :meth:`Arena.acquire`.
+    :param manifest: of what it will hold; see :meth:`Arena.acquire`.
     :param what: what it is for, in the error's text.
     :param until: reading of the monotonic clock at which it gives up.
     :param check: called at each look; raises if there is no point in waiting any more.

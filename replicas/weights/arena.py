@@ -37,7 +37,6 @@ from replicas.errors import Gone
 from replicas.memory import locks
 from replicas.messages import SlotPlace
 from replicas.weights.buffers import Buffer, BufferWatcher
-from replicas.weights.growing import Growing
 from replicas.weights.mappings import KeptMappings
 from replicas.weights.pool import Pool
 from replicas.weights.slots import Slot
@@ -138,19 +137,15 @@ class Arena:
             )
         self._pool.prepare(nbytes, bare + unfit)
 
-    def acquire(self, version: int, manifest: Manifest | PartManifest | None) -> Slot | None:
+    def acquire(self, version: int, manifest: Manifest | PartManifest) -> Slot | None:
         """A slot to fill with ``version``, its header written; None when every slot is in use.
-
-        Without a manifest, which is not known yet, the slot gets its memory by :meth:`furnish`, from :meth:`growing`.
 
         In use may mean: by readers in other processes. The kernel tells nobody when they let go, so look again every few
         hundredths of a second, besides at each ``on_change``. It waits for nobody but for memory that is being made.
 
         :raises NoCapacity: its memory cannot be allocated; the slot stays free.
         """
-        nbytes = 0
-        if manifest is not None:
-            nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
+        nbytes = manifest.nbytes if isinstance(manifest, PartManifest) else manifest.image_nbytes
         with self._lock:
             if self._closed:
                 return None
@@ -162,8 +157,7 @@ class Arena:
             slot.state = SLOT.next(slot.state, "evicted" if dropped else "acquired")
             slot.version, slot.manifest, slot.digest, slot.pins = version, manifest, "", 0
         try:
-            if manifest is not None:
-                self._fit(slot, nbytes)
+            self._fit(slot, nbytes)
         except BaseException:  # an interrupt must not lose the slot either
             self.free(slot)
             raise
@@ -172,28 +166,6 @@ class Arena:
                 self._dropped([dropped])
         self.prepare(nbytes)
         return slot
-
-    def growing(self, slot: Slot, header_nbytes: int) -> Growing:
-        """Memory that grows, for a slot that was acquired without a manifest. It begins in what the arena has, if any.
-
-        :param header_nbytes: how long its header will be, if it can be guessed.
-        """
-        if self.device:
-            raise ValueError("memory on a device does not grow")
-        with self._lock:
-            begin, slot._buffer = slot._buffer, None
-        name, spare = self._pool.begin(spare=begin is None)
-        return Growing(name, header_nbytes=header_nbytes, begin=begin or spare, more=self._pool.drop_spares)
-
-    def furnish(self, slot: Slot, manifest: PartManifest, growing: Growing) -> None:
-        """What has grown is the memory of ``slot`` from now on, with the header that ``manifest`` says.
-
-        :raises NoCapacity: there is no memory for it.
-        """
-        buffer = growing.finish(manifest)
-        with self._lock:
-            slot.manifest, slot._buffer = manifest, buffer
-        self.prepare(manifest.nbytes)
 
     def hold(self, slot: Slot, digest: str) -> None:
         """The slot is complete: it holds its version from now on, and others may map it."""

@@ -129,17 +129,6 @@ class Buffer:
             raise
         return buffer
 
-    @classmethod
-    def grown(cls, fd: int, mapped: torch.Tensor, serial: int) -> Buffer:
-        """A claimed buffer that somebody else has made: all of the file, and the mapping of it. ``fd`` is owned from now on.
-
-        :param serial: how often it was filled before.
-        """
-        buffer = cls(fd, mapped.numel())
-        buffer._locks_in, buffer._mapped, buffer.serial = os.getpid(), mapped, serial
-        buffer.claim()
-        return buffer
-
     @staticmethod
     def adopt(fd: int, device: str = "") -> Buffer:
         """A buffer that came as a descriptor from another process; ``fd`` is owned from now on.
@@ -190,18 +179,6 @@ class Buffer:
             locks.unmark(self.fd, self.serial)
         self.offered, self.released = 0, False
         return "claimed"
-
-    def hand_over(self) -> tuple[int, torch.Tensor]:
-        """Give the descriptor of a claimed buffer away, its locks and its mapping with it; this object is closed then."""
-        mapped = self.tensor()
-        pin, self._pin = self._pin, None
-        if pin is not None:
-            pin.close()
-        self._locks_in = 0
-        fd, self.fd, self._mapped = self.fd, -1, None
-        for watcher in list(self.watchers):
-            watcher.buffer_closed(self.key)
-        return fd, mapped
 
     def abandon(self) -> None:
         """Undo a claim: there is nothing in it."""

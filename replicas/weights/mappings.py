@@ -35,7 +35,7 @@ from replicas.memory import locks
 from replicas.messages import SlotPlace
 from replicas.weights.accelerator import Accelerator, Registration
 
-__all__ = ["KEPT_USES", "KeptMappings", "bytes_of", "map_private", "map_readable", "map_shared", "populate", "reopen"]
+__all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared", "reopen"]
 
 KEPT_USES = 8
 """A kept mapping goes when so many others were used since."""
@@ -61,12 +61,12 @@ def map_shared(fd: int, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
         mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
     finally:
         os.close(own)
-    tensor = bytes_of(mapping)
-    populate(tensor.data_ptr(), nbytes, check)
+    tensor = _bytes_of(mapping)
+    _populate(tensor.data_ptr(), nbytes, _MADV_POPULATE_WRITE, check)
     return tensor
 
 
-def bytes_of(mapping: object) -> torch.Tensor:
+def _bytes_of(mapping: object) -> torch.Tensor:
     """A tensor over memory, which it keeps. Any thread may write to it, also when this one is in inference mode now."""
     with torch.inference_mode(False):
         return torch.frombuffer(mapping, dtype=torch.uint8)
@@ -83,7 +83,7 @@ def map_readable(fd: int, nbytes: int) -> torch.Tensor:
     # torch has no read-only tensors, and warns of every buffer that says it is one; this array does not say so.
     array = (ctypes.c_ubyte * nbytes).from_address(address)
     array.mapping = mapping  # type: ignore[attr-defined]  # lives as long as the array, which the tensor keeps
-    tensor = bytes_of(array)
+    tensor = _bytes_of(array)
     _populate(address, nbytes, _MADV_POPULATE_READ, lambda: None)
     return tensor
 
@@ -101,11 +101,6 @@ def map_private(fd: int, nbytes: int) -> torch.Tensor:
     finally:
         os.close(own)
     return torch.frombuffer(mapping, dtype=torch.uint8)
-
-
-def populate(address: int, nbytes: int, check: Callable[[], None] = lambda: None) -> None:
-    """Make the pages of a shared mapping, and map them, to be written."""
-    _populate(address, nbytes, _MADV_POPULATE_WRITE, check)
 
 
 def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None]) -> None:

@@ -5,9 +5,8 @@ Theory of operation
 
 A publish walks the weights once (:class:`replicas.weights.feed.Feed`). What is known before the first step
 (:meth:`Feed.plan`: a module, a mapping, an object with ``metadata()``) is written straight into the slot by :func:`pack`.
-A plain iterable tells nothing beforehand: give :func:`pack` the manifest of the last publish of the same channel, or write
-it to memory that grows meanwhile (:mod:`replicas.weights.growing`). Where memory cannot grow, on a device, keep private
-copies of everything with :func:`stage`, which then knows its manifest.
+A plain iterable tells nothing beforehand: give :func:`pack` the manifest of the last publish of the same channel, or keep
+private copies of everything with :func:`stage`, which then knows its manifest.
 
 A module or a mapping of which nothing has to be gathered is copied *at once*: all its tensors exist, so they are taken in
 the order of their bytes, in large steps, by several threads (:mod:`replicas.weights.copying`). A :class:`Packer` remembers

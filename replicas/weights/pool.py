@@ -121,16 +121,6 @@ class Pool:
                 self._wanted -= 1
         return found or self._allocate(nbytes)
 
-    def begin(self, *, spare: bool) -> tuple[str, Buffer | None]:
-        """The name of a buffer that grows from nothing, or from the largest ``spare`` one, which is claimed then."""
-        with self._changed:
-            self._sweep()
-            for found in sorted(self._spare if spare else (), key=lambda one: -one[0].nbytes):
-                if found[0].claim() == "claimed":
-                    self._spare.remove(found)
-                    return self._next_name(), found[0]
-        return self._next_name(), None
-
     def retire(self, buffer: Buffer) -> bool:
         """Leave ``buffer`` to its readers. False, and nothing is done, when too many are left to theirs already."""
         with self._changed:
@@ -178,13 +168,13 @@ class Pool:
         try:
             buffer = Buffer.allocate(nbytes, self._next_name(), device=self.device)
         except NoCapacity:
-            if not self.drop_spares():
+            if not self._drop_spares():
                 raise
             buffer = Buffer.allocate(nbytes, self._next_name(), device=self.device)
         buffer.claim()
         return buffer
 
-    def drop_spares(self) -> bool:
+    def _drop_spares(self) -> bool:
         """Close the spare buffers; whether there were any."""
         with self._changed:
             spares, self._spare = self._spare, []
