@@ -266,5 +266,4 @@ def _channel_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
 
 
 def _members(channel: ChannelStatus) -> list[tuple[str, int]]:
-    members = [one for one in channel.members if one.role != "keeper"]
-    return [(state, sum(1 for one in members if one.state == state)) for state in _MEMBER_STATES]
+    return [(state, sum(1 for one in channel.members if one.state == state)) for state in _MEMBER_STATES]

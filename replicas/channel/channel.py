@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 import torch
 
-from replicas import errors, keeper
+from replicas import errors
 from replicas.channel.arena_like import arena_like
 from replicas.channel.collectives import Collectives
 from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
-from replicas.channel.keeper import KeeperStarts
 from replicas.channel.lanes import Lanes
 from replicas.channel.operations import Operations
 from replicas.channel.pending import Pending, Receipt
@@ -61,9 +60,8 @@ class Channel(Collectives):
         self._watches = Watches(hub)
         self._operations = Operations(hub, self._lanes)
         session = Session(hub.loop, endpoint, token, hello, hub)
-        starts = KeeperStarts(hub, keeper.Job(endpoint, token, hello.run, hello.channel))
         parts = (self._publisher, self._receiver, self._watches, self._operations, self._transfers, self._lanes)
-        hub.start(session, (*parts, starts))
+        hub.start(session, parts)
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"version={self.version} latest={self.latest} epoch={self.epoch}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -17,7 +16,6 @@ from replicas.config_file import channel_from
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.guard import Guard
-from replicas.coordinator.keeper_child import KeeperChildren
 from replicas.coordinator.limits import REASONS
 from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
@@ -25,13 +23,9 @@ from replicas.coordinator.statuses import channel_status
 from replicas.coordinator.store import StoreKeeper
 from replicas.core.effects import Event, StoreChanged
 from replicas.core.roster import GroupShape
-from replicas.keeper import Job
 from replicas.status import ChannelStatus, StoreStatus
 
 __all__ = ["Coordinator"]
-
-KEEPERS_TIMEOUT_S = 1.0
-"""How long keepers on other hosts are waited for at the end; those that did not hear of it end by their lease."""
 
 
 class Coordinator:
@@ -91,10 +85,8 @@ class Coordinator:
             decisions=self._decisions,
             store_address=lambda: self._store.address,
             sweep=self._store.sweep,
-            start_keeper=lambda channel: self._keepers.start(channel),
             epochs=epochs,
         )
-        self._keepers = KeeperChildren(lambda channel: Job(self.endpoint, self.token, run, channel, os.getpid()))
         self._routes = list(routes)
         self._book = ReadinessBook()
         self.keep_decisions = False
@@ -127,9 +119,6 @@ class Coordinator:
             self._tick.cancel()
             await asyncio.gather(self._tick, return_exceptions=True)
         if self._server is not None:
-            if error is None and not self.keep_decisions:
-                await self.engine.dismiss_keepers(KEEPERS_TIMEOUT_S)
-            await self._keepers.aclose()
             await self._server.aclose()
         self.engine.close()
         await self._store.aclose()

@@ -15,7 +15,6 @@ before anybody or any deadline is judged.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -35,7 +34,6 @@ from replicas.core.effects import (
     MemberQuarantined,
     Record,
     Send,
-    StartKeeper,
     Sweep,
 )
 from replicas.core.identity import Member
@@ -69,7 +67,7 @@ SETTLE_S = 0.5
 
 
 class Engine:
-    """All channels of a run. ``start_keeper(channel)``: see :class:`~replicas.core.effects.StartKeeper`."""
+    """All channels of a run."""
 
     def __init__(
         self,
@@ -80,13 +78,11 @@ class Engine:
         decisions: DecisionLog,
         store_address: Callable[[], tuple[str, int]],
         sweep: Callable[[str], None],
-        start_keeper: Callable[[str], None],
         epochs: Mapping[str, int] | None = None,
     ) -> None:
         self.run = run
         self.decisions = decisions
         self._sweep = sweep
-        self._start_keeper = start_keeper
         self._keeper = Keeper()
         beacon, process = own_beacon(), own_process()
         here = ((process.boot_id, process.pid_namespace, beacon.uid), beacon)
@@ -108,7 +104,6 @@ class Engine:
         self._sessions: dict[Member, Session] = {}
         self._channel_of: dict[Member, ChannelState] = {}
         self._callbacks: list[Callable[[Event], None]] = []
-        self._forgotten = asyncio.Event()
         self._due: deque[tuple[ChannelState, Effect]] = deque()
         self._encoded = Encoded()
         self._applying = False
@@ -211,7 +206,6 @@ class Engine:
     def _forget(self, member: Member) -> None:
         session = self._sessions.pop(member, None)
         self._channel_of.pop(member, None)
-        self._forgotten.set()
         if session is not None:
             session.close()
 
@@ -275,19 +269,6 @@ class Engine:
             self._apply(channel)
         return True
 
-    async def dismiss_keepers(self, timeout_s: float) -> None:
-        """The run is over: have all keepers leave, and wait for those that can hear it."""
-        keepers = [state.member for channel in self.channels.values() for state in channel.roster if state.keeps]
-        told = [session for member in keepers if (session := self._sessions.get(member)) is not None]
-        for channel in self.channels.values():
-            channel.end_keepers()
-            self._apply(channel)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                while any(not session.closed and session.connection is not None for session in told):
-                    self._forgotten.clear()
-                    await self._forgotten.wait()
-
     def close(self) -> None:
         """Let go of the memory that is kept for others."""
         self._keeper.close()
@@ -343,8 +324,6 @@ class Engine:
                 channel.kept(effect.owner, effect.version, place)
             case LetGo():
                 self._keeper.let_go((effect.channel, effect.owner))
-            case StartKeeper():
-                self._start_keeper(effect.channel)
             case Emit():
                 if isinstance(effect.event, MemberLost):
                     self._on_lost(effect.event)

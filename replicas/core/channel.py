@@ -41,7 +41,6 @@ from replicas.core.effects import (
 )
 from replicas.core.hosts import Hosts, Place
 from replicas.core.identity import Member
-from replicas.core.keepers import Keepers
 from replicas.core.keeping import Keeping
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.marks import Marks
@@ -108,7 +107,6 @@ class ChannelState:
         self.rounds = Rounds(config.name)
         self.roster.index.on_held = self.rounds.touch
         self.commits = Commits(self, floor, decided)
-        self.keepers = Keepers(self)
         self.recovery = Recovery(self, decided=decided, aborted=aborted)
         self.operations = Operations(
             self.roster, self.lanes, self.out.append, self.next_id, term=term, retried=self.retried
@@ -144,7 +142,6 @@ class ChannelState:
             self.commits.publishes.joined(member, first=not self.roster.replica(member.group, member.replica))
         self.drains.joined(state)
         self.roster.insert(state)
-        self.keepers.joined(state)
         self.hosts.joined(state, now)
         if state.from_before:
             self.recovery.heard(state, now)
@@ -171,15 +168,11 @@ class ChannelState:
         if state is None:
             return
         self.keeping.lost(state)
-        self.keepers.lost(state, state.host, now)
         self.hosts.lost(state)
         state.note = LOSS_WORDS.get(reason, reason)
         self.out.append(Emit(MemberLost(self.config.name, member, reason, state.observes)))
         self._watches = [watch for watch in self._watches if watch[0] != member]
         if state.observes:
-            if state.keeps:
-                self.commits.lost(state, now)
-                self._settle(now)
             return
         if reason == "left":
             self.roster.left[member.name] = (state.hello.generation, now)
@@ -218,7 +211,6 @@ class ChannelState:
         self.hosts.tick(now)
         self.recovery.tick(now)
         self.commits.tick(now)
-        self.keepers.tick(now)
         self.hosts.release(self.commits.latest, now)
         if self.config.peers:
             self.operations.tick(now)
@@ -228,10 +220,6 @@ class ChannelState:
     def kept(self, owner: Member, version: int, place: wire.SlotPlace | None) -> None:
         """The shell has done what :class:`~replicas.core.effects.Keep` says; None: it cannot."""
         self.keeping.kept(owner, version, place)
-
-    def end_keepers(self) -> None:
-        """The run is over: keepers are told to leave, and no other ones are asked for."""
-        self.keepers.close()
 
     def store_moved(self, now: float) -> None:
         """The store was replaced: what forms over the old one starts again."""
@@ -298,9 +286,7 @@ class ChannelState:
     def apart(self, member: Member) -> None:
         """It cannot map the memory of others: it is sent what it needs from now on."""
         state = self.roster.get(member)
-        if state is not None and state.keeps:
-            self.keepers.unable(member)
-        elif state is not None:
+        if state is not None:
             self.hosts.apart(state)
 
     def view(self, group: str, replica: int) -> ReplicaView:
@@ -320,7 +306,6 @@ class ChannelState:
         self.keeping.look(self.commits.latest)
         self._admit(now)
         self.commits.advance(now)
-        self.keepers.advance(now)
         for group, replica in self.rounds.take_due(self.commits.latest):
             self.rounds.advance(self.view(group, replica), self.commits.latest, self.out)
         if self.config.peers:

@@ -70,7 +70,7 @@ class Commits:
 
     @property
     def transfers(self) -> list[Transfer]:
-        known = (self.main, self.catch_up.transfer, self._channel.keepers.transfer)
+        known = (self.main, self.catch_up.transfer)
         return [transfer for transfer in known if transfer is not None]
 
     def upload(self, state: MemberState, message: wire.UploadManifest) -> None:
@@ -169,8 +169,6 @@ class Commits:
             self._overtaken(publish, now)
         if self.main is None and self.publishes.queue and self._target_replicas() >= self._channel.config.min_targets:
             self._start_next(now)
-        elif self.main is not None and self.main.state == "complete":
-            self._main_ended(self.main, None, now)  # it waited for a keeper
         self.catch_up.advance(self.committed, self.main, now)
 
     def _target_replicas(self) -> int:
@@ -224,7 +222,6 @@ class Commits:
             self._fail(publish, error, now)
             return
         config = self._channel.config
-        publish.moved_at = publish.moved_at or now
         if publish.version <= self.latest:
             self._overtaken(publish, now)
         elif config.on_lost == "raise" and publish.lost:
@@ -237,7 +234,7 @@ class Commits:
         elif not self._held_by_any(publish.version):
             text = f"version {publish.version} was lost with its source before it was committed"
             self._fail(publish, errors.PeersLost(text, phase="commit", hint="publish again"), now)
-        elif not self._channel.keepers.awaited(transfer.payload, publish.moved_at, publish.laggard_time(), now):
+        else:
             self._commit(publish, transfer, now)
 
     def _too_few(self, publish: Publish, text: str) -> errors.PeersLost:
@@ -299,7 +296,7 @@ class Commits:
         owners = self.committed.part_owners if self.committed is not None else ()
         if self._channel.recovery.active or self._channel.keeping.serves(self.latest, owners, members):
             return True
-        return self._held_by_any(self.latest) or self._channel.keepers.may_send()
+        return self._held_by_any(self.latest)
 
     def _held_by_any(self, version: int) -> bool:
         roster = self._channel.roster
@@ -391,12 +388,11 @@ class Commits:
                 "abort", channel.config.name, publish.version, "", channel.roster.epoch, channel.term
             )
             channel.out.append(Record(decision))
-        channel.keepers.stop(publish.payload, now)
         asked = transfer.asked if transfer is not None else frozenset()
         for state in channel.roster:
             if self._is_committed(state, publish):
                 continue
-            if state.forget(publish.version) or state.member in asked or state.keeps:  # it may have all, and not say so
+            if state.forget(publish.version) or state.member in asked:  # it may have all, and not say so
                 channel.out.append(Send(state.member, wire.Discard(publish.version)))
         self._verdict(publish, _snake(type(error).__name__), now)
 
@@ -483,8 +479,6 @@ class Commits:
         elif transfer is None or publish.state == "queued":
             text = f"version {publish.version} waited {waited} for an earlier version to be done"
             self._fail(publish, errors.Busy(text, phase="queue"), now)
-        elif transfer.state == "complete":
-            self._main_ended(transfer, None, now)
         elif transfer.verified and self._channel.config.on_lost == "drop":
             transfer.stop(complete=True)
             self._main_ended(transfer, None, now)

@@ -28,7 +28,6 @@ __all__ = [
     "Retried",
     "Send",
     "SidecarReplaced",
-    "StartKeeper",
     "StoreChanged",
     "Sweep",
     "SyncEnded",
@@ -179,14 +178,8 @@ class LetGo(msgspec.Struct, frozen=True):
     owner: Member
 
 
-class StartKeeper(msgspec.Struct, frozen=True):
-    """Start a keeper of this channel beside this process; one that was started before and has not come is of no use."""
-
-    channel: str
-
-
 class Emit(msgspec.Struct, frozen=True):
     event: Event
 
 
-Effect = Send | Record | Sweep | Keep | LetGo | StartKeeper | Emit
+Effect = Send | Record | Sweep | Keep | LetGo | Emit

@@ -35,8 +35,6 @@ __all__ = ["Hosts", "Place"]
 
 LOCATE_S = 5.0
 """How long a newcomer is waited for to say on which host it is. Only itself waits: it is not admitted before."""
-LOCATE_KEEPER_S = 20.0
-"""A keeper that is thought to be elsewhere is of no use."""
 REPRESENTATIVES = 3
 """Members of one host that a newcomer tries."""
 
@@ -59,7 +57,6 @@ class Hosts:
     :param shared: whether members may share memory at all (``transport = "auto"``).
     :param by_device: only those with one GPU do (``staging = "device"``).
     :param here: place and beacon of the coordinator's process, if it may share memory, too.
-    :ivar changes: grows whenever it becomes known where somebody is, or somebody is not there any more.
     :ivar own: number of the coordinator's host; 0: it has none.
     """
 
@@ -81,7 +78,6 @@ class Hosts:
         self._searches: dict[Member, _Search] = {}
         self._warned: set[Member] = set()
         self._here = here if shared and not by_device else None
-        self.changes = 0
         self.own = self._new() if self._here is not None else 0
 
     def __len__(self) -> int:
@@ -91,16 +87,12 @@ class Hosts:
         """The members of one host."""
         return list(self._members.get(host, {}).values())
 
-    def shares(self, state: MemberState) -> bool:
-        """Whether others of its host could map its memory."""
-        return self._place(state) is not None
-
     # ------------------------------------------------------------ who is where
 
     def joined(self, state: MemberState, now: float) -> None:
         """A member is new in the roster."""
-        if not state.observes or state.keeps:
-            self._search(state, _Search(now + (LOCATE_KEEPER_S if state.keeps else LOCATE_S)))
+        if not state.observes:
+            self._search(state, _Search(now + LOCATE_S))
 
     def _search(self, state: MemberState, search: _Search) -> None:
         """Have it try the hosts that it has not tried; without any it is a host of its own."""
@@ -173,7 +165,6 @@ class Hosts:
         return self._count
 
     def _put(self, state: MemberState, host: int) -> None:
-        self.changes += 1
         state.host = host
         self._members.setdefault(host, {})[state.member] = state
         if len(self._members) > 1 and not state.is_peer:
@@ -186,7 +177,6 @@ class Hosts:
         self._out.extend(Send(member, LaneAhead()) for member in new)
 
     def _take(self, state: MemberState) -> None:
-        self.changes += 1
         members = self._members.get(state.host, {})
         members.pop(state.member, None)
         if not members:

@@ -10,8 +10,8 @@ is told of the commit, and lets go when a newer one is decided. That costs a des
 
 When a member whose memory is kept is lost, a *stand-in* takes its place: what was known of it, with the coordinator's copy
 of the descriptor as the place. Others of that host map it, or copy their parts from it, as they would have from the member
-itself. It cannot send: those on other hosts get the version from the first who has mapped it, or from a keeper that is
-started for that (:mod:`replicas.core.keepers`, which also keeps versions on all other hosts).
+itself. It cannot send: those on other hosts get the version from the first who has mapped it. Nothing is kept on other
+hosts: a version that must outlive its source there needs a target that has it (``min_targets = 1``).
 
 Who is on the coordinator's host is proven as always (:mod:`replicas.core.hosts`): it has a beacon, too.
 """
@@ -107,12 +107,8 @@ class Keeping:
 
         :param part_owners: who had its parts, if it was published in parts.
         """
-        return any(state.host == self._hosts.own for state in needers) and self.has_all(version, part_owners)
-
-    def has_all(self, version: int, part_owners: Iterable[Member]) -> bool:
-        """Whether what is kept for those who are lost, with what others have, is all of ``version``."""
         kept = self.of(version)
-        if not kept:
+        if not kept or not any(state.host == self._hosts.own for state in needers):
             return False
         if any(version in state.held for state in kept):
             return True

@@ -81,7 +81,7 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
 
     :raises replicas.errors.Preflight: it cannot work here, or with one of them; names what is wrong and the remedy.
     """
-    if hello.observe or hello.keeps:
+    if hello.observe:
         return
     _check_staging(hello, config)
     me = _name(hello)

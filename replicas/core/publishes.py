@@ -54,8 +54,6 @@ class Publish:
     packed: dict[Member, Packed] = field(default_factory=dict)
     packed_at: float = 0.0
     moving_at: float = 0.0
-    moved_at: float = 0.0
-    """When all its targets had it."""
     lost: dict[str, str] = field(default_factory=dict)
     """Why, by name of a member."""
     transfer: Transfer | None = None

@@ -138,13 +138,8 @@ class MemberState:
 
     @property
     def observes(self) -> bool:
-        """Whether it takes part in nothing: a process that only looks on, or a keeper."""
-        return self.settings.role in ("observer", "keeper")
-
-    @property
-    def keeps(self) -> bool:
-        """Whether it is a keeper (:mod:`replicas.core.keepers`): nobody counts it or waits for it as for a member."""
-        return self.settings.role == "keeper"
+        """Whether it takes part in nothing: a process that only looks on."""
+        return self.settings.role == "observer"
 
 
 def _party(parties: tuple[Party, ...], group: str) -> Party | None:
@@ -194,8 +189,8 @@ class Roster:
         source, target = _party(config.sources, hello.group), _party(config.targets, hello.group)
         peer = _party(config.peers, hello.group)
         role: str
-        if hello.observe or hello.keeps:
-            role = "keeper" if hello.keeps else "observer"
+        if hello.observe:
+            role = "observer"
         elif peer is not None:
             role = "peer"
         elif source is not None and target is not None:
@@ -229,7 +224,7 @@ class Roster:
         check_join(hello, self.index.others(hello), self.config)
         member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
         settings = self.settings_for(hello)
-        older = None if hello.observe or hello.keeps else self.holder_of(member.name)
+        older = None if hello.observe else self.holder_of(member.name)
         if older is not None:
             self._check_newer(member, hello, older)
         state = MemberState(member, hello, settings, address, last_seen=now, progressed_at=now)

@@ -176,7 +176,6 @@ class Transfer:
             key=lambda s: (
                 s.member == self._avoid,
                 roster.suspect(s, now),
-                s.keeps,  # it may need a while to get ready to send
                 s.is_source if targets_first else not s.is_source,
                 s.member,
             )
@@ -206,8 +205,6 @@ class Transfer:
     def _backend(self, states: Sequence[MemberState]) -> Backend:
         """``nccl`` for CUDA weights, or slots, where NCCL takes all members, as configured or by itself."""
         config = self._context.roster.config
-        if any(state.keeps for state in states):
-            return "gloo"  # it has no GPU
         if config.backend == "gloo" or (config.backend == "nccl" and not self._copies):
             return config.backend
         on_device = self._copies or self.payload.device == "cuda"

@@ -29,9 +29,6 @@ In between the coordinator moves the version with *transfers*:
   soon as its slot is there, :class:`Filled` when it is full. Only then is it mapped, compared and committed.
 * Where all members are on one host nobody has a sidecar; :class:`LaneAhead` says that this has changed.
 * Who is on which host: a newcomer tries to open the beacons that :class:`Locate` names → :class:`Located`.
-* Where the coordinator is on another host than a source, the source is asked to start a keeper (:class:`KeeperWanted`): a
-  session with ``Hello(keeps=True)``, which maps versions, and gives them to others, as a member does, but is none
-  (:mod:`replicas.core.keepers`). :class:`KeeperOver` ends it.
 * When every live target verified the version: :class:`Commit`, to everyone. :class:`Discard` takes a number back.
 
 **Receiving.** :class:`ReceiveAsk` → :class:`ReceiveGrant` with a committed version, the same for all ranks of the replica;
@@ -73,8 +70,6 @@ from replicas.messages.coordinator import (
     Describe,
     Discard,
     FromCoordinator,
-    KeeperOver,
-    KeeperWanted,
     LaneAhead,
     LaneDrop,
     LaneForm,
@@ -161,8 +156,6 @@ __all__ = [
     "Heartbeat",
     "HeldVersion",
     "Hello",
-    "KeeperOver",
-    "KeeperWanted",
     "LaneAhead",
     "LaneDrop",
     "LaneFailed",

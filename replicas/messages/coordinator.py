@@ -25,8 +25,6 @@ __all__ = [
     "Describe",
     "Discard",
     "FromCoordinator",
-    "KeeperOver",
-    "KeeperWanted",
     "LaneAhead",
     "LaneDrop",
     "LaneForm",
@@ -134,14 +132,6 @@ class LaneForm(_FromCoordinator, frozen=True):
 
 class LaneAhead(_FromCoordinator, frozen=True):
     """The channel has members on more than one host: lanes will be formed, so have a sidecar ready."""
-
-
-class KeeperWanted(_FromCoordinator, frozen=True):
-    """Your host has nobody but its ranks to keep what they publish: start a keeper there (:mod:`replicas.keeper`)."""
-
-
-class KeeperOver(_FromCoordinator, frozen=True):
-    """To a keeper: nothing is left to keep on your host, so leave."""
 
 
 class LaneDrop(_FromCoordinator, frozen=True):
@@ -307,8 +297,6 @@ FromCoordinator = (
     | Released
     | Commit
     | Discard
-    | KeeperWanted
-    | KeeperOver
     | Assigned
     | ReceiveGrant
     | WatchEnd

@@ -61,7 +61,6 @@ class Hello(_FromMember, frozen=True):
     ``epoch``, ``latest`` (with its digest), ``assigned`` and ``publishes``: what the member knows, for a coordinator of
     another term. ``nccl_env``: the NCCL_* variables of the process. ``nccl_version`` is empty where there is none.
     ``lent``: versions that are no longer held here, and whose memory others may still have mapped.
-    ``keeps``: it is no rank, but keeps the newest version of the channel on its host (:mod:`replicas.core.keepers`).
     """
 
     protocol: int
@@ -91,7 +90,6 @@ class Hello(_FromMember, frozen=True):
     publishes: int = 0
     beacon: Beacon | None = None
     lent: tuple[int, ...] = ()
-    keeps: bool = False
 
 
 class Located(_FromMember, frozen=True):

@@ -124,7 +124,7 @@ class HeldVersion(msgspec.Struct, frozen=True):
 class ChannelSettings(msgspec.Struct, frozen=True):
     """What a member must know of its channel's config."""
 
-    role: Literal["source", "target", "both", "peer", "observer", "keeper"]
+    role: Literal["source", "target", "both", "peer", "observer"]
     deadline_s: float
     slots: int
     source_ranks: Literal["leader", "all"]

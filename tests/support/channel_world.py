@@ -24,7 +24,6 @@ from replicas.core.effects import (
     MemberLost,
     Record,
     Send,
-    StartKeeper,
     Sweep,
 )
 from replicas.core.identity import Member, ProcessIdentity
@@ -33,8 +32,6 @@ from replicas.core.roster import GroupShape
 
 COORDINATOR = 99_999
 """Its pid."""
-KEEPER = "(keeper)/0/0"
-"""Name of every keeper."""
 MANIFEST = PartManifest(tensors=(TensorSpec("weight", "float32", (4,)),), aliases=(), pieces=None)
 
 
@@ -192,11 +189,6 @@ class SimMember:
             case wire.View():
                 assert message.epoch > self.epoch, "an epoch went backwards"
                 self.epoch = message.epoch
-            case wire.KeeperWanted():
-                self.world.wanted.append((self.machine, False))
-            case wire.KeeperOver():
-                assert self.hello.keeps
-                self.outbox.append(wire.Bye())
             case wire.Assigned():
                 self.assigned = message.version
             case wire.Describe():
@@ -324,8 +316,7 @@ class SimMember:
 class World:
     """A channel and its members. Time is :attr:`now`. ``member_type``: what a joining member is simulated by.
 
-    ``machine``: where the coordinator can keep the memory of others; empty: nowhere. ``starts_keepers``: those that are
-    asked for come at once; else they are in ``wanted``, for :meth:`start_keeper`.
+    ``machine``: where the coordinator can keep the memory of others; empty: nowhere.
     """
 
     member_type: type[SimMember] = SimMember
@@ -338,11 +329,6 @@ class World:
         self.now = 1000.0
         self.machine = machine
         self._here = (("boot", 1, 0), wire.Beacon(COORDINATOR, 3, f"nonce-{COORDINATOR}", 0)) if machine else None
-        self.starts_keepers = True
-        self.wanted: list[tuple[str, bool]] = []
-        """Machines where a keeper is to be started, and whether it is the coordinator's child."""
-        self.beside: set[Member] = set()
-        """Keepers that end with the coordinator."""
         self.kept: dict[Member, int] = {}
         """Versions in the coordinator's hands, by whose they are."""
         self.state = ChannelState(
@@ -403,8 +389,7 @@ class World:
             here=self._here,
         )
         self.kept.clear()
-        sims, self.members = [sim for sim in self.members.values() if sim.member not in self.beside], {}
-        self.wanted = [(machine, beside) for machine, beside in self.wanted if not beside]
+        sims, self.members = list(self.members.values()), {}
         for sim in sims:
             sim.inbox.clear()
             sim.outbox.clear()
@@ -457,18 +442,6 @@ class World:
         )
         return self._add(hello, nonce, machine)
 
-    def start_keeper(self) -> SimMember:
-        """The next one that was asked for comes."""
-        machine, beside = self.wanted.pop(0)
-        sim = self.join(KEEPER, machine=machine, keeps=True)
-        if beside:
-            self.beside.add(sim.member)
-        return sim
-
-    @property
-    def keepers(self) -> list[SimMember]:
-        return [sim for sim in self.members.values() if sim.hello.keeps]
-
     def _add(self, hello: wire.Hello, nonce: int, machine: str) -> SimMember:
         state, older = self.state.join(hello, "127.0.0.1", self.now)
         if older is not None:
@@ -514,8 +487,6 @@ class World:
                     self._keep(effect)
                 case LetGo():
                     self.kept.pop(effect.owner, None)
-                case StartKeeper():
-                    self.wanted.append((self.machine, True))
 
     def _newest_known(self) -> int:
         """The newest commit that anybody can know of: what died with a lost log and with all who had seen it is gone."""
@@ -562,9 +533,6 @@ class World:
         moved = True
         while moved:
             moved = False
-            while self.starts_keepers and self.wanted:
-                self.start_keeper()
-                moved = True
             for sim in [sim for sim in self.members.values() if sim not in frozen]:
                 while self.down(sim) or self.up(sim):
                     moved = True

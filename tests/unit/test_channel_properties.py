@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicas import messages as wire
-from replicas.core.keepers import START_MAX_S
 from replicas.core.roster import GroupShape
 from tests.support.channel_world import SimMember, World, channel_config
 from tests.support.rosters import check_roster
@@ -157,31 +156,6 @@ class Channel(RuleBasedStateMachine):
     def one_away_dies(self) -> None:
         self.frozen.discard(self.away.pop(0))
 
-    def _safe(self) -> list[SimMember]:
-        """Keepers that can give the newest version to others, while no newer one is on its way."""
-        state = self.world.state
-        if state.recovery.active or state.commits.publishes.open():
-            return []
-        version = state.commits.latest
-        known = {holder.member for holder in state.roster.holders(version)} - state.keepers._dismissed
-        return [
-            sim for sim in self.world.keepers if sim not in self.frozen and sim.member in known and version in sim.held
-        ]
-
-    @precondition(lambda self: self._safe())
-    @rule(data=st.data(), machine=st.sampled_from(("", "a", "b")))
-    def only_a_keeper_is_left(self, data: st.DataObject, machine: str) -> None:
-        keeper = data.draw(st.sampled_from(self._safe()))
-        version = self.world.state.commits.latest
-        for sim in [sim for sim in self.world.members.values() if sim is not keeper]:
-            self.frozen.discard(sim)
-            self.world.lose(sim)
-        self.away.clear()
-        late = self.world.join("rollout/9/0", machine=machine)
-        self.world.advance(40.0)
-        assert version in late.held, (version, late.held)
-        self.world.lose(late)
-
     @rule(publishes=st.booleans())
     def source_elsewhere(self, publishes: bool) -> None:
         """A trainer comes on another machine than the coordinator's, and perhaps publishes; everything has its time."""
@@ -190,16 +164,6 @@ class Channel(RuleBasedStateMachine):
         if publishes:
             self.publish(None)
             self.world.run(tuple(self.frozen))
-
-    @precondition(lambda self: self.world.wanted)
-    @rule()
-    def keeper_comes(self) -> None:
-        self.world.start_keeper()
-
-    @rule(starts=st.booleans())
-    def starting_keepers(self, starts: bool) -> None:
-        """From now on those that are asked for come at once; or not before this again."""
-        self.world.starts_keepers = starts
 
     @rule(pair=st.lists(st.sampled_from(NAMES), min_size=2, max_size=2, unique=True))
     def cut(self, pair: list[str]) -> None:
@@ -247,9 +211,6 @@ class Channel(RuleBasedStateMachine):
         """The faults stop: everything must come to rest, and the next publish must reach everybody."""
         self.frozen.clear()
         self.world.bad_pairs.clear()
-        self.world.starts_keepers = True
-        for sim in self.world.keepers:
-            sim.unmappable = False
         self.come_back(len(self.away))
         self.world.advance(130.0)
         for name in NAMES:
@@ -279,19 +240,6 @@ class Channel(RuleBasedStateMachine):
         loaded = {self.world.state.rounds.of("rollout", replica).loaded for replica in range(2)}
         assert loaded == {verdict.receipt.version}
         assert len(self.world.state.lanes) <= 1, "lanes pile up"
-        self.check_keepers(trainer, verdict.receipt.version)
-
-    def check_keepers(self, trainer: SimMember, version: int) -> None:
-        """There is one where the trainer is, unless that is the coordinator's machine, and it has the newest version."""
-        if trainer.machine == "b" and not self.world.keepers:
-            self.world.advance(START_MAX_S)  # some were started in vain
-        keepers = self.world.keepers
-        near = [sim for sim in self.world.members.values() if sim.machine == trainer.machine and sim not in keepers]
-        hosts = {state.host for state in map(self.world.state.roster.get, [sim.member for sim in near]) if state}
-        if trainer.machine != "b" or self.world.config.staging == "device":
-            assert not keepers
-        elif len(hosts) == 1:  # else somebody there said too late where it is
-            assert [(sim.machine, sim.held) for sim in keepers] == [("b", {version})]
 
 
 Channel.TestCase.settings = settings(
