@@ -7,7 +7,7 @@ import time
 
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.results import Operation
-from replicas.messages import OperationEnd, OperationGo
+from replicas.messages import OperationGo
 from replicas.weights.arena import Buffer
 
 __all__ = ["Attempt", "Job"]
@@ -27,8 +27,7 @@ class Attempt:
 class Job:
     """``outage``: of the session, in which it was posted. ``kept``: its outcome is unknown, or not collected yet.
 
-    ``told``: the caller has heard that there are results to collect. ``ahead``: it runs in a free lane.
-    ``spare``: memory for its outputs there, taken by the caller. ``spoiled``: an attempt ended with its sidecar.
+    ``told``: the caller has heard that there are results to collect. ``spoiled``: an attempt ended with its sidecar.
     """
 
     def __init__(self, operation: Operation, deadline_s: float, channel: str) -> None:
@@ -41,12 +40,9 @@ class Job:
         self.outage = 0.0
         self.unsettled: tuple[str, ...] = ()
         self.inputs: Buffer | None = None
-        self.spare: Buffer | None = None
         self.attempt: Attempt | None = None
         self.running = 0
         self.said_done = False
-        self.ahead = False
-        self.verdict: OperationEnd | None = None
         self.over = False
         self.kept = False
         self.told = False

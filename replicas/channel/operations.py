@@ -23,9 +23,6 @@ OutcomeUnknown, its outputs are kept (those of the last few), and the next posts
 OperationSettled, tells what became of it. If it succeeded, its results are written by the thread that waits for it again;
 until then they are *uncollected*, and the next collective is refused once, with Gone, here or by the coordinator.
 
-**Ahead.** Where all goes well, most operations run in a free lane, and the coordinator is not asked
-(:mod:`replicas.channel.ahead`).
-
 **A new coordinator** knows of no operation: all end, but those that were posted while there was no session. These nobody
 has heard of yet, and they are posted to it.
 """
@@ -42,7 +39,6 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from replicas import errors
-from replicas.channel.ahead import Ahead
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
 from replicas.channel.lanes import Lane, Lanes
 from replicas.channel.operation_job import Attempt, Job
@@ -50,7 +46,6 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.channel.results import Operation
 from replicas.channel.scratch import Scratch, write_segments
 from replicas.channel.unknown import Unknown
-from replicas.core.free_lanes import FREE_KINDS
 from replicas.core.manifest import segment_layout
 from replicas.messages import (
     OperationDone,
@@ -62,7 +57,7 @@ from replicas.messages import (
     ReceiptData,
     WireError,
 )
-from replicas.sidecar.client import CollectiveSpec, Done, SidecarFailed, Turn
+from replicas.sidecar.client import CollectiveSpec, SidecarFailed
 
 __all__ = ["Operations"]
 
@@ -86,8 +81,6 @@ class Operations:
         self._applied: deque[str] = deque(maxlen=APPLIED)
         self._unknown = Unknown(hub, self._applied.append, self._release)
         self._turns: WeakKeyDictionary[Lane, asyncio.Lock] = WeakKeyDictionary()
-        self._ahead = Ahead(hub, lanes, self)
-        self._waiting: list[Job] = []
 
     # ------------------------------------------------------------ caller's thread
 
@@ -105,8 +98,6 @@ class Operations:
             job.inputs = scratch.take(segment_layout(segments)[1])
             try:
                 write_segments(job.inputs, segments, operation.inputs, operation.gpu)
-                if self._ahead.likely and operation.kind in FREE_KINDS and operation.device == "cpu":
-                    job.spare = scratch.take(job.inputs.nbytes)
             except BaseException:
                 scratch.give(job.inputs)
                 raise
@@ -136,16 +127,14 @@ class Operations:
             self._device_scratch.close()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        ahead = self._ahead.handlers()
-        return {OperationGo: self._go, OperationEnd: self._ended, OperationSettled: self._unknown.settled, **ahead}
+        return {OperationGo: self._go, OperationEnd: self._ended, OperationSettled: self._unknown.settled}
 
     def new_term(self) -> None:
-        self._ahead.new_term()
         unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.last_outage]
-        for job in [job for job in self._jobs.values() if job not in unsent and not job.ahead]:
+        for job in [job for job in self._jobs.values() if job not in unsent]:
             self._cut_off(job)
         for job in unsent:
-            self._post_soon(job)
+            self._send(job)
 
     def _cut_off(self, job: Job) -> None:
         """Its coordinator will never say what became of it."""
@@ -157,7 +146,6 @@ class Operations:
         self._fail(job, self._hub.error(errors.Disconnected, text, phase="wait", hint="call it again"))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
-        self._ahead.new_term()
         for job in list(self._jobs.values()):
             self._fail(job, error)
 
@@ -170,22 +158,11 @@ class Operations:
         job.post = self._posts
         self._jobs[job.post] = job
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
-        asked = any(not known.ahead for known in self._jobs.values() if known is not job)
-        if not asked and not self._unknown and self._ahead.begin(job):
-            return
-        self._ahead.post_all()
         if not hub.session.connected:
             job.outage = hub.last_outage
-        self._post_soon(job)
+        self._send(job)
 
-    def _post_soon(self, job: Job) -> None:
-        """Post it as soon as it is certain what became of everything before it."""
-        if self._ahead.orphans:
-            self._waiting.append(job)
-        else:
-            self._send(job)
-
-    def _send(self, job: Job, free: str = "", turn: int = 0) -> None:
+    def _send(self, job: Job) -> None:
         operation = job.operation
         job.unsettled = self._unknown.refs
         self._hub.send(
@@ -200,59 +177,8 @@ class Operations:
                 device=operation.device,
                 applied=tuple(self._applied),
                 unsettled=job.unsettled,
-                free=free,
-                turn=turn,
             )
         )
-
-    # ------------------------------------------------------------ turns of a free lane
-
-    def post_ahead(self, job: Job, free: str, turn: int) -> None:
-        """It runs in a free lane, and takes long."""
-        self._send(job, free, turn)
-
-    def applied(self, job: Job, data: ReceiptData) -> None:
-        """It ran in a free lane, and everyone has its result."""
-        if job.kept:
-            self._unknown.settle(job, data, None)
-        elif not job.over:
-            self._succeed(job, data)
-
-    def undecided(self, job: Job, *, ready: bool) -> None:
-        """It failed in a free lane: the coordinator says what becomes of it."""
-        job.said_done = ready
-        if job.verdict is not None:
-            self._ended(job.verdict)
-
-    def orphaned(self, job: Job, *, ready: bool) -> None:
-        """It failed in a free lane, under a coordinator that is gone."""
-        job.said_done = ready
-        if not job.over:
-            self._cut_off(job)
-        if not self._ahead.orphans:
-            waiting, self._waiting = self._waiting, []
-            for later in [later for later in waiting if not later.over]:
-                self._send(later)
-
-    def start_turn(self, lane: Lane, job: Job, attempt: Attempt, turn: Turn, done: Done) -> None:
-        """Run it in the lane's sidecar, after what that was asked for before."""
-        try:
-            nbytes = self._output_nbytes(job, attempt)
-            if nbytes:
-                attempt.outputs, job.spare = job.spare or self._host_scratch.take(nbytes), None
-            if lane.sidecar is None:
-                raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
-            lane.sidecar.start_turn(self._spec(job, attempt), job.inputs, attempt.outputs, turn, done)
-        except errors.ReplicasError as error:
-            done(error)
-
-    def stopped(self, job: Job, attempt: Attempt) -> None:
-        """No sidecar uses this attempt's memory any more."""
-        attempt.running = False
-        job.running -= 1
-        if job.attempt is not attempt:
-            self._give_outputs(job, attempt)
-        self._release(job)
 
     # ------------------------------------------------------------ attempts
 
@@ -291,12 +217,20 @@ class Operations:
                 what = f"memory of a {job.operation.kind} is kept: its sidecar did not die"
                 logger.warning("%s: %s", self._hub.name, what)
                 return
-            self.stopped(job, attempt)
+            self._stopped(job, attempt)
             return
         if not job.over and job.attempt is attempt:
             job.said_done = True
             self._hub.send(OperationDone(attempt.go.operation, seconds))
-        self.stopped(job, attempt)
+        self._stopped(job, attempt)
+
+    def _stopped(self, job: Job, attempt: Attempt) -> None:
+        """No sidecar uses this attempt's memory any more."""
+        attempt.running = False
+        job.running -= 1
+        if job.attempt is not attempt:
+            self._give_outputs(job, attempt)
+        self._release(job)
 
     async def _collective(self, lane: Lane, job: Job, attempt: Attempt) -> float:
         nbytes = self._output_nbytes(job, attempt)
@@ -341,9 +275,6 @@ class Operations:
         if job is None:
             self._unknown.late_verdict(message.post, message.receipt, message.error)
             return
-        if job.ahead:
-            job.verdict = message  # it counts if the lane does not say that all have their results
-            return
         if message.receipt is None:
             if message.error is None:
                 raise errors.InternalError("OperationEnd without a verdict", channel=self._hub.name)
@@ -386,7 +317,7 @@ class Operations:
 
     def _overdue(self, job: Job) -> None:
         error = self._hub.no_answer(f"the {job.operation.kind}", job.deadline_s)
-        if job.said_done or job.ahead:
+        if job.said_done:
             self._end_unknown(job, error.message)
         else:
             self._fail(job, error)
@@ -413,8 +344,6 @@ class Operations:
         scratch = self._scratch(job.operation)
         inputs, job.inputs = job.inputs, None
         scratch.give(inputs, spoiled=job.spoiled)
-        spare, job.spare = job.spare, None
-        scratch.give(spare)
         if job.attempt is not None and not job.kept:
             self._give_outputs(job, job.attempt)
 

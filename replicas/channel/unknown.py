@@ -1,7 +1,7 @@
 """Operations whose outcome this member could not learn, and what is kept until it does.
 
-An operation that had said *done* (or was *ready* in a free lane) and had to end without a verdict may have succeeded for the
-others. Its outputs are kept, those of the last few. When it becomes known that it did succeed, its results are written by the
+An operation that had said *done* and had to end without a verdict may have succeeded for the others. Its outputs are kept,
+those of the last few. When it becomes known that it did succeed, its results are written by the
 thread that waits for it again; until then they are *uncollected*, and going on without them must be a decision.
 """
 

@@ -434,10 +434,6 @@ class ChannelState:
                 self.operations.done(member, message.operation, now)
             case wire.OperationFailed():
                 self.operations.failed(member, message.operation, message.error.exception(), now)
-            case wire.OperationRan():
-                self.operations.ran(member, message, now)
-            case wire.LaneUsed():
-                self.operations.used(member, message, now)
             case _:
                 return
 

@@ -2,8 +2,8 @@
 
 A *draining* replica is not asked to take a new version, nor caught up, nor admitted again; no new round is opened for it. The
 same holds for ranks of it that join only now. It is *busy* while it packs or moves a version of its own, takes part in a
-transfer (also as one who gives), has ranks that load what others of it have loaded already, or has posted an operation. In a
-free lane nobody knows what its members do: the lane is recalled. At the first moment at which it is not busy,
+transfer (also as one who gives), has ranks that load what others of it have loaded already, or has posted an operation.
+At the first moment at which it is not busy,
 :class:`~replicas.core.effects.ReplicaIdle` is emitted, once, and whoever wants to end it should do so.
 """
 
@@ -39,7 +39,6 @@ class Drains:
             state = self._channel.roster.get(member)
             if state is not None:
                 state.draining = True
-            self._channel.operations.free.leaving(member, now)
         if states:
             self._waiting[group, replica] = generation
 

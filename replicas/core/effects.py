@@ -106,8 +106,6 @@ class ReplicaIdle(msgspec.Struct, frozen=True, tag=True):
 
 
 class OperationEnded(msgspec.Struct, frozen=True, tag=True):
-    """Not told of operations that ran ahead in a free lane: these are only counted."""
-
     channel: str
     kind: str
     outcome: str

@@ -23,8 +23,6 @@ or its deadline. **A member refuses** (a tensor that does not fit, no memory): t
 that error. Operations that share a lane with one that failed, or ended too late, are run again, for no fault of theirs.
 
 A verdict goes to everyone that takes part, the same to all. Those that were left out have had theirs.
-
-Where operations go well, most of them never come here: see :mod:`replicas.core.free_lanes`.
 """
 
 from __future__ import annotations
@@ -34,7 +32,6 @@ from collections.abc import Callable, Sequence
 from replicas import errors
 from replicas.core.domain_lanes import DomainLanes
 from replicas.core.effects import Effect, Emit, OperationEnded, Send
-from replicas.core.free_lanes import FreeLanes
 from replicas.core.identity import Member
 from replicas.core.lanes import Lane, Lanes, form_timeout
 from replicas.core.operation import Operation
@@ -42,7 +39,7 @@ from replicas.core.pairing import Due, Pairing
 from replicas.core.posts import Post
 from replicas.core.roster import MemberState, Roster
 from replicas.core.settling import Settling
-from replicas.messages import Backend, LaneUsed, OperationEnd, OperationPost, OperationRan, ReceiptData, WireError
+from replicas.messages import Backend, OperationEnd, OperationPost, ReceiptData, WireError
 
 __all__ = ["Operation", "Operations"]
 
@@ -79,7 +76,6 @@ class Operations:
         self._settling = Settling()
         self._lanes = DomainLanes(roster, lanes, out)
         self.pairing = Pairing(roster, self._settling, out, self.reply, self._is_running)
-        self.free = FreeLanes(roster, self.pairing, self._settling, self, out, term=term)
         self._running: dict[int, Operation] = {}
         self._vanished: dict[Member, str] = {}
         self.totals: dict[str, int] = {}
@@ -91,42 +87,29 @@ class Operations:
 
     @property
     def running_collective(self) -> bool:
-        """Whether a collective runs, or may run without our knowing."""
-        return bool(self.free.domains) or any(not operation.pairwise for operation in self._running.values())
+        """Whether a collective runs."""
+        return any(not operation.pairwise for operation in self._running.values())
 
     def posted(self, member: Member) -> bool:
         """Whether the member waits for an operation."""
-        return self.pairing.waits(member) or self.free.waits(member)
+        return self.pairing.waits(member)
 
     def engages(self, member: Member) -> bool:
-        """Whether the member takes part in an operation, has posted one, or may run some without our knowing."""
-        runs = any(member in operation.participants for operation in self._running.values())
-        return runs or self.posted(member) or self.free.engages(member)
+        """Whether the member takes part in an operation, or has posted one."""
+        return self.posted(member) or any(member in operation.participants for operation in self._running.values())
 
     def _is_running(self, ref: str) -> bool:
-        return self.free.undecided(ref) or any(operation.ref == ref for operation in self._running.values())
+        return any(operation.ref == ref for operation in self._running.values())
 
     # ------------------------------------------------------------ moving on
 
     def post(self, member: Member, message: OperationPost, now: float) -> None:
         """A member's next call."""
-        if message.free:
-            self.free.post(member, message, now)
-        else:
-            self.pairing.post(member, message, now)
-
-    def ran(self, member: Member, message: OperationRan, now: float) -> None:
-        """How a turn in a free lane ended."""
-        self.free.ran(member, message, now)
-
-    def used(self, member: Member, message: LaneUsed, now: float) -> None:
-        """What was done in a free lane."""
-        self.free.used(member, message, now)
+        self.pairing.post(member, message, now)
 
     def advance(self, now: float) -> None:
         """Start everything that is due."""
-        self.free.advance(now)
-        for due in self.pairing.due(now, collective_runs=self.running_collective, held=self.free.domains):
+        for due in self.pairing.due(now, collective_runs=self.running_collective):
             self._start(due, now)
         for operation in self.running:
             self._run(operation, now)
@@ -143,7 +126,6 @@ class Operations:
             posted_at=min(post.posted_at for post in due.posts),
             started_at=now,
             attempt_at=now,
-            left_out={name: why for post in due.posts for name, why in post.left_out.items()},
         )
 
     def _run(self, operation: Operation, now: float) -> None:
@@ -201,7 +183,6 @@ class Operations:
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
         """A member says so: while the lane forms, or later."""
-        self.free.lane_failed(lane, now)
         if self._lanes.owns(lane):
             self._broken(lane, [op for op in self.running if op.lane is lane], error, now)
 
@@ -297,21 +278,13 @@ class Operations:
             self.pairing.end(post)
         if error is None and not operation.pairwise:
             self.pairing.passed(operation.due.domain, operation.posts[0].message.step)
-            busy = any(other.due.domain == operation.due.domain for other in self.running)
-            self.free.succeeded(
-                operation, now, busy=busy
-            )  # first: whoever hears of the end knows that the lane is free
         for post in operation.posts:
             self.reply(post, error, receipt)
         outcome = "ok" if error is None else type(error).__name__
-        self.count(outcome, 1)
+        self.totals[outcome] = self.totals.get(outcome, 0) + 1
         self._out(Emit(OperationEnded(self._roster.config.name, operation.kind, outcome, seconds)))
         if not self._running:
             self._vanished.clear()
-
-    def count(self, outcome: str, number: int) -> None:
-        """So many operations ended with ``outcome``."""
-        self.totals[outcome] = self.totals.get(outcome, 0) + number
 
     def reply(self, post: Post, error: errors.ReplicasError | None = None, receipt: ReceiptData | None = None) -> None:
         if post.member in self._roster:
@@ -326,12 +299,10 @@ class Operations:
             self._vanished[member] = why
         self._without(member, why, "lost", now)
         self.pairing.lost(member, why)
-        self.free.without(member, why, "lost", now)
 
     def set_aside(self, member: Member, why: str, now: float, *, reason: str = "failed") -> None:
         """The member stays one, but is no longer live: behind, or quarantined."""
         self._without(member, why, reason, now)
-        self.free.without(member, why, reason, now)
 
     def leave(self, state: MemberState, why: str, reason: str, now: float) -> None:
         """Go on without a member that may come back."""
@@ -361,9 +332,8 @@ class Operations:
             if operation.number in self._running and now > operation.deadline:
                 self._end(operation, operation.overdue(), now)
         self._leave_silent(now)
-        self.free.tick(now)
         self.pairing.tick(now)
-        self._lanes.close_idle({op.lane.name for op in self.running if op.lane is not None} | self.free.lanes)
+        self._lanes.close_idle({op.lane.name for op in self.running if op.lane is not None})
 
     def _leave_silent(self, now: float) -> None:
         """Those that a running collective waits for, and that cannot be heard, are left behind."""

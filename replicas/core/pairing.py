@@ -156,10 +156,6 @@ class Pairing:
         hint = "bring this peer to the present state, then go on with the others' next step"
         return errors.Gone(f"step {step} has passed: the others have done step {passed}", phase="wait", hint=hint)
 
-    def step(self, domain: int) -> int | None:
-        """The newest tag that has passed."""
-        return self._steps.get(domain)
-
     def passed(self, domain: int, step: int | None) -> None:
         """A collective with this tag was done. One that failed may be tried again with the same tag."""
         if step is None or step <= self._steps.get(domain, -1):
@@ -192,32 +188,6 @@ class Pairing:
             hint="bring this peer to the present state; its next call pairs with the others' next one",
         )
 
-    def adopt(self, posts: Sequence[Post]) -> None:
-        """What ran ahead of the members' other posts, and failed, is in their streams from now on; in the order of calls."""
-        for post in reversed(posts):
-            state = self._roster.get(post.member)
-            error = self._problem(state, post) if state is not None else None
-            if error is not None:
-                self._reply(post, error)
-            elif state is not None:
-                stream = self._streams.setdefault(post.member, [])
-                place = next((index for index, known in enumerate(stream) if not known.started), len(stream))
-                stream.insert(place, post)
-
-    def wants(self, domain: int) -> bool:
-        """Whether a collective of this domain waits to be started."""
-        members = [member for member in self._streams if self.domain_of(member) == domain]
-        return any(not post.pairwise for member in members for post in self._unstarted(member))
-
-    def quiet(self, domain: int, now: float) -> bool:
-        """Whether nothing is posted in it, everybody is there to stay, and nobody waits to join or has missed anything."""
-        members = [member for member in self._streams if self.domain_of(member) == domain]
-        if any(self._streams[member] for member in members) or self._missed or self._aside(domain):
-            return False
-        if any(state.draining for state in self.live(domain)):
-            return False
-        return not self._awaited(domain) and not self.joins_wait(now)
-
     def end(self, post: Post) -> None:
         """It has its verdict."""
         stream = self._streams.get(post.member)
@@ -233,14 +203,14 @@ class Pairing:
 
     # ------------------------------------------------------------ what is due
 
-    def due(self, now: float, *, collective_runs: bool, held: frozenset[int] = frozenset()) -> Iterator[Due]:
-        """What can start now, marked as started. At most one collective of each domain, and none of those ``held``."""
+    def due(self, now: float, *, collective_runs: bool) -> Iterator[Due]:
+        """What can start now, marked as started. At most one collective of each domain."""
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
-            if domain not in held and not (collective_runs and self.joins_wait(now)):
+            if not (collective_runs and self._joins_wait(now)):
                 yield from self._due_collective(domain)
 
-    def joins_wait(self, now: float) -> bool:
+    def _joins_wait(self, now: float) -> bool:
         """Whether somebody waits for the moment at which no collective runs."""
         out = [s for s in self._roster if MEMBER.allows(s.standing, "admitted") or s.standing == "quarantined"]
         return any(state.is_peer and self._roster.admissible(state, now) for state in out)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from replicas import errors
 from replicas.core.identity import Member
@@ -16,11 +16,7 @@ PAIRWISE = ("send", "recv")
 
 @dataclass(slots=True, eq=False)
 class Post:
-    """One member's part.
-
-    ``view``: the live members of its domain when it came. ``left_out``: those with whom it ran ahead, and that are gone, by
-    name: why.
-    """
+    """One member's part. ``view``: the live members of its domain when it came."""
 
     member: Member
     message: OperationPost
@@ -28,7 +24,6 @@ class Post:
     deadline: float
     view: tuple[Member, ...] = ()
     started: bool = False
-    left_out: dict[str, str] = field(default_factory=dict)
 
     @property
     def pairwise(self) -> bool:

@@ -38,11 +38,6 @@ the other ranks get :class:`Assigned`, so that they keep the slot. Then :class:`
 everyone concerned has posted, :class:`OperationGo` → sidecars run it → :class:`OperationDone` or
 :class:`OperationFailed` → :class:`OperationEnd`, the common verdict; only then are the caller's tensors written.
 
-**Free lanes.** When operations go well, :class:`LaneFree` lets the members of a lane run collectives in *turns* without
-asking: kinds and shapes are compared, and the decision is taken, in the lane itself (:mod:`replicas.core.free_lanes`). One
-that takes long is posted with its ``free`` and ``turn``; :class:`OperationRan` says how such a turn ended.
-:class:`LaneRecall` → :class:`LaneUsed` ends the freedom; what had failed goes on as any other post.
-
 **A new coordinator** (another term; its sessions and queues are gone, the decision log may be). The member says in Hello
 what it knows: ``epoch``, ``latest``, what it holds, what it serves, what it was assigned. After the Welcome it announces
 again what is under way there: a publish that had a number already with ``PublishBegin(resumed=True)`` and that number (and
@@ -73,8 +68,6 @@ from replicas.messages.coordinator import (
     LaneAhead,
     LaneDrop,
     LaneForm,
-    LaneFree,
-    LaneRecall,
     Locate,
     OperationEnd,
     OperationGo,
@@ -101,14 +94,12 @@ from replicas.messages.member import (
     Hello,
     LaneFailed,
     LaneFormed,
-    LaneUsed,
     Loaded,
     LoadFailed,
     Located,
     OperationDone,
     OperationFailed,
     OperationPost,
-    OperationRan,
     Packed,
     PackFailed,
     Progress,
@@ -161,9 +152,6 @@ __all__ = [
     "LaneFailed",
     "LaneForm",
     "LaneFormed",
-    "LaneFree",
-    "LaneRecall",
-    "LaneUsed",
     "LoadFailed",
     "Loaded",
     "Locate",
@@ -176,7 +164,6 @@ __all__ = [
     "OperationGo",
     "OperationKind",
     "OperationPost",
-    "OperationRan",
     "OperationSettled",
     "PackFailed",
     "Packed",

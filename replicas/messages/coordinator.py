@@ -28,8 +28,6 @@ __all__ = [
     "LaneAhead",
     "LaneDrop",
     "LaneForm",
-    "LaneFree",
-    "LaneRecall",
     "Locate",
     "OperationEnd",
     "OperationGo",
@@ -138,25 +136,6 @@ class LaneDrop(_FromCoordinator, frozen=True):
     """Kill the lane's sidecar."""
 
     lane: str
-
-
-class LaneFree(_FromCoordinator, frozen=True):
-    """Collectives may be run in this lane without asking, one turn each, until it is recalled or ends.
-
-    ``free``: name of this freedom; a lane may have several, one after another. ``participants``: in the order of lane ranks.
-    ``step``: the newest tag that has passed.
-    """
-
-    lane: str
-    free: str
-    participants: tuple[Member, ...]
-    step: int | None = None
-
-
-class LaneRecall(_FromCoordinator, frozen=True):
-    """Ask again before each operation; answered by ``LaneUsed``, which says what is under way."""
-
-    free: str
 
 
 class TransferOffer(_FromCoordinator, frozen=True):
@@ -289,8 +268,6 @@ FromCoordinator = (
     | LaneAhead
     | LaneForm
     | LaneDrop
-    | LaneFree
-    | LaneRecall
     | TransferOffer
     | TransferGo
     | TransferCancel

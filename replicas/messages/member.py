@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 import msgspec
 
 from replicas.core.identity import ProcessIdentity
@@ -28,14 +26,12 @@ __all__ = [
     "Hello",
     "LaneFailed",
     "LaneFormed",
-    "LaneUsed",
     "LoadFailed",
     "Loaded",
     "Located",
     "OperationDone",
     "OperationFailed",
     "OperationPost",
-    "OperationRan",
     "PackFailed",
     "Packed",
     "Progress",
@@ -267,8 +263,6 @@ class OperationPost(_FromMember, frozen=True):
     ``segments`` of ``recv`` may be empty (take what the sender sends); of ``scatter`` they are the root's input, one
     segment a participant, and on the others the one output or empty. ``applied``: refs of the newest operations whose
     results were written here; ``unsettled``: refs of those that ended here with their outcome unknown.
-
-    ``free`` and ``turn``: it runs ahead already, as this turn of a free lane; :class:`OperationRan` follows.
     """
 
     post: int
@@ -281,8 +275,6 @@ class OperationPost(_FromMember, frozen=True):
     device: str = "cpu"
     applied: tuple[str, ...] = ()
     unsettled: tuple[str, ...] = ()
-    free: str = ""
-    turn: int = 0
 
 
 class OperationDone(_FromMember, frozen=True):
@@ -293,31 +285,6 @@ class OperationDone(_FromMember, frozen=True):
 class OperationFailed(_FromMember, frozen=True):
     operation: int
     error: WireError
-
-
-class OperationRan(_FromMember, frozen=True):
-    """How the turn ended in which the operation ran ahead.
-
-    ``applied``: everyone had its result, and it was written here, or is about to be. ``ready``: the result is here, and it
-    is not known whether anybody has written theirs. ``failed``: there is none here, so nobody can have written anything.
-    """
-
-    post: int
-    outcome: Literal["applied", "ready", "failed"]
-
-
-class LaneUsed(_FromMember, frozen=True):
-    """What was done in a free lane: the last ``turn`` that began, ``step`` the newest tag.
-
-    ``done``: operations that succeeded since the last such message (from the lane's first rank alone; else 0).
-    ``recalled``: no other turn begins; those under way have been posted.
-    """
-
-    free: str
-    turn: int
-    done: int
-    step: int | None = None
-    recalled: bool = False
 
 
 FromMember = (
@@ -347,6 +314,4 @@ FromMember = (
     | OperationPost
     | OperationDone
     | OperationFailed
-    | OperationRan
-    | LaneUsed
 )

@@ -1,19 +1,13 @@
-"""What a request to a sidecar ends with: errors, and turns of free lanes, which are answered without a task."""
+"""The errors that a request to a sidecar ends with."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from replicas import errors
 from replicas.sidecar import wire
-from replicas.weights.arena import Buffer
 
-__all__ = ["Answer", "Done", "SidecarDied", "SidecarFailed", "Turn", "failure"]
+__all__ = ["SidecarDied", "SidecarFailed", "failure"]
 
 
 class SidecarFailed(RuntimeError):
@@ -45,48 +39,3 @@ class SidecarDied(RuntimeError):
 def failure(reply: wire.Failed) -> SidecarFailed:
     """The reply as an error."""
     return SidecarFailed(reply.error, over=reply.over, kind=reply.kind, members=reply.members, hint=reply.hint)
-
-
-@dataclass(frozen=True)
-class Turn:
-    """Of a free lane. ``ledger``: where the sidecar notes the turn when it is ready; ``mark``: of what is asked for."""
-
-    ledger: Buffer
-    number: int
-    mark: int
-
-    @property
-    def ready(self) -> bool:
-        """Whether the sidecar had its result; certain once it is dead."""
-        return int(self.ledger.tensor()[:8].view(torch.int64)[0]) >= self.number
-
-
-Done = Callable[[float | Exception], None]
-
-
-class Answer:
-    """Waits for the reply to a turn, as a future would."""
-
-    def __init__(self, done: Done, timer: asyncio.TimerHandle) -> None:
-        self._done: Done | None = done
-        self._timer = timer
-
-    def done(self) -> bool:
-        return self._done is None
-
-    def set_result(self, reply: wire.Reply) -> None:
-        if isinstance(reply, wire.Collected):
-            self._end(reply.seconds)
-        elif isinstance(reply, wire.Failed):
-            self._end(failure(reply))
-        else:
-            self._end(SidecarFailed(f"a turn was answered with {type(reply).__name__}"))
-
-    def set_exception(self, error: Exception) -> None:
-        self._end(error)
-
-    def _end(self, outcome: float | Exception) -> None:
-        done, self._done = self._done, None
-        self._timer.cancel()
-        if done is not None:
-            done(outcome)

@@ -21,14 +21,13 @@ may be writing is safe to reuse only after :meth:`Sidecar.wait_dead`, or after t
 
 from __future__ import annotations
 
-from replicas.sidecar.answers import Done, SidecarDied, SidecarFailed, Turn
+from replicas.sidecar.answers import SidecarDied, SidecarFailed
 from replicas.sidecar.forks import Forkserver
 from replicas.sidecar.handle import Sidecar
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 
 __all__ = [
     "CollectiveSpec",
-    "Done",
     "Forkserver",
     "GroupSpec",
     "Sidecar",
@@ -36,5 +35,4 @@ __all__ = [
     "SidecarFailed",
     "TransferResult",
     "TransferSpec",
-    "Turn",
 ]

@@ -8,18 +8,17 @@ operation is run again from them, in another group.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import torch
 
 from replicas.core.manifest import segment_layout
 from replicas.messages import Segment
 from replicas.sidecar.groups import REDUCIBLE, Group, Handle
-from replicas.sidecar.mesh import MESH_NBYTES, Mesh
 from replicas.sidecar.wire import CollectiveSpec
 from replicas.weights.tensors import torch_dtype
 
-__all__ = ["run_collective", "run_turn"]
+__all__ = ["run_collective"]
 
 _EMPTY = torch.empty(0, dtype=torch.uint8)
 
@@ -44,34 +43,6 @@ def run_collective(
     :raises RuntimeError: a peer failed, or the timeout passed.
     """
     _Operation(group, spec, inputs, outputs).run()
-
-
-def run_turn(
-    group: Group,
-    mesh: Mesh,
-    spec: CollectiveSpec,
-    inputs: torch.Tensor | None,
-    outputs: torch.Tensor | None,
-    *,
-    mark: int,
-    ready: Callable[[], None],
-    on_host: bool = True,
-) -> None:
-    """Run one operation of a free lane; return when all members have their results.
-
-    Arguments and errors as of :func:`run_collective`. ``mark``: of what is asked for, up to 2**62; ``ready`` is called when
-    the own result is there, before the others can know; ``on_host``: inputs and outputs are in host memory.
-    """
-    deadline = time.monotonic() + spec.timeout_s
-    if spec.kind != "barrier":
-        operation = _Operation(group, spec, inputs, outputs)
-        runs = operation.small_runs() if spec.kind == "all_reduce" and on_host else None
-        if runs is None:
-            operation.run()
-        else:
-            mesh.all_reduce(mark, runs, spec.reduce_op, deadline)
-    ready()
-    mesh.exchange(mark + 1, b"", deadline)
 
 
 class _Operation:
@@ -120,13 +91,6 @@ class _Operation:
             mine.div_(self.group.size)
 
     # -- elementwise, on a copy
-
-    def small_runs(self) -> list[tuple[torch.Tensor, torch.Tensor]] | None:
-        """Inputs and outputs, each run of one dtype as one flat tensor; None when there is too much for a mesh."""
-        _, nbytes = segment_layout(self.spec.segments[self.spec.me])
-        if nbytes > MESH_NBYTES:
-            return None
-        return list(zip(self._runs(self.inputs), self._runs(), strict=True))
 
     def _copy_inputs(self) -> None:
         _, nbytes = segment_layout(self.spec.segments[self.spec.me])
@@ -238,12 +202,8 @@ class _Operation:
             raise ValueError(f"{self.spec.kind} has {len(segments)} segments for {len(self.places)} participants")
         return segments
 
-    def _runs(self, memory: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
-        """The own segments in ``outputs``, each run of one dtype as one flat tensor: the padding between does no harm.
-
-        :param memory: other bytes that are laid out in the same way.
-        """
-        memory = self.outputs if memory is None else memory
+    def _runs(self) -> Iterator[torch.Tensor]:
+        """The own segments in ``outputs``, each run of one dtype as one flat tensor: the padding between does no harm."""
         segments = self.spec.segments[self.spec.me]
         offsets, total = segment_layout(segments)
         first = 0
@@ -251,7 +211,7 @@ class _Operation:
             if index + 1 == len(segments) or segments[index + 1].dtype != segment.dtype:
                 end = total if index + 1 == len(segments) else offsets[index + 1]
                 if end > offsets[first]:
-                    yield self._typed(self._region(memory, offsets[first], end - offsets[first]), segment.dtype)
+                    yield self._typed(self._region(self.outputs, offsets[first], end - offsets[first]), segment.dtype)
                 first = index + 1
 
     def _regions_of_all(self) -> list[torch.Tensor]:

@@ -15,7 +15,7 @@ import msgspec
 import torch
 
 from replicas.sidecar import wire
-from replicas.sidecar.answers import Answer, Done, SidecarDied, SidecarFailed, Turn, failure
+from replicas.sidecar.answers import SidecarDied, SidecarFailed, failure
 from replicas.sidecar.pulse import SILENCE_S, Pulse
 from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
 from replicas.weights.accelerator import accelerator
@@ -46,7 +46,7 @@ class Sidecar:
         self._sock = sock
         self._loop = asyncio.get_running_loop()
         self._numbers = itertools.count(1)
-        self._pending: dict[int, asyncio.Future[wire.Reply] | Answer] = {}
+        self._pending: dict[int, asyncio.Future[wire.Reply]] = {}
         self._open = True
         self._mapped: set[int] = set()
         self._sending = asyncio.Lock()
@@ -111,28 +111,6 @@ class Sidecar:
         request = wire.RunCollective(next(self._numbers), first, second, spec)
         return (await self._ask(request, buffers, spec.timeout_s, wire.Collected)).seconds
 
-    def start_turn(
-        self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None, turn: Turn, done: Done
-    ) -> None:
-        """Run one operation of a free lane, behind those that were asked for before. Never waits.
-
-        ``done`` is called on the loop, once, maybe before this returns: with seconds when all members have their results, or
-        else with an error as of :meth:`build`.
-        """
-        buffers = tuple(buffer for buffer in (inputs, outputs, turn.ledger) if buffer is not None)
-        first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
-        number = next(self._numbers)
-        answer = Answer(done, self._loop.call_later(spec.timeout_s + KILL_GRACE_S, self._too_late, spec.timeout_s))
-        if not self.usable:
-            answer.set_exception(SidecarDied(self._end_text()))
-            return
-        self._pending[number] = answer
-        self._look_soon()
-        request = wire.RunCollective(number, first, second, spec, turn.ledger.key, turn.number, turn.mark)
-        mapped = all(buffer.key in self._mapped for buffer in buffers)
-        if not (mapped and self._send_at_once(request)):
-            self._in_background(self._send_turn(request, buffers))
-
     def _send_at_once(self, message: msgspec.Struct) -> bool:
         """Send it in one piece, if it is small, nobody else is sending, and there is room."""
         body = wire.encode(message)
@@ -149,18 +127,6 @@ class Sidecar:
         if sent < len(data):
             self.kill("a request to it was cut off")
         return True
-
-    async def _send_turn(self, request: wire.RunCollective, buffers: tuple[Buffer, ...]) -> None:
-        try:
-            async with self._sending:
-                for buffer in buffers:
-                    await self._map(buffer)
-                await self._send(request)
-        except (OSError, ValueError) as error:
-            self._put_down(str(error))
-
-    def _too_late(self, timeout_s: float) -> None:
-        self.kill(f"it did not answer within {timeout_s:g} s and was killed")
 
     def kill(self, reason: str = "killed") -> None:
         """SIGKILL. Whoever waits for a reply gets :class:`SidecarDied`; ``on_exit`` is not called."""

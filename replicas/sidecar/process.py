@@ -30,10 +30,9 @@ from replicas.core.manifest import Manifest
 from replicas.errors import InternalError, Preflight, ReplicasError, WorldError
 from replicas.sidecar import lifeline, wire
 from replicas.sidecar.building import build_group
-from replicas.sidecar.collectives import run_collective, run_turn
+from replicas.sidecar.collectives import run_collective
 from replicas.sidecar.groups import Group
 from replicas.sidecar.mailbox import Mailbox
-from replicas.sidecar.mesh import Mesh
 from replicas.sidecar.transfer import run_transfer
 from replicas.weights import cuda, device_buffers  # noqa: F401  # loaded before sidecars are forked, not by each of them
 from replicas.weights.accelerator import Accelerator, device_of
@@ -48,8 +47,6 @@ class SidecarProcess:
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
         self._group: Group | None = None
-        self._address = ""
-        self._mesh: Mesh | None = None
         self._buffers: dict[int, Buffer] = {}
         self._unusable: dict[int, ReplicasError] = {}
         self._gpu: Accelerator | None = None
@@ -102,7 +99,6 @@ class SidecarProcess:
             self._choose(request.spec.device)
         with self._stream():
             self._group = build_group(request.spec)
-        self._address = request.spec.address
         return wire.Built(request.id, time.monotonic() - started)
 
     def _transfer(self, request: wire.RunTransfer) -> wire.Reply:
@@ -136,34 +132,9 @@ class SidecarProcess:
             inputs, outputs = [None if buffer is None else buffer.tensor() for buffer in found]
             self._await_rank(*buffers)
             self._began = True
-            if request.ledger is None:
-                run_collective(group, spec, inputs, outputs)
-                self._settle(*buffers)
-            else:
-                self._turn(request, inputs, outputs, started, buffers)
-        return wire.Collected(request.id, time.monotonic() - started)
-
-    def _turn(
-        self,
-        request: wire.RunCollective,
-        inputs: torch.Tensor | None,
-        outputs: torch.Tensor | None,
-        started: float,
-        buffers: list[Buffer],
-    ) -> None:
-        """An operation of a free lane."""
-        group, spec = self._built, request.spec
-        assert request.ledger is not None
-        words = self._buffer(request.ledger).tensor()[:8].view(torch.int64)
-        if self._mesh is None:
-            self._mesh = Mesh.connect(group, self._address, started + spec.timeout_s)
-
-        def ready() -> None:
+            run_collective(group, spec, inputs, outputs)
             self._settle(*buffers)
-            words[0] = request.turn
-
-        on_host = not any(buffer.device for buffer in buffers)
-        run_turn(group, self._mesh, spec, inputs, outputs, mark=request.mark, ready=ready, on_host=on_host)
+        return wire.Collected(request.id, time.monotonic() - started)
 
     def _probe(self, request: wire.ProbeBuffer) -> wire.Reply:
         buffer = self._buffer(request.buffer)

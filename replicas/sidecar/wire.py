@@ -247,19 +247,10 @@ class TransferProgress(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunCollective(msgspec.Struct, frozen=True, tag=True):
-    """``ledger``: a buffer, for an operation that runs ahead in a free lane, as ``turn``.
-
-    When the result is there, the number of the turn is noted in the first eight bytes of the ledger, which outlive the
-    sidecar; then all members vote: ``mark`` stands for what each was asked to do, and must be the same. Answered after that.
-    """
-
     id: int
     inputs: int | None
     outputs: int | None
     spec: CollectiveSpec
-    ledger: int | None = None
-    turn: int = 0
-    mark: int = 0
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):

@@ -10,11 +10,10 @@
              last Done      prepared               last OperationDone       prepared
              decision       committing             OperationEnd             committing, then idle
              ReceiveGrant   loading
-             PublishEnd     idle                   LaneFree                 free
-             either of a catch-up: catching up     LaneRecall               recalled
+             PublishEnd     idle
+             either of a catch-up: catching up
 
-In a free lane collectives run without a word to the coordinator: the other moments come when the members change. Over
-process groups nothing is mapped; on one host no lane is formed for weights, and buckets are only copied where a version
+Over process groups nothing is mapped; on one host no lane is formed for weights, and buckets are only copied where a version
 comes in parts (:func:`moments_of`).
 """
 
@@ -25,8 +24,6 @@ from replicas.core.effects import Effect, Record, Send
 from replicas.messages import (
     FromMember,
     LaneForm,
-    LaneFree,
-    LaneRecall,
     OperationDone,
     OperationEnd,
     OperationGo,
@@ -50,7 +47,7 @@ def moments_of(transport: str, *, parts: bool) -> tuple[str, ...]:
     return ("mapping", *(("mid-bucket",) if parts else ()), *ALWAYS)
 
 
-OUTER_MOMENTS = ("forming", "mid-bucket", "verifying", "prepared", "committing", "free", "recalled")
+OUTER_MOMENTS = ("forming", "mid-bucket", "verifying", "prepared", "committing")
 
 
 class Moments:
@@ -84,10 +81,6 @@ class Moments:
             case Send(message=OperationGo(operation=operation, participants=those)) if self._first("go", operation):
                 self._transfer, self._done, self._expected = operation, 0, len(those)
                 return "mid-bucket"
-            case Send(message=LaneFree(free=free)) if self._first("free", free):
-                return "free"
-            case Send(message=LaneRecall(free=free)) if self._first("recalled", free):
-                return "recalled"
             case Record():
                 return "committing"
             case Send(message=ReceiveGrant(version=version)) if self._first("grant", version):

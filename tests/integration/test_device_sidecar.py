@@ -13,10 +13,9 @@ import msgspec
 import pytest
 import torch
 
-from replicas.core.manifest import Manifest, TensorSpec, merge_parts, segment_layout
+from replicas.core.manifest import Manifest, TensorSpec, merge_parts
 from replicas.errors import Preflight
-from replicas.sidecar.answers import Turn
-from replicas.sidecar.client import CollectiveSpec, Forkserver, SidecarDied, SidecarFailed, TransferSpec
+from replicas.sidecar.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
 from replicas.sidecar.device_probe import prove_device
 from replicas.weights import Arena, Buffer, Feed, Shard, Slot, stage, views
 from replicas.weights.accelerator import accelerator
@@ -25,7 +24,7 @@ from replicas.weights.device_digest import device_digest_of
 from tests.support import fake_accelerator, far_accelerator
 from tests.support.channels import wait_until
 from tests.support.fake_accelerator import FakeAccelerator, fake_memory_nbytes
-from tests.support.sidecars import lane, read_segments, segments_of, shared_forkserver, write_segments
+from tests.support.sidecars import lane, read_segments, segments_of, shared_forkserver
 
 pytestmark = pytest.mark.anyio
 
@@ -157,28 +156,6 @@ async def test_parts_on_two_gpus_make_the_image_of_a_third(either: str) -> None:
     assert results[2].image_digest == device_digest_of(target.tensor()[manifest.data_offset :])
     assert results[2].part_digests == results[0].part_digests | results[1].part_digests
     assert results[0].part_digests[0] == device_digest_of(buffers[0].tensor())
-
-
-async def test_a_turn_of_a_free_lane_works_on_device_memory(server: str) -> None:
-    given = [torch.full((5,), float(rank + 1)) for rank in range(2)]
-    segments = segments_of(given[:1])
-    _, nbytes = segment_layout(segments)
-    async with lane(2, server, devices=GPUS[:2]) as two:
-        outcomes: list[float | Exception] = []
-        inputs: list[Buffer] = []
-        outputs: list[Buffer] = []
-        turns: list[Turn] = []
-        for rank, sidecar in enumerate(two.sidecars):
-            inputs.append(Buffer.allocate(nbytes, "test", device=GPUS[rank]))
-            write_segments(inputs[rank], given[rank : rank + 1])
-            outputs.append(Buffer.allocate(nbytes, "test", device=GPUS[rank]))
-            turns.append(Turn(Buffer.allocate(64, "test-ledger"), 1, 7))
-            spec = CollectiveSpec(1, "all_reduce", "sum", (0, 1), (segments, segments), rank, -1, 10.0)
-            sidecar.start_turn(spec, inputs[rank], outputs[rank], turns[rank], outcomes.append)
-        await wait_until(lambda: len(outcomes) == 2, "both have answered", timeout_s=20.0)
-        assert not [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-        assert all(turn.ready for turn in turns)
-        assert all(torch.equal(read_segments(one, segments)[0], torch.full((5,), 3.0)) for one in outputs)
 
 
 # ---------------------------------------------------------------- memory

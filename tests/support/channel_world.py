@@ -257,8 +257,6 @@ class SimMember:
                 self._transfer(self.incoming.pop(message.transfer), message)
             case wire.TransferCancel():
                 self.incoming.pop(message.transfer, None)
-            case wire.LaneRecall():  # it never runs ahead
-                self.outbox.append(wire.LaneUsed(message.free, 0, 0, None, True))
             case wire.OperationGo() if self.world.broken(message.lane):
                 error = wire.WireError("SyncError", "connection reset", phase="transfer")
                 self.outbox.append(wire.OperationFailed(message.operation, error))

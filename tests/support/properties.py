@@ -17,16 +17,14 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 from replicas.supervisor.processes import die_with_parent
 from tests.unit.test_channel_properties import Channel
-from tests.unit.test_free_lane_properties import FreeLanes, RaisingFreeLanes
-from tests.unit.test_operation_properties import Peers
+from tests.unit.test_operation_properties import Peers, RaisingPeers
 
 __all__ = ["MACHINES", "limit_s"]
 
 MACHINES: dict[str, type[RuleBasedStateMachine]] = {
     "channel": Channel,
-    "free_lanes": FreeLanes,
-    "raising_free_lanes": RaisingFreeLanes,
     "peers": Peers,
+    "raising_peers": RaisingPeers,
 }
 
 

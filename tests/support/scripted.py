@@ -20,7 +20,7 @@ from replicas.channel.transfers import Transfers
 from replicas.channel.watches import Watches
 from replicas.core.identity import Member, ProcessIdentity
 from replicas.core.manifest import Manifest, TensorSpec
-from replicas.sidecar.client import CollectiveSpec, Done, GroupSpec, SidecarDied, TransferResult, TransferSpec, Turn
+from replicas.sidecar.client import CollectiveSpec, GroupSpec, SidecarDied, TransferResult, TransferSpec
 from replicas.weights.arena import Buffer
 
 __all__ = ["MANIFEST", "ME", "Loop", "Session", "Sidecar", "World"]
@@ -64,8 +64,6 @@ class Sidecar:
         self.on_exit: Callable[[str], None] | None = None
         self.gate: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.killed = False
-        self.turns: list[tuple[CollectiveSpec, Turn]] = []
-        self.answers: list[Done] = []
         self.dead = asyncio.Event()
         self.slot_value = 7.0
         self.spec: GroupSpec | None = None
@@ -91,24 +89,8 @@ class Sidecar:
     def usable(self) -> bool:
         return not self.killed
 
-    def start_turn(
-        self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None, turn: Turn, done: Done
-    ) -> None:
-        self.turns.append((spec, turn))
-        if outputs is not None and inputs is not None:
-            outputs.tensor()[:16].view(torch.float32).copy_(inputs.tensor()[:16].view(torch.float32) * 2)
-        self.answers.append(done)
-
-    def note_ready(self) -> None:
-        """The newest turn has its result."""
-        _, turn = self.turns[-1]
-        turn.ledger.tensor()[:8].view(torch.int64)[0] = turn.number
-
     def kill(self) -> None:
         self.killed = True
-        answers, self.answers = self.answers, []
-        for answer in answers:
-            answer(SidecarDied("killed"))
         if not self.gate.done():
             self.gate.set_exception(SidecarDied("killed"))
 

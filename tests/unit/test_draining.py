@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import pytest
-
 from replicas import messages as wire
-from replicas.core import free_lanes
 from replicas.core.effects import ReplicaIdle
 from replicas.core.roster import GroupShape
 from tests.support.channel_world import SimMember, World, peer_config
-from tests.support.free_members import FreeWorld
 
 
 def world_of(*names: str, world_size: int = 1) -> tuple[World, list[SimMember]]:
@@ -133,25 +129,6 @@ def test_a_peer_ends_between_two_operations() -> None:
     two.post("all_reduce", step=1)
     world.run()
     assert (len(one.ends), idle(world)) == (1, ["peer/0"])
-
-
-def test_a_free_lane_is_recalled_and_not_set_free_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(free_lanes, "STREAK", 2)
-    world = FreeWorld(peer_config(), {"peer": GroupShape(replicas=2)})
-    sims = [world.join("peer/0/0"), world.join("peer/1/0")]
-    for _ in range(2):
-        for sim in sims:
-            sim.post("barrier")
-        world.run()
-    assert world.state.operations.free.domains
-    assert drain(world, "peer", 0) != ""
-    world.run()
-    assert idle(world) == ["peer/0"]
-    for _ in range(4):
-        for sim in sims:
-            sim.post("barrier")
-        world.run()
-    assert not world.state.operations.free.domains
 
 
 def test_how_far_a_replica_has_ever_come() -> None:

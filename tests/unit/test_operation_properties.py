@@ -48,9 +48,13 @@ class Listening(World):
 
 
 class Peers(RuleBasedStateMachine):
+    on_lost = "drop"
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = Listening(peer_config(), {"peer": GroupShape(replicas=2, heartbeat_timeout_s=20.0)})
+        self.world = Listening(
+            peer_config(on_lost=self.on_lost), {"peer": GroupShape(replicas=2, heartbeat_timeout_s=20.0)}
+        )
         self.frozen: set[SimMember] = set()
         self.everyone: list[SimMember] = []
         self.applied: dict[SimMember, list[str]] = {}
@@ -303,10 +307,15 @@ class Peers(RuleBasedStateMachine):
         assert len(self.world.state.lanes) <= 1, "lanes pile up"
 
 
-Peers.TestCase.settings = settings(
+class RaisingPeers(Peers):
+    on_lost = "raise"
+
+
+Peers.TestCase.settings = RaisingPeers.TestCase.settings = settings(
     max_examples=4,
     stateful_step_count=30,
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.filter_too_much],
 )
 TestPeers = Peers.TestCase
+TestRaisingPeers = RaisingPeers.TestCase

@@ -11,7 +11,6 @@ import weakref
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,9 +20,7 @@ import torch.distributed as dist
 
 from replicas.core.manifest import Manifest, TensorSpec, merge_parts
 from replicas.errors import Preflight, WorldError
-from replicas.messages import Segment
 from replicas.sidecar import building, wire
-from replicas.sidecar.collectives import run_turn
 from replicas.sidecar.groups import GlooGroup, Group, Handle, NcclGroup
 from replicas.sidecar.process import SidecarProcess
 from replicas.sidecar.transfer import run_transfer
@@ -429,33 +426,6 @@ def test_a_gpu_that_fails_in_the_midst_of_it_is_the_end_of_the_group(
     assert isinstance(failed, wire.Failed)
     assert (failed.kind, failed.over) == ("WorldError", over)
     assert issubclass(Preflight, WorldError)
-
-
-@pytest.mark.parametrize("on_host", [True, False])
-def test_only_host_memory_goes_over_a_mesh(on_host: bool) -> None:
-    asked: list[str] = []
-
-    class Noted:
-        """A mesh."""
-
-        def all_reduce(self, *arguments: object) -> None:
-            asked.append("mesh")
-
-        def exchange(self, *arguments: object) -> None:
-            asked.append("vote")
-
-    class NotedGroup(SerialGroup):
-        def all_reduce(self, tensor: torch.Tensor, op: str, deadline: float) -> Handle:
-            asked.append("group")
-            return Handle((), deadline)
-
-    segments = (Segment("float32", (3,)),)
-    spec = wire.CollectiveSpec(1, "all_reduce", "sum", (0,), (segments,), 0, -1, 5.0)
-    memory = [torch.zeros(64, dtype=torch.uint8) for _ in range(2)]
-    mesh: Any = Noted()
-    ready = partial(asked.append, "ready")
-    run_turn(NotedGroup(Board(), 0, 1), mesh, spec, *memory, mark=1, ready=ready, on_host=on_host)
-    assert asked == ["mesh" if on_host else "group", "ready", "vote"]
 
 
 def test_an_image_in_host_memory_keeps_its_digest() -> None:
