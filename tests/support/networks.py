@@ -19,7 +19,7 @@ import random
 import secrets
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -29,6 +29,7 @@ __all__ = [
     "Machine",
     "Network",
     "Traffic",
+    "bare_hosts",
     "hosts",
     "network",
     "why_no_hosts",
@@ -89,6 +90,11 @@ class Machine:
             if name.strip() == LINK:
                 return Traffic(int(fields.split()[0]), int(fields.split()[8]))
         raise LookupError(f"{self} has no link")
+
+    def set_up_link(self, *, mtu: int = 1500) -> None:
+        """Give its link its address, and set it up."""
+        _run(*self._ip("ip", "addr", "add", f"{self.address}/24", "dev", LINK))
+        _run(*self._ip("ip", "link", "set", LINK, "mtu", str(mtu), "up"))
 
     @contextmanager
     def limited(self, rate: str) -> Iterator[None]:
@@ -188,6 +194,13 @@ def hosts(size: int) -> Iterator[Network]:
 
 
 @contextmanager
+def bare_hosts(addresses: Sequence[str]) -> Iterator[tuple[Machine, ...]]:
+    """A host for each address, without any link: whoever makes one calls :meth:`Machine.set_up_link`."""
+    with ExitStack() as stack:
+        yield tuple(Machine(stack.enter_context(_holder(is_host=True)), address, True) for address in addresses)
+
+
+@contextmanager
 def _network(size: int, *, is_host: bool, attach: bool) -> Iterator[Network]:
     net = f"10.{random.randint(64, 127)}.{random.randint(0, 255)}"
     with ExitStack() as stack:
@@ -199,8 +212,7 @@ def _network(size: int, *, is_host: bool, attach: bool) -> Iterator[Network]:
         for index in range(size):
             machine = Machine(stack.enter_context(_holder(is_host=is_host)), f"{net}.{index + 1}", is_host)
             _join(switch, f"port{index}", LINK, str(machine.holder))
-            _run(*machine._ip("ip", "addr", "add", f"{machine.address}/24", "dev", LINK))
-            _run(*machine._ip("ip", "link", "set", LINK, "up"))
+            machine.set_up_link()
             made.append(machine)
         ours = f"{net}.253" if attach else ""
         if attach:
