@@ -303,6 +303,19 @@ async def test_a_port_in_use() -> None:
         )
 
 
+@pytest.mark.parametrize("which", ["port", "store_port"])
+async def test_one_that_did_not_start_lets_go_of_its_decisions(tmp_path: Path, which: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = {which: taken.getsockname()[1]}
+        with pytest.raises(errors.WorldError, match="Address already in use"):
+            async with Coordinator(CHANNELS, state_dir=tmp_path, **ports):
+                pass
+    async with Coordinator(CHANNELS, state_dir=tmp_path):
+        pass
+
+
 async def test_versions_do_not_go_back_after_a_crash(tmp_path: Path) -> None:
     """The decision log gives the floor; a clean end removes it."""
     log = tmp_path / "decisions.jsonl"
