@@ -18,6 +18,7 @@ import errno
 import logging
 import os
 import stat
+import weakref
 
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.memory import locks
@@ -89,8 +90,11 @@ def _open_exactly(place: SlotPlace) -> int:
 class Keeper:
     """What this process keeps alive for others, by key; :meth:`close` lets go of everything."""
 
+    _living: weakref.WeakSet[Keeper] = weakref.WeakSet()
+
     def __init__(self) -> None:
         self._held: dict[object, tuple[int, int]] = {}
+        self._living.add(self)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -122,3 +126,17 @@ class Keeper:
     def close(self) -> None:
         for key in list(self._held):
             self.let_go(key)
+
+    def forget(self) -> None:
+        """This is a forked child: it must keep neither the memory nor the locks."""
+        for fd, _ in self._held.values():
+            os.close(fd)
+        self._held.clear()
+
+
+def _forget_all() -> None:
+    for keeper in list(Keeper._living):
+        keeper.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
