@@ -32,6 +32,7 @@ from replicas.channel.update import Update
 from replicas.channel.watches import Watches
 from replicas.core.identity import Member
 from replicas.messages import Hello, Meta
+from replicas.weights.packing import Feed
 from replicas.weights.writable import WritableSlot
 
 __all__ = ["Channel"]
@@ -125,7 +126,7 @@ class Channel(Collectives):
 
         Call it on every rank of a source replica, in the same order (with ``ranks = "leader"`` the leader alone suffices,
         unless gathering the weights needs the others). The weights are walked once, in order, on this thread and stream,
-        and to their end even after a failure of ours; then every rank raises the same error.
+        and to their end even after a failure or a refusal of ours; then every rank raises the same error.
 
         A publish that is under way goes on when the coordinator is started again. One that has no verdict by its deadline
         ends with OutcomeUnknown, and its Pending tells what became of it as soon as that is known: wait for it again.
@@ -151,7 +152,29 @@ class Channel(Collectives):
         :raises replicas.errors.Busy: no slot became free in time.
         :raises replicas.errors.ReplicasError: an earlier publish or operation failed, and nobody had waited for it.
         """
-        self._check_source("publish", dtype)
+        self._check_role("publish")
+        feed = Feed(weights, mode=self._publisher.mode)
+        try:
+            feed.cast_to(dtype)
+            job = self._publish_job(version, meta, new_manifest, deadline, hold=hold)
+        except (
+            Exception
+        ):  # whatever is wrong with the call: the gathers that are made by walking have other ranks in them
+            feed.drain()
+            raise
+        return self._publisher.publish(feed, job)
+
+    def _publish_job(
+        self,
+        version: int | None,
+        meta: Mapping[str, Any] | None,
+        new_manifest: bool,
+        deadline: float | None,
+        *,
+        hold: bool,
+    ) -> PublishJob:
+        """What is asked for, checked."""
+        self._check_open()
         if version is not None and version < 1:
             raise self._usage(f"publish: version must be 1 or more, not {version}", "leave version=None")
         try:
@@ -160,8 +183,7 @@ class Channel(Collectives):
             raise self._usage(
                 f"publish: meta cannot travel: {error}", "pass scalars, lists and dicts of scalars"
             ) from error
-        job = PublishJob(version, self._deadline_s(deadline), checked, new_manifest, self.name, hold=hold)
-        return self._publisher.publish(weights, job, dtype)
+        return PublishJob(version, self._deadline_s(deadline), checked, new_manifest, self.name, hold=hold)
 
     def fence(self, stream: torch.Stream | None = None) -> None:
         """From now on ``stream`` (default: the current one of this thread) waits for the copies of all publishes.
@@ -190,15 +212,14 @@ class Channel(Collectives):
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
         :raises replicas.errors.Busy: no slot became free in time.
         """
-        self._check_source("arena_like", dtype)
+        self._check_role("arena_like")
+        self._check_open()
         return arena_like(self._hub, weights, dtype, self._deadline_s(deadline))
 
-    def _check_source(self, what: str, dtype: torch.dtype | None) -> None:
-        self._check_open()
+    def _check_role(self, what: str) -> None:
+        self._check_process()
         if self.role not in ("source", "both"):
             raise self._usage(f"{what}: this rank is a {self.role} of the channel", "publish from a source group")
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise self._usage(f"{what}: dtype must be a torch.dtype, not {dtype!r}", "pass e.g. torch.bfloat16")
 
     def receive(self, *, deadline: float | None = None) -> Pending[Update]:
         """The newest committed version, newer than the one loaded here, and the same for all ranks of this replica.
@@ -333,11 +354,14 @@ class Channel(Collectives):
             )
         return float(deadline)
 
-    def _check_open(self) -> None:
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise self._usage(
                 "this process was forked from the one that joined", "join in the process that uses the channel"
             )
+
+    def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise self._usage("the channel is closed", "join again")
         if self._hub.over is not None:
