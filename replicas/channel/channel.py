@@ -224,7 +224,9 @@ class Channel(Collectives):
     def receive(self, *, deadline: float | None = None) -> Pending[Update]:
         """The newest committed version, newer than the one loaded here, and the same for all ranks of this replica.
 
-        A second call before the update was taken returns the same Pending.
+        A second call before the update was taken returns the same Pending. It may be called ahead of time: as long as
+        nobody has waited for the update, it is replaced by each newer version (``done()`` is False for a moment then). One
+        that was handed out keeps its memory from being used again until it has ended, and with it a publish may wait.
 
         :param deadline: seconds; None (the default): wait for the next commit as long as it takes.
         :raises replicas.errors.UsageError: the last update is still open, or this rank is no target.
