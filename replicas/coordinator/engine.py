@@ -9,7 +9,8 @@ written and synced to disk before the commit is queued to anyone. Sending only q
 
 Time is the loop's monotonic clock. A tick that comes late means that this process did not run (a stopped machine, a long
 pause): the members could not be heard in that time, so the pause is added to everyone's lease, and the sockets are read
-before anybody or any deadline is judged.
+before anybody or any deadline is judged. Nor is a member on another host judged by a time in which nobody at all was heard:
+then this host was cut off (:mod:`replicas.core.silence`).
 """
 
 from __future__ import annotations
@@ -38,6 +39,7 @@ from replicas.core.effects import (
 )
 from replicas.core.identity import Member
 from replicas.core.roster import GroupShape
+from replicas.core.silence import Silence
 from replicas.memory.beacon import own_beacon
 from replicas.memory.kept import Keeper
 from replicas.memory.process import own_process
@@ -109,6 +111,7 @@ class Engine:
         self._callbacks: list[Callable[[Event], None]] = []
         self._due: deque[tuple[ChannelState, Effect]] = deque()
         self._encoded = Encoded()
+        self._silence = Silence()
         self._applying = False
         self._disk_problem = ""
         self.lag_s = 0.0
@@ -140,6 +143,7 @@ class Engine:
         """
         now = self._now()
         channel = self._accept(hello)
+        self._break_silence(now)
         member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
         session = self._sessions.get(member)
         state = channel.roster.get(member)
@@ -273,6 +277,7 @@ class Engine:
         if channel is None:
             return False
         now = self._now()
+        self._break_silence(now)
         channel.seen(member, now)
         session.acknowledge(frame.ack)
         if isinstance(frame.body, Heartbeat):
@@ -371,6 +376,20 @@ class Engine:
 
     # ------------------------------------------------------------ time
 
+    def _break_silence(self, now: float) -> None:
+        """Somebody is heard."""
+        grace_s = self._silence.heard(now)
+        if grace_s:
+            log.warning("nobody could be heard; who comes back last is given %.1f s more than who comes first", grace_s)
+            self._pardon(0.0, now, grace_s)
+
+    def _pardon(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
+        """Of members on other hosts, those whose connections nobody has closed."""
+        sessions = self._sessions.items()
+        far = {member for member, session in sessions if session.watch is None and session.connection is not None}
+        for channel in self.channels.values():
+            channel.roster.pardon(far, silence_s, now, grace_s=grace_s)
+
     @staticmethod
     def _now() -> float:
         return asyncio.get_running_loop().time()
@@ -394,6 +413,9 @@ class Engine:
                     channel.roster.forgive(late, now)
                 due = now + SETTLE_S
                 continue
+            silence_s = self._silence.passed(now)
+            if silence_s:
+                self._pardon(silence_s, now)
             for name, channel in self.channels.items():
                 try:
                     channel.tick(now)

@@ -121,14 +121,21 @@ class Publishes:
         """A rank of a replica joined; ``first``: no other rank of it is there.
 
         Ranks join one after another, and the first may publish before the last has joined: they all count from where the
-        replica stood when the first of them joined. A rank that joins once more counts on from where the others are.
+        replica stood when the first of them joined. A rank that joins once more goes on with what the others have under
+        way and wait for it with, else with what they do next.
         """
         replica = (member.group, member.replica)
         if first:
             self._bases[replica] = (self.count(*replica), set())
         base, ranks = self._bases.get(replica, (0, set()))
-        self._counts[member] = self.count(*replica) if member.rank in ranks else base
+        self._counts[member] = self._present(member) if member.rank in ranks else base
         ranks.add(member.rank)
+
+    def _present(self, member: Member) -> int:
+        """How many publishes of its replica are past for a rank that joins once more."""
+        packing = [p for p in self.open() if (p.group, p.replica) == (member.group, member.replica)]
+        waiting = [p.number for p in packing if p.state == "packing" and member.rank not in {m.rank for m in p.begun}]
+        return min(waiting) - 1 if waiting else self.count(member.group, member.replica)
 
     def came_back(self, member: Member, made: int) -> None:
         """A rank that was a member under another coordinator goes on counting from ``made``."""

@@ -20,7 +20,7 @@ all of them by the pauses of its own loop (:meth:`Roster.forgive`), so that a st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -407,6 +407,14 @@ class Roster:
             state.last_seen = max(state.last_seen, min(state.last_seen + pause_s, now))
             state.cut_at = min(state.cut_at + pause_s, now) if state.cut_at else 0.0
             state.progressed_at = max(state.progressed_at, min(state.progressed_at + pause_s, now))
+
+    def pardon(self, members: Container[Member], silence_s: float, now: float, *, grace_s: float = 0.0) -> None:
+        """``members`` are not judged by ``silence_s``, in which nobody was heard; those in no doubt before have a grace."""
+        for state in self:
+            if state.member in members:
+                doubtful = self.suspect(state, now - silence_s)
+                state.last_seen += silence_s + (0.0 if doubtful else grace_s)
+                state.progressed_at = min(state.progressed_at + silence_s, now)
 
     def _preflight_shape(self, hello: Hello) -> object:
         by_device = self.config.backend == "nccl"

@@ -112,6 +112,35 @@ def test_a_rank_that_joins_late_counts_from_where_its_replica_began() -> None:
     assert world.join("trainer/0/0", world_size=2).publish() == 3, "and so does a replica that starts again"
 
 
+@pytest.mark.parametrize("beginning", [False, True])
+def test_a_rank_that_joins_once_more_is_paired_with_what_its_replica_has_under_way(beginning: bool) -> None:
+    config = channel_config(sources=(Party("trainer", "all"),))
+    world = World(config, {"trainer": GroupShape(world_size=2)})
+    leader, other = world.join("trainer/0/0", world_size=2), world.join("trainer/0/1", world_size=2)
+    spec = TensorSpec("weight", "float32", (4,))
+    parts = [PartManifest((spec,), (), (Piece(0, (2 * rank,), (2,), 0),)) for rank in range(2)]
+    for _ in range(2):
+        for sim, part in zip((leader, other), parts, strict=True):
+            sim.pack(sim.publish(), manifest=part)
+        world.run()
+    world.lose(other, "lease")
+    number = leader.publish()
+    if beginning:
+        world.run()
+    leader.pack(number, manifest=parts[0])
+    world.run()
+    other = world.join("trainer/0/1", world_size=2)
+    other.pack(other.publish(), manifest=parts[1])
+    world.run()
+    assert leader.verdicts[number].receipt is not None, leader.verdicts
+    assert [sim.publishes for sim in (leader, other)] == [3, 3]
+    for sim, part in zip((leader, other), parts, strict=True):
+        sim.pack(sim.publish(), manifest=part)
+    world.run()
+    assert leader.verdicts[4].receipt is not None
+    assert other.verdicts[4] == leader.verdicts[4]
+
+
 def test_ranks_that_choose_different_versions_disagree() -> None:
     world = World(groups={"trainer": GroupShape(world_size=2)})
     leader, other = world.join("trainer/0/0", world_size=2), world.join("trainer/0/1", world_size=2)

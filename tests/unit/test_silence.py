@@ -1,0 +1,221 @@
+"""When the coordinator's own host is cut off, nobody is judged by the time in which nobody could be heard."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any
+
+from replicas.coordinator.decisions import DecisionLog
+from replicas.coordinator.engine import Engine
+from replicas.coordinator.sessions import Session
+from replicas.core.effects import Event, MemberLost
+from replicas.core.identity import ProcessIdentity
+from replicas.core.roster import GroupShape
+from replicas.core.silence import DEAF_MAX_S, Silence
+from replicas.messages import (
+    PROTOCOL,
+    Heartbeat,
+    Hello,
+    LaneForm,
+    LaneFormed,
+    Located,
+    MemberFrame,
+    OperationDone,
+    OperationEnd,
+    OperationGo,
+    OperationPost,
+    decode_server_frame,
+)
+from tests.support.channel_world import peer_config
+from tests.support.virtual import virtually
+
+LEASE_S = 12.0
+
+
+class FarMember:
+    """A peer on another host: it does what it is told, as soon as it hears it. ``stuck``: its operations do not end."""
+
+    def __init__(self, engine: Engine, replica: int, *, stuck: bool = False) -> None:
+        self.engine = engine
+        self.stuck = stuck
+        self.heard: list[Any] = []
+        self.on_writable: Callable[[], None] = lambda: None
+        self.on_bytes: Callable[[], None] = lambda: None
+        self._sent = self._received = 0
+        self.cut = False
+        self._kept: list[list[bytes]] = []
+        hello = Hello(
+            protocol=PROTOCOL,
+            run="run",
+            channel="outer",
+            group="peer",
+            replica=replica,
+            rank=0,
+            world_size=1,
+            incarnation=f"n{replica}",
+            generation=1,
+            process=ProcessIdentity(1, 1, f"another machine {replica}", 1),
+        )
+        self.session: Session = engine.open(hello, self, "10.0.0.9")
+
+    def takes_more(self) -> bool:
+        return True
+
+    def write(self, frames: Sequence[bytes]) -> None:
+        if self.cut:
+            self._kept.append(list(frames))
+            return
+        for data in frames:
+            frame = decode_server_frame(data)
+            self._received = max(self._received, frame.seq)
+            self.heard.append(frame.body)
+            self._answer(frame.body)
+
+    def heal(self) -> None:
+        """It is heard again, and hears what was sent meanwhile."""
+        self.cut = False
+        self.say(Heartbeat())
+        kept, self._kept = self._kept, []
+        for frames in kept:
+            self.write(frames)
+
+    def _answer(self, message: Any) -> None:
+        match message:
+            case LaneForm():
+                self.say(LaneFormed(message.lane, 0.05))
+            case OperationGo() if not self.stuck:
+                self.say(OperationDone(message.operation, 0.01))
+            case _ if type(message).__name__ == "Locate":
+                self.say(Located(-1))
+
+    def say(self, message: Any) -> None:
+        numbered = not isinstance(message, Heartbeat)
+        self._sent += numbered
+        self.engine.receive(self.session, MemberFrame(self._sent if numbered else 0, self._received, message))
+
+    @property
+    def ends(self) -> list[OperationEnd]:
+        return [message for message in self.heard if isinstance(message, OperationEnd)]
+
+
+def scene(work: Callable[[Engine, list[FarMember]], Awaitable[None]], *, stuck: bool = False) -> list[Event]:
+    """Three peers on other hosts, in virtual time. Returns what happened."""
+    events: list[Event] = []
+
+    async def run() -> None:
+        shape = GroupShape(replicas=3, heartbeat_timeout_s=LEASE_S)
+        engine = Engine(
+            {"outer": peer_config()},
+            {"peer": shape},
+            run="run",
+            decisions=DecisionLog(None),
+            store_address=lambda: ("10.0.0.1", 1),
+            sweep=lambda prefix: None,
+        )
+        engine.subscribe(events.append)
+        members = [FarMember(engine, replica, stuck=stuck) for replica in range(3)]
+        ticks = asyncio.create_task(engine.tick_forever())
+        beats = asyncio.create_task(beat(members))
+        await asyncio.sleep(3)
+        await work(engine, members)
+        for task in (ticks, beats):
+            task.cancel()
+
+    virtually(run())
+    return events
+
+
+async def beat(members: Sequence[FarMember]) -> None:
+    while True:
+        for member in members:
+            if not member.cut:
+                member.say(Heartbeat())
+        await asyncio.sleep(1)
+
+
+def post(members: Sequence[FarMember]) -> None:
+    for member in members:
+        member.say(OperationPost(1, "barrier", (), 60.0))
+
+
+def test_who_is_heard_first_after_a_cut_of_the_coordinator_does_not_go_on_alone() -> None:
+    async def work(engine: Engine, members: list[FarMember]) -> None:
+        post(members)
+        await asyncio.sleep(0.5)
+        assert not any(member.ends for member in members)
+        for member in members:
+            member.cut = True
+        await asyncio.sleep(5)
+        for member in members:  # TCP waits up to as long again
+            member.stuck = False
+            member.heal()
+            for go in [message for message in member.heard if isinstance(message, OperationGo)]:
+                member.say(OperationDone(go.operation, 0.1))
+            await asyncio.sleep(2.4)
+        assert [len(end.receipt.members) for member in members for end in member.ends if end.receipt] == [3, 3, 3]
+
+    scene(work, stuck=True)
+
+
+def test_no_lease_runs_out_in_a_cut_of_the_coordinator() -> None:
+    async def work(engine: Engine, members: list[FarMember]) -> None:
+        for member in members:
+            member.cut = True
+        await asyncio.sleep(LEASE_S + 8)
+        for member in members:
+            await asyncio.sleep(4)
+            member.heal()
+        await asyncio.sleep(3)
+        post(members)
+        await asyncio.sleep(1)
+        assert [len(end.receipt.members) for member in members for end in member.ends if end.receipt] == [3, 3, 3]
+
+    assert not [event for event in scene(work) if isinstance(event, MemberLost)]
+
+
+def test_one_that_stays_away_after_the_cut_is_judged_as_ever() -> None:
+    async def work(engine: Engine, members: list[FarMember]) -> None:
+        post(members)
+        for member in members:
+            member.cut = True
+        await asyncio.sleep(5)
+        for member in members[:2]:
+            member.stuck = False
+            member.heal()
+            for go in [message for message in member.heard if isinstance(message, OperationGo)]:
+                member.say(OperationDone(go.operation, 0.1))
+        await asyncio.sleep(12)
+        assert [len(end.receipt.members) for member in members for end in member.ends if end.receipt] == [2, 2]
+
+    scene(work, stuck=True)
+
+
+def test_when_nobody_ever_comes_back_leases_end_in_the_end() -> None:
+    async def work(engine: Engine, members: list[FarMember]) -> None:
+        for member in members:
+            member.cut = True
+        await asyncio.sleep(DEAF_MAX_S + LEASE_S + 5)
+
+    lost = [event.member.name for event in scene(work) if isinstance(event, MemberLost)]
+    assert lost == ["peer/0/0", "peer/1/0", "peer/2/0"]
+
+
+def test_one_silent_member_is_judged_while_another_is_heard() -> None:
+    async def work(engine: Engine, members: list[FarMember]) -> None:
+        members[1].cut = True
+        await asyncio.sleep(LEASE_S + 2)
+
+    lost = [event.member.name for event in scene(work) if isinstance(event, MemberLost)]
+    assert lost == ["peer/1/0"]
+
+
+def test_time_is_forgiven_once() -> None:
+    silence = Silence()
+    assert silence.passed(5.0) == 0.0, "nobody has ever been heard"
+    assert silence.heard(10.0) == 0.0
+    assert silence.passed(11.0) == 0.0, "that is from one heartbeat to the next"
+    assert [silence.passed(now) for now in (12.5, 13.0, 14.0)] == [2.5, 0.5, 1.0]
+    assert silence.heard(14.5) == 4.5
+    assert silence.heard(14.6) == 0.0
+    assert silence.passed(15.0) == 0.0
