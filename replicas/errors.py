@@ -52,6 +52,7 @@ __all__ = [
     "UsageError",
     "WorldError",
     "error_class",
+    "kind_of",
 ]
 
 
@@ -226,3 +227,8 @@ def error_class(name: str) -> type[ReplicasError]:
     """The class called ``name``; :class:`InternalError` for a name that this version does not know."""
     found = _CLASSES.get(name, InternalError)
     return InternalError if found is BadConfig else found
+
+
+def kind_of(error: ReplicasError) -> str:
+    """Name of the class of ``error``, or of the nearest one of this tree above it: others know only these."""
+    return next(kind.__name__ for kind in type(error).__mro__ if _CLASSES.get(kind.__name__) is kind)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
-import math
 import os
 import threading
 import time
@@ -12,10 +12,9 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any
 
-import msgspec
 import torch
 
-from replicas import errors
+from replicas import arguments, errors
 from replicas.channel.arena_like import arena_like
 from replicas.channel.collectives import Collectives
 from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
@@ -31,8 +30,9 @@ from replicas.channel.transfers import Transfers
 from replicas.channel.update import Update
 from replicas.channel.watches import Watches
 from replicas.core.identity import Member
-from replicas.messages import Hello, Meta
-from replicas.weights.packing import Feed
+from replicas.messages import Hello
+from replicas.messages.bounds import VERSION_MAX, shown
+from replicas.weights.tensors import overlaps_itself
 from replicas.weights.writable import WritableSlot
 
 __all__ = ["Channel"]
@@ -126,7 +126,7 @@ class Channel(Collectives):
 
         Call it on every rank of a source replica, in the same order (with ``ranks = "leader"`` the leader alone suffices,
         unless gathering the weights needs the others). The weights are walked once, in order, on this thread and stream,
-        and to their end even after a failure or a refusal of ours; then every rank raises the same error.
+        and to their end even after a failure of ours; then every rank raises the same error.
 
         A publish that is under way goes on when the coordinator is started again. One that has no verdict by its deadline
         ends with OutcomeUnknown, and its Pending tells what became of it as soon as that is known: wait for it again.
@@ -152,38 +152,13 @@ class Channel(Collectives):
         :raises replicas.errors.Busy: no slot became free in time.
         :raises replicas.errors.ReplicasError: an earlier publish or operation failed, and nobody had waited for it.
         """
-        self._check_role("publish")
-        feed = Feed(weights, mode=self._publisher.mode)
-        try:
-            feed.cast_to(dtype)
-            job = self._publish_job(version, meta, new_manifest, deadline, hold=hold)
-        except (
-            Exception
-        ):  # whatever is wrong with the call: the gathers that are made by walking have other ranks in them
-            feed.drain()
-            raise
-        return self._publisher.publish(feed, job)
-
-    def _publish_job(
-        self,
-        version: int | None,
-        meta: Mapping[str, Any] | None,
-        new_manifest: bool,
-        deadline: float | None,
-        *,
-        hold: bool,
-    ) -> PublishJob:
-        """What is asked for, checked."""
-        self._check_open()
-        if version is not None and version < 1:
-            raise self._usage(f"publish: version must be 1 or more, not {version}", "leave version=None")
-        try:
-            checked = msgspec.convert(dict(meta or {}), Meta)
-        except (msgspec.ValidationError, TypeError, ValueError) as error:
-            raise self._usage(
-                f"publish: meta cannot travel: {error}", "pass scalars, lists and dicts of scalars"
-            ) from error
-        return PublishJob(version, self._deadline_s(deadline), checked, new_manifest, self.name, hold=hold)
+        self._check_source("publish", dtype)
+        number = None if version is None else arguments.integer("publish: version", version, least=1, most=VERSION_MAX)
+        said = arguments.meta("publish: meta", meta)
+        renewed = arguments.flag("publish: new_manifest", new_manifest)
+        held = arguments.flag("publish: hold", hold)
+        job = PublishJob(number, self._deadline_s(deadline), said, renewed, self.name, hold=held)
+        return self._publisher.publish(weights, job, dtype)
 
     def fence(self, stream: torch.Stream | None = None) -> None:
         """From now on ``stream`` (default: the current one of this thread) waits for the copies of all publishes.
@@ -192,6 +167,8 @@ class Channel(Collectives):
         is enqueued afterwards. Without a GPU it does nothing: publish has copied them.
         """
         self._check_open()
+        if stream is not None and not isinstance(stream, torch.Stream):
+            raise self._usage(f"fence: stream must be a torch.Stream, not {shown(stream)}", "e.g. torch.cuda.Stream()")
         self._publisher.copies.fence(stream)
 
     def arena_like(
@@ -212,21 +189,20 @@ class Channel(Collectives):
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
         :raises replicas.errors.Busy: no slot became free in time.
         """
-        self._check_role("arena_like")
-        self._check_open()
+        self._check_source("arena_like", dtype)
         return arena_like(self._hub, weights, dtype, self._deadline_s(deadline))
 
-    def _check_role(self, what: str) -> None:
-        self._check_process()
+    def _check_source(self, what: str, dtype: torch.dtype | None) -> None:
+        self._check_open()
         if self.role not in ("source", "both"):
             raise self._usage(f"{what}: this rank is a {self.role} of the channel", "publish from a source group")
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise self._usage(f"{what}: dtype must be a torch.dtype, not {shown(dtype)}", "pass e.g. torch.bfloat16")
 
     def receive(self, *, deadline: float | None = None) -> Pending[Update]:
         """The newest committed version, newer than the one loaded here, and the same for all ranks of this replica.
 
-        A second call before the update was taken returns the same Pending. It may be called ahead of time: as long as
-        nobody has waited for the update, it is replaced by each newer version (``done()`` is False for a moment then). One
-        that was handed out keeps its memory from being used again until it has ended, and with it a publish may wait.
+        A second call before the update was taken returns the same Pending.
 
         :param deadline: seconds; None (the default): wait for the next commit as long as it takes.
         :raises replicas.errors.UsageError: the last update is still open, or this rank is no target.
@@ -239,17 +215,22 @@ class Channel(Collectives):
     def committed(self, *, after: int | None = None, deadline: float | None = None) -> Pending[int]:
         """Resolves with the newest committed version as soon as it is newer than ``after`` (default: the latest now)."""
         self._check_open()
-        return self._watches.committed(after, None if deadline is None else self._deadline_s(deadline))
+        number = None if after is None else arguments.integer("committed: after", after)
+        return self._watches.committed(number, None if deadline is None else self._deadline_s(deadline))
 
     def loaded(self, version: int, *, deadline: float | None = None) -> Pending[int]:
         """Resolves when every live target replica has loaded ``version`` or a newer one (with the oldest of those)."""
         self._check_open()
-        return self._watches.loaded(version, None if deadline is None else self._deadline_s(deadline))
+        number = arguments.integer("loaded: version", version)
+        return self._watches.loaded(number, None if deadline is None else self._deadline_s(deadline))
 
     def progress(self, step: int) -> None:
-        """Tell that the program goes on; restarts for lack of progress look at it. Cheap: sent with the next heartbeat."""
+        """Tell that the program goes on; restarts for lack of progress look at it. Cheap: sent with the next heartbeat.
+
+        :param step: a whole number, 0 or more.
+        """
         self._check_open()
-        self._hub.progress(step)
+        self._hub.progress(arguments.integer("progress: step", step, least=0))
 
     # ------------------------------------------------------------ the end
 
@@ -345,25 +326,28 @@ class Channel(Collectives):
             raise self._usage(
                 f"{operation.kind}: only rank 0 of each replica takes part", 'set ranks = "each" or "all" for the peers'
             )
+        if operation.step is not None:
+            step = arguments.integer(f"{operation.kind}: step", operation.step, least=0)
+            operation = dataclasses.replace(operation, step=step)
+        for tensor in operation.written(self.member, each=self._hub.settings.peer_ranks == "each"):
+            if overlaps_itself(tensor):
+                raise self._usage(
+                    f"{operation.kind}: a tensor of shape {list(tensor.shape)} and strides {list(tensor.stride())} has "
+                    "elements that share memory, and cannot be written",
+                    "pass a tensor of its own, such as its clone()",
+                )
         return self._operations.start(operation, self._deadline_s(deadline))
 
     def _deadline_s(self, deadline: float | None) -> float:
         if deadline is None:
             return self._hub.settings.deadline_s
-        if not (isinstance(deadline, (int, float)) and math.isfinite(deadline) and deadline > 0):
-            raise self._usage(
-                f"deadline must be a positive number of seconds, not {deadline!r}", "pass e.g. deadline=30"
-            )
-        return float(deadline)
+        return arguments.seconds("deadline", deadline)
 
-    def _check_process(self) -> None:
+    def _check_open(self) -> None:
         if self._pid != os.getpid():
             raise self._usage(
                 "this process was forked from the one that joined", "join in the process that uses the channel"
             )
-
-    def _check_open(self) -> None:
-        self._check_process()
         if self._closed:
             raise self._usage("the channel is closed", "join again")
         if self._hub.over is not None:

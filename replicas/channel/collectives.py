@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import NoReturn, get_args
 
 import torch
 
@@ -15,6 +15,7 @@ from replicas.channel.results import Operation
 from replicas.channel.scratch import segments_of
 from replicas.core.identity import Member
 from replicas.messages import ReduceOp
+from replicas.messages.bounds import is_name, shown
 
 __all__ = ["Collectives", "Peer", "Tensors"]
 
@@ -23,7 +24,7 @@ Tensors = torch.Tensor | Sequence[torch.Tensor]
 Peer = Member | str
 """A member, ``"group/replica"`` (the rank that is in this rank's lane) or ``"group/replica/rank"``."""
 
-_PEER = re.compile(r"[^/]+/\d+(/\d+)?")
+_PEER = re.compile(r"[^/]+/[0-9]{1,7}(/[0-9]{1,7})?")
 
 
 class Collectives:
@@ -213,8 +214,8 @@ def _targets(kind: str, out: Sequence[torch.Tensor] | None) -> tuple[torch.Tenso
 
 
 def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
-    if op not in ("sum", "mean", "min", "max"):
-        _fail(f"{kind}: unknown op {op!r}", "use sum, mean, min or max")
+    if not isinstance(op, str) or op not in get_args(ReduceOp):
+        _fail(f"{kind}: unknown op {shown(op)}", "use sum, mean, min or max")
     if op == "mean":
         for tensor in tensors:
             if not tensor.dtype.is_floating_point:
@@ -224,9 +225,12 @@ def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _peer(argument: str, peer: Peer) -> str:
+    """Its name, as it was given: with its rank, or without."""
     name = peer.name if isinstance(peer, Member) else peer
-    if not isinstance(name, str) or not _PEER.fullmatch(name):
+    if not isinstance(name, str) or not _PEER.fullmatch(name) or not is_name(name.partition("/")[0]):
         _fail(
-            f"{argument} must be a Member, 'group/replica' or 'group/replica/rank', not {peer!r}", "see channel.members"
+            f"{argument} must be a Member, 'group/replica' or 'group/replica/rank', not {shown(peer)}",
+            "see channel.members",
         )
-    return name
+    group, *numbers = name.split("/")
+    return "/".join((group, *(str(int(number)) for number in numbers)))

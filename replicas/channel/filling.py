@@ -65,6 +65,12 @@ class Filling:
             raise self._hub.error(
                 errors.UsageError, "publish: this slot has its dtypes already", hint="pass dtype to arena_like"
             )
+        if not written.is_of(self._hub.arena.free):
+            raise self._hub.error(
+                errors.UsageError,
+                "publish: this slot is one of another channel, or of an earlier session of this one",
+                hint="publish it on the channel whose arena_like made it",
+            )
         job.fills = True
         feed.take_known()
         job.slot = written.take()

@@ -57,6 +57,7 @@ from replicas.messages import (
     Welcome,
     WireError,
 )
+from replicas.messages.bounds import text_of
 from replicas.sidecar.client import SidecarDied, SidecarFailed
 from replicas.weights.arena import Arena
 
@@ -179,6 +180,7 @@ class Hub:
         return self.loop.spawn(self._guarded_task(coroutine), f"{self.name}: {name}")
 
     def send(self, message: FromMember) -> None:
+        """Session thread. :raises replicas.errors.UsageError: it cannot travel, which what it is for ends with, alone."""
         if self.over is None:
             self.session.send(message)
 
@@ -424,7 +426,7 @@ class Hub:
     def _broken(self, error: Exception) -> None:
         logger.error("%s: the channel ends because of a bug", self.name, exc_info=error)
         if not isinstance(error, errors.InternalError):
-            error = errors.InternalError(f"{type(error).__name__}: {error}", channel=self.name)
+            error = errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self.name)
         self._end(error)
 
     def _end(self, error: errors.ReplicasError) -> None:
@@ -438,7 +440,7 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
         return WireError.of(error)
     if isinstance(error, SidecarFailed):
         return WireError.of(error.as_error(channel=channel, phase=phase, version=version))
-    text = str(error) or type(error).__name__
+    text = text_of(error) or type(error).__name__
     kind: type[errors.ReplicasError]
     if isinstance(error, SidecarDied):
         kind = errors.SyncError

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from replicas import environ, errors, stacks
+from replicas import arguments, environ, errors, stacks
 from replicas.channel.channel import Channel
 from replicas.channel.hub import GRACE_S, Hub
 from replicas.channel.loop import session_loop
@@ -19,6 +19,7 @@ from replicas.environ import Environment
 from replicas.memory.beacon import own_beacon
 from replicas.memory.process import own_process
 from replicas.messages import PROTOCOL, Hello
+from replicas.messages.bounds import RANKS_MAX, clean
 from replicas.sidecar.device_probe import prove_device
 from replicas.weights.accelerator import accelerator
 
@@ -67,10 +68,15 @@ def join(
         memory (``staging = "device"``), and this process has none that its sidecar could use, which is tried here.
     :raises replicas.errors.Disconnected: nobody answered in time.
     """
+    channel = arguments.name("join: channel", channel)
+    timeout = arguments.seconds("join: timeout", timeout, zero=True)
+    observe = arguments.flag("join: observe", observe)
     found = environ.read()
     address = _endpoint(endpoint or found.endpoint)
-    secret = token if token is not None else environ.read_token(found)
-    hello = _hello(channel, found, run, group, replica, rank, world_size, observe, dict(info or {}))
+    secret = arguments.token("join: token", token) if token is not None else environ.read_token(found)
+    hello = _hello(
+        channel, found, run, group, replica, rank, world_size, observe, arguments.texts("join: info", info or {})
+    )
     _show_stacks(found, hello)
     loop = session_loop()
     hub = Hub(loop, hello, found.forkserver, channel)
@@ -136,17 +142,14 @@ def _hello(
             channel=channel,
             hint="start this program with `replicas run`, or pass group=..., replica=...",
         )
-    for name, value in info.items():
-        if not isinstance(name, str) or not isinstance(value, str):
-            raise errors.UsageError(f"join: info must map text to text, not {name!r} to {value!r}", channel=channel)
     return Hello(
         protocol=PROTOCOL,
-        run=run if run is not None else found.run or "",
+        run=arguments.text("join: run", run if run is not None else found.run or ""),
         channel=channel,
-        group=own_group,
-        replica=_first(replica, found.replica, 0),
-        rank=_first(rank, found.rank, 0),
-        world_size=_first(world_size, found.world_size, 1),
+        group=arguments.name("join: group", own_group),
+        replica=_first("replica", replica, found.replica, 0),
+        rank=_first("rank", rank, found.rank, 0),
+        world_size=_first("world_size", world_size, found.world_size, 1),
         incarnation=secrets.token_hex(8),
         generation=found.generation,
         process=own_process(),
@@ -154,7 +157,7 @@ def _hello(
         info=info,
         torch_version=str(torch.__version__),
         nccl_version=_nccl_version(),
-        nccl_env={name: value for name, value in os.environ.items() if name.startswith("NCCL_")},
+        nccl_env={clean(name): clean(value) for name, value in os.environ.items() if name.startswith("NCCL_")},
         cuda_devices=() if observe else _gpus(),
         beacon=None if observe else own_beacon(),
     )
@@ -170,8 +173,9 @@ def _show_stacks(found: Environment, hello: Hello) -> None:
         logger.warning("%s: the supervisor will not get the stacks of this process: %s", hello.channel, error)
 
 
-def _first(*values: int | None) -> int:
-    return next(value for value in values if value is not None)
+def _first(what: str, *values: int | None) -> int:
+    value = next(value for value in values if value is not None)
+    return arguments.integer(f"join: {what}", value, least=int(what == "world_size"), most=RANKS_MAX)
 
 
 def _endpoint(endpoint: str | None) -> str:
@@ -180,10 +184,7 @@ def _endpoint(endpoint: str | None) -> str:
             f"join: where is the coordinator? {environ.ENDPOINT} is not set",
             hint="start this program with `replicas run`, or pass endpoint=...",
         )
-    host, _, port = endpoint.rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise errors.UsageError(f"join: the endpoint must be host:port, not {endpoint!r}", hint="e.g. 127.0.0.1:9477")
-    return endpoint
+    return arguments.endpoint("join: endpoint", endpoint)
 
 
 def _nccl_version() -> str:

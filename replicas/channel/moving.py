@@ -20,7 +20,7 @@ import torch
 from replicas.weights.accelerator import Event, accelerator, device_of
 from replicas.weights.buffers import Buffer
 from replicas.weights.layout import copy_elements
-from replicas.weights.tensors import bits
+from replicas.weights.tensors import written_as_bits
 
 __all__ = ["call_point", "copy_in", "copy_out", "gpu_of"]
 
@@ -70,7 +70,7 @@ def _copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
     for destination, source in zip(destinations, sources, strict=True):
         on_device = device.owns(destination), device.owns(source)
         if any(on_device):
-            enqueued.append((bits(destination.detach()), bits(source.detach())))
+            enqueued.append(written_as_bits(destination.detach(), source.detach()))
             with_host = with_host or not all(on_device)
         else:
             copy_elements(destination.detach(), source.detach())

@@ -165,20 +165,22 @@ class Operations:
     def _send(self, job: Job) -> None:
         operation = job.operation
         job.unsettled = self._unknown.refs
-        self._hub.send(
-            OperationPost(
-                post=job.post,
-                kind=operation.kind,
-                segments=operation.segments,
-                deadline_s=max(0.0, job.deadline - time.monotonic()),
-                reduce_op=operation.reduce_op,
-                root=operation.root,
-                step=operation.step,
-                device=operation.device,
-                applied=tuple(self._applied),
-                unsettled=job.unsettled,
-            )
+        message = OperationPost(
+            post=job.post,
+            kind=operation.kind,
+            segments=operation.segments,
+            deadline_s=max(0.0, job.deadline - time.monotonic()),
+            reduce_op=operation.reduce_op,
+            root=operation.root,
+            step=operation.step,
+            device=operation.device,
+            applied=tuple(self._applied),
+            unsettled=job.unsettled,
         )
+        try:
+            self._hub.send(message)
+        except errors.UsageError as error:  # more tensors than one call can tell of
+            self._fail(job, error)
 
     # ------------------------------------------------------------ attempts
 

@@ -13,9 +13,6 @@ the value stays there for the next one who asks.
 it: by a value or another error (:meth:`Pending._settle`), or by work that makes the value (:meth:`Pending._settle_by`).
 Such work writes into the caller's tensors, so it runs on the thread of the first one that waits again, and never by itself.
 
-**Taking back.** A value that nobody has looked at may be taken back for a newer one (:meth:`Pending._take_back`), and is
-pending again until then. To look is to be handed the outcome; it is decided under the lock which of the two came first.
-
 ``_observed`` becomes True when an outcome has been handed to a caller. A publish or a collective that failed and was
 never observed is raised at the next publish or at close, so that no failure is lost by fire-and-forget.
 """
@@ -23,6 +20,7 @@ never observed is raised at the next publish or at close, so that no failure is 
 from __future__ import annotations
 
 import asyncio
+import os
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -30,7 +28,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
-from replicas import errors
+from replicas import arguments, errors
 from replicas.core.identity import Member
 from replicas.messages import ReceiptData
 
@@ -117,6 +115,7 @@ class Pending(Generic[T]):
 
     def __init__(self, what: str) -> None:
         self._what = what
+        self._pid = os.getpid()
         self._condition = threading.Condition()
         self._done = False
         self._value: T | None = None
@@ -138,22 +137,25 @@ class Pending(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """The result.
 
-        :param timeout: seconds; None (the default) waits until the operation ends by its own deadline.
+        :param timeout: seconds, 0 or less: only look; None (the default) waits until the operation ends by its own deadline.
+        :raises replicas.errors.UsageError: ``timeout`` is no finite number of at most 1e9; or this is a forked child.
         :raises TimeoutError: the timeout passed; the operation goes on.
         :raises replicas.errors.OutcomeUnknown: it is not known what became of it; wait again later.
         :raises replicas.errors.ReplicasError: the operation failed.
         """
+        timeout_s = arguments.patience("wait: timeout", timeout)
+        self._check_process()
         with self._condition:
-            if not self._condition.wait_for(lambda: self._done, timeout):
+            if not self._condition.wait_for(lambda: self._done, timeout_s):
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
-            self._observed = True
         return self._outcome()
 
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait_async().__await__()
 
     async def _wait_async(self) -> T:
-        while not self._look():
+        self._check_process()
+        if not self._done:
             event, waker = _event_of_this_library()
             self._add_waker(waker)
             try:
@@ -161,6 +163,13 @@ class Pending(Generic[T]):
             finally:
                 self._remove_waker(waker)
         return self._outcome()
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid() and not self._done:
+            raise errors.UsageError(
+                f"{self._what}: this process was forked from the one that called it, and nobody here hears of its end",
+                hint="wait in the process that called it, or join in this one",
+            )
 
     # ------------------------------------------------------------ for this package
 
@@ -171,20 +180,6 @@ class Pending(Generic[T]):
     def _fail(self, error: BaseException) -> bool:
         """Fail; False when it had already ended."""
         return self._end(None, error)
-
-    def _look(self) -> bool:
-        """Whether there is an outcome, which counts as handed to the caller then."""
-        with self._condition:
-            self._observed = self._observed or self._done
-            return self._done
-
-    def _take_back(self) -> bool:
-        """Make it pending again if it has a value that nobody has looked at; False: it stays as it is."""
-        with self._condition:
-            if self._observed or not self._done or self._error is not None:
-                return False
-            self._value, self._done = None, False
-            return True
 
     def _settle(self, outcome: T | BaseException) -> bool:
         """Replace an :class:`~replicas.errors.OutcomeUnknown`, once; False when the end was another, or none yet."""
@@ -250,6 +245,7 @@ class Pending(Generic[T]):
         return None if self._observed or not self._done else self._error
 
     def _outcome(self) -> T:
+        self._observed = True
         if self._work is not None:
             self._do_work()
         error = self._error

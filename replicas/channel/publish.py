@@ -54,6 +54,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
+import torch
+
 from replicas import errors
 from replicas.channel.filling import Filling
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
@@ -61,6 +63,7 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.channel.publish_job import PublishJob
 from replicas.core.manifest import PartManifest
 from replicas.messages import PackFailed, PublishAdmitted, PublishEnd, UploadManifest
+from replicas.messages.bounds import text_of
 from replicas.weights.packing import Feed, Mode
 
 __all__ = ["Publisher"]
@@ -84,19 +87,16 @@ class Publisher:
 
     # ------------------------------------------------------------ caller's thread
 
-    @property
-    def mode(self) -> Mode:
-        return "parts" if self._hub.settings.source_ranks == "all" else "image"
-
-    def publish(self, feed: Feed, job: PublishJob) -> Pending[Receipt]:
-        """See :meth:`replicas.Channel.publish`. ``feed``: of :attr:`mode`."""
+    def publish(self, weights: object, job: PublishJob, dtype: torch.dtype | None) -> Pending[Receipt]:
+        """See :meth:`replicas.Channel.publish`."""
         if not self._busy.acquire(blocking=False):
-            feed.drain()
             raise self._hub.error(
                 errors.UsageError, "publish was called while another thread is in it", hint="publish from one thread"
             )
         try:
-            self._walk(job, feed)
+            self.copies.fence()
+            mode: Mode = "parts" if self._hub.settings.source_ranks == "all" else "image"
+            self._walk(job, Feed(weights, dtype=dtype, mode=mode))
         finally:
             self._busy.release()
         return job.pending
@@ -104,7 +104,6 @@ class Publisher:
     def _walk(self, job: PublishJob, feed: Feed) -> None:
         try:
             self._hub.call(self._begin, job)
-            self.copies.fence()
             self._fill(job, feed)
         except BaseException as error:
             users = feed.user_failed or not isinstance(error, Exception)
@@ -112,11 +111,7 @@ class Publisher:
             if users or not isinstance(error, Exception):
                 job.pending._observed = True
                 raise
-            try:
-                feed.drain()
-            except BaseException:
-                job.pending._observed = True
-                raise
+            feed.drain()
             verdict = self._verdict(job, error)
             if verdict is error:
                 raise
@@ -192,11 +187,15 @@ class Publisher:
         if hub.over is not None:
             self._fail(job, hub.over)
             return
-        hub.publishes_made += 1
-        job.number = hub.publishes_made
+        job.number = hub.publishes_made + 1
+        try:
+            hub.send(job.begin(job.left_s))
+        except errors.UsageError as error:
+            self._fail(job, error)
+            return
+        hub.publishes_made = job.number
         self._jobs[job.number] = job
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
-        hub.send(job.begin(job.left_s))
 
     def _admitted(self, message: PublishAdmitted) -> None:
         job = self._jobs.get(message.publish)
@@ -310,7 +309,7 @@ class Publisher:
         if job.number not in self._jobs:
             return
         if users:
-            text = f"the publishing code of {hub.member} raised {type(error).__name__}: {error}"
+            text = f"the publishing code of {hub.member} raised {type(error).__name__}: {text_of(error)}"
             error = hub.error(errors.SyncError, text, phase="pack", members=[hub.member.name])
         self._say_failed(job, error)
 

@@ -4,13 +4,8 @@ There is at most one ask. The Pending that it made stays the answer of :meth:`Re
 its update; a wait that was given up loses nothing. A grant may come before the slot is here (this member is still being
 caught up): it is delivered when the slot is held. The update pins its slot from delivery to its end.
 
-An update that was delivered, and that nobody has waited for yet, is given back as soon as a newer version is committed and
-here: the memory of the old one goes back to its owner, and the Pending, which is pending again for as long as that takes,
-gets the newest. The coordinator is asked, for another rank of the replica may have begun with the old one already: then
-all ranks load that. So whoever asks ahead of time holds nobody up, and finds the newest version.
-
-An update that was handed out, and that nobody has looked into, is not taken yet either: whoever waited for it may have been
-interrupted (a cancelled task, Ctrl-C) between the two. The next receive hands it out again, or asks for a newer one.
+An update that nobody has looked into is not taken yet: the next receive hands it out again, for whoever waited for it may
+have been interrupted (a cancelled task, Ctrl-C) between its delivery and his first line.
 
 A new coordinator hears of an open ask again; what was granted and not delivered is granted anew. An open update stays
 open, and is reported to the new coordinator, as is a load that failed and was not made good since.
@@ -28,6 +23,7 @@ from replicas.channel.hub import Hub
 from replicas.channel.pending import Pending
 from replicas.channel.update import Update
 from replicas.messages import Loaded, LoadFailed, ReceiveAsk, ReceiveCancel, ReceiveGrant, WireError
+from replicas.messages.bounds import text_of
 from replicas.weights.arena import Slot
 
 __all__ = ["Receiver"]
@@ -45,12 +41,8 @@ class Receiver:
         self._asked: Pending[Update] | None = None
         self._granted = 0
         self._failure: LoadFailed | None = None
-        self._given_back = 0
-        self._deadline_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         hub.on_hold(self._deliver)
-        hub.on_hold(self._give_back)
-        hub.on_commit(self._give_back)
 
     # ------------------------------------------------------------ caller's thread
 
@@ -61,16 +53,14 @@ class Receiver:
                 return pending
             update = self._update
             if update is not None and not update.ended:
-                overtaken = self._hub.latest > update.version
-                if pending is not None and not update.touched and not (overtaken and update.withdraw()):
+                if pending is not None and not update.touched:
                     return pending
-                if not update.ended:
-                    raise self._hub.error(
-                        errors.UsageError,
-                        f"the update of version {update.version} is still open",
-                        version=update.version,
-                        hint="leave its `with` block, or call its loaded() or failed(), before the next receive",
-                    )
+                raise self._hub.error(
+                    errors.UsageError,
+                    f"the update of version {update.version} is still open",
+                    version=update.version,
+                    hint="leave its `with` block, or call its loaded() or failed(), before the next receive",
+                )
             pending = self._pending = Pending(f"receive on {self._hub.name}")
         self._hub.call(self._ask, pending, deadline_s)
         return pending
@@ -86,7 +76,14 @@ class Receiver:
     def failed(self, version: int, error: BaseException) -> None:
         """This rank may have loaded half of ``version``."""
         self._hub.loaded = 0
-        self._hub.call(self._report_failed, version, error)
+        self._hub.call(self._report_failed, version, self._as_wire(version, error))
+
+    def _as_wire(self, version: int, error: BaseException) -> WireError:
+        """Here, on the caller's thread: it may be anybody's exception, and its text anybody's code."""
+        if isinstance(error, errors.ReplicasError):
+            return WireError.of(error)
+        text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {text_of(error)}"
+        return WireError.of(self._hub.error(errors.SyncError, text, version=version, phase="load", hint=""))
 
     def let_go(self, slot: Slot) -> None:
         self._hub.call(self._unpin, slot)
@@ -117,13 +114,9 @@ class Receiver:
         if self._hub.over is not None:
             pending._fail(self._hub.over)
             return
-        self._deadline_s = deadline_s
-        self._ask_for(pending)
-
-    def _ask_for(self, pending: Pending[Update]) -> None:
         self._asked = pending
-        if self._deadline_s is not None:
-            self._timer = self._hub.after(self._deadline_s, self._overdue, self._deadline_s)
+        if deadline_s is not None:
+            self._timer = self._hub.after(deadline_s, self._overdue, deadline_s)
         self._send_ask()
 
     def _send_ask(self) -> None:
@@ -156,22 +149,6 @@ class Receiver:
             self._update = before
             hub.arena.unpin(slot)
 
-    def _give_back(self) -> None:
-        """Ask for a newer version in place of the one that was delivered, if nobody has looked at it; once for each newer."""
-        pending, update, hub = self._pending, self._update, self._hub
-        if (
-            pending is None
-            or update is None
-            or pending is self._asked
-            or hub.latest <= max(update.version, self._given_back)
-        ):
-            return
-        if hub.arena.find(hub.latest) is None or not pending._take_back():
-            return
-        self._given_back = hub.latest
-        update.withdraw()
-        self._ask_for(pending)
-
     def _end_ask(self) -> None:
         self._asked, self._granted = None, 0
         if self._timer is not None:
@@ -193,14 +170,9 @@ class Receiver:
         self._settled(version)
         self._hub.send(Loaded(version, load_s))
 
-    def _report_failed(self, version: int, error: BaseException) -> None:
+    def _report_failed(self, version: int, error: WireError) -> None:
         self._settled(version)
-        if isinstance(error, errors.ReplicasError):
-            wire = WireError.of(error)
-        else:
-            text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {error}"
-            wire = WireError.of(self._hub.error(errors.SyncError, text, version=version, phase="load", hint=""))
-        self._failure = LoadFailed(version, wire)
+        self._failure = LoadFailed(version, error)
         self._hub.send(self._failure)
 
     def _settled(self, version: int) -> None:

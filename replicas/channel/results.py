@@ -14,6 +14,7 @@ from replicas import errors
 from replicas.channel.moving import call_point, copy_out, gpu_of
 from replicas.channel.pending import Receipt
 from replicas.channel.scratch import read_segments, segments_of
+from replicas.core.identity import Member
 from replicas.core.tensor_specs import item_nbytes
 from replicas.messages import OperationGo, OperationKind, ReceiptData, ReduceOp, Segment
 from replicas.weights.accelerator import Event, device_of
@@ -64,6 +65,22 @@ class Operation:
     def gpu(self) -> str:
         """UUID of the GPU on which its tensors are; empty: they are in host memory."""
         return gpu_of((*self.inputs, *(self.targets or ())))
+
+    def written(self, member: Member, *, each: bool) -> tuple[torch.Tensor, ...]:
+        """The caller's tensors that ``member``, who calls, will have written. ``each``: a root has the caller's own rank."""
+        names = {member.name, member.replica_name if each or not member.rank else ""}
+        is_root = self.root in names
+        match self.kind:
+            case "broadcast":
+                return () if is_root else self.inputs
+            case "reduce":
+                return self.inputs if is_root else ()
+            case "all_reduce":
+                return self.inputs
+            case "gather" if not is_root:
+                return ()
+            case _:
+                return self.targets or ()
 
     def begin(self) -> None:
         """On the caller's thread: results will be written behind what its stream has under way now."""

@@ -26,14 +26,29 @@ import msgspec
 
 from replicas import messages as wire
 from replicas.core.identity import ProcessIdentity
+from replicas.messages.bounds import (
+    FRAME_NBYTES,
+    HELLO_NBYTES,
+    INFO_ENTRIES,
+    INFO_LENGTH,
+    INTEGER_MAX,
+    LARGE_NBYTES,
+    NAME_LENGTH,
+    OTHER_NBYTES,
+    RANKS_MAX,
+    SECONDS_MAX,
+    VERSION_MAX,
+    is_name,
+    most_nbytes,
+)
 
 __all__ = [
     "CLOSE_TIMEOUT_S",
     "FRAGMENTS",
     "FRAME_NBYTES",
+    "HELLO_NBYTES",
     "HELLO_TIMEOUT_S",
     "LARGE_NBYTES",
-    "MALFORMED_MAX",
     "MESSAGES_WAITING",
     "OUTBOX_MESSAGES",
     "OUTBOX_NBYTES",
@@ -74,22 +89,12 @@ READ_NBYTES = 4096
 MESSAGES_WAITING = 32
 """Messages that have been read and not yet handled, beyond which a connection is not read any further."""
 
-FRAME_NBYTES = 32 * 2**20
-"""Hard limit of the WebSocket; a message between this and its own limit gets a proper error."""
 FRAGMENTS = 1024
 """Frames that one message may be cut into (ours are never cut)."""
-LARGE_NBYTES = 16 * 2**20
-"""A manifest (of some 250,000 tensors)."""
-OPERATION_NBYTES = 4 * 2**20
-HELLO_NBYTES = 256 * 2**10
-OTHER_NBYTES = 2**20
 
 OUTBOX_NBYTES = 32 * 2**20
 """What a member may leave unread when something more is to be sent (which may itself be larger: one manifest always fits)."""
 OUTBOX_MESSAGES = 16_384
-
-MALFORMED_MAX = 3
-"""Malformed messages, with no new good one between them, after which a member would only send the same again."""
 
 LOOP_SHARE = 0.25
 """Part of the loop's time that one session can have for its messages, in the long run."""
@@ -100,14 +105,8 @@ MESSAGE_S = 50e-6
 MESSAGES_AT_ONCE = 8
 HOLD_S = 0.002
 
-_NAME_LENGTH = 128
-_INFO_ENTRIES = 512
-_INFO_LENGTH = 4096
 _HELD = 256
-_RANKS = 1_000_000
 _PID_MAX = 2**31
-_INTEGER_MAX = 2**62
-_SECONDS_MAX = 1e9
 
 
 class Pace:
@@ -143,7 +142,7 @@ class Pace:
 
 # ------------------------------------------------------------ sizes
 
-_LARGE = {"UploadManifest": LARGE_NBYTES, "Described": LARGE_NBYTES, "OperationPost": OPERATION_NBYTES}
+_LARGE = [kind.__name__ for kind in get_args(wire.FromMember) if most_nbytes(kind.__name__) > OTHER_NBYTES]
 _HEAD_NBYTES = 64
 
 
@@ -161,9 +160,9 @@ def size_problem(data: bytes, *, first: bool = False) -> str | None:
 
 def _kind(head: bytes) -> tuple[str, int]:
     """Kind and limit by the tag, which our encoder writes first; a large message whose tag is elsewhere is not ours."""
-    for name, limit in _LARGE.items():
+    for name in _LARGE:
         if msgspec.msgpack.encode("type") + msgspec.msgpack.encode(name) in head:
-            return name, limit
+            return name, most_nbytes(name)
     return "message", OTHER_NBYTES
 
 
@@ -173,38 +172,37 @@ def _kind(head: bytes) -> tuple[str, int]:
 def hello_problem(hello: wire.Hello) -> str | None:
     """Why this Hello is refused as malformed."""
     for what in ("channel", "group", "incarnation"):
-        if not _is_name(getattr(hello, what)):
-            return f"{what} {getattr(hello, what)[:_NAME_LENGTH]!r} is no name"
-    if any(abs(number) > _RANKS for number in (hello.replica, hello.rank, hello.world_size)):
+        if not is_name(getattr(hello, what)):
+            return f"{what} {getattr(hello, what)[:NAME_LENGTH]!r} is no name"
+    if any(abs(number) > RANKS_MAX for number in (hello.replica, hello.rank, hello.world_size)):
         return "its replica, rank or world size is absurd"
     entries = max(len(hello.info), len(hello.nccl_env))
-    if entries > _INFO_ENTRIES or max(len(hello.held), len(hello.lent)) > _HELD:
+    if entries > INFO_ENTRIES or max(len(hello.held), len(hello.lent)) > _HELD:
         return "it says too much about itself"
-    if hello.beacon is not None and len(hello.beacon.nonce) > _NAME_LENGTH:
+    if hello.beacon is not None and len(hello.beacon.nonce) > NAME_LENGTH:
         return "its beacon has no nonce of ours"
-    if any(not 0 <= version < _INTEGER_MAX for version in hello.lent):
+    if any(not 0 <= version < INTEGER_MAX for version in hello.lent):
         return "it has lent what is no version"
-    if any(len(text) > _INFO_LENGTH for pair in (*hello.info.items(), *hello.nccl_env.items()) for text in pair):
+    if any(len(text) > INFO_LENGTH for pair in (*hello.info.items(), *hello.nccl_env.items()) for text in pair):
         return "one of its texts is too long"
     if not _is_process(hello.process):
         return "its process is none"
     return _number_problem(hello) or next((text for held in hello.held if (text := _number_problem(held))), None)
 
 
-def _is_name(text: str) -> bool:
-    return 0 < len(text) <= _NAME_LENGTH and text.isprintable() and "/" not in text
-
-
 def _is_process(process: ProcessIdentity) -> bool:
-    return 0 < process.pid < _PID_MAX and len(process.boot_id) <= _NAME_LENGTH
+    return 0 < process.pid < _PID_MAX and len(process.boot_id) <= NAME_LENGTH
 
 
 def message_problem(message: wire.FromMember) -> str | None:
     """Why a message that has the right form cannot be meant: a number that is negative, absurd or not finite."""
     problem = _number_problem(message)
+    if problem is None and isinstance(message, wire.PublishBegin):
+        most = VERSION_MAX * (1 + message.resumed)  # the library counts on from what was chosen
+        return None if (message.version or 0) <= most else f"PublishBegin with version = {message.version}"
     if problem is None and isinstance(message, wire.OperationPost):
         for segment in message.segments:
-            if any(not 0 <= size < _INTEGER_MAX for size in segment.shape):
+            if any(not 0 <= size < INTEGER_MAX for size in segment.shape):
                 return f"a tensor of shape {segment.shape}"
     return problem
 
@@ -219,7 +217,7 @@ def _number_problem(value: msgspec.Struct) -> str | None:
         number = getattr(value, name)
         if number is None:
             continue
-        most = _INTEGER_MAX if isinstance(number, int) else _SECONDS_MAX
+        most = INTEGER_MAX if isinstance(number, int) else SECONDS_MAX
         if not math.isfinite(number) or abs(number) > most or (number < 0 and not may_be_negative):
             return f"{type(value).__name__} with {name} = {number}"
     return None

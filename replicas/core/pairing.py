@@ -24,6 +24,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from replicas import errors
 from replicas.core.effects import Effect, Send
 from replicas.core.identity import Member
@@ -108,10 +110,12 @@ class Pairing:
         """Wait for no peer to join for the first time: they have had their time, under another coordinator."""
         self._expects = False
 
-    def _name(self, root: str, member: Member) -> str:
-        """The full name of ``root`` as ``member`` means it."""
+    def _meant(self, message: OperationPost, member: Member) -> OperationPost:
+        """With the full name of the root, as ``member`` means it: others may have given it otherwise."""
+        if not message.root or message.root.count("/") >= 2:
+            return message
         rank = member.rank if self._ranks == "each" else 0
-        return root if root.count("/") >= 2 else f"{root}/{rank}"
+        return msgspec.structs.replace(message, root=f"{message.root}/{rank}")
 
     def _is_lost(self, name: str) -> bool:
         return name in self._roster.seen and self._roster.holder_of(name) is None
@@ -128,7 +132,7 @@ class Pairing:
         if state is None:
             return
         view = tuple(peer.member for peer in self.live(self.domain_of(member)))
-        post = Post(member, message, now, now + message.deadline_s, view)
+        post = Post(member, self._meant(message, member), now, now + message.deadline_s, view)
         error = self._problem(state, post)
         if error is not None:
             self._reply(post, error)
@@ -169,14 +173,13 @@ class Pairing:
 
     def _peer_problem(self, post: Post) -> errors.ReplicasError | None:
         kind, root = post.message.kind, post.message.root
-        name = self._name(root, post.member)
-        if name == post.member.name:
+        if root == post.member.name:
             return errors.UsageError(f"{kind}: {root} is this member itself")
-        if not any(name.startswith(f"{party.group}/") for party in self._roster.config.peers):
+        if not any(root.startswith(f"{party.group}/") for party in self._roster.config.peers):
             return errors.UsageError(f"{kind}: {root!r} names no peer of this channel")
-        if self._is_lost(name):
+        if self._is_lost(root):
             hint = "it can be reached when it has joined again"
-            return errors.PeersLost(f"{name} is lost", phase="wait", members=[name], hint=hint)
+            return errors.PeersLost(f"{root} is lost", phase="wait", members=[root], hint=hint)
         return None
 
     @staticmethod
@@ -229,7 +232,7 @@ class Pairing:
         by_name = {member.name: member for member in live}
         for receiver in live:
             for want in [post for post in self._pairable(receiver) if post.message.kind == "recv"]:
-                sender = by_name.get(self._name(want.message.root, receiver))
+                sender = by_name.get(want.message.root)
                 give = None if sender is None else self._counterpart(sender, receiver)
                 if give is None:
                     continue
@@ -245,7 +248,7 @@ class Pairing:
 
     def _counterpart(self, sender: Member, receiver: Member) -> Post | None:
         for post in self._pairable(sender):
-            if post.message.kind == "send" and self._name(post.message.root, sender) == receiver.name:
+            if post.message.kind == "send" and post.message.root == receiver.name:
                 return post
         return None
 
@@ -310,14 +313,13 @@ class Pairing:
         post = heads[0]
         if not post.message.root:
             return -1
-        name = self._name(post.message.root, post.member)
-        return next((i for i, head in enumerate(heads) if head.member.name == name), -1)
+        return next((i for i, head in enumerate(heads) if head.member.name == post.message.root), -1)
 
     def _root_problem(self, heads: Sequence[Post], root: int) -> errors.ReplicasError | None:
         message = heads[0].message
         if not message.root or root >= 0 or any(post.message.root != message.root for post in heads):
             return None
-        name = self._name(message.root, heads[0].member)
+        name = message.root
         known = name in self._roster.seen
         kind: type[errors.ReplicasError] = errors.PeersLost if known else errors.UsageError
         return kind(
@@ -346,7 +348,7 @@ class Pairing:
             concerned = raising and self.domain_of(other) == self.domain_of(member)
             for post in [post for post in posts if not post.started]:
                 kind = post.message.kind
-                waits = post.pairwise and self._name(post.message.root, other) == member.name
+                waits = post.pairwise and post.message.root == member.name
                 if waits or (concerned and not post.pairwise):
                     text = f"{kind}: {member} was lost ({why}) before it began"
                     self._refuse(post, errors.PeersLost(text, phase="wait", members=[member.name]))

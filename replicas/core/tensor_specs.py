@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 
 from replicas.errors import ManifestMismatch
+from replicas.messages.bounds import encodable
 
 __all__ = [
     "ITEM_NBYTES",
@@ -123,6 +124,9 @@ def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, st
         if spec.name in names or spec.name == "__metadata__":
             what = "is reserved by safetensors" if spec.name == "__metadata__" else "appears twice"
             raise ManifestMismatch(f"tensor name {spec.name!r} {what}", hint="give each tensor a name of its own")
+        if not spec.name.isascii() and not encodable(spec.name):
+            hint = "name it by characters that UTF-8 can say"
+            raise ManifestMismatch(f"tensor name {spec.name!a} cannot travel", hint=hint)
         if any(extent < 0 for extent in spec.shape):
             raise ManifestMismatch(f"tensor {spec.name!r} has a negative extent: {list(spec.shape)}", hint="")
         names.add(spec.name)

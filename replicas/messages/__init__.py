@@ -199,7 +199,7 @@ __all__ = [
     "decode_server_frame",
     "encode",
     "encode_body",
-    "encode_server_frame",
+    "encode_frame",
 ]
 
 PROTOCOL = 4
@@ -218,8 +218,8 @@ class ServerFrame(msgspec.Struct, frozen=True, array_like=True):
     body: FromCoordinator
 
 
-class _EncodedServerFrame(msgspec.Struct, frozen=True, array_like=True):
-    """A :class:`ServerFrame` whose body has been encoded before."""
+class _EncodedFrame(msgspec.Struct, frozen=True, array_like=True):
+    """A :class:`MemberFrame` or :class:`ServerFrame` whose body has been encoded before."""
 
     seq: int
     ack: int
@@ -237,14 +237,14 @@ def encode(frame: MemberFrame | ServerFrame) -> bytes:
     return _encoder.encode(frame)
 
 
-def encode_body(body: FromCoordinator) -> bytes:
-    """A message without its frame: what is sent to many is encoded once."""
+def encode_body(body: FromCoordinator | FromMember) -> bytes:
+    """A message without its frame: what is sent to many, or again, is encoded once."""
     return _encoder.encode(body)
 
 
-def encode_server_frame(seq: int, ack: int, body: bytes) -> bytes:
+def encode_frame(seq: int, ack: int, body: bytes) -> bytes:
     """The frame of a message that :func:`encode_body` has encoded."""
-    return _encoder.encode(_EncodedServerFrame(seq, ack, msgspec.Raw(body)))
+    return _encoder.encode(_EncodedFrame(seq, ack, msgspec.Raw(body)))
 
 
 def decode_member_frame(data: bytes) -> MemberFrame:

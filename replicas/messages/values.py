@@ -8,6 +8,7 @@ import msgspec
 
 from replicas import errors
 from replicas.core.identity import Member
+from replicas.messages.bounds import INFO_LENGTH, INTEGER_MAX, TEXT_LENGTH, text_of
 
 __all__ = [
     "Backend",
@@ -43,10 +44,12 @@ ReduceOp = Literal["sum", "mean", "min", "max"]
 Scalar = None | bool | int | float | str
 Meta = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]
 """User data that travels with a version: scalars, and lists and dicts of scalars."""
+_MEMBERS = 128
+"""How many an error names, at most."""
 
 
 class WireError(msgspec.Struct, frozen=True):
-    """An error of :mod:`replicas.errors` as data."""
+    """An error of :mod:`replicas.errors` as data. Its texts, which may be anybody's, are cut to a size and made clean."""
 
     kind: str
     message: str
@@ -59,15 +62,16 @@ class WireError(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: errors.ReplicasError) -> WireError:
+        version = error.version
         return cls(
-            kind=type(error).__name__,
-            message=error.message,
-            channel=error.channel,
-            version=error.version,
-            phase=error.phase,
-            members=error.members,
-            hint=error.hint,
-            unanimous=error.unanimous,
+            kind=errors.kind_of(error),
+            message=text_of(error.message, TEXT_LENGTH),
+            channel=None if error.channel is None else text_of(error.channel, INFO_LENGTH),
+            version=version if type(version) is int and 0 <= version <= INTEGER_MAX else None,
+            phase=None if error.phase is None else text_of(error.phase, INFO_LENGTH),
+            members=tuple(text_of(name, INFO_LENGTH) for name in error.members[:_MEMBERS]),
+            hint=text_of(error.hint, INFO_LENGTH),
+            unanimous=error.unanimous is True,
         )
 
     def exception(self) -> errors.ReplicasError:

@@ -13,7 +13,7 @@ from replicas.core.manifest import PartManifest, Piece, TensorSpec, item_nbytes,
 from replicas.errors import ManifestMismatch
 from replicas.weights.accelerator import accelerator
 from replicas.weights.dtensor import Box
-from replicas.weights.tensors import bits
+from replicas.weights.tensors import written_as_bits
 
 __all__ = ["Entry", "copy_elements", "layout"]
 
@@ -81,7 +81,7 @@ def copy_elements(destination: torch.Tensor, source: torch.Tensor) -> None:
     device = accelerator()
     with torch.no_grad():
         if destination.dtype == source.dtype:
-            destination, source = bits(destination), bits(source)
+            destination, source = written_as_bits(destination, source)
         if device is not None and (uuid := device.uuid_of(source) or device.uuid_of(destination)):
             device.copy([destination], [source])
             device.synchronize(uuid)

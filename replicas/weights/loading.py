@@ -12,7 +12,7 @@ from replicas.weights.copying import copy_pairs
 from replicas.weights.dtensor import is_dtensor, local_box
 from replicas.weights.places import Places
 from replicas.weights.sources import Ties, known_values
-from replicas.weights.tensors import bits, is_castable, is_copied, torch_dtype
+from replicas.weights.tensors import is_castable, is_copied, overlaps_itself, torch_dtype, written_as_bits
 
 __all__ = ["load_into", "views"]
 
@@ -88,6 +88,11 @@ def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor,
         raise ManifestMismatch(
             f"tensor {name!r} is {source.dtype}, the model's is {value.dtype}", hint="convert it by hand"
         )
+    if overlaps_itself(value.to_local() if is_dtensor(value) else value):
+        raise ManifestMismatch(
+            f"the model's {name!r} has elements that share memory (it is expanded)",
+            hint="load into a tensor of its own",
+        )
     if is_dtensor(value):
         box, local = local_box(value, name), value.to_local().detach()
         if box is None:
@@ -97,7 +102,7 @@ def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor,
         return local, source
     target = value.detach()
     if target.dtype == source.dtype and not is_copied(source.dtype):
-        return bits(target), bits(source)
+        return written_as_bits(target, source)
     return target, source
 
 

@@ -7,10 +7,11 @@ from typing import Any, cast
 
 import torch
 
-from replicas.errors import ManifestMismatch
+from replicas.errors import ManifestMismatch, UsageError
+from replicas.messages.bounds import plain
 from replicas.weights.dtensor import is_dtensor
 
-__all__ = ["Declared", "Ties", "can_be_walked", "declared", "known_values", "streamed_values", "unwrapped"]
+__all__ = ["Declared", "Ties", "declared", "known_values", "streamed_values", "unwrapped"]
 
 Declared = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor that is still to come."""
@@ -31,19 +32,23 @@ def known_values(weights: object) -> dict[str, object] | None:
     """All values of a module (parameters and persistent buffers) or a mapping; None for anything that is a stream."""
     if isinstance(weights, torch.nn.Module):
         state = unwrapped(weights).state_dict(keep_vars=True)
-        return {name: value for name, value in state.items() if not name.endswith("_extra_state")}
+        return {name: value for name, value in state.items() if name.rpartition(".")[2] != "_extra_state"}
     if isinstance(weights, Mapping):
         return dict(weights) if type(weights) is dict else dict(weights.items())
     return None
 
 
-def can_be_walked(weights: object) -> bool:
-    """Whether it is a module, a mapping or anything else that can be iterated over."""
-    return isinstance(weights, (torch.nn.Module, Iterable)) and not isinstance(weights, torch.Tensor)
-
-
 def streamed_values(weights: object) -> Iterator[tuple[str, object]]:
-    """The pairs of an iterable, one by one."""
+    """The pairs of an iterable, one by one.
+
+    :raises UsageError: it is not iterable.
+    :raises ManifestMismatch: a step gave something that is not a pair.
+    """
+    if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor):
+        raise UsageError(
+            f"publish cannot take a {type(weights).__name__}",
+            hint="give a module, a mapping, or an iterable of (name, tensor)",
+        )
     return iter(cast("Iterable[tuple[str, object]]", weights))
 
 
@@ -64,9 +69,9 @@ def declared(weights: object) -> list[Declared] | None:
 def _declared_row(row: tuple[Any, ...]) -> Declared:
     match row:
         case (str(name), torch.dtype() as dtype, shape) | (str(name), (torch.dtype() as dtype, shape)):
-            return name, dtype, tuple(int(extent) for extent in shape)
+            return plain(name), dtype, tuple(int(extent) for extent in shape)
         case (str(name), value) if hasattr(value, "dtype") and hasattr(value, "shape"):
-            return name, value.dtype, tuple(value.shape)
+            return plain(name), value.dtype, tuple(value.shape)
         case _:
             raise ManifestMismatch(
                 f"metadata() gave {row!r}",

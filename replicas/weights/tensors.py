@@ -10,7 +10,17 @@ import torch
 from replicas.core.manifest import Manifest, Piece, item_nbytes
 from replicas.errors import ManifestMismatch
 
-__all__ = ["bits", "dtype_name", "is_castable", "is_copied", "piece_view", "torch_dtype", "typed"]
+__all__ = [
+    "bits",
+    "dtype_name",
+    "is_castable",
+    "is_copied",
+    "overlaps_itself",
+    "piece_view",
+    "torch_dtype",
+    "typed",
+    "written_as_bits",
+]
 
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.complex128}
 _CASTABLE = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -51,6 +61,28 @@ def is_copied(dtype: torch.dtype) -> bool:
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements as integers of the same size (any strides): every dtype can be copied so."""
     return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
+
+
+def written_as_bits(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both, of one dtype, as :func:`bits`: of the destination its own memory, also of a conjugate or negative view."""
+    if destination.is_conj():
+        destination, source = destination.conj(), source.conj()
+    if destination.is_neg():
+        destination, source = torch._neg_view(destination), torch._neg_view(source)
+    return bits(destination), bits(source)
+
+
+def overlaps_itself(tensor: torch.Tensor) -> bool:
+    """Whether two of its elements may be one and the same memory, as of an expanded tensor: it cannot be written."""
+    if tensor.is_contiguous() or not tensor.numel():
+        return False
+    reach = 0
+    for stride, extent in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if extent > 1:
+            if stride <= reach:
+                return True
+            reach += stride * (extent - 1)
+    return False
 
 
 def typed(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:

@@ -86,6 +86,10 @@ class WritableSlot(Mapping[str, torch.Tensor]):
             self._close("dropped")
             self._drop(self._slot)
 
+    def is_of(self, drop: Callable[[Slot], None]) -> bool:
+        """Whether it is given back so: it is a slot of that arena."""
+        return self._drop == drop
+
     def take(self) -> Slot:
         """For the publish: the slot is its own from now on.
 

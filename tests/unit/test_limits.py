@@ -14,6 +14,7 @@ from replicas import messages as wire
 from replicas.coordinator import limits
 from replicas.coordinator.limits import Pace, hello_problem, message_problem, size_problem
 from replicas.core.identity import ProcessIdentity
+from replicas.messages.bounds import VERSION_MAX
 from tests.support.hostile import any_message
 
 HELLO = wire.Hello(
@@ -82,6 +83,10 @@ def test_what_a_hello_may_say(change: dict[str, object], problem: str | None) ->
     [
         (wire.PublishBegin(1, None, 30.0), None),
         (wire.PublishBegin(1, -3, -0.5), None),  # the user's number, and a deadline that has passed
+        (wire.PublishBegin(1, VERSION_MAX, 1.0), None),
+        (wire.PublishBegin(1, VERSION_MAX + 1, 1.0), f"PublishBegin with version = {VERSION_MAX + 1}"),
+        (wire.PublishBegin(1, VERSION_MAX + 1, 1.0, resumed=True), None),  # the library counted on
+        (wire.PublishBegin(1, 2**62, 1.0, resumed=True), f"PublishBegin with version = {2**62}"),
         (wire.PublishBegin(1, None, math.nan), "PublishBegin with deadline_s = nan"),
         (wire.PublishBegin(1, None, math.inf), "PublishBegin with deadline_s = inf"),
         (wire.PublishBegin(-1, None, 1.0), "PublishBegin with publish = -1"),
@@ -95,6 +100,40 @@ def test_what_a_hello_may_say(change: dict[str, object], problem: str | None) ->
 )
 def test_what_a_message_may_say(message: wire.FromMember, problem: str | None) -> None:
     assert message_problem(message) == problem
+
+
+def test_no_time_that_a_member_reports_is_anything_but_a_time() -> None:
+    checked = 0
+    for kind in get_args(wire.FromMember):
+        fields = msgspec.structs.fields(kind)
+        times = [field.name for field in fields if float in (get_args(field.type) or (field.type,))]
+        needed = [field.name for field in fields if times and field.required and field.name not in times]
+        plain = {name: _SAMPLES[name] for name in needed}
+        for name in times:
+            for value in (math.nan, math.inf, -math.inf, 2e9):
+                message = kind(**plain, **dict.fromkeys(times, 1.0) | {name: value})
+                assert message_problem(message) == f"{kind.__name__} with {name} = {value}"
+                checked += 1
+    assert checked > 40
+
+
+_SAMPLES: dict[str, object] = {
+    "post": 1,
+    "publish": 1,
+    "transfer": 1,
+    "operation": 1,
+    "version": 1,
+    "nbytes": 1,
+    "kind": "barrier",
+    "lane": "1.1",
+    "manifest_hash": "h",
+    "digest": "d",
+    "image_digest": "d",
+    "part_digests": {},
+    "device": "cpu",
+    "segments": (),
+    "place": wire.SlotPlace(1, 1, 1, 1, 1),
+}
 
 
 # ------------------------------------------------------------ the share of the loop

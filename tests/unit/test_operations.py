@@ -71,7 +71,7 @@ def test_the_lane_is_formed_once() -> None:
         ({"kind": "all_reduce"}, {"kind": "barrier"}),
         ({"kind": "all_reduce", "shape": (2,)}, {"kind": "all_reduce", "shape": (3,)}),
         ({"kind": "all_reduce", "reduce_op": "sum"}, {"kind": "all_reduce", "reduce_op": "max"}),
-        ({"kind": "broadcast", "root": "peer/0"}, {"kind": "broadcast", "root": "peer/1"}),
+        ({"kind": "broadcast", "root": "peer/0/0"}, {"kind": "broadcast", "root": "peer/1"}),
         ({"kind": "all_reduce", "step": 4}, {"kind": "all_reduce", "step": 5}),
     ],
 )
@@ -85,6 +85,15 @@ def test_peers_that_post_different_things_all_hear_of_it(one: dict[str, object],
     second.post("barrier")
     world.run()
     assert kind_of(first, 2) == kind_of(second, 2) == "ok"
+
+
+def test_one_root_may_be_named_in_several_ways() -> None:
+    world, (first, second) = peers(2)
+    for kind in ("broadcast", "reduce"):
+        first.post(kind, root="peer/0/0")
+        second.post(kind, root="peer/0")
+        world.run()
+    assert [kind_of(sim, number) for sim in (first, second) for number in (1, 2)] == ["ok"] * 4
 
 
 def test_a_step_that_failed_may_be_tried_again() -> None:

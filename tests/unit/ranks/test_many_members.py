@@ -216,7 +216,6 @@ class Wire:
         self.room = room
         self.writes: list[list[wire.ServerFrame]] = []
         self.on_writable: Callable[[], None] = lambda: None
-        self.on_bytes: Callable[[], None] = lambda: None
 
     def takes_more(self) -> bool:
         return self.room > 0
@@ -286,9 +285,9 @@ def test_what_is_sent_to_many_is_encoded_once() -> None:
     body = encoded.of(commit)
     assert encoded.of(commit) is body
     assert encoded.of(wire.Commit(2, "d", "m")) != body
-    frame = wire.decode_server_frame(wire.encode_server_frame(7, 3, body))
+    frame = wire.decode_server_frame(wire.encode_frame(7, 3, body))
     assert frame == wire.ServerFrame(7, 3, commit)
-    assert wire.encode_server_frame(7, 3, body) == wire.encode(frame)
+    assert wire.encode_frame(7, 3, body) == wire.encode(frame)
 
 
 # ------------------------------------------------------------ manifests
