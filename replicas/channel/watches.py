@@ -1,4 +1,8 @@
-"""Waits for other members' progress: a newer commit, and a version loaded everywhere."""
+"""Waits for other members' progress: a newer commit, and a version loaded everywhere.
+
+The coordinator is asked to watch for one version at a time, the oldest that somebody here waits for: however many wait, and
+whether or not their deadlines have passed, it has one watch of each member, and is told of a change only.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +30,10 @@ class Watches:
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
+        self._commits: set[_Watch] = set()
+        self._loads: set[_Watch] = set()
+        self._told: WatchLoaded | None = None
         self._numbered = 0
-        self._commits: dict[int, _Watch] = {}
-        self._loads: dict[int, _Watch] = {}
         hub.on_commit(self._committed)
 
     def committed(self, after: int | None, deadline_s: float | None) -> Pending[int]:
@@ -48,50 +53,57 @@ class Watches:
         return {WatchEnd: self._loaded}
 
     def new_term(self) -> None:
-        for number, watch in self._loads.items():
-            self._hub.send(WatchLoaded(number, watch.version))
+        self._told = None
+        self._watch()
         self._committed()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         for watches in (self._commits, self._loads):
-            for number in list(watches):
-                self._end(watches, number).pending._fail(error)
+            for watch in list(watches):
+                self._end(watches, watch)._fail(error)
 
     def session_down(self, error: errors.ReplicasError) -> None:
         self.fail_all(error)
 
-    def _begin(self, watches: dict[int, _Watch], watch: _Watch, deadline_s: float | None) -> None:
+    def _begin(self, watches: set[_Watch], watch: _Watch, deadline_s: float | None) -> None:
         if self._hub.over is not None:
             watch.pending._fail(self._hub.over)
             return
-        self._numbered += 1
-        number = self._numbered
-        watches[number] = watch
+        watches.add(watch)
         if deadline_s is not None:
-            watch.timer = self._hub.after(deadline_s, self._overdue, watches, number, deadline_s)
-        if watches is self._loads:
-            self._hub.send(WatchLoaded(number, watch.version))
-        else:
-            self._committed()
+            watch.timer = self._hub.after(deadline_s, self._overdue, watches, watch, deadline_s)
+        self._watch()
+        self._committed()
+
+    def _watch(self) -> None:
+        """Have the coordinator watch for the oldest version that is waited for, unless it does."""
+        oldest = min((watch.version for watch in self._loads), default=None)
+        if oldest is None or (self._told is not None and self._told.version == oldest):
+            return
+        self._numbered += 1
+        self._told = WatchLoaded(self._numbered, oldest)
+        self._hub.send(self._told)
 
     def _committed(self) -> None:
         latest = self._hub.latest
-        for number, watch in list(self._commits.items()):
-            if latest > watch.version:
-                self._end(self._commits, number).pending._resolve(latest)
+        for watch in [watch for watch in self._commits if latest > watch.version]:
+            self._end(self._commits, watch)._resolve(latest)
 
     def _loaded(self, message: WatchEnd) -> None:
-        if message.watch in self._loads:
-            self._end(self._loads, message.watch).pending._resolve(message.version)
+        if self._told is None or message.watch != self._told.watch:
+            return  # it has crossed with another one, which is answered, too
+        self._told = None
+        for watch in [watch for watch in self._loads if watch.version <= message.version]:
+            self._end(self._loads, watch)._resolve(message.version)
+        self._watch()
 
-    def _overdue(self, watches: dict[int, _Watch], number: int, deadline_s: float) -> None:
-        if number in watches:
-            watch = self._end(watches, number)
-            watch.pending._fail(self._hub.no_answer("the wait", deadline_s))
+    def _overdue(self, watches: set[_Watch], watch: _Watch, deadline_s: float) -> None:
+        if watch in watches:
+            self._end(watches, watch)._fail(self._hub.no_answer("the wait", deadline_s))
 
     @staticmethod
-    def _end(watches: dict[int, _Watch], number: int) -> _Watch:
-        watch = watches.pop(number)
+    def _end(watches: set[_Watch], watch: _Watch) -> Pending[int]:
+        watches.discard(watch)
         if watch.timer is not None:
             watch.timer.cancel()
-        return watch
+        return watch.pending

@@ -115,7 +115,7 @@ class ChannelState:
         self.drains = Drains(self)
         self.marks = Marks()
         self._ids = 0
-        self._watches: list[tuple[Member, wire.WatchLoaded]] = []
+        self._watches: dict[Member, wire.WatchLoaded] = {}
         self._view_epoch = epoch
         self._view_members: frozenset[Member] = frozenset()
         self._view_credit = float(VIEWS_AT_ONCE)
@@ -171,7 +171,7 @@ class ChannelState:
         self.hosts.lost(state)
         state.note = LOSS_WORDS.get(reason, reason)
         self.out.append(Emit(MemberLost(self.config.name, member, reason, state.observes)))
-        self._watches = [watch for watch in self._watches if watch[0] != member]
+        self._watches.pop(member, None)
         if state.observes:
             return
         if reason == "left":
@@ -311,7 +311,7 @@ class ChannelState:
         if self.config.peers:
             self.operations.advance(now)
         self.drains.advance()
-        self._answer_watches()
+        self._look_at_watches()
         if self._view_epoch != self.roster.epoch and self._may_publish_view(now):
             self._publish_view(now)
 
@@ -354,14 +354,21 @@ class ChannelState:
             self.out.append(Send(state.member, change if state.view_epoch == known else view))
             state.view_epoch = epoch
 
-    def _answer_watches(self) -> None:
+    def _look_at_watches(self) -> None:
         """Once loaded by all that were live is loaded, also when they have left since."""
-        self._loaded_once = max(self._loaded_once, self.rounds.loaded_by_all())
-        if not self._watches:
+        loaded = self.rounds.loaded_by_all()
+        if loaded > self._loaded_once:
+            self._loaded_once = loaded
+            for member, watch in list(self._watches.items()):
+                self._watch(member, watch)
+
+    def _watch(self, member: Member, watch: wire.WatchLoaded) -> None:
+        """Answer it, or keep it in place of the one that this member had before."""
+        if watch.version > self._loaded_once:
+            self._watches[member] = watch
             return
-        due = [watch for watch in self._watches if watch[1].version <= self._loaded_once]
-        self._watches = [watch for watch in self._watches if watch[1].version > self._loaded_once]
-        self.out.extend(Send(member, wire.WatchEnd(message.watch, self._loaded_once)) for member, message in due)
+        self._watches.pop(member, None)
+        self.out.append(Send(member, wire.WatchEnd(watch.watch, self._loaded_once)))
 
     # ------------------------------------------------------------ messages
 
@@ -407,7 +414,8 @@ class ChannelState:
             case wire.LoadFailed():
                 self.rounds.failed(state, self.view(member.group, member.replica), self.out)
             case wire.WatchLoaded():
-                self._watches.append((member, message))
+                self._look_at_watches()
+                self._watch(member, message)
             case _:
                 return
         state.progressed_at = now

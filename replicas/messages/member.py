@@ -251,7 +251,7 @@ class LoadFailed(_FromMember, frozen=True):
 
 
 class WatchLoaded(_FromMember, frozen=True):
-    """Tell me when every live target replica has loaded ``version`` or a newer one."""
+    """Tell me when every live target replica has loaded ``version`` or a newer one. It takes the place of the one before."""
 
     watch: int
     version: int

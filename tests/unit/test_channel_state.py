@@ -574,6 +574,24 @@ def test_watching_for_loads() -> None:
     assert [(m.watch, m.version) for m in trainer.seen if isinstance(m, wire.WatchEnd)] == [(7, 1)]
 
 
+def test_a_member_has_one_watch_and_it_goes_with_it() -> None:
+    """It may poll, or be mad: that costs the others nothing."""
+    world = World()
+    trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")
+    for number in range(1, 1001):
+        trainer.outbox.append(wire.WatchLoaded(number, 1 + number % 2))
+    world.run()
+    publish(world, trainer)
+    target.ask()
+    world.run()
+    assert [(m.watch, m.version) for m in trainer.seen if isinstance(m, wire.WatchEnd)] == [(1000, 1)]
+    trainer.outbox.append(wire.WatchLoaded(1001, 2))
+    world.run()
+    assert len(world.state._watches) == 1
+    world.lose(trainer)
+    assert not world.state._watches
+
+
 def test_what_was_loaded_by_all_stays_loaded_when_they_have_left() -> None:
     world = World()
     trainer, target = world.join("trainer/0/0"), world.join("rollout/0/0")

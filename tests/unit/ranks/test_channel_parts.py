@@ -121,6 +121,30 @@ async def test_a_sidecar_that_dies_by_itself_is_reported_once(target: World) -> 
     assert not [m for m in target.session.sent if isinstance(m, wire.LaneFailed)]
 
 
+async def test_however_many_wait_for_loads_the_coordinator_is_asked_once(target: World) -> None:
+    """Also by those whose deadline has passed: a router that polls."""
+    polls = [target.watches.loaded(5, 0.01) for _ in range(1000)]
+    for poll in polls:
+        with pytest.raises(errors.DeadlineExceeded):
+            await poll
+    five, seven = target.watches.loaded(5, None), target.watches.loaded(7, None)
+    await asyncio.sleep(0)
+    [asked] = [sent for sent in target.session.sent if isinstance(sent, wire.WatchLoaded)]
+    assert asked.version == 5
+    target.session.sent.clear()
+    three = target.watches.loaded(3, None)
+    older = await target.session.next(wire.WatchLoaded)
+    assert older.version == 3
+    target.tell(wire.WatchEnd(asked.watch, 5))  # it crossed with the newer one
+    assert not five.done()
+    target.tell(wire.WatchEnd(older.watch, 5))
+    assert (await three, await five) == (5, 5)
+    assert not seven.done()
+    last = await target.session.next(wire.WatchLoaded)
+    target.tell(wire.WatchEnd(last.watch, 9))
+    assert await seven == 9
+
+
 async def test_a_new_term_asks_again_and_drops_what_was_under_way(target: World) -> None:
     pending = target.receiver.receive(None)
     watching = target.watches.loaded(9, None)
@@ -130,7 +154,7 @@ async def test_a_new_term_asks_again_and_drops_what_was_under_way(target: World)
     await target.session.next(wire.TransferReady)
     target.hub.welcomed(target.welcome, False)
     assert (await target.session.next(wire.ReceiveAsk)).after == 0
-    assert (await target.session.next(wire.WatchLoaded)) == first
+    assert (await target.session.next(wire.WatchLoaded)).version == first.version
     assert sidecar.killed
     assert target.slots() == {}
     assert not pending.done()
