@@ -132,7 +132,9 @@ class ReplicaExited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A restart waits for, or gave up waiting for, something that the old generation had: a port, a segment, GPU memory."""
+    """A replica waits for something that its old generation had (a port, a segment, GPU memory), or for the end of a process
+    of it, with its ``pid``, that was killed at ``since`` (seconds since 1970). ``gave_up``: it is waited for no longer.
+    """
 
     group: str
     replica: int
@@ -140,6 +142,8 @@ class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     what: str
     holder: str = ""
     gave_up: bool = False
+    pid: int = 0
+    since: float = 0.0
 
 
 class StacksSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -12,7 +12,8 @@ surprise of the world.
 
 ``starting`` is also the state of a running replica that lost readiness; its generation tells a first start from that.
 ``draining`` is the state of one that is being ended, for whatever reason: it may finish its sync first, when somebody asked
-for its end, and not when it is sick.
+for its end, and not when it is sick. It stays so as long as a process of it does not die, which is waited for: another
+generation beside it would be one too many, and it is no failure of the replica.
 ``finished`` is the state of one that is done, or was stopped as asked; ``failed`` of one that may not be started again.
 No clock is read here: times are arguments, in seconds of any one monotonic clock.
 """
@@ -51,6 +52,7 @@ class Event(enum.StrEnum):
     PROGRESS_TIMEOUT = "progress_timeout"
     LOAD_TIMEOUT = "load_timeout"  # it did not load a committed version in time, or only in part
     RESTART = "restart"  # someone asks for a new generation
+    HELD_UP = "held_up"  # its programs have ended, or were killed, and a process of it takes long to die
     STOP = "stop"  # someone asks for its end
     RESET = "reset"  # someone says that what made it fail is mended
     FINISHED = "finished"  # gone: done by itself, and not to be started again
@@ -96,6 +98,7 @@ REPLICA: Table[ReplicaState, Event] = Table(
         ("starting", Event.HEARTBEAT_TIMEOUT): "draining",
         ("starting", Event.PROGRESS_TIMEOUT): "draining",
         ("starting", Event.LOAD_TIMEOUT): "draining",
+        ("starting", Event.HELD_UP): "draining",
         ("starting", Event.RESTART): "draining",
         ("starting", Event.STOP): "draining",
         ("starting", Event.FINISHED): "finished",
@@ -105,14 +108,17 @@ REPLICA: Table[ReplicaState, Event] = Table(
         ("ready", Event.HEARTBEAT_TIMEOUT): "draining",
         ("ready", Event.PROGRESS_TIMEOUT): "draining",
         ("ready", Event.LOAD_TIMEOUT): "draining",
+        ("ready", Event.HELD_UP): "draining",
         ("ready", Event.RESTART): "draining",
         ("ready", Event.STOP): "draining",
         ("ready", Event.FINISHED): "finished",
         ("ready", Event.RETRY): "backoff",
         ("ready", Event.GIVE_UP): "failed",
+        ("draining", Event.HELD_UP): "draining",
         ("draining", Event.RESTART): "draining",
         ("draining", Event.STOP): "draining",
         ("draining", Event.STOPPED): "finished",
+        ("draining", Event.FINISHED): "finished",
         ("draining", Event.RETRY): "backoff",
         ("draining", Event.GIVE_UP): "failed",
         ("backoff", Event.BACKOFF_ELAPSED): "starting",

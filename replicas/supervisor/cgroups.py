@@ -28,19 +28,17 @@ import contextlib
 import errno
 import os
 import signal
-import time
 from pathlib import Path
 
 from replicas.supervisor.processes import signal_each, start_time
 
-__all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "members", "remove", "sweep_cgroup"]
+__all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "members", "remove"]
 
 LIMITS = {"memory": "memory_nbytes", "pids": "max_processes"}
 """Controllers that limits need, with what they limit."""
 _LEAF = "supervisor"
 _left: dict[Path, Path] = {}
 """The group that this process left, by the one that it made there for itself: a later run of it begins at the same place."""
-_INTERVAL_S = 0.01
 
 
 def find_own(process: Path = Path("/proc/self")) -> Path:
@@ -140,17 +138,6 @@ def remove_stale(own: Path) -> None:
         if pid.isdigit() and start.isdigit() and start_time(int(pid)) != int(start):
             with contextlib.suppress(OSError):  # somebody else's
                 remove(path)
-
-
-def sweep_cgroup(group: Path, timeout_s: float = 5.0) -> bool:
-    """Kill what is in the group until nothing is, and remove it. Blocks. False when something is still there."""
-    deadline = time.monotonic() + timeout_s
-    while True:
-        if not kill(group) and remove(group):
-            return True
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(_INTERVAL_S)  # the kernel ends them at once, but tells nobody who does not poll
 
 
 class RunCgroups:

@@ -278,7 +278,7 @@ class Containment:
                 self._janitor.watch(placed, pid)
 
         def moved() -> None:
-            if node is not None and node.gone.is_set() and node.swept and self._janitor is not None:
+            if node is not None and node.gone.is_set() and self._janitor is not None:
                 self._janitor.forget(placed.nonce)
             changed()
 

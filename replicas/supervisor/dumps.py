@@ -269,7 +269,7 @@ def _ask(asked: Asked, root: int) -> bool:
     if not still(asked.pid):
         return False
     os.truncate(asked.path, 0)
-    return signal_each([asked.pid], stacks.SIGNUM, still) == 1
+    return bool(signal_each([asked.pid], stacks.SIGNUM, still))
 
 
 def _take(path: Path) -> str:

@@ -203,7 +203,7 @@ class Fleet(Crew):
             groups = [self.groups[name] for name in names if name in self.groups]
             ending = [replica for group in groups for replica in group.replicas.values()]
             for replica in ending if self._hurry_s is None else self.all():
-                replica.stop(self._hurry_s)
+                replica.stop(self._hurry_s, run_over=True)
             for replica in ending:
                 await replica.over.wait()
         if not self._drained:

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+import time
+from collections.abc import Callable
 
 import msgspec
 
 from replicas.config import GroupConfig
-from replicas.events import HeldUp
 from replicas.supervisor.belongings import Belongings
 from replicas.supervisor.host import Host, ShimHandle, ShimStarter
-from replicas.supervisor.orders import ExitReport, LogLoss
-from replicas.supervisor.remains import Held, wait_clear
+from replicas.supervisor.orders import ExitReport, LogLoss, Remains
 from replicas.supervisor.run_state import ShimRecord, process_record
 from replicas.supervisor.specs import node_spec
 
-__all__ = ["STUCK_S", "Generation", "until_clear"]
+__all__ = ["STUCK_S", "Generation"]
 
 STUCK_S = 8.0
-"""Beyond its stop timeout: how long a generation may take to be gone before its shims are killed, and again after that."""
+"""Beyond its stop timeout: how long a generation may take to be gone before shims are killed that do not say why they are
+late. At the end of the run so long again until what does not die is left behind."""
+PRESS_INTERVAL_S = 1.0
+_SHIM_DIES_S = 4.0
 
 
 class Generation:
@@ -36,7 +38,7 @@ class Generation:
         """Whether the end of its programs has been told."""
         self.gone_by: float | None = None
         """When it must be gone, once it has been told to end."""
-        self._killed = False
+        self._pressed_at: float | None = None
         self._host = host
         self._start_shim = start_shim
         self._changed = changed
@@ -81,13 +83,21 @@ class Generation:
 
     @property
     def gone(self) -> bool:
-        """Whether nothing is left, or known to be left."""
+        """Whether nothing is left."""
         return all(node.gone.is_set() for node in self.nodes)
 
     @property
-    def stuck(self) -> bool:
-        """Whether something is left that does not go away."""
-        return not all(node.gone.is_set() and node.swept for node in self.nodes)
+    def remains(self) -> Remains | None:
+        """What SIGKILL has not ended yet; None: nothing that is known of."""
+        left = [node for node in self.nodes if not node.gone.is_set()]
+        found = [node.remains for node in left if node.remains is not None]
+        if self.late_s >= _SHIM_DIES_S:  # it was killed then
+            since = time.time() - self.late_s
+            found += [Remains(since, ((node.pid, "its shim"),)) for node in left if node.remains is None]
+        if not found:
+            return None
+        processes = tuple(one for remains in found for one in remains.processes)
+        return Remains(since=min(remains.since for remains in found), processes=processes)
 
     @property
     def belongings(self) -> list[Belongings]:
@@ -122,23 +132,32 @@ class Generation:
 
     def be_gone_soon(self) -> None:
         """Its programs have ended: what is left is swept."""
-        self.be_gone_within(STUCK_S)
+        if self.gone_by is None:
+            self.be_gone_within(STUCK_S)
 
     def be_gone_within(self, seconds: float) -> None:
         deadline = self._loop.time() + seconds
         self.gone_by = deadline if self.gone_by is None else min(self.gone_by, deadline)
 
-    def give_up(self) -> bool:
-        """Kill the shims when they are late. True: they have been killed, and are late once more."""
-        if self.gone_by is None or self._loop.time() < self.gone_by:
-            return False
-        if self._killed:
-            return True
-        self._killed = True
-        self.gone_by = self._loop.time() + STUCK_S
+    @property
+    def look_at(self) -> float | None:
+        """When :meth:`press` wants to be called."""
+        return self.gone_by if self._pressed_at is None else self._pressed_at + PRESS_INTERVAL_S
+
+    def press(self) -> None:
+        """Kill the shims that are late and do not say what they wait for: what they leave is swept."""
+        now = self._loop.time()
+        if self.look_at is None or now < self.look_at:
+            return
+        self._pressed_at = now
         for node in self.nodes:
-            node.kill()
-        return False
+            if not node.gone.is_set() and node.remains is None:
+                node.kill()
+
+    @property
+    def late_s(self) -> float:
+        """How long ago it should have been gone."""
+        return 0.0 if self.gone_by is None else max(0.0, self._loop.time() - self.gone_by)
 
     def abandon(self) -> None:
         """Leave what is not gone to itself."""
@@ -157,34 +176,3 @@ class Generation:
             except TimeoutError:
                 found[f"{record.group}/{record.replica}, node {record.node}"] = "its shim does not answer"
         return found
-
-
-async def until_clear(
-    old: Sequence[Belongings],
-    host: Host,
-    who: tuple[str, int, int],
-    say: Callable[[str], None],
-    pause: Callable[[float], Awaitable[bool]],
-) -> None:
-    """Wait for what the generation before had, as long as that may take, and say who holds it.
-
-    :param who: group, index and generation of the replica that waits. :param pause: as of :func:`wait_clear`.
-    """
-    group, index, generation = who
-
-    def told(held: Held, gave_up: bool = False) -> None:
-        say(f"waits for {held.what}, held by {held.holder}")
-        host.emit(
-            HeldUp(
-                group=group,
-                replica=index,
-                generation=generation,
-                what=held.what,
-                holder=held.holder,
-                gave_up=gave_up,
-            )
-        )
-
-    for held in await wait_clear(old, told, pause):
-        told(held, gave_up=True)
-    say("")

@@ -11,7 +11,7 @@ from replicas.core.lifecycle import Transition
 from replicas.core.roster import GroupShape
 from replicas.events import Event
 from replicas.supervisor.belongings import Belongings
-from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec
+from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, Remains
 from replicas.supervisor.state import StateDir
 
 __all__ = ["Host", "Overseer", "Readiness", "ShimHandle", "ShimStarter"]
@@ -105,10 +105,14 @@ class ShimHandle(Protocol):
     rendezvous: tuple[str, int] | None
     report: ExitReport | None
     gone: asyncio.Event
-    swept: bool
     belongings: Belongings
     losses: list[LogLoss]
     """Lines of its logs that were lost; whoever tells of them takes them out."""
+
+    @property
+    def remains(self) -> Remains | None:
+        """What SIGKILL has not ended yet."""
+        ...
 
     @property
     def last_stacks(self) -> Mapping[str, str]: ...

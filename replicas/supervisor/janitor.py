@@ -29,16 +29,15 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from replicas.control.socket_path import listens
-from replicas.supervisor import cgroups, orders
-from replicas.supervisor.processes import send_signal, signal_marked, start_time
+from replicas.supervisor import orders
+from replicas.supervisor.processes import send_signal, start_time
+from replicas.supervisor.sweeping import Sweep
 
 __all__ = ["SHIMS_S", "Watched", "clean_up", "main", "remove_socket"]
 
 SHIMS_S = 3.5
 """How long shims may take to end by themselves when the supervisor is gone (they need up to 3 s)."""
 _SWEEP_S = 5.0
-_QUIET_SCANS = 2
-_INTERVAL_S = 0.02
 
 
 class Watched:
@@ -117,24 +116,13 @@ def clean_up(watched: Sequence[Watched], run: Path | None, shims_s: float = SHIM
         left = [shim for shim in left if shim.pidfd is not None]
         if gone:
             swept = _sweep(gone) and swept
-    return (cgroups.sweep_cgroup(run) if run is not None else True) and swept
+    return (not Sweep((), groups=[run]).run(_SWEEP_S) if run is not None else True) and swept
 
 
 def _sweep(shims: list[Watched]) -> bool:
     """Kill what was started under these shims, until none of it is seen any more."""
-    deadline = time.monotonic() + _SWEEP_S
-    swept = True
-    for shim in shims:
-        if shim.cgroup is not None:
-            swept = cgroups.sweep_cgroup(shim.cgroup, _SWEEP_S) and swept
-    nonces = frozenset(shim.nonce for shim in shims)
-    quiet = 0
-    while quiet < _QUIET_SCANS:
-        if time.monotonic() > deadline:
-            return False
-        quiet = quiet + 1 if signal_marked(nonces, signal.SIGKILL) == 0 else 0
-        time.sleep(_INTERVAL_S)  # nothing tells of the end of a process that is not our child, without its pidfd
-    return swept
+    groups = [shim.cgroup for shim in shims if shim.cgroup is not None]
+    return not Sweep((shim.nonce for shim in shims), groups=groups).run(_SWEEP_S)
 
 
 def remove_socket(path: Path) -> None:

@@ -33,7 +33,15 @@ import msgspec
 from replicas import environ
 from replicas.events import How, LeftoverFound
 from replicas.supervisor import cgroups
-from replicas.supervisor.processes import MARK, descendants, parents, processes, signal_each, start_time
+from replicas.supervisor.processes import (
+    MARK,
+    command_line,
+    descendants,
+    parents,
+    processes,
+    signal_each,
+    start_time,
+)
 from replicas.supervisor.run_state import Saved, ShimRecord
 
 __all__ = ["find", "lock_holders", "sweep"]
@@ -153,7 +161,7 @@ def _described(candidates: Iterator[_Candidate], spared: set[int]) -> list[Lefto
         found[pid] = LeftoverFound(
             pid=pid,
             start_time=started,
-            command=_command(pid),
+            command=command_line(pid, 200),
             how=how,
             group=record.group if record is not None else "",
             replica=record.replica if record is not None else -1,
@@ -161,13 +169,6 @@ def _described(candidates: Iterator[_Candidate], spared: set[int]) -> list[Lefto
             swept=False,
         )
     return list(found.values())
-
-
-def _command(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()[:200]
-    except OSError:
-        return ""
 
 
 def _holds(pid: int, lock: os.stat_result) -> bool:

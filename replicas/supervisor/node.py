@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import errno
-import functools
 import logging
 import os
 import secrets
@@ -23,27 +22,19 @@ from replicas import environ
 from replicas.config import GroupConfig
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Belongings
-from replicas.supervisor.logpump import ALONE_S, is_pump
-from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec
-from replicas.supervisor.processes import (
-    MARK,
-    marked,
-    python_module,
-    send_signal,
-    signal_each,
-    signal_marked,
-    signal_name,
-    start_time,
-)
+from replicas.supervisor.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
+from replicas.supervisor.processes import MARK, command_line, python_module, send_signal, signal_name
+from replicas.supervisor.sweeping import UNSEEN, Sweep
 
-__all__ = ["Node", "rank_environment", "sweep"]
+__all__ = ["Node", "rank_environment"]
 
 log = logging.getLogger("replicas.supervisor")
 
-_QUIET_SCANS = 2
-_PUMP_ENDS_S = 0.5
 _PING_INTERVAL_S = 1.0
 _PAUSE_S = 1.0
+_SWEEP_S = 2.0
+"""How long one sweep may take before it is told what is left."""
+_MAX_SWEEP_INTERVAL_S = 1.0
 
 
 def rank_environment(
@@ -67,35 +58,6 @@ def rank_environment(
     return {"PYTHONFAULTHANDLER": "1", **base, **group.env, **shared, **identity}
 
 
-def sweep(nonce: str, timeout_s: float = 5.0, *, cgroup: str = "", known: Belongings | None = None) -> bool:
-    """SIGKILL every process that was started under the shim of this mark, until none is seen any more. Blocks.
-
-    Its log pump ends by itself when it has read what the others wrote, for which it has its time.
-
-    :param cgroup: path of the control group that they were started in.
-    :param known: what the shim said of them: those that wiped their environment are found by their start times.
-    :return: False when some were still there after ``timeout_s``.
-    """
-    deadline = time.monotonic() + timeout_s
-    quiet = 0
-    swept = not cgroup or cgroups.sweep_cgroup(Path(cgroup), timeout_s)
-    if cgroup:
-        cgroups.leave(Path(cgroup))
-    starts = dict(known.processes) if known is not None else {}
-    signal_each(starts, signal.SIGKILL, lambda pid: start_time(pid) == starts[pid])
-    spare_until = time.monotonic() + ALONE_S + _PUMP_ENDS_S
-    while quiet < _QUIET_SCANS:
-        now = time.monotonic()
-        if now > deadline:
-            return False
-        pumps = frozenset(pid for pid in marked(nonce) if is_pump(pid)) if now < spare_until else frozenset()
-        killed = signal_marked(nonce, signal.SIGKILL, but=pumps)
-        quiet = quiet + 1 if killed == 0 and not pumps else 0
-        if quiet < _QUIET_SCANS:
-            time.sleep(0.02)
-    return swept
-
-
 class Node:
     """One shim, from its start until nothing of its node is left. Use it in the event loop's thread only.
 
@@ -117,7 +79,7 @@ class Node:
         self.rendezvous: tuple[str, int] | None = None
         self.report: ExitReport | None = None
         self.gone = asyncio.Event()
-        self.swept = True
+        """Set when nothing of its node is left."""
         self.belongings = Belongings()
         """What its processes had when the shim last said so."""
         self.last_stacks: dict[str, str] = {}
@@ -128,6 +90,7 @@ class Node:
         self._changed = changed
         self._finishing = False
         self._sweeper: asyncio.Task[None] | None = None
+        self._remains: Remains | None = None
         self._asked_at: float | None = None
         self._answered_at = self._looked_at = time.monotonic()
         ours, theirs = orders.pair()
@@ -244,6 +207,12 @@ class Node:
         if not self._finishing:
             send_signal(self._pidfd, signal.SIGKILL)
 
+    @property
+    def remains(self) -> Remains | None:
+        """What SIGKILL has not ended yet; None: nothing, or it is not known: the shim is silent."""
+        heard = self._finishing or time.monotonic() - self._answered_at < REMAINS_INTERVAL_S + _PAUSE_S
+        return self._remains if heard else None
+
     def silent_s(self, now: float) -> float:
         """How long a ping has been unanswered; call it at least every second: it sends the pings.
 
@@ -264,6 +233,8 @@ class Node:
     def abandon(self) -> None:
         """Leave the shim to itself: it ends its node within some seconds. For a supervisor that is being torn down."""
         self._close_control()
+        if self._sweeper is not None:
+            self._sweeper.cancel()  # the janitor goes on
         if not self._finishing:
             self._finishing = True
             self._loop.remove_reader(self._pidfd)
@@ -302,6 +273,8 @@ class Node:
             self.report = ExitReport.of(message["report"])
         elif kind == "dropped":
             self.losses.append(LogLoss.of(message))
+        elif kind == "remains":
+            self._remains = Remains.of(message)
         elif kind == "belongings":
             self.belongings = Belongings.of(message)
             return
@@ -339,17 +312,30 @@ class Node:
         self._sweeper = self._loop.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        work = functools.partial(sweep, self.spec.nonce, cgroup=self.spec.cgroup, known=self.belongings)
-        try:
-            self.swept = await anyio.to_thread.run_sync(work)
-        except OSError as error:
-            log.error("what is left of %s/%s cannot be swept: %s", self.spec.group, self.spec.replica, error)
-            self.swept = False
+        """Kill what the shim has left, however long that takes, and say what is still there."""
+        groups = [Path(self.spec.cgroup)] if self.spec.cgroup else []
+        sweep = Sweep([self.spec.nonce], groups=groups, known=dict(self.belongings.processes))
+        began, interval_s = time.time(), 0.05
+        while True:
+            try:
+                left = await anyio.to_thread.run_sync(sweep.run, _SWEEP_S)
+            except OSError as error:  # such as: no descriptor is left to this process
+                log.error("what is left of %s/%s cannot be swept yet: %s", self.spec.group, self.spec.replica, error)
+                left = [UNSEEN]
+            if not left:
+                break
+            self._remains = Remains(since=began, processes=tuple((pid, command_line(pid)) for pid in left))
+            self._changed()
+            await asyncio.sleep(interval_s)
+            interval_s = min(2 * interval_s, _MAX_SWEEP_INTERVAL_S)
+        for group in groups:
+            cgroups.leave(group)
         self._all_gone()
 
     def _all_gone(self) -> None:
         if self.report is None:
             self.report = self._saved_report() or ExitReport("stopped")
+        self._remains = None
         self.gone.set()
         self._changed()
 

@@ -4,7 +4,8 @@ Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and p
 (with ``stacks``: after they have been saved), ``stacks``, ``ping``.
 Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of node 0), ``ended`` (an :class:`ExitReport`:
 the main process is gone), ``gone`` (no process is left), ``pong``, ``stacks`` (rank, pid and text of each),
-``belongings`` (what its processes have, :mod:`replicas.supervisor.belongings`), ``dropped`` (a :class:`LogLoss`).
+``belongings`` (what its processes have, :mod:`replicas.supervisor.belongings`), ``dropped`` (a :class:`LogLoss`),
+``remains`` (a :class:`Remains`).
 Between shim and launcher: ``start``, ``rendezvous`` and ``report``.
 
 Standard library only, and no dataclasses: they would take a fifth of the time in which a shim starts.
@@ -19,9 +20,24 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-__all__ = ["ExitReport", "LogLoss", "NodeSpec", "RankExit", "decode", "encode", "pair", "receive", "send"]
+__all__ = [
+    "REMAINS_INTERVAL_S",
+    "ExitReport",
+    "LogLoss",
+    "NodeSpec",
+    "RankExit",
+    "Remains",
+    "decode",
+    "encode",
+    "pair",
+    "receive",
+    "send",
+]
 
 MAX_NBYTES = 1 << 20
+REMAINS_INTERVAL_S = 1.0
+"""How often a shim says what SIGKILL has not ended yet, from the first second on."""
+_MAX_REMAINS = 16
 Message = dict[str, Any]
 
 
@@ -89,6 +105,24 @@ class LogLoss(NamedTuple):
 
     def message(self) -> Message:
         return {"type": "dropped", "count": self.lines, "where": self.where, "reason": self.reason}
+
+
+class Remains(NamedTuple):
+    """What SIGKILL has not ended yet.
+
+    :param since: when it was first sent, in seconds since 1970.
+    :param processes: pid and command line of each; pid 0: one that cannot be seen.
+    """
+
+    since: float
+    processes: tuple[tuple[int, str], ...]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Remains:
+        return cls(float(data["since"]), tuple((int(pid), str(command)) for pid, command in data["processes"]))
+
+    def message(self) -> Message:
+        return {"type": "remains", "since": self.since, "processes": self.processes[:_MAX_REMAINS]}
 
 
 class RankExit(NamedTuple):

@@ -22,10 +22,12 @@ __all__ = [
     "become_subreaper",
     "catches",
     "children",
+    "command_line",
     "descendants",
     "die_with_parent",
     "has_zombie",
     "is_below",
+    "is_resource_tracker",
     "is_stopped",
     "marked",
     "own_children",
@@ -144,6 +146,28 @@ def processes() -> Iterator[int]:
             yield int(entry.name)
 
 
+def command_line(pid: int, limit: int = 120) -> str:
+    """Its command line as one line of printable characters; of a process that has lost its memory (it is dying) the name in
+    brackets, as ``ps`` shows it; empty: it is gone.
+    """
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes() or b"[%b]" % Path(f"/proc/{pid}/comm").read_bytes().strip()
+    except OSError:
+        return ""
+    text = words.replace(b"\0", b" ").decode(errors="replace").strip()
+    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)[:limit]
+
+
+def is_resource_tracker(pid: int) -> bool:
+    """Whether it is the process that unlinks the named shared memory and semaphores of a Python program when that is dead
+    (of :mod:`multiprocessing.resource_tracker`): of use for who is ended last, never for who is ended.
+    """
+    try:
+        return b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    except OSError:
+        return False  # it is gone
+
+
 def descendants(root: int) -> list[int]:
     """Living processes below ``root``, at any depth, without zombies. A snapshot: it may be stale at once."""
     children: dict[int, list[tuple[int, str]]] = {}
@@ -227,12 +251,12 @@ def send_signal(pidfd: int, signum: int) -> bool:
     return True
 
 
-def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) -> int:
+def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) -> list[int]:
     """Signal each of these processes of which ``still`` says, with its pidfd open, that it is the one that is meant.
 
-    :return: how many were signalled.
+    :return: those that were signalled: not those that are gone, or have become another user's.
     """
-    count = 0
+    signalled = []
     for pid in pids:
         try:
             pidfd = os.pidfd_open(pid)
@@ -240,27 +264,27 @@ def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) 
             continue  # it ended meanwhile (a thread's id gives EINVAL)
         try:
             if still(pid) and send_signal(pidfd, signum):
-                count += 1
+                signalled.append(pid)
         finally:
             os.close(pidfd)
-    return count
+    return signalled
 
 
-def signal_descendants(root: int, signum: int, *, but: frozenset[int] = frozenset()) -> int:
+def signal_descendants(root: int, signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
     """Signal every living process below ``root`` but those in ``but``.
 
-    :return: how many were signalled; 0 means that none was left in this snapshot.
+    :return: those that were signalled; none: none was left in this snapshot.
     """
     pids = [pid for pid in descendants(root) if pid not in but]
     return signal_each(pids, signum, lambda pid: is_below(pid, root))
 
 
-def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> int:
+def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
     """Signal every living process below this one, which has but one thread, and those children that ``/proc`` hides.
 
     With ``hidepid`` a child that cannot be dumped is hidden (``ssh-agent``), but the kernel names it as a child.
 
-    :return: how many were signalled.
+    :return: those that were signalled.
     """
     pids = dict.fromkeys((*descendants(os.getpid()), *own_children()))
     chosen = [pid for pid in pids if pid not in but]
@@ -274,7 +298,7 @@ def marked(nonces: str | Iterable[str]) -> list[int]:
     return [pid for pid in processes() if pid != me and _has_mark(pid, entries) and start_time(pid) is not None]
 
 
-def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[int] = frozenset()) -> int:
-    """Signal every process that was started under the shim with this nonce, or one of these; returns how many."""
+def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
+    """Signal every process that was started under the shim with this nonce, or one of these; returns those."""
     entries = _entries(nonces)
     return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: _has_mark(pid, entries))

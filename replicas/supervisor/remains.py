@@ -19,7 +19,7 @@ import anyio
 import anyio.to_thread
 
 from replicas.supervisor.belongings import Belongings, Listener, listeners, shared_files, unix_sockets
-from replicas.supervisor.processes import start_time
+from replicas.supervisor.processes import command_line, start_time
 from replicas.supervisor.smi import gpu_processes
 
 __all__ = ["CLEAR_S", "Held", "held", "wait_clear"]
@@ -181,8 +181,4 @@ def _refers(entry: os.DirEntry[str], target: str) -> bool:
 
 
 def _name(pid: int) -> str:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
-        words = ""
-    return f"process {pid} ({words[:120] or 'gone'})"
+    return f"process {pid} ({command_line(pid) or 'gone'})"

@@ -10,8 +10,8 @@ waits in ``backoff``, and rests in ``finished`` or ``failed`` until someone asks
 A generation is one shim for each node (:mod:`replicas.supervisor.node`). It ends in this order: a *cause* (a main process
 ended, a timeout, a request) → if somebody asked for it, the replica is *draining*: it finishes its sync, within
 ``drain_timeout`` → every node is told to stop → every main process is gone, and the coordinator is told that the members are
-lost → every process is gone → the lifecycle takes its end event. The next generation starts only after that; what does not
-die of SIGKILL within ``STUCK_S`` fails the replica.
+lost → every process is gone → the lifecycle takes its end event. The next generation starts only after that, however long it
+takes: a process that does not die of SIGKILL is named, and killed again and again. Only the end of the run leaves it behind.
 
 Everything here runs on the event loop; requests (:meth:`stop`, :meth:`halt`, :meth:`restart`, :meth:`check`) change the state
 at once and never wait. The clock is the loop's.
@@ -29,8 +29,9 @@ from replicas.core.restarts import Restarts, Verdict
 from replicas.events import StacksSaved
 from replicas.status import ReplicaState, ReplicaStatus
 from replicas.supervisor.causes import Cause, dropped, exited, verdict
-from replicas.supervisor.generation import Generation, until_clear
+from replicas.supervisor.generation import STUCK_S, Generation
 from replicas.supervisor.health import Health
+from replicas.supervisor.hold_ups import HoldUps
 from replicas.supervisor.host import Host, Readiness, ShimStarter
 from replicas.supervisor.node import Node
 from replicas.supervisor.orders import ExitReport
@@ -87,7 +88,8 @@ class Replica:
         self._busy_with = ""
         self._resume_at = 0.0
         self._waits_for = ""
-        self._held_up = ""
+        self._hold_ups = HoldUps(host, (group.name, index, generation))
+        self._run_over = False
 
     def _now(self) -> float:
         return self._loop.time()
@@ -114,8 +116,8 @@ class Replica:
 
     @property
     def stuck(self) -> bool:
-        """Whether processes of its last generation do not go away: what they have is not free."""
-        return self.life.settled and self._generation.stuck
+        """Whether processes of its last generation were left behind: what they have is not free."""
+        return self.life.settled and not self._generation.gone
 
     @property
     def leaving(self) -> bool:
@@ -134,11 +136,13 @@ class Replica:
 
     # ------------------------------------------------------------ requests
 
-    def stop(self, hurry_s: float | None = None) -> None:
+    def stop(self, hurry_s: float | None = None, *, run_over: bool = False) -> None:
         """Ask for its end, for good.
 
         :param hurry_s: do not let it finish anything: SIGTERM now, SIGKILL after so long. A later call can only hurry.
+        :param run_over: with the whole run: what does not die in time is left behind.
         """
+        self._run_over |= run_over
         self._end_on_request("leave", hurry_s)
 
     def halt(self, hurry_s: float | None = None) -> None:
@@ -360,8 +364,8 @@ class Replica:
         self.last_exit = ""
         old = self._generation.belongings
         generation = self._generation = Generation(self._host, self._start_shim, self.poke)
-        who = (self.group.name, self.index, self.life.generation)
-        await until_clear(old, self._host, who, self._say_held_up, self._pause)
+        self._hold_ups = HoldUps(self._host, (self.group.name, self.index, self.life.generation))
+        await self._hold_ups.until_clear(old, self._pause)
         turn = await self._starts.turn()
         self.life.launched(self._now())
         try:
@@ -371,13 +375,14 @@ class Replica:
                 except OSError as error:
                     self._cause = Cause("lost", f"a shim cannot be started: {error}")
                     self._host.fell(self.group.name, self.index, self._cause.text)
-            while not generation.gone:
-                await self._poked(generation.gone_by)
+            while not generation.gone and not (self._run_over and generation.late_s >= STUCK_S):
+                await self._poked(generation.look_at)
                 self._follow()
                 if generation.started or generation.reports:
                     turn.over()
-                if generation.give_up():
-                    break
+                generation.press()
+                if self._hold_ups.remain(generation.remains):
+                    self._apply(Event.HELD_UP, reason=self._with_hold_ups())
         finally:
             turn.over()
         self._follow()
@@ -388,8 +393,10 @@ class Replica:
         """Whether nothing has come in between."""
         return self._cause is None and not self._ending
 
-    def _say_held_up(self, text: str) -> None:
-        self._held_up = text
+    def _with_hold_ups(self, reason: str = "") -> str:
+        """Why it ends, and what holds that up."""
+        reason = reason or (self._cause.text if self._cause else "stop requested" if self._ending else "")
+        return "; ".join(filter(None, (reason, self._hold_ups.text)))
 
     async def _pause(self, seconds: float) -> bool:
         await self._poked(self._now() + seconds)
@@ -433,8 +440,9 @@ class Replica:
         self._drain_by = None
         cause, generation = self._cause, self._generation
         generation.abandon()
-        if generation.stuck:
-            self._apply(Event.GIVE_UP, reason="processes of it survive SIGKILL")
+        if not generation.gone:
+            self._hold_ups.remain(generation.remains, gave_up=True)
+            self._apply(Event.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
         elif self._ending:
             generation.records = []
             self._apply(Event.STOPPED, reason=self.last_exit)
@@ -478,8 +486,8 @@ class Replica:
         reason = view.reason if running and view is not None else life.reason
         if life.state == "pending" and self._waits_for:
             reason = f"waits for {self._waits_for}"
-        elif self._held_up and running:
-            reason = self._held_up
+        elif self._hold_ups.text and life.alive:
+            reason = self._with_hold_ups()
         elif self._busy_with:
             reason = f"{reason}; {self._busy_with}"
         return ReplicaStatus(

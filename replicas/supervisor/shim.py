@@ -15,8 +15,10 @@ into a session of its own stays below it. One thread, one loop over a selector, 
   tell, and is killed.
 * *stopping*: where the ranks are said to be stuck, their stacks are saved first (:mod:`replicas.supervisor.dumps`). Then
   SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
-* *sweeping*: the exit report is out; SIGTERM to what is left, SIGKILL ``SWEEP_GRACE_S`` later, again and again until
-  this process has no child, and the control group is empty. Then ``gone`` is sent and the shim ends.
+* *sweeping*: the exit report is out; SIGTERM to what is left. The whole tree has the time that was given to the main
+  process when its end was asked for, else ``SWEEP_GRACE_S``; then SIGKILL, again and again until this process has no child,
+  and the control group is empty. What takes long to die of it is named (``remains``). Python's resource trackers are killed
+  last, as they unlink what the others have left in /dev/shm. Then ``gone`` is sent and the shim ends.
 
 What the processes write goes through pipes to the log pump, a child of the shim that outlives all others
 (:mod:`replicas.supervisor.logpump`). The exit report waits until it has read all that the main process wrote, for the last
@@ -55,17 +57,18 @@ from replicas.supervisor.endings import exit_report
 from replicas.supervisor.keeper import ForkserverKeeper
 from replicas.supervisor.logkeeper import LogKeeper
 from replicas.supervisor.notes import note
-from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec
-from replicas.supervisor.processes import Child, become_subreaper, descendants, own_children, signal_own
+from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, Remains
+from replicas.supervisor.processes import Child, become_subreaper, command_line, descendants, own_children, signal_own
 from replicas.supervisor.starting import Starter
 from replicas.supervisor.stopped import StoppedWatch
+from replicas.supervisor.sweeping import Grace, kill_group
 
 __all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main"]
 
 ORPHAN_GRACE_S = 2.0
 """From SIGTERM to SIGKILL when the supervisor is gone."""
 SWEEP_GRACE_S = 1.0
-"""From SIGTERM to SIGKILL for what a replica left behind."""
+"""From SIGTERM to SIGKILL for what a replica left behind whose end nobody had asked for."""
 _SWEEP_INTERVAL_S = 0.05
 
 
@@ -98,6 +101,9 @@ class Shim:
         self._sweeping = False
         self._childless = False
         self._kill_at: float | None = None
+        self._grace = Grace()
+        self._killing_since = 0.0
+        self._tell_remains_at = 0.0
         self._wake = _wakeup_fd()
         self._selector.register(control, selectors.EVENT_READ, self._on_control)
         self._selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
@@ -343,8 +349,8 @@ class Shim:
         if self._forkserver is not None:
             self._forkserver.kill()
         signal_own(signal.SIGTERM, but=self._pump())
-        deadline = time.monotonic() + SWEEP_GRACE_S
-        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + SWEEP_GRACE_S
 
     def _on_time(self, now: float) -> None:
         if self._forkserver is not None:
@@ -366,10 +372,21 @@ class Shim:
             if self._stacks is not None and self._stacks.last_words():
                 self._kill_at = now + LAST_WORDS_S
                 return
-            if self._cgroup is not None:
-                cgroups.kill(self._cgroup)
-            signal_own(signal.SIGKILL, but=self._pump())
+            self._kill(now)
             self._kill_at = now + _SWEEP_INTERVAL_S
+
+    def _kill(self, now: float) -> None:
+        """SIGKILL for all that is there, and a word about what it does not end."""
+        spared = self._pump() | self._grace.spared(self._own(), now)
+        if self._cgroup is not None:
+            kill_group(self._cgroup, cgroups.members(self._cgroup), spared)
+        left = signal_own(signal.SIGKILL, but=spared)
+        if not self._killing_since:
+            self._killing_since, self._tell_remains_at = time.time(), now + orders.REMAINS_INTERVAL_S
+        elif now >= self._tell_remains_at:
+            self._tell_remains_at = now + orders.REMAINS_INTERVAL_S
+            processes = tuple((pid, command_line(pid)) for pid in left)
+            self._tell(Remains(since=self._killing_since, processes=processes).message())
 
     def _empty(self) -> bool:
         """Whether nothing runs for the replica any more, and nothing will."""

@@ -24,6 +24,10 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
             return f"{name}: starting{again}"
         case Event.READY if transition.start_s is not None:
             return f"{name}: ready after {transition.start_s:.1f} s{again}"
+        case Event.READY:
+            return f"{name}: ready again{again}"
+        case Event.HELD_UP:
+            return f"{name}: {reason}"
         case Event.RETRY:
             when = f"in {resume_in_s:.1f} s" if resume_in_s else "now"
             return f"{name}: {reason}; starting again {when}; logs: {_folder(transition, logs)}"
@@ -33,7 +37,7 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
             return f"{name}: {transition.event.value}"
         case Event.UNREADY:
             return f"{name}: not ready{': ' if reason else ''}{reason}"
-        case Event.STOP | Event.READY | Event.RESTART | Event.RESET:
+        case Event.STOP | Event.RESTART | Event.RESET:
             return ""
         case _:
             return f"{name}: {reason}; stopping it"

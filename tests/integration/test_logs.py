@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from replicas.supervisor.node import sweep
 from replicas.supervisor.orders import LogLoss
 from replicas.supervisor.processes import MARK
+from replicas.supervisor.sweeping import Sweep
 from tests.support.disks import fill, small_disk
 from tests.support.programs import group
 from tests.support.runs import alive, eventually, running
@@ -163,10 +163,10 @@ def test_the_last_lines_of_a_shim_that_was_killed_are_in_the_log(tmp_path: Path)
         kill(one.popen.pid, signal.SIGKILL)
         one.popen.wait(30)
         with ThreadPoolExecutor() as threads:
-            swept = threads.submit(sweep, nonce)
+            swept = threads.submit(Sweep([nonce]).run, 20.0)
             eventually(lambda: not alive(left), "the end of what the shim left behind")
             kill(pump, signal.SIGCONT)
-            assert swept.result(30)
+            assert swept.result(30) == []
         assert not alive(pump)
         assert one.log().split() == [b"%d" % number for number in range(1, 5001)]
 

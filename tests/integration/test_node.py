@@ -45,7 +45,7 @@ def spec(tmp_path: Path, env: dict[str, str] | None = None) -> NodeSpec:
 async def end(node: Node) -> None:
     node.kill()
     await asyncio.wait_for(node.gone.wait(), 30)
-    assert node.swept
+    assert node.remains is None
 
 
 @pytest.mark.anyio

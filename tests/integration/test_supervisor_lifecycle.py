@@ -59,7 +59,7 @@ def daemons(path: Path) -> list[int]:
 
 
 def test_sigterm_drains_and_nothing_is_left(tmp_path: Path) -> None:
-    text = group("a", DAEMONIZES) + group("b", IGNORES, 'stop_timeout = "1s"')
+    text = group("a", DAEMONIZES, 'stop_timeout = "1s"') + group("b", IGNORES, 'stop_timeout = "1s"')
     with running(tmp_path, text) as run:
         pids = daemons(run.log("a/0"))
         eventually(lambda: run.log("b/0").exists() and run.log("b/0").read_text(), "b/0")

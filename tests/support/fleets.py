@@ -20,7 +20,7 @@ from replicas.coordinator import GroupShape, Readiness
 from replicas.events import Event, Transition
 from replicas.supervisor.belongings import Belongings
 from replicas.supervisor.fleet import Fleet
-from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, RankExit
+from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.supervisor.resources import Resources
 from replicas.supervisor.run_state import SavedGroup
 from replicas.supervisor.state import StateDir
@@ -32,13 +32,14 @@ __all__ = ["DIES", "DONE", "Life", "Yard", "config_of", "fleet", "group_of"]
 class Life:
     """One generation. ``ends_s``: after its start; None: when it is told to. ``code``: what its rank exits with.
 
-    ``stop_s``: from SIGTERM to its end; None: it ignores SIGTERM.
+    ``stop_s``: from SIGTERM to its end; None: it ignores SIGTERM. ``dies_s``: from its end to that of its last process.
     """
 
     start_s: float = 0.1
     ends_s: float | None = None
     code: int = 0
     stop_s: float | None = 0.1
+    dies_s: float = 0.0
 
 
 DIES = Life(ends_s=0.2, code=1)
@@ -58,7 +59,7 @@ class SimShim:
         self.rendezvous: tuple[str, int] | None = None
         self.report: ExitReport | None = None
         self.gone = asyncio.Event()
-        self.swept = True
+        self.remains: Remains | None = None
         self.belongings = Belongings()
         self.losses: list[LogLoss] = []
         self.told: list[tuple[float, float]] = []
@@ -81,8 +82,17 @@ class SimShim:
     def end(self, report: ExitReport) -> None:
         if self.report is None:
             self.report = report
-            self.gone.set()
-            self._changed()
+            if self.life.dies_s:
+                self.remains = Remains(0.0, ((7, "python slow.py"),))
+                self._loop.call_later(self.life.dies_s, self._gone)
+                self._changed()
+            else:
+                self._gone()
+
+    def _gone(self) -> None:
+        self.remains = None
+        self.gone.set()
+        self._changed()
 
     async def stacks(self) -> Mapping[str, str]:
         return {}

@@ -12,7 +12,7 @@ import pytest
 
 from replicas import errors
 from replicas.config import ResourcesConfig
-from replicas.events import Drained, Draining, FailedReset, RestartAsked, Scaled, Transition
+from replicas.events import Drained, Draining, FailedReset, HeldUp, RestartAsked, Scaled, Transition
 from replicas.supervisor.causes import Cause
 from replicas.supervisor.machine import Machine
 from tests.support.fleets import DIES, DONE, Life, fleet, group_of
@@ -438,13 +438,58 @@ async def test_a_roll_passes_over_those_that_are_scaled_away() -> None:
         assert len(yard.shims["a/2"]) == 1
 
 
+# ---------------------------------------------------------------- what takes long to die
+
+
+SLOW = Life(ends_s=5.0, code=1, dies_s=200.0)
+
+
+@history
+async def test_a_process_that_takes_long_to_die_is_waited_for_and_ends_nothing_else() -> None:
+    groups = (group_of("trainer"), group_of("rollout", replicas=2, restart={"max_restarts": 1}))
+    async with fleet(*groups, lives={"rollout/0": [SLOW, Life()]}) as (made, yard):
+        await asyncio.sleep(150)
+        assert yard.states() == {"trainer/0": "ready", "rollout/0": "draining", "rollout/1": "ready"}
+        assert not made.over.is_set()
+        reason = made.groups["rollout"].status(0.0).replicas[0].reason
+        assert reason.startswith("rank 0 exited with code 1; held up by process 7 (python slow.py): not dead ")
+        (held,) = [one for _, one in yard.events if isinstance(one, HeldUp)]
+        assert (held.group, held.replica, held.generation, held.pid) == ("rollout", 0, 1, 7)
+        await asyncio.sleep(100)
+        assert set(yard.states().values()) == {"ready"}
+        assert made.groups["rollout"].restarts_by_reason() == {"exit": 1}
+        assert [len(yard.shims[name]) for name in ("trainer/0", "rollout/0", "rollout/1")] == [1, 2, 1]
+
+
+@history
+async def test_one_that_is_done_is_done_when_its_last_process_is_gone() -> None:
+    async with fleet(group_of("a"), lives={"a": [Life(ends_s=1.0, dies_s=50.0)]}) as (made, yard):
+        await asyncio.sleep(40)
+        assert (yard.states(), made.over.is_set()) == ({"a/0": "draining"}, False)
+        await asyncio.wait_for(made.over.wait(), 20)
+        assert (yard.states(), made.exit_code) == ({"a/0": "finished"}, 0)
+
+
+@history
+async def test_the_end_of_the_run_leaves_behind_what_does_not_die() -> None:
+    async with fleet(group_of("a"), lives={"a": [Life(dies_s=1e6)]}) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        await asyncio.wait_for(made.drain(), 40)
+        assert yard.states() == {"a/0": "failed"}
+        assert "left behind at the end of the run; held up by process 7" in made.all()[0].life.reason
+        told = [one for _, one in yard.events if isinstance(one, HeldUp)]
+        assert [one.gave_up for one in told] == [False, True]
+
+
 @history
 async def test_gpus_of_processes_that_do_not_go_away_are_not_free() -> None:
     group = group_of("a", replicas=2, resources=ResourcesConfig(gpus=1), stop_timeout_s=1.0)
-    async with fleet(group) as (made, yard):
+    async with fleet(group, lives={"a/1": [Life(dies_s=50.0)]}) as (made, yard):
         yard.resources.plan(made.config, Machine(gpus=("0", "1")))
         await made.wait_ready(made.groups.values())
-        yard.shims["a/1"][0].swept = False
-        await made.drain("a")
-        assert yard.states() == {"a/0": "finished", "a/1": "failed"}
+        drain = asyncio.create_task(made.drain("a"))
+        await asyncio.sleep(40)
+        assert yard.states() == {"a/0": "finished", "a/1": "draining"}
         assert (yard.resources.held("a", 0), yard.resources.held("a", 1)) == ((), ("1",))
+        await drain
+        assert yard.resources.held("a", 1) == ()

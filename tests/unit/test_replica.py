@@ -15,9 +15,9 @@ from replicas.config import GroupConfig, HealthConfig, LogsConfig, RestartConfig
 from replicas.coordinator import GroupShape, Readiness
 from replicas.core.lifecycle import Transition
 from replicas.core.restarts import Restarts
-from replicas.events import Event, ReplicaExited
+from replicas.events import Event, HeldUp, ReplicaExited
 from replicas.supervisor.belongings import Belongings
-from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, RankExit
+from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
 from replicas.supervisor.replica import Replica
 from replicas.supervisor.state import StateDir
 
@@ -39,7 +39,7 @@ class FakeShim:
         self.rendezvous: tuple[str, int] | None = None
         self.report: ExitReport | None = None
         self.gone = asyncio.Event()
-        self.swept = True
+        self.remains: Remains | None = None
         self.told: list[object] = []
         self.silence_s = 0.0
         self.cgroup = ""
@@ -56,6 +56,9 @@ class FakeShim:
         self.report = report
         if gone:
             self.gone.set()
+        self._changed()
+
+    def poke(self) -> None:
         self._changed()
 
     def meet(self, host: str, port: int) -> None:
@@ -92,6 +95,7 @@ class FakeWorld:
         self.at_work = ""
         self.fallen: list[str] = []
         self.exits: list[ReplicaExited] = []
+        self.held_up: list[HeldUp] = []
         self._channel = on_channel
 
     @property
@@ -136,6 +140,8 @@ class FakeWorld:
     def emit(self, event: Event) -> None:
         if isinstance(event, ReplicaExited):
             self.exits.append(event)
+        if isinstance(event, HeldUp):
+            self.held_up.append(event)
 
     def set_group(self, group: str, shape: GroupShape) -> None: ...
 
@@ -182,6 +188,14 @@ async def living(
 
 def state(replica: Replica) -> str:
     return replica.life.state
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(30):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.005)
 
 
 async def settle() -> None:
@@ -306,16 +320,53 @@ async def test_a_shim_that_does_not_answer_is_killed_and_its_replica_replaced(tm
 
 
 @pytest.mark.anyio
-async def test_a_shim_that_does_not_end_is_killed_and_then_given_up(
+async def test_a_shim_that_does_not_end_is_killed_until_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("replicas.supervisor.generation.STUCK_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.generation.PRESS_INTERVAL_S", 0.05)
     async with living(tmp_path, stop_timeout_s=0.0) as (replica, world):
-        world.shims[0].started()
+        shim = world.shims[0]
+        shim.started()
         replica.restart()
-        await asyncio.wait_for(world.failed.wait(), 30)
-        assert world.shims[0].told == [0.0, "kill", "abandon"]
-        assert replica.life.reason == "processes of it survive SIGKILL"
+        await until(lambda: shim.told.count("kill") > 3)
+        assert shim.told[0] == 0.0
+        assert (state(replica), len(world.shims)) == ("draining", 1)
+        shim.ended(ExitReport("lost", text="the shim was killed"))
+        await until(lambda: len(world.shims) == 2)
+        assert replica.life.restarts == {"requested": 1}
+
+
+@pytest.mark.anyio
+async def test_a_process_that_takes_long_to_die_is_named_and_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("replicas.supervisor.generation.STUCK_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.generation.PRESS_INTERVAL_S", 0.05)
+    async with living(tmp_path) as (replica, world):
+        shim = world.shims[0]
+        shim.started()
+        replica.check(time.monotonic())
+        shim.remains = Remains(time.time() - 60.0, ((7, "python serve.py"),))
+        shim.ended(ExitReport("lost", text="the shim was killed"), gone=False)
+        await until(lambda: state(replica) == "draining")
+        text = "the shim was killed; held up by process 7 (python serve.py): not dead 60 s after SIGKILL"
+        assert replica.life.reason == text
+        shim.remains = Remains(shim.remains.since - 10.0, ((7, "python serve.py"), (8, "")))
+        shim.poke()
+        await until(lambda: len(world.held_up) == 2)
+        assert [(one.pid, one.holder) for one in world.held_up] == [
+            (7, "process 7 (python serve.py)"),
+            (8, "process 8 (dying)"),
+        ]
+        assert replica.status(0.0).reason.endswith("process 8 (dying): not dead 70 s after SIGKILL")
+        await asyncio.sleep(0.2)  # several times the limits above
+        assert "kill" not in shim.told, "it does what can be done"
+        assert (state(replica), len(world.shims)) == ("draining", 1)
+        shim.gone.set()
+        shim.poke()
+        await until(lambda: len(world.shims) == 2)
+        assert replica.life.restarts == {"lost": 1}
 
 
 @pytest.mark.anyio
