@@ -7,9 +7,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet --constr
 # run alone.
 SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
 
-# Those that import torch, which takes seconds, beside all others.
-UNIT_TESTS = $(BIN)/python -m pytest -q tests/unit --ignore tests/unit/ranks & others=$$!; \
-	$(BIN)/python -m pytest -q tests/unit/ranks; ranks=$$?; wait $$others && exit $$ranks
+PYTEST = $(BIN)/python -m pytest -q
+UNIT_TESTS = $(PYTEST) --numprocesses 2 --dist worksteal tests/unit
+# The slice of the integration tests that `make test` runs: each process and each way of the bytes, and a kill of each.
+SLICE := channel channel_operations control_socket coordinator end_to_end hosts mapping operation_faults partial \
+	sidecar sidecar_routes supervisor_kills supervisor_lifecycle supervisor_torchrun
 
 # With the peers' environment, which sees .venv too, the benchmarks have all that they compare with.
 BENCH_PYTHON = $(or $(wildcard $(VENV)/peers/bin/python),$(BIN)/python)
@@ -31,7 +33,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test unit integration properties chaos chaos-tree gpu gpu-wheels check format bench bench-peers diagrams clean
+.PHONY: help demo test test-all unit integration properties chaos chaos-tree gpu gpu-wheels check format bench bench-peers diagrams clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -57,27 +59,32 @@ $(VENV)/.dev: pyproject.toml constraints.txt hatch_build.py replicas/weights/str
 demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas, one of them killed on the way
 	@$(BIN)/python examples/grpo/demo.py $(ARGS)
 
-test: $(VENV)/.dev ## run all tests
+test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and a minute of chaos: some 5 minutes
 	@$(UNIT_TESTS)
-	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration tests/gpu
-	@$(BIN)/python -m pytest -q tests/chaos
+	@$(PYTEST) $(SIDE_BY_SIDE) $(SLICE:%=tests/integration/test_%.py)
+	@CHAOS_WORLD=exec CHAOS_SECONDS=15 $(PYTEST) tests/chaos/test_chaos.py tests/chaos/test_supervisor.py
+
+test-all: $(VENV)/.dev ## run all tests: some 20 minutes
+	@$(UNIT_TESTS)
+	@$(PYTEST) $(SIDE_BY_SIDE) tests/integration tests/gpu
+	@$(PYTEST) tests/chaos
 
 unit: $(VENV)/.dev ## run the fast tests only
 	@$(UNIT_TESTS)
 
 integration: $(VENV)/.dev
-	@$(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration
+	@$(PYTEST) $(SIDE_BY_SIDE) tests/integration
 
 properties: $(VENV)/.dev ## look for histories that break an invariant of the core: make properties TIMES=20 SEED=3
 	@PROPERTY_TIMES=$(or $(TIMES),5) PROPERTY_SEED=$(or $(SEED),1) \
-	  $(BIN)/python -m pytest -q $(SIDE_BY_SIDE) tests/integration/test_properties.py
+	  $(PYTEST) $(SIDE_BY_SIDE) tests/integration/test_properties.py
 
 chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=500 SEED=3
-	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(BIN)/python -m pytest -q -s --timeout 0 tests/chaos/test_chaos.py
+	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(PYTEST) -s --timeout 0 tests/chaos/test_chaos.py
 
 chaos-tree: $(VENV)/.dev ## the same for the supervisor alone: make chaos-tree ROUNDS=300 SEED=3
 	@CHAOS_ROUNDS=$(or $(ROUNDS),100) CHAOS_SEED=$(or $(SEED),1) CHAOS_AT_ONCE=$(or $(AT_ONCE),3) \
-	  $(BIN)/python -m pytest -q -s --timeout 0 tests/chaos/test_supervisor.py
+	  $(PYTEST) -s --timeout 0 tests/chaos/test_supervisor.py
 
 gpu: ## on a machine with one GPU, without network: run its tests and its benchmark (tests/gpu/README.md)
 	@$(GPU_PYTHON) tests/gpu/prepare.py --site $(GPU_SITE) --wheels $(GPU_WHEELS)

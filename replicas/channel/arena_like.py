@@ -18,13 +18,14 @@ __all__ = ["arena_like"]
 def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, deadline_s: float) -> WritableSlot:
     """See :meth:`replicas.Channel.arena_like`. On the caller's thread."""
     mode: Mode = "parts" if hub.settings.source_ranks == "all" else "image"
+    feed = Feed(weights, dtype=dtype, mode=mode)
     if mode == "image" and not hub.leader:
         raise hub.error(
             errors.UsageError,
             "arena_like: only the leader of this source carries bytes",
             hint='call it on rank 0 alone, or set ranks = "all" for the source',
         )
-    manifest = Feed(weights, dtype=dtype, mode=mode).plan()
+    manifest = feed.plan()
     if manifest is None:
         raise hub.error(
             errors.UsageError,

@@ -32,6 +32,7 @@ from replicas.channel.watches import Watches
 from replicas.core.identity import Member
 from replicas.messages import Hello
 from replicas.messages.bounds import VERSION_MAX, shown
+from replicas.weights.packing import Feed
 from replicas.weights.tensors import overlaps_itself
 from replicas.weights.writable import WritableSlot
 
@@ -126,7 +127,7 @@ class Channel(Collectives):
 
         Call it on every rank of a source replica, in the same order (with ``ranks = "leader"`` the leader alone suffices,
         unless gathering the weights needs the others). The weights are walked once, in order, on this thread and stream,
-        and to their end even after a failure of ours; then every rank raises the same error.
+        and to their end even after a failure or a refusal of ours; then every rank raises the same error.
 
         A publish that is under way goes on when the coordinator is started again. One that has no verdict by its deadline
         ends with OutcomeUnknown, and its Pending tells what became of it as soon as that is known: wait for it again.
@@ -152,13 +153,34 @@ class Channel(Collectives):
         :raises replicas.errors.Busy: no slot became free in time.
         :raises replicas.errors.ReplicasError: an earlier publish or operation failed, and nobody had waited for it.
         """
-        self._check_source("publish", dtype)
+        self._check_role("publish")
+        feed = Feed(weights, mode=self._publisher.mode)
+        try:
+            feed.cast_to(dtype)
+            job = self._publish_job(version, meta, new_manifest, deadline, hold=hold)
+        except (
+            Exception
+        ):  # whatever is wrong with the call: the gathers that are made by walking have other ranks in them
+            feed.drain()
+            raise
+        return self._publisher.publish(feed, job)
+
+    def _publish_job(
+        self,
+        version: int | None,
+        meta: Mapping[str, Any] | None,
+        new_manifest: bool,
+        deadline: float | None,
+        *,
+        hold: bool,
+    ) -> PublishJob:
+        """What is asked for, checked."""
+        self._check_open()
         number = None if version is None else arguments.integer("publish: version", version, least=1, most=VERSION_MAX)
         said = arguments.meta("publish: meta", meta)
         renewed = arguments.flag("publish: new_manifest", new_manifest)
         held = arguments.flag("publish: hold", hold)
-        job = PublishJob(number, self._deadline_s(deadline), said, renewed, self.name, hold=held)
-        return self._publisher.publish(weights, job, dtype)
+        return PublishJob(number, self._deadline_s(deadline), said, renewed, self.name, hold=held)
 
     def fence(self, stream: torch.Stream | None = None) -> None:
         """From now on ``stream`` (default: the current one of this thread) waits for the copies of all publishes.
@@ -189,20 +211,26 @@ class Channel(Collectives):
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
         :raises replicas.errors.Busy: no slot became free in time.
         """
-        self._check_source("arena_like", dtype)
+        self._check_role("arena_like")
+        self._check_open()
+        self._check_dtype("arena_like", dtype)
         return arena_like(self._hub, weights, dtype, self._deadline_s(deadline))
 
-    def _check_source(self, what: str, dtype: torch.dtype | None) -> None:
-        self._check_open()
+    def _check_role(self, what: str) -> None:
+        self._check_process()
         if self.role not in ("source", "both"):
             raise self._usage(f"{what}: this rank is a {self.role} of the channel", "publish from a source group")
+
+    def _check_dtype(self, what: str, dtype: object) -> None:
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise self._usage(f"{what}: dtype must be a torch.dtype, not {shown(dtype)}", "pass e.g. torch.bfloat16")
 
     def receive(self, *, deadline: float | None = None) -> Pending[Update]:
         """The newest committed version, newer than the one loaded here, and the same for all ranks of this replica.
 
-        A second call before the update was taken returns the same Pending.
+        A second call before the update was taken returns the same Pending. It may be called ahead of time: as long as
+        nobody has waited for the update, it is replaced by each newer version (``done()`` is False for a moment then). One
+        that was handed out keeps its memory from being used again until it has ended, and with it a publish may wait.
 
         :param deadline: seconds; None (the default): wait for the next commit as long as it takes.
         :raises replicas.errors.UsageError: the last update is still open, or this rank is no target.
@@ -343,11 +371,14 @@ class Channel(Collectives):
             return self._hub.settings.deadline_s
         return arguments.seconds("deadline", deadline)
 
-    def _check_open(self) -> None:
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise self._usage(
                 "this process was forked from the one that joined", "join in the process that uses the channel"
             )
+
+    def _check_open(self) -> None:
+        self._check_process()
         if self._closed:
             raise self._usage("the channel is closed", "join again")
         if self._hub.over is not None:

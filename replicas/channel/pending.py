@@ -13,6 +13,9 @@ the value stays there for the next one who asks.
 it: by a value or another error (:meth:`Pending._settle`), or by work that makes the value (:meth:`Pending._settle_by`).
 Such work writes into the caller's tensors, so it runs on the thread of the first one that waits again, and never by itself.
 
+**Taking back.** A value that nobody has looked at may be taken back for a newer one (:meth:`Pending._take_back`), and is
+pending again until then. To look is to be handed the outcome; it is decided under the lock which of the two came first.
+
 ``_observed`` becomes True when an outcome has been handed to a caller. A publish or a collective that failed and was
 never observed is raised at the next publish or at close, so that no failure is lost by fire-and-forget.
 """
@@ -148,6 +151,7 @@ class Pending(Generic[T]):
         with self._condition:
             if not self._condition.wait_for(lambda: self._done, timeout_s):
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
+            self._observed = True
         return self._outcome()
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -155,7 +159,7 @@ class Pending(Generic[T]):
 
     async def _wait_async(self) -> T:
         self._check_process()
-        if not self._done:
+        while not self._look():
             event, waker = _event_of_this_library()
             self._add_waker(waker)
             try:
@@ -180,6 +184,20 @@ class Pending(Generic[T]):
     def _fail(self, error: BaseException) -> bool:
         """Fail; False when it had already ended."""
         return self._end(None, error)
+
+    def _look(self) -> bool:
+        """Whether there is an outcome, which counts as handed to the caller then."""
+        with self._condition:
+            self._observed = self._observed or self._done
+            return self._done
+
+    def _take_back(self) -> bool:
+        """Make it pending again if it has a value that nobody has looked at; False: it stays as it is."""
+        with self._condition:
+            if self._observed or not self._done or self._error is not None:
+                return False
+            self._value, self._done = None, False
+            return True
 
     def _settle(self, outcome: T | BaseException) -> bool:
         """Replace an :class:`~replicas.errors.OutcomeUnknown`, once; False when the end was another, or none yet."""
@@ -245,7 +263,6 @@ class Pending(Generic[T]):
         return None if self._observed or not self._done else self._error
 
     def _outcome(self) -> T:
-        self._observed = True
         if self._work is not None:
             self._do_work()
         error = self._error

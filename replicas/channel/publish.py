@@ -54,8 +54,6 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any
 
-import torch
-
 from replicas import errors
 from replicas.channel.filling import Filling
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
@@ -87,16 +85,19 @@ class Publisher:
 
     # ------------------------------------------------------------ caller's thread
 
-    def publish(self, weights: object, job: PublishJob, dtype: torch.dtype | None) -> Pending[Receipt]:
-        """See :meth:`replicas.Channel.publish`."""
+    @property
+    def mode(self) -> Mode:
+        return "parts" if self._hub.settings.source_ranks == "all" else "image"
+
+    def publish(self, feed: Feed, job: PublishJob) -> Pending[Receipt]:
+        """See :meth:`replicas.Channel.publish`. ``feed``: of :attr:`mode`."""
         if not self._busy.acquire(blocking=False):
+            feed.drain()
             raise self._hub.error(
                 errors.UsageError, "publish was called while another thread is in it", hint="publish from one thread"
             )
         try:
-            self.copies.fence()
-            mode: Mode = "parts" if self._hub.settings.source_ranks == "all" else "image"
-            self._walk(job, Feed(weights, dtype=dtype, mode=mode))
+            self._walk(job, feed)
         finally:
             self._busy.release()
         return job.pending
@@ -104,6 +105,7 @@ class Publisher:
     def _walk(self, job: PublishJob, feed: Feed) -> None:
         try:
             self._hub.call(self._begin, job)
+            self.copies.fence()
             self._fill(job, feed)
         except BaseException as error:
             users = feed.user_failed or not isinstance(error, Exception)
@@ -111,7 +113,11 @@ class Publisher:
             if users or not isinstance(error, Exception):
                 job.pending._observed = True
                 raise
-            feed.drain()
+            try:
+                feed.drain()
+            except BaseException:
+                job.pending._observed = True
+                raise
             verdict = self._verdict(job, error)
             if verdict is error:
                 raise

@@ -4,8 +4,13 @@ There is at most one ask. The Pending that it made stays the answer of :meth:`Re
 its update; a wait that was given up loses nothing. A grant may come before the slot is here (this member is still being
 caught up): it is delivered when the slot is held. The update pins its slot from delivery to its end.
 
-An update that nobody has looked into is not taken yet: the next receive hands it out again, for whoever waited for it may
-have been interrupted (a cancelled task, Ctrl-C) between its delivery and his first line.
+An update that was delivered, and that nobody has waited for yet, is given back as soon as a newer version is committed and
+here: the memory of the old one goes back to its owner, and the Pending, which is pending again for as long as that takes,
+gets the newest. The coordinator is asked, for another rank of the replica may have begun with the old one already: then
+all ranks load that. So whoever asks ahead of time holds nobody up, and finds the newest version.
+
+An update that was handed out, and that nobody has looked into, is not taken yet either: whoever waited for it may have been
+interrupted (a cancelled task, Ctrl-C) between the two. The next receive hands it out again, or asks for a newer one.
 
 A new coordinator hears of an open ask again; what was granted and not delivered is granted anew. An open update stays
 open, and is reported to the new coordinator, as is a load that failed and was not made good since.
@@ -41,8 +46,12 @@ class Receiver:
         self._asked: Pending[Update] | None = None
         self._granted = 0
         self._failure: LoadFailed | None = None
+        self._given_back = 0
+        self._deadline_s: float | None = None
         self._timer: asyncio.TimerHandle | None = None
         hub.on_hold(self._deliver)
+        hub.on_hold(self._give_back)
+        hub.on_commit(self._give_back)
 
     # ------------------------------------------------------------ caller's thread
 
@@ -53,14 +62,16 @@ class Receiver:
                 return pending
             update = self._update
             if update is not None and not update.ended:
-                if pending is not None and not update.touched:
+                overtaken = self._hub.latest > update.version
+                if pending is not None and not update.touched and not (overtaken and update.withdraw()):
                     return pending
-                raise self._hub.error(
-                    errors.UsageError,
-                    f"the update of version {update.version} is still open",
-                    version=update.version,
-                    hint="leave its `with` block, or call its loaded() or failed(), before the next receive",
-                )
+                if not update.ended:
+                    raise self._hub.error(
+                        errors.UsageError,
+                        f"the update of version {update.version} is still open",
+                        version=update.version,
+                        hint="leave its `with` block, or call its loaded() or failed(), before the next receive",
+                    )
             pending = self._pending = Pending(f"receive on {self._hub.name}")
         self._hub.call(self._ask, pending, deadline_s)
         return pending
@@ -114,9 +125,13 @@ class Receiver:
         if self._hub.over is not None:
             pending._fail(self._hub.over)
             return
+        self._deadline_s = deadline_s
+        self._ask_for(pending)
+
+    def _ask_for(self, pending: Pending[Update]) -> None:
         self._asked = pending
-        if deadline_s is not None:
-            self._timer = self._hub.after(deadline_s, self._overdue, deadline_s)
+        if self._deadline_s is not None:
+            self._timer = self._hub.after(self._deadline_s, self._overdue, self._deadline_s)
         self._send_ask()
 
     def _send_ask(self) -> None:
@@ -148,6 +163,22 @@ class Receiver:
         if not pending._resolve(update):
             self._update = before
             hub.arena.unpin(slot)
+
+    def _give_back(self) -> None:
+        """Ask for a newer version in place of the one that was delivered, if nobody has looked at it; once for each newer."""
+        pending, update, hub = self._pending, self._update, self._hub
+        if (
+            pending is None
+            or update is None
+            or pending is self._asked
+            or hub.latest <= max(update.version, self._given_back)
+        ):
+            return
+        if hub.arena.find(hub.latest) is None or not pending._take_back():
+            return
+        self._given_back = hub.latest
+        update.withdraw()
+        self._ask_for(pending)
 
     def _end_ask(self) -> None:
         self._asked, self._granted = None, 0

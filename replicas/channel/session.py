@@ -9,12 +9,15 @@ Welcome is of the same term, the cursor goes back to the first unacknowledged me
 once. A Welcome of another term means that the coordinator is a new one which knows nothing of what was under way: the
 outbox is void, numbers start at 1 again, and the handler is told (``resumed=False``): it announces what is still open.
 
-A heartbeat goes out every ``heartbeat_interval_s`` (of the Welcome, or of a later View), and the coordinator acks each. A
-connection on which nothing came for :data:`SILENCE_S` is given up and made anew, but never judged right after this process
-itself was paused: what had arrived meanwhile is read first.
+A heartbeat goes out every ``heartbeat_interval_s`` (of the Welcome, or of a later View), and the coordinator acks each; of a
+message that comes in slowly it acks the bytes. A connection on which no *byte* came for as long as three acks take is given
+up and made anew: a slow link is no dead one. It is never judged right after this process itself was paused: what had arrived
+meanwhile is read first.
 
-Reconnecting goes on as long as the channel is open, with growing, jittered delays; operations end by their own deadlines.
-A malformed frame ends the connection, and the next one resumes: something on the way may have spoiled it. Only
+Reconnecting goes on as long as the channel is open; operations end by their own deadlines. A connection counts as one failed
+try, whether nobody answered or it ended before anything new went either way: after each of those in a row there is a
+growing, jittered pause, and more patience with the next one. So nothing that the coordinator does not take is sent to it at
+full speed. A malformed frame ends the connection, and the next one resumes: something on the way may have spoiled it. Only
 :class:`Refused`, a refused token and :data:`MALFORMED_MAX` malformed frames with nothing good in between end a session for
 good: the handler's ``session_over``.
 """
@@ -26,7 +29,8 @@ import contextlib
 import logging
 import time
 from collections import deque
-from typing import Protocol
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol, TypeVar, cast
 
 import msgspec
 from tenacity import AsyncRetrying, RetryCallState, retry_if_exception_type, stop_never, wait_random_exponential
@@ -59,10 +63,20 @@ logger = logging.getLogger("replicas.channel")
 _quiet = logging.getLogger("replicas.channel.websocket")
 _quiet.setLevel(logging.ERROR)
 
-DIAL_TIMEOUT_S = 10.0
+REACH_S = 2.0
+"""Until there is a TCP connection. A lost SYN is repeated after 1, 3 and 7 s only: a new try finds a link again sooner."""
+ANSWER_S = 10.0
+"""From there to the Welcome: a coordinator that is paused answers when it wakes."""
 DIAL_PAUSE_S = 1.0
-"""Longest pause between two attempts: a new coordinator waits only a few seconds for the members of the one before."""
+"""Longest pause while nobody answers: a new coordinator waits only a few seconds for the members of the one before."""
+FRUITLESS_PAUSE_S = 5.0
+"""Longest pause after connections that brought nothing."""
+LIVED_S = 10.0
+"""A connection that was there for so long was of use, whatever went through it."""
+MISSED_ACKS = 3
+SLACK_S = 0.5
 SILENCE_S = 10.0
+"""Longest silence that is waited out, unless the coordinator asks for few heartbeats."""
 CLOSE_TIMEOUT_S = 1.0
 MAX_FRAME_NBYTES = 256 << 20
 MALFORMED_MAX = 5
@@ -70,8 +84,11 @@ MALFORMED_MAX = 5
 ACK_AFTER = 64
 """Messages received without anything sent, after which an ack goes out before the next heartbeat."""
 
+_T = TypeVar("_T")
 _HEARTBEAT = encode_body(Heartbeat())
 _TRANSIENT = (OSError, TimeoutError, WebSocketException)
+_unreached = wait_random_exponential(multiplier=0.05, max=DIAL_PAUSE_S)
+_fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
 
 
 class SessionHandler(Protocol):
@@ -99,6 +116,20 @@ class _Over(Exception):
         self.error = error
 
 
+class _Fruitless(Exception):
+    """A connection has ended before anything new went either way."""
+
+
+class _Connection(ClientConnection):
+    """It knows when its last byte came."""
+
+    heard = 0.0
+
+    def data_received(self, data: bytes) -> None:
+        self.heard = time.monotonic()
+        super().data_received(data)
+
+
 class Session:
     """See the module's header. :param endpoint: ``host:port``. :param hello: complete but for what changes."""
 
@@ -113,13 +144,15 @@ class Session:
         self._outbox: deque[tuple[int, bytes]] = deque()
         self._sent = 0
         self._numbered = 0
+        self._acked = 0
         self._received = 0
         self._unacked = 0
         self._wake = asyncio.Event()
         self._flushed = asyncio.Event()
         self._closing = False
-        self._heard = 0.0
         self._interval_s = 1.0
+        self._in_vain = 0
+        self._gained = (0, 0)
         self._task: asyncio.Task[None] | None = None
         self._fd = -1
         self._last_error = ""
@@ -139,7 +172,7 @@ class Session:
         """
         try:
             async with asyncio.timeout(timeout_s):
-                websocket = await self._dial()
+                websocket = await self._retrying(self._connect_once)
         except _Over as over:
             raise over.error from over.__cause__
         except TimeoutError:
@@ -196,33 +229,60 @@ class Session:
 
     # ------------------------------------------------------------ connections
 
-    async def _run(self, websocket: ClientConnection) -> None:
+    async def _run(self, first: _Connection) -> None:
+        there: list[_Connection] = [first]
+
+        async def use() -> None:
+            """One connection, from its beginning to its end."""
+            await self._use(there.pop() if there else await self._connect_once())
+
         try:
-            while True:
-                try:
-                    await self._serve(websocket)
-                except _TRANSIENT as error:
-                    self.connected = False
-                    logger.info("%s: connection lost: %s", self._hello.channel, _text(error))
-                    self._handler.disconnected(_text(error))
-                finally:
-                    self.connected = False
-                    await self._hang_up(websocket)
-                if self._closing:
-                    return
-                websocket = await self._dial()
+            while not self._closing:
+                await self._retrying(use)
         except _Over as over:
             self._end(over.error)
         except Exception as error:  # a bug must end the waits on this channel, not hang them
             logger.error("%s: the session ends because of a bug", self._hello.channel, exc_info=error)
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
+    async def _use(self, websocket: _Connection) -> None:
+        """Serve the connection until it ends.
+
+        :raises _Fruitless: it was of no use.
+        """
+        began = time.monotonic()
+        ended: BaseException | None = None
+        try:
+            await self._serve(websocket)
+        except _TRANSIENT as error:
+            self.connected, ended = False, error
+            logger.info("%s: connection lost: %s", self._hello.channel, _text(error))
+            self._handler.disconnected(_text(error))
+        finally:
+            self.connected = False
+            await self._hang_up(websocket)
+        before, self._gained = self._gained, (self._acked, self._received)
+        if self._gained == before and time.monotonic() - began < LIVED_S and not self._closing:
+            raise _Fruitless(_text(ended) if ended is not None else "it was closed") from ended
+
+    async def _retrying(self, function: Callable[[], Awaitable[_T]]) -> _T:
+        """Call it until it succeeds; whoever calls limits the time."""
+        self._in_vain = 0
+        found: _T = await AsyncRetrying(
+            stop=stop_never,
+            wait=_pause,
+            retry=retry_if_exception_type((*_TRANSIENT, _Fruitless)),
+            before_sleep=self._note_error,
+            reraise=True,
+        )(function)
+        return found
+
     def _end(self, error: errors.ReplicasError) -> None:
         self._closing = True
         self._flushed.set()
         self._handler.session_over(error)
 
-    async def _hang_up(self, websocket: ClientConnection) -> None:
+    async def _hang_up(self, websocket: _Connection) -> None:
         try:
             await websocket.close()
         finally:
@@ -230,40 +290,41 @@ class Session:
             self._loop.unregister_fd(self._fd)
             transport.abort()
 
-    async def _dial(self) -> ClientConnection:
-        """Try until somebody answers; whoever calls limits the time."""
-        retrying = AsyncRetrying(
-            stop=stop_never,
-            wait=wait_random_exponential(multiplier=0.05, max=DIAL_PAUSE_S),
-            retry=retry_if_exception_type(_TRANSIENT),
-            before_sleep=self._note_error,
-            reraise=True,
-        )
-        connection: ClientConnection = await retrying(self._connect_once)
-        return connection
-
     def _note_error(self, state: RetryCallState) -> None:
         error = state.outcome.exception() if state.outcome is not None else None
+        self._in_vain += isinstance(error, _Fruitless)
         if error is not None:
             self._last_error = _text(error)
 
-    async def _connect_once(self) -> ClientConnection:
+    async def _connect_once(self) -> _Connection:
+        async with asyncio.timeout(REACH_S) as limit:
+
+            def reached(*arguments: Any, **options: Any) -> _Connection:
+                limit.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
+                return _Connection(*arguments, **options)
+
+            return await self._open(reached)
+
+    async def _open(self, make: Callable[..., _Connection]) -> _Connection:
+        """Connect, and shake hands. ``make`` is called as soon as somebody accepts."""
         try:
-            websocket = await connect(
+            found = await connect(
                 f"ws://{self.endpoint}/session",
                 additional_headers={"Authorization": f"Bearer {self._token}"},
                 compression=None,
                 proxy=None,
-                open_timeout=DIAL_TIMEOUT_S,
+                open_timeout=None,
                 close_timeout=CLOSE_TIMEOUT_S,
                 ping_interval=None,
                 max_size=MAX_FRAME_NBYTES,
                 logger=_quiet,
                 user_agent_header=None,
+                create_connection=make,  # type: ignore[arg-type]  # what makes one does as well as its type
             )
         except InvalidStatus as error:
             self._judge_status(error)
             raise
+        websocket = cast("_Connection", found)
         self._fd = websocket.transport.get_extra_info("socket").fileno()
         self._loop.register_fd(self._fd)
         try:
@@ -292,12 +353,11 @@ class Session:
                 )
             ) from error
 
-    async def _shake_hands(self, websocket: ClientConnection) -> None:
+    async def _shake_hands(self, websocket: _Connection) -> None:
         known = self._handler.introduce(self._hello)
         hello = msgspec.structs.replace(known, resume_term=self.term, received=self._received)
         await websocket.send(encode(MemberFrame(0, self._received, hello)))
-        async with asyncio.timeout(DIAL_TIMEOUT_S):
-            body = self._decode(await websocket.recv()).body
+        body = self._decode(await websocket.recv()).body
         if isinstance(body, Refused):
             raise _Over(body.error.exception())
         if not isinstance(body, Welcome):
@@ -308,34 +368,32 @@ class Session:
             self._sent = self._outbox[0][0] - 1 if self._outbox else self._numbered
         else:
             self._outbox.clear()
-            self._numbered = self._sent = self._received = 0
+            self._numbered = self._sent = self._acked = self._received = 0
         self.term = body.term
         self._interval_s = body.settings.heartbeat_interval_s
-        self._heard = time.monotonic()
         self.connected = True
         self._handler.welcomed(body, resumed)
         self._wake.set()
 
     # ------------------------------------------------------------ traffic
 
-    async def _serve(self, websocket: ClientConnection) -> None:
-        reader = asyncio.create_task(self._read(websocket), name="session reader")
-        writer = asyncio.create_task(self._write(websocket), name="session writer")
+    async def _serve(self, websocket: _Connection) -> None:
+        work = (self._read, self._write, self._listen)
+        tasks = [asyncio.create_task(part(websocket), name=f"session {part.__name__}") for part in work]
         try:
-            await asyncio.wait((reader, writer), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            reader.cancel()
-            writer.cancel()
-            results = await asyncio.gather(reader, writer, return_exceptions=True)
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
         for kind in (_Over, Exception):
             for result in results:
                 if isinstance(result, kind):
                     raise result
 
-    async def _read(self, websocket: ClientConnection) -> None:
+    async def _read(self, websocket: _Connection) -> None:
         while True:
             frame = self._decode(await websocket.recv())
-            self._heard = time.monotonic()
             self._forget(frame.ack)
             if isinstance(frame.body, Refused):
                 raise _Over(frame.body.error.exception())
@@ -351,7 +409,7 @@ class Session:
                 self._wake.set()
             self._handler.handle(frame.body)
 
-    async def _write(self, websocket: ClientConnection) -> None:
+    async def _write(self, websocket: _Connection) -> None:
         beat = time.monotonic()
         while True:
             self._wake.clear()
@@ -363,25 +421,37 @@ class Session:
                 self._flushed.set()
             now = time.monotonic()
             if now >= beat or self._unacked >= ACK_AFTER:
-                self._judge_silence(now, late_s=now - beat)
                 beat = now + self._interval_s
                 self._handler.before_heartbeat()
                 await self._put(websocket, 0, _HEARTBEAT)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._wake.wait(), max(0.0, beat - time.monotonic()))
 
-    async def _put(self, websocket: ClientConnection, number: int, body: bytes) -> None:
+    async def _put(self, websocket: _Connection, number: int, body: bytes) -> None:
         self._unacked = 0
-        async with asyncio.timeout(SILENCE_S):
-            await websocket.send(encode_frame(number, self._received, body))
+        await websocket.send(encode_frame(number, self._received, body))
 
-    def _judge_silence(self, now: float, late_s: float) -> None:
-        if late_s > 2 * self._interval_s:
-            self._heard = now  # we were not running ourselves: read first what came meanwhile
-        if now - self._heard > max(SILENCE_S, 4 * self._interval_s):
-            raise TimeoutError(f"nothing heard for {now - self._heard:.0f} s")
+    async def _listen(self, websocket: _Connection) -> None:
+        """Give the connection up when no byte comes any more."""
+        heard = time.monotonic()
+        while True:
+            due = time.monotonic() + self._interval_s / 2
+            await asyncio.sleep(self._interval_s / 2)
+            now = time.monotonic()
+            if now - due > 2 * self._interval_s:
+                heard = now  # we were not running ourselves: read first what came meanwhile
+            heard = max(heard, websocket.heard)
+            if now - heard > self._patience_s:
+                raise TimeoutError(f"nothing heard for {now - heard:.1f} s")
+
+    @property
+    def _patience_s(self) -> float:
+        """How long nothing may be heard: longer after connections that were in vain."""
+        missed_s = MISSED_ACKS * self._interval_s + SLACK_S
+        return max(missed_s, min(SILENCE_S, missed_s * 2.0 ** min(self._in_vain, 8)))
 
     def _forget(self, acked: int) -> None:
+        self._acked = max(self._acked, acked)
         while self._outbox and self._outbox[0][0] <= acked:
             self._outbox.popleft()
 
@@ -402,6 +472,13 @@ class Session:
         if frame.seq:
             self._malformed = 0
         return frame
+
+
+def _pause(state: RetryCallState) -> float:
+    """Seconds until the next try: longer after a connection that brought nothing than where nobody answers."""
+    error = state.outcome.exception() if state.outcome is not None else None
+    wait = _fruitless if isinstance(error, _Fruitless) else _unreached
+    return float(wait(state))
 
 
 def _text(error: BaseException) -> str:

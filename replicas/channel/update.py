@@ -38,7 +38,8 @@ class Update:
 
     Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception :meth:`failed`. Without a block call one
     of the two by hand. Tensors and :attr:`path` are valid until the end of the block (or until that call): afterwards the
-    memory is used for another version.
+    memory is used for another version. It is for one thread at a time: a second ``with`` block is refused while the first
+    is open, and a :meth:`load_into` that another thread has begun keeps the memory until it is done.
 
     :ivar version: its number.
     :ivar meta: what the publisher passed as ``meta``.
@@ -59,6 +60,8 @@ class Update:
         self._slot: Slot | None = slot
         self._lock = threading.Lock()
         self._entered = False
+        self._loads: set[object] = set()
+        self._over = False
         self._outcome: str | None = None
         self._began: float | None = None
 
@@ -71,38 +74,54 @@ class Update:
 
         :raises replicas.errors.UsageError: it is in the memory of a GPU (``staging = "device"``).
         """
-        self._begin()
-        return self._path or self._open_slot().buffer.path
+        if self._path and self._outcome is not None:
+            return self._path
+        slot = self._open_slot()
+        return self._path or slot.buffer.path
 
     @property
     def touched(self) -> bool:
         """True when somebody has entered it, read from it or reported it."""
-        return self._entered or self._began is not None or self._outcome is not None
+        return self._began is not None or self._outcome is not None
 
     @property
     def ended(self) -> bool:
         """True when it has been reported loaded or failed, and its block (if any) was left."""
-        return self._outcome is not None and self._slot is None
+        return self._over or (self._outcome is not None and not self._entered)
+
+    def withdraw(self) -> bool:
+        """Let go of it if nobody has touched it; False: somebody has, and it stays as it is."""
+        with self._lock:
+            if self.touched or self._over:
+                return False
+            self._outcome = "replaced by a newer one"
+        self._end()
+        return True
 
     def __enter__(self) -> Update:
         with self._lock:
-            self._open_slot()
+            if self._entered:
+                raise errors.UsageError(
+                    f"the update of version {self.version} is open in another `with` block already",
+                    version=self.version,
+                    hint="receive and load in one thread: all who wait for one receive are given the same update",
+                )
+            self._touch()
             self._entered = True
-        self._begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         try:
-            if error is not None:
-                if self._outcome is None and self._pid == os.getpid():
+            if self._outcome is None:
+                if error is None:
+                    self.loaded()
+                elif self._pid == os.getpid():
                     self.failed(error)
-            elif self._outcome is None:
-                self.loaded()
         finally:
             self._entered = False
-            self._let_go()
+            self._end()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
         """All tensors by name, aliases included, as private copy-on-write CPU views of published shapes and dtypes.
@@ -118,7 +137,6 @@ class Update:
         Writing to one changes neither the slot nor what other processes see. With ``staging = "device"`` they are copies on
         the GPU, made one by one on the current stream.
         """
-        self._begin()
         buffer = self._open_slot().buffer
         return self._copies(buffer) if buffer.device else iter(views(buffer.private(), self.manifest).items())
 
@@ -145,13 +163,19 @@ class Update:
 
         :raises replicas.errors.ManifestMismatch: naming what does not fit; ``model`` is unchanged.
         """
-        self._begin()
-        slot = self._open_slot()
-        buffer = slot.buffer
-        tensors = views(buffer.readable(), self.manifest)
-        buffer.begin_read()
-        sharing = slot.sharing  # they mostly load at the same time
-        load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
+        load = object()
+        try:
+            with self._lock:
+                slot = self._touch()
+                self._loads.add(load)
+            buffer = slot.buffer
+            tensors = views(buffer.readable(), self.manifest)
+            buffer.begin_read()
+            sharing = slot.sharing  # they mostly load at the same time
+            load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
+        finally:
+            self._loads.discard(load)
+            self._let_go()  # another thread may have ended it meanwhile
 
     def loaded(self) -> None:
         """This rank serves this version from now on. Calling it again does nothing.
@@ -164,7 +188,7 @@ class Update:
         try:
             self._owner.loaded(self.version, 0.0 if self._began is None else time.monotonic() - self._began)
         finally:
-            self._let_go_unless_entered()
+            self._end_unless_entered()
 
     def failed(self, error: BaseException | str) -> None:
         """This rank may hold a part of this version only: the replica is *partial* until it has loaded a version whole.
@@ -185,7 +209,7 @@ class Update:
         try:
             self._owner.failed(self.version, reason)
         finally:
-            self._let_go_unless_entered()
+            self._end_unless_entered()
 
     def _report(self, outcome: str) -> bool:
         if self._pid != os.getpid():
@@ -206,26 +230,36 @@ class Update:
             self._outcome = outcome
             return True
 
-    def _begin(self) -> None:
-        if self._began is None:
-            self._began = time.monotonic()
-
-    def _open_slot(self) -> Slot:
+    def _touch(self) -> Slot:
+        """Under the lock: somebody looks into it."""
         slot = self._slot
-        if slot is None:
+        if slot is None or self._over:
             raise errors.UsageError(
-                f"the update of version {self.version} has ended",
+                f"the update of version {self.version} has ended: it was {self._outcome or 'left'}",
                 version=self.version,
                 hint="read it before its `with` block ends, or before loaded() or failed()",
             )
+        if self._began is None:
+            self._began = time.monotonic()
         return slot
 
-    def _let_go_unless_entered(self) -> None:
+    def _open_slot(self) -> Slot:
+        with self._lock:
+            return self._touch()
+
+    def _end_unless_entered(self) -> None:
         if not self._entered:
-            self._let_go()
+            self._end()
+
+    def _end(self) -> None:
+        self._over = True
+        self._let_go()
 
     def _let_go(self) -> None:
+        """Give the memory back once the update has ended, and no thread copies from it."""
         with self._lock:
+            if not self._over or self._loads:
+                return
             slot, self._slot = self._slot, None
             reads, self._reads = self._reads, deque()
         try:

@@ -96,8 +96,12 @@ class Coordinator:
         self.endpoint = ""
 
     async def __aenter__(self) -> Self:
-        """:raises errors.WorldError: a port is in use, or the store did not start."""
-        listener = bind_listener(self._host, self._port)
+        """:raises errors.WorldError: a port is in use, or the store did not start. Make a new one to try again."""
+        try:
+            listener = bind_listener(self._host, self._port)
+        except BaseException:
+            self._decisions.close()
+            raise
         try:
             await self._store.start()
             routes = [session_route(self.engine, self.token), *self._routes]
@@ -105,6 +109,7 @@ class Coordinator:
             await self._server.start()
         except BaseException:
             listener.close()
+            self._decisions.close()
             await self._store.aclose()
             raise
         host, port = listener.getsockname()[:2]

@@ -34,6 +34,8 @@ class DecisionLog:
         self._path = path
         self._fd = -1
         self._size = 0
+        self._named = False
+        """Whether the folder is known to lead to the file that is open, also after a power cut."""
         self._commits: dict[str, CommitDecision] = {}
         self._aborts: dict[str, dict[int, CommitDecision]] = {}
         self.term = time.time_ns() // 1_000_000  # never that of an earlier coordinator, with or without a log
@@ -110,6 +112,9 @@ class DecisionLog:
         if self._fd >= 0:
             line = msgspec.json.encode(decision) + b"\n"
             try:
+                if not self._named and self._path is not None:
+                    _sync_folder(self._path)
+                    self._named = True
                 if os.pwrite(self._fd, line, self._size) != len(line):
                     raise OSError(errno.ENOSPC, "only a part of the decision was written")
                 os.fdatasync(self._fd)
@@ -137,12 +142,12 @@ class DecisionLog:
                 raise OSError(errno.ENOSPC, "only a part was written")
             os.fdatasync(fd)
             beside.rename(self._path)
-        except OSError:
+        except (OSError, errors.WorldError):  # no lock to be had: nobody may take the new file for an unused one
             os.close(fd)
             beside.unlink(missing_ok=True)
             return
         os.close(self._fd)
-        self._fd, self._size = fd, len(lines)
+        self._fd, self._size, self._named = fd, len(lines), False
 
     def close(self, *, remove: bool = False) -> None:
         """``remove``: the run is over, and so are its decisions."""
@@ -151,6 +156,18 @@ class DecisionLog:
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _sync_folder(path: Path) -> None:
+    """Make the names in its folder durable: a file system may keep an older file, or none, over a power cut."""
+    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    except OSError as error:
+        if error.errno != errno.EINVAL:  # a file system whose folders cannot be synced keeps them in order itself
+            raise
+    finally:
+        os.close(fd)
 
 
 def _is_at(fd: int, path: Path) -> bool:

@@ -52,6 +52,7 @@ from replicas.messages import (
     Hello,
     MemberFrame,
     Refused,
+    Welcome,
     WireError,
 )
 
@@ -62,6 +63,8 @@ log = logging.getLogger("replicas.coordinator")
 TICK_S = 0.1
 LAST_WORDS_S = 0.25
 """How long the socket of an ended process is read for: forked children of it may keep it open for ever."""
+ACK_BYTES_S = 1.0
+"""How often a member is answered of which part of a message comes in."""
 PAUSE_S = 1.0
 """A tick this much late is a pause of this process, and nobody's fault."""
 SETTLE_S = 0.5
@@ -145,8 +148,8 @@ class Engine:
         session = self._sessions.get(member)
         state = channel.roster.get(member)
         if session is not None and state is not None and hello.resume_term == self.term:
-            channel.seen(member, now)
-            session.attach(connection, hello.received, channel.welcome(state, session.received))
+            channel.connected(member, now)
+            self._attach(session, connection, hello.received, channel.welcome(state, session.received))
             return session
         if hello.resume_term == self.term:
             raise errors.Fenced(f"{member} was declared lost while it could not be heard", members=[member.name])
@@ -162,13 +165,32 @@ class Engine:
         except errors.ReplicasError:
             self._forget(member)
             raise
-        session.attach(connection, 0, channel.welcome(state, 0))
+        self._attach(session, connection, 0, channel.welcome(state, 0))
         if older is not None:
             self._fence(older.member)
         self._apply(channel)
         if watch is not None:
             watch.start(lambda: self._exited(session))
         return session
+
+    def _attach(self, session: Session, connection: Connection, received: int, welcome: Welcome) -> None:
+        session.attach(connection, received, welcome)
+        connection.on_bytes = lambda: self._heard(session)
+
+    def _heard(self, session: Session) -> None:
+        """Part of a message has come. Over a slow link the rest may take long: both sides hear of each other meanwhile."""
+        channel, now = self._channel_of.get(session.member), self._now()
+        if channel is None:
+            return
+        channel.seen(session.member, now)
+        if now - session.wrote_at >= ACK_BYTES_S:
+            session.send(Ack())
+
+    def detach(self, session: Session, connection: Connection) -> None:
+        """A connection has ended; its member may come back with another one."""
+        channel = self._channel_of.get(session.member)
+        if session.detach(connection) and channel is not None:
+            channel.disconnected(session.member, self._now())
 
     def _accept(self, hello: Hello) -> ChannelState:
         if hello.protocol != PROTOCOL:

@@ -167,6 +167,7 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         """The connection's account: parsing its bytes is paid from it, and handling its messages."""
         self._resting: asyncio.TimerHandle | None = None
         self.on_writable: Callable[[], None] = _nothing
+        self.on_bytes: Callable[[], None] = _nothing
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
@@ -187,6 +188,8 @@ class SessionProtocol(WebSocketsSansIOProtocol):
     def data_received(self, data: bytes) -> None:
         began = time.perf_counter()
         super().data_received(data)
+        if self.queue.empty():
+            self.on_bytes()
         rest_s = self.pace.charge(time.perf_counter() - began, self.loop.time())
         if rest_s and not self.transport.is_closing():
             self._rest(rest_s)

@@ -49,6 +49,7 @@ __all__ = [
     "HELLO_NBYTES",
     "HELLO_TIMEOUT_S",
     "LARGE_NBYTES",
+    "MALFORMED_MAX",
     "MESSAGES_WAITING",
     "OUTBOX_MESSAGES",
     "OUTBOX_NBYTES",
@@ -95,6 +96,9 @@ FRAGMENTS = 1024
 OUTBOX_NBYTES = 32 * 2**20
 """What a member may leave unread when something more is to be sent (which may itself be larger: one manifest always fits)."""
 OUTBOX_MESSAGES = 16_384
+
+MALFORMED_MAX = 3
+"""Malformed messages, with no new good one between them, after which a member would only send the same again."""
 
 LOOP_SHARE = 0.25
 """Part of the loop's time that one session can have for its messages, in the long run."""

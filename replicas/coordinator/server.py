@@ -3,8 +3,9 @@
 What a connection may do is bounded in three places: :mod:`replicas.coordinator.guard` before there is a session,
 :mod:`replicas.coordinator.limits` for each message, and here: a session that cannot go on is closed within
 :data:`~replicas.coordinator.limits.CLOSE_TIMEOUT_S`, whether its peer reads or not. A connection that breaks a rule of the
-transport (bytes that are no message, numbers out of order) is closed, and its member may come back with another one; a
-member that says what no member can mean is refused for good, as it would only say it again.
+transport (bytes that are no message, numbers out of order) is closed, and its member may come back with another one:
+something on the way may have spoiled it. A member that says what no member can mean is refused for good, as it would only
+say it again; so is one that has sent :data:`~replicas.coordinator.limits.MALFORMED_MAX` malformed messages in a row.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from replicas.coordinator.limits import (
     CLOSE_TIMEOUT_S,
     FRAME_NBYTES,
     HELLO_TIMEOUT_S,
+    MALFORMED_MAX,
     hello_problem,
     message_problem,
     size_problem,
@@ -123,7 +125,7 @@ async def _converse(engine: Engine, session: Session, websocket: WebSocket) -> N
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(session.written(connection), CLOSE_TIMEOUT_S)
     finally:
-        session.detach(connection)
+        engine.detach(session, connection)
         for task in tasks:
             task.cancel()
         for ended in await asyncio.gather(*tasks, return_exceptions=True):
@@ -176,13 +178,11 @@ async def _read(engine: Engine, session: Session, websocket: WebSocket, over: as
             _handle(engine, session, data)
         except WebSocketDisconnect as exc:
             if exc.code == TOO_BIG:
-                engine.refused("oversized")
+                text = f"a frame of more than {FRAME_NBYTES:,} bytes"
+                _refused(engine, session, _Refusal("oversized", text, TOO_BIG, final=True))
             return
         except _Refusal as refusal:
-            engine.refused(refusal.reason)
-            log.warning("%s is refused: %s", session.member, refusal.text)
-            if refusal.final:
-                engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
+            _refused(engine, session, refusal)
             raise
         wait_s = pace.after_message(time.perf_counter() - began, loop.time())
         if pace.flooded and not told:
@@ -193,6 +193,13 @@ async def _read(engine: Engine, session: Session, websocket: WebSocket, over: as
             await asyncio.sleep(wait_s)
 
 
+def _refused(engine: Engine, session: Session, refusal: _Refusal) -> None:
+    engine.refused(refusal.reason)
+    log.warning("%s is refused: %s", session.member, refusal.text)
+    if refusal.final:
+        engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
+
+
 def _handle(engine: Engine, session: Session, data: bytes) -> None:
     """:raises _Refusal: it is nothing that this session may say now."""
     if (problem := size_problem(data)) is not None:
@@ -200,7 +207,9 @@ def _handle(engine: Engine, session: Session, data: bytes) -> None:
     try:
         frame: MemberFrame = decode_member_frame(data)
     except msgspec.DecodeError as exc:
-        raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA) from None
+        session.malformed += 1
+        final = session.malformed >= MALFORMED_MAX
+        raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA, final=final) from None
     if isinstance(frame.body, Hello):
         raise _Refusal("out_of_order", "a second Hello", POLICY_VIOLATION)
     if not session.plausible(frame.ack):

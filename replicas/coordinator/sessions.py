@@ -35,9 +35,13 @@ WRITE_NBYTES = 1 << 18
 
 
 class Connection(Protocol):
-    """The way to the member. ``on_writable`` is called when it takes more again."""
+    """The way to the member.
+
+    ``on_writable`` is called when it takes more again, ``on_bytes`` when something came that is no whole message yet.
+    """
 
     on_writable: Callable[[], None]
+    on_bytes: Callable[[], None]
 
     def takes_more(self) -> bool:
         """Whether its buffer is not full."""
@@ -67,6 +71,8 @@ class Session:
         self.member = member
         self.received = 0
         self.sent = 0
+        self.malformed = 0
+        """What came since the last good message and was none."""
         self.connection: Connection | None = None
         self.watch: ProcessWatch | None = None
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
@@ -75,6 +81,8 @@ class Session:
         self._news = asyncio.Event()
         self._ack_due = False
         self._flush_due = False
+        self.wrote_at = 0.0
+        """When something was last written to the member (time of the loop)."""
         self.over = asyncio.Event()
         """Of the present connection: nothing more will be queued for it."""
         self.closed = False
@@ -130,6 +138,7 @@ class Session:
         if seq != self.received + 1:
             return None
         self.received = seq
+        self.malformed = 0
         return True
 
     def _flush_soon(self) -> None:
@@ -155,6 +164,7 @@ class Session:
         if self._ack_due and not frames:
             frames.append(encode_frame(0, self.received, _ACK))
         self._ack_due = False
+        self.wrote_at = asyncio.get_running_loop().time()
         return frames
 
     async def written(self, connection: Connection) -> None:
@@ -163,12 +173,15 @@ class Session:
             self._news.clear()
             await self._news.wait()
 
-    def detach(self, connection: Connection) -> None:
-        if self.connection is connection:
+    def detach(self, connection: Connection) -> bool:
+        """The connection has ended. False when another one has taken its place."""
+        present = self.connection is connection
+        if present:
             self.connection = None
             if self.on_detach is not None:
                 self.on_detach()
         self._news.set()
+        return present
 
     def close(self) -> None:
         """Write what is queued, then end the connection."""

@@ -203,6 +203,19 @@ class ChannelState:
         if state is not None:
             state.last_seen = max(state.last_seen, now)
 
+    def connected(self, member: Member, now: float) -> None:
+        """It has come back with a new connection."""
+        state = self.roster.get(member)
+        if state is not None:
+            state.cut_at = 0.0
+            state.last_seen = max(state.last_seen, now)
+
+    def disconnected(self, member: Member, now: float) -> None:
+        """Its connection has ended: it is back within a moment, or suspect."""
+        state = self.roster.get(member)
+        if state is not None:
+            state.cut_at = now
+
     def tick(self, now: float) -> None:
         """Time passes: leases and deadlines."""
         for state in self.roster.expired(now):

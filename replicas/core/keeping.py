@@ -105,10 +105,12 @@ class Keeping:
     def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:
         """Whether some of the ``needers`` can get ``version`` by what is kept for those who are lost.
 
+        Of one that has just joined it is not known yet on which host it is: it may be this one.
+
         :param part_owners: who had its parts, if it was published in parts.
         """
         kept = self.of(version)
-        if not kept or not any(state.host == self._hosts.own for state in needers):
+        if not kept or not any(state.host in (0, self._hosts.own) for state in needers):
             return False
         if any(version in state.held for state in kept):
             return True

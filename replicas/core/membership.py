@@ -136,7 +136,7 @@ LANE: Table[LaneState, LaneEvent] = Table(
 
 
 RoundState = Literal["idle", "assigned", "loading", "loaded", "partial", "over"]
-RoundEvent = Literal["assign", "grant", "loaded_by_all", "torn", "load_failed", "all_alike", "emptied"]
+RoundEvent = Literal["assign", "grant", "loaded_by_all", "torn", "load_failed", "all_alike", "given_back", "emptied"]
 
 ROUND: Table[RoundState, RoundEvent] = Table(
     "a round",
@@ -154,6 +154,7 @@ ROUND: Table[RoundState, RoundEvent] = Table(
         ("loading", "loaded_by_all"): "loaded",
         ("partial", "loaded_by_all"): "loaded",
         ("loaded", "torn"): "loading",
+        ("loading", "given_back"): "assigned",
         ("idle", "load_failed"): "partial",
         ("assigned", "load_failed"): "partial",
         ("loading", "load_failed"): "partial",

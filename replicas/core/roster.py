@@ -12,9 +12,9 @@ served and admitted only after a while, twice as long each time, so that a progr
 interrupt the others each time.
 
 A member whose last sign of life is older than the suspicion time (three missed heartbeats, of which
-:mod:`replicas.core.heartbeats` tells how often they come) is *suspect*: transfers go on without it. One older than its lease
-is lost. The shell extends both by the pauses of its own loop (:meth:`Roster.forgive`), so that a stopped coordinator evicts
-nobody.
+:mod:`replicas.core.heartbeats` tells how often they come) is *suspect*: transfers go on without it. So is one whose
+connection has ended, and that has not come back within :data:`CUT_S`. One older than its lease is lost. The shell extends
+all of them by the pauses of its own loop (:meth:`Roster.forgive`), so that a stopped coordinator evicts nobody.
 """
 
 from __future__ import annotations
@@ -38,6 +38,8 @@ __all__ = ["GroupShape", "MemberState", "Roster"]
 
 FLAPS = 3
 FLAP_WINDOW_S = 60.0
+CUT_S = 1.5
+"""A member whose connection breaks dials again at once, and is back long before."""
 PROBATION_S = 1.0
 PROBATION_MAX_S = 30.0
 
@@ -65,6 +67,7 @@ class MemberState:
     :ivar not_before: it is not admitted before this time.
     :ivar draining: it is being ended: it may finish what it has begun, and takes no part in anything new.
     :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
+    :ivar cut_at: when its connection ended; 0 while it has one.
     :ivar host: number of the host that it is on (:mod:`replicas.core.hosts`); 0: not known yet.
     :ivar places: where the slots lie that it has filled for a publish, by version.
     :ivar lent: versions in memory of its own that others of its host may have mapped.
@@ -75,6 +78,7 @@ class MemberState:
     settings: ChannelSettings
     address: str
     last_seen: float
+    cut_at: float = 0.0
     standing: Standing = "joining"
     note: str = ""
     missed: int = 0
@@ -382,8 +386,9 @@ class Roster:
         return interval_s
 
     def suspect(self, state: MemberState, now: float) -> bool:
-        """Whether it has missed three heartbeats."""
-        return now - state.last_seen > self._heartbeats.patience_s
+        """Whether it has missed three heartbeats, or lost its connection and not come back."""
+        cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
+        return cut or now - state.last_seen > self._heartbeats.patience_s
 
     def keep_time(self, now: float) -> None:
         """Time passes: what is long past is forgotten."""
@@ -400,6 +405,7 @@ class Roster:
         """The coordinator itself was not running for ``pause_s``: nobody could be heard, or seen to make progress."""
         for state in self:
             state.last_seen = max(state.last_seen, min(state.last_seen + pause_s, now))
+            state.cut_at = min(state.cut_at + pause_s, now) if state.cut_at else 0.0
             state.progressed_at = max(state.progressed_at, min(state.progressed_at + pause_s, now))
 
     def pardon(self, members: Container[Member], silence_s: float, now: float, *, grace_s: float = 0.0) -> None:

@@ -10,6 +10,10 @@ The replica's loaded version is the one that *all* its ranks have loaded; while 
 that is lost, or fails to load, voids the round: the next one brings every rank to the newest version. What a round can be
 in is the table :data:`~replicas.core.membership.ROUND`.
 
+A rank that asks has no update open: with its ask it *gives back* what it was granted and has not looked at, so that a rank
+that asks ahead of time neither keeps an old version in memory nor gets it. As long as no rank has looked at the version of
+a round, or loaded it, the round may take a newer one.
+
 A round can move on only where a rank asks, and only when something about that replica, or the newest version, has changed:
 such replicas are *due* (:meth:`Rounds.take_due`), the others are not looked at.
 """
@@ -131,13 +135,19 @@ class Rounds:
         return found is not None and found.after < version
 
     def ask(self, member: Member, ask: ReceiveAsk) -> None:
-        self.of(member.group, member.replica).asks[member] = ask
+        """It wants a version; what it was granted before, and has not loaded, it gives back."""
+        round_ = self.of(member.group, member.replica)
+        round_.asks[member] = ask
+        round_.taken.discard(member)
         self._due.add((member.group, member.replica))
 
     def cancel_ask(self, member: Member, ask: int) -> None:
-        asks = self.of(member.group, member.replica).asks
-        if (found := asks.get(member)) is not None and found.ask == ask:
-            del asks[member]
+        """It wants none any more, nor what it was granted while it said so."""
+        round_ = self.of(member.group, member.replica)
+        if (found := round_.asks.get(member)) is not None and found.ask == ask:
+            del round_.asks[member]
+        round_.taken.discard(member)
+        self._due.add((member.group, member.replica))
 
     def joined(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
         """A rank joined; under an earlier coordinator it may have loaded a version, or been assigned one."""
@@ -218,6 +228,8 @@ class Rounds:
         if not view.ranks or not latest:
             return
         round_ = self.of(view.ranks[0].member.group, view.ranks[0].member.replica)
+        if round_.state == "loading" and not self._begun(round_, view):
+            round_.move("given_back")
         if round_.state != "loading" and any(state.draining for state in view.ranks):
             return  # what some of its ranks have begun to load, the others may load too; nothing new
         wanted = any(ask.after < latest for ask in round_.asks.values())
@@ -232,11 +244,14 @@ class Rounds:
     def _in_progress(round_: Round, view: ReplicaView) -> bool:
         """Some rank has yet to load the round's version, and can."""
         waiting = [state for state in view.ranks if state.loaded != round_.version]
-        if round_.state in ("idle", "loaded") or not waiting:
+        if round_.state in ("idle", "loaded") or not waiting or not Rounds._begun(round_, view):
             return False
-        if round_.taken:
-            return True
-        return not round_.partial and all(round_.version in state.held for state in waiting)
+        return bool(round_.taken) or (not round_.partial and all(round_.version in state.held for state in waiting))
+
+    @staticmethod
+    def _begun(round_: Round, view: ReplicaView) -> bool:
+        """Some rank may look at the round's version now, or serves it."""
+        return bool(round_.taken) or any(state.loaded == round_.version for state in view.ranks)
 
     @staticmethod
     def _grant(round_: Round, view: ReplicaView, out: list[Effect]) -> None:

@@ -14,15 +14,21 @@ memory that cannot be held (another host, another user; a GPU's, which ends with
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 import stat
+import weakref
 
-from replicas.errors import Gone, ReplicasError, WorldError
+from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.memory import locks
 from replicas.messages import SlotPlace
 
 __all__ = ["Keeper", "hold"]
+
+_SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""What passes: it says nothing about whether the two processes share memory."""
+_SCARCE_HINT = "raise the limit of open files (ulimit -n) or free memory; the version is fetched again by itself"
 
 log = logging.getLogger("replicas.memory")
 
@@ -35,7 +41,8 @@ def hold(place: SlotPlace, version: int) -> int:
     :param place: as its owner, or another one that holds it, has named it.
     :param version: what is in it, for texts.
     :raises Gone: the process has ended, or the memory is not there any more, or is used for something else.
-    :raises WorldError: it cannot be opened here, though it may be there.
+    :raises NoCapacity: this process has no descriptor or memory left for it, for the time being.
+    :raises WorldError: it can never be opened here, though it may be there.
     """
     what = f"version {version} in the memory of process {place.pid}"
     try:
@@ -43,6 +50,8 @@ def hold(place: SlotPlace, version: int) -> int:
     except (FileNotFoundError, ProcessLookupError):
         raise Gone(f"{what} is gone", version=version) from None
     except OSError as error:
+        if error.errno in _SCARCE:
+            raise NoCapacity(f"{what} cannot be mapped: {error}", version=version, hint=_SCARCE_HINT) from error
         hint = 'run its processes as one user, or set transport = "group" on the channel'
         raise WorldError(f"{what} cannot be mapped: {error}", version=version, hint=hint) from error
     try:
@@ -53,6 +62,8 @@ def hold(place: SlotPlace, version: int) -> int:
         locks.mark(fd, place.serial)
     except OSError as error:
         os.close(fd)
+        if error.errno in _SCARCE:
+            raise NoCapacity(f"{what} cannot be locked: {error}", version=version, hint=_SCARCE_HINT) from error
         raise WorldError(f"{what} cannot be mapped: locks do not work on it: {error}", version=version) from error
     except Gone:
         os.close(fd)
@@ -79,8 +90,11 @@ def _open_exactly(place: SlotPlace) -> int:
 class Keeper:
     """What this process keeps alive for others, by key; :meth:`close` lets go of everything."""
 
+    _living: weakref.WeakSet[Keeper] = weakref.WeakSet()
+
     def __init__(self) -> None:
         self._held: dict[object, tuple[int, int]] = {}
+        self._living.add(self)
 
     def __len__(self) -> int:
         return len(self._held)
@@ -112,3 +126,17 @@ class Keeper:
     def close(self) -> None:
         for key in list(self._held):
             self.let_go(key)
+
+    def forget(self) -> None:
+        """This is a forked child: it must keep neither the memory nor the locks."""
+        for fd, _ in self._held.values():
+            os.close(fd)
+        self._held.clear()
+
+
+def _forget_all() -> None:
+    for keeper in list(Keeper._living):
+        keeper.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)

@@ -73,6 +73,7 @@ class Buffer:
     """
 
     _keys = itertools.count(1)
+    _living: weakref.WeakSet[Buffer] = weakref.WeakSet()
     device = ""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
@@ -93,6 +94,7 @@ class Buffer:
         self._pin: Registration | None = None
         self._pin_refused = False
         self._pinning = threading.Lock()
+        self._living.add(self)
 
     @staticmethod
     def allocate(nbytes: int, name: str, *, stop: Callable[[], bool] = lambda: False, device: str = "") -> Buffer:
@@ -313,6 +315,15 @@ class Buffer:
     def __del__(self) -> None:
         self.close()
 
+    def forget(self) -> None:
+        """This is a forked child (a DataLoader's worker, say): it must keep neither the memory nor its locks.
+
+        Tensors that the user has of it stay valid. Memory on a GPU is not inherited, and its page is left as it is.
+        """
+        fd, self.fd, self._mapped, self._kept, self._pin = self.fd, -1, None, None, None
+        if fd >= 0:
+            os.close(fd)
+
     @property
     def _open_fd(self) -> int:
         if self.fd < 0:
@@ -327,6 +338,15 @@ class Buffer:
             found = map_readable(fd, self.nbytes)
             self._kept.keep(self._origin, found)
         return found
+
+
+def _forget_all() -> None:
+    for buffer in list(Buffer._living):
+        if not buffer.device:
+            buffer.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _device_buffers() -> type[DeviceBuffer]:

@@ -15,11 +15,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from replicas.core.manifest import PartManifest, TensorSpec
-from replicas.errors import ManifestMismatch, UsageError
+from replicas.errors import ManifestMismatch, ReplicasError, UsageError
 from replicas.messages.bounds import plain
 from replicas.weights.dtensor import Box, is_dtensor, local_box
 from replicas.weights.layout import Entry, layout
-from replicas.weights.sources import Ties, declared, known_values, streamed_values
+from replicas.weights.sources import Declared, Ties, can_be_walked, declared, known_values, streamed_values
 from replicas.weights.tensors import dtype_name, is_castable
 
 if TYPE_CHECKING:
@@ -73,10 +73,8 @@ class Feed:
     """
 
     def __init__(self, weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> None:
-        if dtype is not None and not is_castable(dtype):
-            raise UsageError(f"publish cannot cast to {dtype}", hint="name a plain floating dtype")
         self.mode: Mode = mode
-        self.dtype = dtype
+        self.dtype: torch.dtype | None = None
         self.finished = False
         self.user_failed = False
         self.device = "cpu"
@@ -85,6 +83,16 @@ class Feed:
         self._known: dict[str, object] | None = None
         self._source: Iterator[Any] | None = None
         self._ties: Ties | None = None
+        self.cast_to(dtype)
+
+    def cast_to(self, dtype: torch.dtype | None) -> None:
+        """Cast plain floating tensors to ``dtype``; None: they stay as they are.
+
+        :raises UsageError: it is no such dtype.
+        """
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and is_castable(dtype)):
+            raise UsageError(f"publish cannot cast to {dtype}", hint="name a plain floating dtype, e.g. torch.bfloat16")
+        self.dtype = dtype
 
     def plan(self) -> PartManifest | None:
         """What the walk will give, without walking; None when that cannot be known (a plain iterable).
@@ -94,10 +102,19 @@ class Feed:
         entries = self.known_entries()
         if entries is not None:
             return layout(entries, self.mode)
-        rows = declared(self.weights) if self.mode == "image" else None
+        rows = self._declared() if self.mode == "image" else None
         if rows is None:
             return None
         return PartManifest(tuple(TensorSpec(name, self._published(dtype), shape) for name, dtype, shape in rows))
+
+    def _declared(self) -> list[Declared] | None:
+        try:
+            return declared(self.weights)
+        except ManifestMismatch:  # rows of no use
+            raise
+        except BaseException:  # of metadata() itself
+            self._end(failed=True)
+            raise
 
     def known(self) -> dict[str, object] | None:
         """All names and values, when they are all there (a module or a mapping); None for a stream."""
@@ -113,8 +130,7 @@ class Feed:
         if known is None:
             return None
         ties = Ties()
-        steps = [(name, value, ties.alias(name, value)) for name, value in known.items() if value is not None]
-        return [self._entry(*step, gather=False) for step in steps]
+        return [self._entry(name, value, ties, gather=False) for name, value in known.items() if value is not None]
 
     def take_known(self) -> None:
         """The known values were all used at once: there is nothing left to walk."""
@@ -126,22 +142,33 @@ class Feed:
             step = self._step()
             if step is None:
                 return
-            name, value, alias = step
+            name, value = step
             if value is not None:
-                yield self._entry(name, value, alias, gather=alias is None)
+                yield self._entry(name, value, self._ties, gather=True)
 
     def drain(self) -> None:
         """Walk to the end and throw everything away; gathers take part. Raises only what the user's code raises."""
-        while True:
-            step = self._step()
-            if step is None:
-                return
-            _, value, alias = step
-            if self.mode == "image" and is_dtensor(value) and alias is None:
-                self._gather(value)
+        try:
+            while (step := self._step()) is not None:
+                name, value = step
+                if self.mode == "image" and is_dtensor(value) and self._tied(name, value) is None:
+                    self._gather(value)
+        except UsageError:
+            if self.user_failed:
+                raise
+            return  # it cannot be walked at all
+
+    def _tied(self, name: Any, value: Any) -> str | None:
+        return self._ties.alias(name, value) if self._ties is not None else None
 
     def _open(self) -> None:
         if self._source is None:
+            if not can_be_walked(self.weights):
+                self._end(failed=False)
+                raise UsageError(
+                    f"publish cannot take a {type(self.weights).__name__}",
+                    hint="give a module, a mapping, or an iterable of (name, tensor)",
+                )
             try:
                 self._known = known_values(self.weights)
                 self._source = iter(self._known.items()) if self._known is not None else streamed_values(self.weights)
@@ -150,7 +177,7 @@ class Feed:
                 raise
             self._ties = Ties() if self._known is not None else None
 
-    def _step(self) -> tuple[Any, Any, str | None] | None:
+    def _step(self) -> tuple[Any, Any] | None:
         if self.finished:
             return None
         self._open()
@@ -164,9 +191,8 @@ class Feed:
             self._end(failed=True)
             raise
         if not isinstance(step, (tuple, list)) or len(step) != 2:
-            return None, step, None
-        name, value = step
-        return name, value, self._ties.alias(name, value) if self._ties is not None else None
+            return None, step
+        return step[0], step[1]
 
     def _end(self, *, failed: bool) -> None:
         self.finished, self.user_failed = True, failed
@@ -181,9 +207,25 @@ class Feed:
             raise
         return gathered
 
-    def _entry(self, name: Any, value: Any, alias: str | None, *, gather: bool) -> Entry:
+    def _entry(self, name: Any, value: Any, ties: Ties | None, *, gather: bool) -> Entry:
         """One value as an entry. The gather comes before any check: this rank's peers are in it already."""
-        gathered = self._gather(value) if gather and self.mode == "image" and is_dtensor(value) else None
+        try:
+            alias = ties.alias(name, value) if ties is not None else None
+            gathered = None
+            if gather and alias is None and self.mode == "image" and is_dtensor(value):
+                gathered = self._gather(value)
+            return self._described(name, value, alias, gathered)
+        except (torch.OutOfMemoryError, torch.AcceleratorError, ReplicasError):
+            raise
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # what torch says of odd tensors
+            if self.user_failed:
+                raise
+            raise ManifestMismatch(
+                f"tensor {name!r} cannot be published: {type(error).__name__}: {error}",
+                hint="publish dense tensors that have values",
+            ) from error
+
+    def _described(self, name: Any, value: Any, alias: str | None, gathered: torch.Tensor | None) -> Entry:
         if not isinstance(name, str) or not isinstance(value, (torch.Tensor, Shard)):
             given = type(value).__name__ if name is None else f"({name!r}, {type(value).__name__})"
             raise ManifestMismatch(

@@ -25,6 +25,7 @@ import errno
 import mmap
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -130,7 +131,10 @@ class _Kept:
 class KeptMappings:
     """Mappings for reading, by inode. Thread-safe."""
 
+    _living: weakref.WeakSet[KeptMappings] = weakref.WeakSet()
+
     def __init__(self) -> None:
+        self._living.add(self)
         self._lock = threading.Lock()
         self._kept: dict[int, _Kept] = {}
         self._uses = 0
@@ -204,6 +208,18 @@ class KeptMappings:
         _unpin(pins)
         for thread in self._unpinning:
             thread.join(_UNPIN_S)
+
+    def forget(self) -> None:
+        """This is a forked child: it keeps none. Pins are the parent's, and stay."""
+        self._lock, self._kept, self._unpinning, self._closed = threading.Lock(), {}, [], True
+
+
+def _forget_all() -> None:
+    for kept in list(KeptMappings._living):
+        kept.forget()
+
+
+os.register_at_fork(after_in_child=_forget_all)
 
 
 def _unpin(pins: Iterable[Registration | None]) -> None:

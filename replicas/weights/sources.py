@@ -7,11 +7,11 @@ from typing import Any, cast
 
 import torch
 
-from replicas.errors import ManifestMismatch, UsageError
+from replicas.errors import ManifestMismatch
 from replicas.messages.bounds import plain
 from replicas.weights.dtensor import is_dtensor
 
-__all__ = ["Declared", "Ties", "declared", "known_values", "streamed_values", "unwrapped"]
+__all__ = ["Declared", "Ties", "can_be_walked", "declared", "known_values", "streamed_values", "unwrapped"]
 
 Declared = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor that is still to come."""
@@ -38,17 +38,13 @@ def known_values(weights: object) -> dict[str, object] | None:
     return None
 
 
-def streamed_values(weights: object) -> Iterator[tuple[str, object]]:
-    """The pairs of an iterable, one by one.
+def can_be_walked(weights: object) -> bool:
+    """Whether it is a module, a mapping or anything else that can be iterated over."""
+    return isinstance(weights, (torch.nn.Module, Iterable)) and not isinstance(weights, torch.Tensor)
 
-    :raises UsageError: it is not iterable.
-    :raises ManifestMismatch: a step gave something that is not a pair.
-    """
-    if not isinstance(weights, Iterable) or isinstance(weights, torch.Tensor):
-        raise UsageError(
-            f"publish cannot take a {type(weights).__name__}",
-            hint="give a module, a mapping, or an iterable of (name, tensor)",
-        )
+
+def streamed_values(weights: object) -> Iterator[tuple[str, object]]:
+    """The pairs of an iterable, one by one."""
     return iter(cast("Iterable[tuple[str, object]]", weights))
 
 

@@ -26,7 +26,7 @@ from tests.chaos.tree_world import Picture, Process, TreeShape, TreeWorld, alive
 from tests.support.runs import eventually
 
 ROUNDS = int(os.environ.get("CHAOS_ROUNDS", "0"))
-SECONDS = 25.0
+SECONDS = float(os.environ.get("CHAOS_SECONDS", "25"))
 """How long a run goes on when it is not told how many rounds."""
 SEED = int(os.environ.get("CHAOS_SEED", "7"))
 AT_ONCE = int(os.environ.get("CHAOS_AT_ONCE", "2"))

@@ -15,11 +15,13 @@ from typing import Any
 
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.frames import Frame, Opcode
 
 import replicas
 from replicas import errors
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
+from replicas.coordinator.limits import MALFORMED_MAX
 from replicas.core.effects import CommitDecision, MemberLost, StoreChanged
 from replicas.core.identity import ProcessIdentity
 from replicas.core.manifest import PartManifest, TensorSpec
@@ -136,6 +138,76 @@ async def test_a_malformed_message_ends_the_connection_and_not_the_member(
     assert isinstance(resumed, wire.Welcome)
     await bystander.say(wire.Heartbeat(), seq=0)
     await bystander.until(wire.Ack)
+
+
+async def test_a_message_that_is_malformed_each_time_ends_the_member(coordinator: Coordinator) -> None:
+    """It would send it for ever: it is told why, and is no member any more."""
+    member = Client(coordinator)
+    answer = await member.join()
+    for _ in range(10):
+        assert isinstance(answer, wire.Welcome)
+        await member.socket.send(b"\x93\x01\x00\x82\xa4type\xa8Progress\xa4step\xca\x3f\xc0\x00\x00")
+        try:
+            answer = await member.until(wire.Refused)
+            break
+        except ConnectionClosed:
+            pass
+        member = Client(coordinator, resume_term=answer.term, received=member.received)
+        answer = await member.join()
+    assert isinstance(answer, wire.Refused)
+    assert (answer.error.kind, "malformed" in coordinator.engine.refusals) == ("UsageError", True)
+    assert "Expected `int`, got `float`" in answer.error.message
+    assert coordinator.engine.refusals["malformed"] == MALFORMED_MAX
+
+
+async def test_a_bad_message_of_a_rank_costs_the_others_nothing(coordinator: Coordinator) -> None:
+    """The rank itself is told; on the way there its session sends it a few times, not some hundred times a second."""
+    bad = await asyncio.to_thread(joined, coordinator, "rollout", 1)
+    try:
+        bad._hub.call(bad._hub.send, wire.Progress(1.5))  # type: ignore[arg-type]  # that is the point
+        with pytest.raises(errors.UsageError, match="Expected `int`, got `float`"):
+            await asyncio.wait_for(bad.receive(), 20)
+        assert coordinator.engine.refusals == {"malformed": MALFORMED_MAX}
+    finally:
+        await asyncio.to_thread(bad.close)
+
+
+def joined(coordinator: Coordinator, group: str, replica: int) -> replicas.Channel:
+    return replicas.join(
+        "policy",
+        endpoint=coordinator.endpoint,
+        token=coordinator.token,
+        group=group,
+        replica=replica,
+        rank=0,
+        world_size=1,
+    )
+
+
+async def test_a_member_whose_message_takes_long_is_alive_and_hears_so(coordinator: Coordinator) -> None:
+    """Over a slow link the bytes count, not the messages."""
+    member = Client(coordinator)
+    assert isinstance(await member.join(), wire.Welcome)
+    body = wire.encode(wire.MemberFrame(1, 0, wire.Bye("x" * 4000)))
+    data = Frame(Opcode.BINARY, body).serialize(mask=True)
+    acks, began = 0, asyncio.get_running_loop().time()
+
+    async def count() -> None:
+        nonlocal acks
+        while isinstance(await member.next(), wire.Ack | wire.View | wire.Locate):
+            acks += 1
+
+    counting = asyncio.create_task(count())
+    for at in range(0, len(data) - 100, 100):  # for twice its lease
+        member.socket.transport.write(data[at : at + 100])
+        await asyncio.sleep(0.1)
+    assert asyncio.get_running_loop().time() - began > 3.5
+    (channel,) = coordinator.channel_statuses()
+    assert [one.name for one in channel.members] == ["rollout/0/0"]
+    assert acks >= 2
+    counting.cancel()
+    await asyncio.gather(counting, return_exceptions=True)
+    await member.socket.close()
 
 
 async def test_a_first_message_that_is_no_hello(coordinator: Coordinator) -> None:
@@ -301,6 +373,19 @@ async def test_a_port_in_use() -> None:
             f"store: cannot listen on 127.0.0.1:{port}: Address already in use "
             "(choose another [store] port, or 0 to let the kernel choose)"
         )
+
+
+@pytest.mark.parametrize("which", ["port", "store_port"])
+async def test_one_that_did_not_start_lets_go_of_its_decisions(tmp_path: Path, which: str) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        ports = {which: taken.getsockname()[1]}
+        with pytest.raises(errors.WorldError, match="Address already in use"):
+            async with Coordinator(CHANNELS, state_dir=tmp_path, **ports):
+                pass
+    async with Coordinator(CHANNELS, state_dir=tmp_path):
+        pass
 
 
 async def test_versions_do_not_go_back_after_a_crash(tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class SimMember:
     (``staging = "device"``) those with one GPU find it, and copy what they find.
     ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte. ``breaks``: its process
     groups form (unless ``World.bad_pairs`` says otherwise) and fail as soon as bytes move. ``loads``: as soon as it is
-    granted a version. ``granted``: versions, in order.
+    granted a version, else when it looks at it. ``granted``: versions, in order, without those that it gave back.
     """
 
     member: Member
@@ -87,11 +87,13 @@ class SimMember:
     goes: list[wire.OperationGo] = field(default_factory=list)
     commits: list[int] = field(default_factory=list)
     publishes: int = 0
+    asks: int = 0
     posts: int = 0
     asked: bool = False
     mute: bool = False
     stuck: bool = False
     loads: bool = True
+    unlooked: int = 0
     refuse: wire.WireError | None = None
     bad_digest: bool = False
     breaks: bool = False
@@ -137,6 +139,19 @@ class SimMember:
             self.asked = True
             self.ask_again()
 
+    def look(self) -> None:
+        """Load what it was granted."""
+        if self.unlooked:
+            self.outbox.append(wire.Loaded(self.unlooked, 0.0))
+            self.unlooked = 0
+
+    def give_back(self) -> None:
+        """Ask for a newer version in place of the one that it was granted and has not looked at."""
+        if self.unlooked:
+            self.granted.remove(self.unlooked)
+            self.unlooked = 0
+            self.ask()
+
     def post(
         self, kind: str, *, root: str = "", step: int | None = None, shape: tuple[int, ...] = (2,), **more: object
     ) -> int:
@@ -161,7 +176,8 @@ class SimMember:
         self.outbox.append(wire.Resumed())
 
     def ask_again(self) -> None:
-        self.outbox.append(wire.ReceiveAsk(len(self.granted) + 1, max(self.granted, default=0)))
+        self.asks += 1
+        self.outbox.append(wire.ReceiveAsk(self.asks, max(self.granted, default=0)))
 
     # ---------------------------------------------------------- what its library does
 
@@ -206,13 +222,16 @@ class SimMember:
             case wire.Discard():
                 self.held.discard(message.version)
                 self.published.discard(message.version)
+            case wire.ReceiveGrant() if message.ask != self.asks or not self.asked:
+                return  # it was asked for, or given up, before that was heard
             case wire.ReceiveGrant():
                 assert message.version in self.held, f"granted {message.version}, holds {self.held}"
                 assert message.version > max(self.granted, default=0)
                 self.granted.append(message.version)
                 self.asked = False
+                self.unlooked = message.version
                 if self.loads:
-                    self.outbox.append(wire.Loaded(message.version, 0.0))
+                    self.look()
             case wire.OperationEnd():
                 assert message.post not in self.ends, "two verdicts"
                 self.ends[message.post] = message

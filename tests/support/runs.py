@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import re
 import secrets
 import signal
 import socket
@@ -27,6 +28,8 @@ from replicas.supervisor.processes import start_time
 __all__ = ["MARK", "ROOT", "Run", "alive", "eventually", "processes_marked", "running", "shared_memory"]
 
 ROOT = Path(__file__).resolve().parents[2]
+TORCH_SEGMENT = re.compile(r"torch_(\d+)_")
+"""What torch's shared memory is called; the number is the pid of the process that made it."""
 MARK = "TEST_RUN_MARK"
 
 
@@ -46,22 +49,41 @@ def alive(pid: int) -> bool:
 
 def processes_marked(mark: str) -> dict[int, str]:
     """Command lines, by pid, of the living processes that inherited ``TEST_RUN_MARK=mark``."""
-    entry = f"{MARK}={mark}".encode()
     found: dict[int, str] = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
             continue
+        pid = int(folder.name)
         try:
-            if entry in (folder / "environ").read_bytes().split(b"\0") and alive(int(folder.name)):
-                found[int(folder.name)] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+            if _marked(pid, f"{MARK}={mark}") and alive(pid):
+                found[pid] = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
         except OSError:
-            continue  # it ended meanwhile, or belongs to someone else
+            continue  # it ended meanwhile
     return found
 
 
+def _marked(pid: int, entry: str) -> bool:
+    """Whether an entry of its environment begins so; False of one that has ended, or is somebody else's."""
+    try:
+        return any(one.startswith(entry.encode()) for one in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
+    except OSError:
+        return False
+
+
 def shared_memory() -> set[str]:
-    """Names in /dev/shm."""
-    return {path.name for path in Path("/dev/shm").iterdir()}
+    """Names in /dev/shm that a run under test could have left: ours, and torch's of a process that is dead or marked.
+
+    Other people's programs make entries while a test runs. The library itself makes none with a name.
+    """
+
+    def ours(name: str) -> bool:
+        made = TORCH_SEGMENT.match(name)
+        if made is None:
+            return "replicas" in name
+        pid = int(made[1])
+        return not alive(pid) or _marked(pid, f"{MARK}=")
+
+    return {path.name for path in Path("/dev/shm").iterdir() if ours(path.name)}
 
 
 def control_groups(supervisor: int) -> list[Path]:

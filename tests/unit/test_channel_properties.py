@@ -105,6 +105,23 @@ class Channel(RuleBasedStateMachine):
             data.draw(st.sampled_from(targets)).ask()
 
     @precondition(lambda self: self._sims())
+    @rule(data=st.data(), what=st.sampled_from(("hesitate", "look", "give back", "give up")))
+    def ahead_of_time(self, data: st.DataObject, what: str) -> None:
+        """Ask, and look at what was granted later; or give it back for something newer."""
+        sim = data.draw(st.sampled_from(self._sims()))
+        match what:
+            case "hesitate":
+                sim.loads = False
+            case "look":
+                sim.loads = True
+                sim.look()
+            case "give back":
+                sim.give_back()
+            case "give up" if sim.asked:
+                sim.asked = False
+                sim.outbox.append(wire.ReceiveCancel(sim.asks))
+
+    @precondition(lambda self: self._sims())
     @rule(data=st.data(), count=st.integers(1, 12))
     def deliver(self, data: st.DataObject, count: int) -> None:
         for _ in range(count):
@@ -211,6 +228,9 @@ class Channel(RuleBasedStateMachine):
         """The faults stop: everything must come to rest, and the next publish must reach everybody."""
         self.frozen.clear()
         self.world.bad_pairs.clear()
+        for sim in self.world.members.values():
+            sim.loads = True
+            sim.look()
         self.come_back(len(self.away))
         self.world.advance(130.0)
         for name in NAMES:

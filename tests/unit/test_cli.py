@@ -246,6 +246,7 @@ def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.Ca
         (os.getpid(), f"its supervisor, process {os.getpid()}, is there, and busy"),
         (2**22 + 1, "process 4194305, is dead"),
     ],
+    ids=["busy", "dead"],  # without a pid: every worker of xdist must find the same names
 )
 def test_nobody_answers_and_why(folder: Path, capsys: pytest.CaptureFixture[str], pid: int, hint: str) -> None:
     write_endpoint(folder, "127.0.0.1:1")

@@ -12,11 +12,14 @@ import pytest
 
 from replicas.supervisor.console import Console
 
+PATIENCE_S = 30.0
+
 
 def lines_of(descriptor: int, last: str) -> list[str]:
     """All lines up to one that ends so."""
-    data = b""
+    data, until = b"", time.monotonic() + PATIENCE_S
     while not data.endswith(f"{last}\n".encode()):
+        assert select.select([descriptor], [], [], max(0.0, until - time.monotonic()))[0], data
         data += os.read(descriptor, 1 << 16)
     return data.decode().splitlines()
 
@@ -27,12 +30,14 @@ def test_who_does_not_read_holds_nobody_up_and_hears_what_is_missing() -> None:
     os.write(writer, b"\n" * size)
     console = Console(writer)
     console.say("first")
+    until = time.monotonic() + PATIENCE_S
     while not console._queue.empty():  # its thread has it, and is held up
+        assert time.monotonic() < until
         time.sleep(0.001)
     for number in range(1500):
         console.say(f"{number:050}")
     assert not console.flush(0.0)
-    while not console.flush(0.01) or select.select([reader], [], [], 0.0)[0]:
+    while time.monotonic() < until and (not console.flush(0.01) or select.select([reader], [], [], 0.0)[0]):
         while select.select([reader], [], [], 0.0)[0]:
             os.read(reader, 1 << 16)
     console.say("last")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
 from pathlib import Path
 
@@ -92,3 +94,67 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(b'{"kind": "commit"}\n')
     with pytest.raises(errors.WorldError, match=r"line 1 of the decision log .* is damaged"):
         DecisionLog(tmp_path / "log")
+
+
+def test_the_folder_is_synced_before_a_decision_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a power cut may bring an older file back, or none, without decisions that were synced."""
+    calls: list[str] = []
+    real_write, real_sync = os.pwrite, os.fsync
+
+    def write(fd: int, data: bytes, offset: int) -> int:
+        calls.append("write")
+        return real_write(fd, data, offset)
+
+    def sync(fd: int) -> None:
+        assert Path(f"/proc/self/fd/{fd}").readlink() == tmp_path
+        calls.append("sync folder")
+        real_sync(fd)
+
+    monkeypatch.setattr(os, "pwrite", write)
+    monkeypatch.setattr(os, "fsync", sync)
+    log = DecisionLog(tmp_path / "log")
+    log.append(decision(1))
+    log.append(decision(2))
+    assert calls == ["sync folder", "write", "write"]
+    monkeypatch.setattr(decisions, "COMPACT_NBYTES", 10)
+    log.append(decision(3))
+    monkeypatch.setattr(decisions, "COMPACT_NBYTES", 10**6)
+    calls.clear()
+    log.append(decision(4))
+    log.append(decision(5))
+    assert calls == ["sync folder", "write", "write"]
+    log.close()
+
+
+def test_a_folder_that_cannot_be_synced_refuses_the_decision(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = DecisionLog(tmp_path / "log")
+
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, "the disk is broken")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(OSError, match="the disk is broken"):
+            log.append(decision(1))
+    assert log.floor("policy") == 0
+    log.append(decision(1))
+    log.close()
+
+
+def test_a_new_file_that_cannot_be_locked_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log = DecisionLog(tmp_path / "log")
+    log.append(decision(1))
+
+    def refuse(fd: int, how: int) -> None:
+        raise OSError(errno.ENOLCK, "no locks available")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(decisions, "COMPACT_NBYTES", 10)
+        patch.setattr(fcntl, "flock", refuse)
+        log.append(decision(2))
+    assert [path.name for path in tmp_path.iterdir()] == ["log"]
+    log.append(decision(3))
+    log.close()
+    again = DecisionLog(tmp_path / "log")
+    assert again.committed("policy") == (3, "digest")
+    again.close()

@@ -9,13 +9,13 @@ from tests.support.channel_world import SimMember, World
 
 
 class Book:
-    def __init__(self, world_size: int = 1) -> None:
-        self.world = World(groups={"rollout": GroupShape(replicas=2, world_size=world_size)})
+    def __init__(self, world_size: int = 1, machine: str = "") -> None:
+        self.world = World(groups={"rollout": GroupShape(replicas=2, world_size=world_size)}, machine=machine)
         self._book = ReadinessBook()
         self._world_size = world_size
 
-    def join(self, name: str, *, generation: int = 1) -> SimMember:
-        return self.world.join(name, world_size=self._world_size, generation=generation)
+    def join(self, name: str, *, generation: int = 1, machine: str = "") -> SimMember:
+        return self.world.join(name, world_size=self._world_size, generation=generation, machine=machine)
 
     def of(self, group: str = "rollout", *, generation: int = 1) -> Readiness:
         return self._book.of([self.world.state], group, 0, generation, self._world_size, self.world.now)
@@ -47,6 +47,35 @@ def test_a_late_target_is_ready_when_it_has_loaded_the_newest_and_stays_so() -> 
     assert book.of().versions == {"policy": 1}
     book.commit()
     assert book.of().ready, "lag is not unreadiness"
+
+
+def test_the_first_that_joins_when_nobody_else_is_left_is_ready_with_the_version_that_is_kept() -> None:
+    """At no moment before: what depends on it would be started."""
+    book = Book(machine="a")
+    trainer = book.join("trainer/0/0", machine="a")
+    book.commit()
+    book.world.lose(trainer)
+    target = book.join("rollout/0/0", machine="a")
+    target.ask()
+    reason = "policy: has version 0, version 1 is committed"
+    assert book.of().reason == reason, "it may be on the host where the version is kept"
+    while not target.granted:
+        assert book.of().reason == reason
+        assert book.world.down(target) or book.world.up(target)
+    book.world.run()
+    assert book.of().ready
+    assert book.of().versions == {"policy": 1}
+
+
+def test_when_it_turns_out_to_be_elsewhere_it_is_ready_with_nothing() -> None:
+    book = Book(machine="a")
+    trainer = book.join("trainer/0/0", machine="a")
+    book.commit()
+    book.world.lose(trainer)
+    book.join("rollout/0/0", machine="b")
+    assert not book.of().ready
+    book.world.run()
+    assert book.of().ready, "nobody can ever give it version 1"
 
 
 def test_a_target_that_loads_more_slowly_than_its_trainer_publishes_is_ready_all_the_same() -> None:

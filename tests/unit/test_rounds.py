@@ -219,6 +219,42 @@ def test_a_rank_that_has_loaded_a_version_need_not_keep_it_for_the_others(replic
     assert replica.granted() == {0: 2, 1: 1}
 
 
+def test_what_nobody_has_looked_at_is_given_back_and_the_newest_is_granted(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0, 1)
+    assert replica.granted() == {0: 1, 1: 1}
+    replica.commit()
+    replica.ask(0)
+    assert replica.granted() == {0: 1, 1: 1}, "the other rank may be loading it"
+    replica.ask(0, 1)
+    assert replica.granted() == {0: 2, 1: 2}
+    replica.loaded(0, 2)
+    replica.commit()
+    replica.ask(1)
+    assert replica.granted() == {0: 2, 1: 2}, "the other rank serves it"
+
+
+def test_a_rank_that_has_given_up_asking_does_not_hold_the_round(replica: Replica) -> None:
+    """Its ask was granted while it said so."""
+    replica.commit()
+    replica.ask(0)
+    replica.rounds.cancel_ask(replica.ranks[0].member, 1)
+    replica.commit()
+    replica.ask(1)
+    assert replica.granted() == {0: 1, 1: 2}
+
+
+def test_a_replica_that_has_given_everything_back_is_not_loading(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0)
+    assert replica.rounds.loading("rollout", 0)
+    replica.ranks[0].draining = replica.ranks[1].draining = True
+    replica.commit()
+    replica.ask(0)
+    assert not replica.rounds.loading("rollout", 0)
+    assert replica.granted() == {0: 1}, "it is granted nothing new while it is drained"
+
+
 def test_without_ranks_it_is_over_and_the_next_ones_begin_anew(replica: Replica) -> None:
     replica.commit()
     replica.ask(0, 1)

@@ -10,8 +10,11 @@ import pytest
 import torch
 
 from replicas.errors import Gone
+from replicas.memory.kept import Keeper
 from replicas.messages import SlotPlace
 from replicas.weights import Arena, Buffer, Slot
+from replicas.weights.mappings import KeptMappings
+from tests.support.memfds import memories
 from tests.support.memory import MANIFEST, Child, fill
 
 
@@ -173,6 +176,33 @@ def test_a_forked_child_of_a_reader_keeps_its_view_and_not_the_version(
     worker.kill()
     fill(arena, 3)
     assert arena.statistics().retired == 0
+
+
+def test_a_forked_child_keeps_no_memory_of_ours(child: Callable[..., Child]) -> None:
+    """A DataLoader's worker that outlives a model would keep it, and with its descriptors the locks."""
+    arena = Arena(2, name="replicas-fork")
+    for version in (1, 2):
+        slot = fill(arena, version)
+    keeper, kept = Keeper(), KeptMappings()
+    assert keeper.keep("newest", slot.place, 2) is not None
+    foreign = Buffer.open(slot.place, 2)
+    foreign.keep_mappings_in(kept)
+    foreign.readable()
+    worker = child(lambda word: word)
+    assert worker.ask("there") == "there"
+    assert memories(worker.pid, "replicas-fork") == {}
+    assert len(memories(os.getpid(), "replicas-fork")) == 2
+    assert foreign.readable()[MANIFEST.data_offset :].view(torch.float32).tolist() == [2.0] * 8
+    foreign.close()
+    kept.close()
+    keeper.close()
+    arena.close()
+
+
+def test_a_forked_child_keeps_what_the_user_has(arena: Arena, child: Callable[..., Child]) -> None:
+    view = fill(arena, 1).data.view(torch.float32)
+    worker = child(lambda word: str(view.tolist()))
+    assert worker.ask("read") == str([1.0] * 8)
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become somebody else")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from collections.abc import AsyncIterator, Iterator
 
@@ -102,6 +103,25 @@ async def test_nothing_is_mapped_that_is_not_there(target: World, lender: Arena)
     target.tell(offer(5, 1, None))
     assert (await target.session.next(wire.TransferFailed)).error.kind == "InternalError"
     assert not target.hub.arena.held()
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE, errno.ENOMEM])
+async def test_a_shortage_says_nothing_about_the_host(
+    target: World, lender: Arena, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """Of other errors the coordinator would conclude that the two share no memory, for good."""
+    slot = fill(lender, 1)
+
+    def scarce(place: wire.SlotPlace) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("replicas.memory.kept._open_exactly", scarce)
+        target.tell(offer(1, 1, slot.place, slot.digest))
+        failed = await target.session.next(wire.TransferFailed)
+    assert failed.error.kind == "NoCapacity"
+    assert os.strerror(number) in failed.error.message
+    assert (await mapped(target, slot, 2)).image_digest == slot.digest
 
 
 async def test_an_offer_without_a_digest_has_it_computed(target: World, lender: Arena) -> None:

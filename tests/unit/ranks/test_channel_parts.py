@@ -19,6 +19,7 @@ from replicas.channel.update import Update
 from replicas.core.identity import Member
 from replicas.messages import Segment
 from replicas.weights.arena import Slot
+from replicas.weights.packing import Feed
 from tests.support.scripted import MANIFEST, ME, World
 
 pytestmark = pytest.mark.anyio
@@ -284,7 +285,8 @@ def test_where_results_lie() -> None:
 async def test_publish_packs_pins_and_lets_go() -> None:
     world = World("source", 2)
     job = PublishJob(None, 5.0, {"a": 1}, False, "policy")
-    publishing = asyncio.create_task(asyncio.to_thread(world.publisher.publish, {"w": torch.ones(4)}, job, None))
+    feed = Feed({"w": torch.ones(4)}, mode=world.publisher.mode)
+    publishing = asyncio.create_task(asyncio.to_thread(world.publisher.publish, feed, job))
     begin = await world.session.next(wire.PublishBegin)
     assert (begin.publish, begin.meta) == (1, {"a": 1})
     world.tell(wire.PublishAdmitted(1, 5))

@@ -17,6 +17,7 @@ from replicas.channel.update import Update
 from replicas.core.manifest import Manifest
 from replicas.weights.arena import Arena, Slot
 from replicas.weights.digest import digest_of
+from replicas.weights.packing import Feed
 from tests.support.channels import wait_until
 from tests.support.scripted import MANIFEST, World
 
@@ -41,7 +42,7 @@ def begin(world: World, given: object = None, deadline_s: float = 30.0) -> tuple
     """A publish on a thread of its own, which has begun when it sends PublishBegin."""
     job = PublishJob(None, deadline_s, {"a": 1}, False, "policy")
     weights = {"w": torch.ones(4)} if given is None else given
-    return job, asyncio.create_task(asyncio.to_thread(world.publisher.publish, weights, job, None))
+    return job, asyncio.create_task(asyncio.to_thread(world.publisher.publish, Feed(weights), job))
 
 
 async def packed(world: World, version: int, deadline_s: float = 30.0) -> PublishJob:
@@ -242,7 +243,7 @@ async def test_an_interrupt_in_the_middle_of_a_publish_loses_no_slot(
 
     def run() -> None:
         with pytest.raises(KeyboardInterrupt):
-            source.publisher.publish({"w": torch.ones(4)}, PublishJob(None, 5.0, {}, False, "policy"), None)
+            source.publisher.publish(Feed({"w": torch.ones(4)}), PublishJob(None, 5.0, {}, False, "policy"))
 
     monkeypatch.setattr(Arena, "acquire", interrupted)
     running = asyncio.create_task(asyncio.to_thread(run))

@@ -216,6 +216,7 @@ class Wire:
         self.room = room
         self.writes: list[list[wire.ServerFrame]] = []
         self.on_writable: Callable[[], None] = lambda: None
+        self.on_bytes: Callable[[], None] = lambda: None
 
     def takes_more(self) -> bool:
         return self.room > 0

@@ -13,7 +13,7 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.publish_job import PublishJob
-from replicas.weights.packing import Packing
+from replicas.weights.packing import Feed, Packing
 from tests.support.channels import wait_until
 from tests.support.scripted import World
 
@@ -46,7 +46,9 @@ def digests(source: World, monkeypatch: pytest.MonkeyPatch) -> list[Future[str]]
 async def publish(world: World, version: int) -> PublishJob:
     """One that has been copied."""
     job = PublishJob(None, 30.0, {}, False, "policy")
-    task = asyncio.create_task(asyncio.to_thread(world.publisher.publish, {"w": torch.ones(4)}, job, None))
+    task = asyncio.create_task(
+        asyncio.to_thread(world.publisher.publish, Feed({"w": torch.ones(4)}, mode=world.publisher.mode), job)
+    )
     world.tell(wire.PublishAdmitted((await world.session.next(wire.PublishBegin)).publish, version))
     await task
     await wait_until(lambda: job.packed, "it is copied")

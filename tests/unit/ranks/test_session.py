@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Coroutine
+from itertools import pairwise
 from typing import Any
 
 import msgspec
 import pytest
 from websockets.asyncio.server import Server, ServerConnection, serve
 from websockets.exceptions import ConnectionClosed
+from websockets.frames import Frame, Opcode
 
 from replicas import errors
 from replicas.channel import session as session_module
-from replicas.channel.session import MALFORMED_MAX, Session
+from replicas.channel.session import MALFORMED_MAX, SILENCE_S, Session
 from replicas.core.identity import ProcessIdentity
 from replicas.messages import (
     PROTOCOL,
@@ -302,14 +305,76 @@ async def test_a_gap_makes_a_new_connection(world: World) -> None:
     assert world.coordinator.hellos[1].received == 0
 
 
-async def test_a_silent_coordinator_is_dialled_again(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "SILENCE_S", 0.1)
+async def test_a_silent_coordinator_is_dialled_again_after_three_missed_acks(world: World) -> None:
     world.coordinator.silent = True
     await world.session.open(5)
     await world.coordinator.connection()
+    began = time.monotonic()
     await world.coordinator.connection()
     assert "nothing heard" in world.handler.reasons[0]
     assert world.coordinator.beats >= 2
+    assert time.monotonic() - began < SILENCE_S - 2.0
+
+
+async def test_a_message_that_comes_in_slowly_is_no_silence(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(session_module, "SILENCE_S", 0.1)
+    world.coordinator.silent = True
+    await world.session.open(5)
+    connection = await world.coordinator.connection()
+    sent = Commit(9, "x" * 3000, "m")
+    data = Frame(Opcode.BINARY, encode(ServerFrame(1, 0, sent))).serialize(mask=False)
+    began = time.monotonic()
+    for at in range(0, len(data), 100):  # for twice as long as a silent one is waited for
+        connection.transport.write(data[at : at + 100])
+        await asyncio.sleep(0.05)
+    assert await asyncio.wait_for(world.handler.messages.get(), 30) == sent
+    assert time.monotonic() - began > 1.2
+    assert world.coordinator.connections.empty()
+    assert not world.handler.reasons
+
+
+async def test_a_connection_that_brings_nothing_is_followed_by_a_growing_pause(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message that the coordinator does not take is sent again with each connection."""
+    monkeypatch.setattr("tenacity.wait.random.uniform", lambda low, high: high)
+    await world.session.open(5)
+    began, at = time.monotonic(), []
+    world.session.send(LaneFormed("bad", 1.0))
+    for _ in range(7):
+        connection = await world.coordinator.connection()
+        at.append(time.monotonic())
+        assert (await world.coordinator.frame()).seq == 1
+        connection.transport.abort()
+    pauses = [later - earlier for earlier, later in pairwise(at)]
+    assert time.monotonic() - began > 1.5
+    assert pauses[-1] > 0.7
+    world.coordinator.received = 1
+    await (await world.coordinator.connection()).close()  # it was taken: this one was of use
+    began = time.monotonic()
+    await world.coordinator.connection()
+    assert time.monotonic() - began < pauses[-1]
+
+
+async def test_a_link_that_is_cut_is_tried_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel alone repeats a lost SYN later and later."""
+    monkeypatch.setattr(session_module, "REACH_S", 0.2, raising=False)
+    tries = 0
+    three = asyncio.Event()
+
+    async def lost(*_: Any, **__: Any) -> None:
+        nonlocal tries
+        tries += 1
+        if tries == 3:
+            three.set()
+        await asyncio.get_running_loop().create_future()
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "create_connection", lost)
+    session = Session(Loop(), "127.0.0.1:1", "secret", HELLO, Handler())  # type: ignore[arg-type]  # a fake
+    opening = asyncio.create_task(session.open(15))
+    await asyncio.wait_for(three.wait(), 10)
+    opening.cancel()
+    await asyncio.gather(opening, return_exceptions=True)
 
 
 async def test_nobody_there() -> None:
