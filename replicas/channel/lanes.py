@@ -16,14 +16,18 @@ from typing import Any
 
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
-from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed
-from replicas.sidecar.client import GroupSpec, Sidecar, SidecarDied
+from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
+from replicas.sidecar.client import GroupSpec, Moved, Sidecar, SidecarDied
 
 __all__ = ["Lane", "Lanes"]
 
 logger = logging.getLogger("replicas.channel")
 
 DEATH_TIMEOUT_S = 5.0
+MOVED_INTERVAL_S = 0.8
+"""Between two words on what has moved in a lane, while something does."""
+STILL_S = 1.0
+"""Nothing has moved for so long: that is told at once."""
 PREFORK_DELAY_S = 0.2
 """How long after a lane has formed the next spare sidecar is forked: out of the way of what the lane was formed for."""
 
@@ -37,6 +41,7 @@ class Lane:
         self.backend = backend
         self.sidecar: Sidecar | None = None
         self.ended = False
+        self.told_at = 0.0
 
     def end(self) -> None:
         """Kill the sidecar, if there is one."""
@@ -114,6 +119,7 @@ class Lanes:
                     return
                 self._hub.loop.inherited.add(lane.sidecar)
                 lane.sidecar.on_exit = partial(self._hub.call, self._exited, lane)
+                lane.sidecar.on_moved = partial(self._hub.call, self._moved, lane)
                 await lane.sidecar.build(
                     GroupSpec(
                         prefix=message.prefix,
@@ -161,6 +167,12 @@ class Lanes:
 
     def _exited(self, lane: Lane, reason: str) -> None:
         self.failed(lane, errors.SyncError(f"the sidecar of {self._hub.member} ended: {reason}", hint=""), phase="lane")
+
+    def _moved(self, lane: Lane, moved: Moved) -> None:
+        now = time.monotonic()
+        if not lane.ended and (moved.still_s >= STILL_S or now - lane.told_at >= MOVED_INTERVAL_S):
+            lane.told_at = now
+            self._hub.send(LaneMoved(lane.name, moved.sent, moved.received, moved.still_s, moved.rtt_s, moved.held_up))
 
     def _drop_asked(self, message: LaneDrop) -> None:
         self._drop(message.lane)

@@ -447,6 +447,8 @@ class ChannelState:
                     self.stuck.lane_formed(lane, now)
             case wire.LaneFailed():
                 self._lane_failed(state, message, now)
+            case wire.LaneMoved():
+                self.lanes.moved(member, message, now)
             case wire.OperationPost():
                 state.progressed_at = now
                 self.marks.operation(member, message.step)

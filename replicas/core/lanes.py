@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from replicas.core.effects import Effect, Emit, Send, SidecarReplaced, Sweep
 from replicas.core.identity import Member
 from replicas.core.membership import LANE, LaneState
+from replicas.core.pace import Pace
 from replicas.core.roster import MemberState
-from replicas.messages import Backend, LaneDrop, LaneForm
+from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
 
 __all__ = ["Lane", "Lanes", "form_timeout"]
 
@@ -28,6 +29,8 @@ def form_timeout(remaining_s: float) -> float:
 
 @dataclass(slots=True, eq=False)
 class Lane:
+    """One process group. ``pace``: how it gets on with what it moves now."""
+
     name: str
     prefix: str
     members: tuple[Member, ...]
@@ -37,6 +40,7 @@ class Lane:
     state: LaneState = "forming"
     formed_by: set[Member] = field(default_factory=set)
     formed_s: float = 0.0
+    pace: Pace = field(default_factory=Pace)
     ranks: dict[Member, int] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -114,6 +118,12 @@ class Lanes:
         lane.state = LANE.next(lane.state, "formed_by_all")
         lane.formed_s = now - lane.opened_at
         return lane
+
+    def moved(self, member: Member, message: LaneMoved, now: float) -> None:
+        """A member says what it has moved in a lane."""
+        lane = self._lanes.get(message.lane)
+        if lane is not None and member in lane.ranks:
+            lane.pace.moved(member, message, now)
 
     def close(self, lane: Lane, out: list[Effect], *, gone: frozenset[Member] = frozenset(), reason: str = "") -> None:
         """Kill the lane's sidecars and sweep its keys.

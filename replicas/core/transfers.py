@@ -221,6 +221,8 @@ class Transfer:
         if self.plan.lane and (lane is None or lane.state != "formed"):
             return
         self.state = TRANSFER.next(self.state, "all_ready")
+        if lane is not None:
+            lane.pace.begin()
         routes: tuple[tuple[int, ...], ...] = ()
         if lane is not None:
             self.form_s += lane.formed_s if self._forms_lane else 0.0
@@ -470,6 +472,20 @@ class Transfer:
             message = f"the process group did not form in {self.lane.deadline - self.lane.opened_at:.1f} s; missing: "
             error = errors.DeadlineExceeded(message + ", ".join(late), phase="form", members=late)
             self._failed_all_alive(error, now)
+        elif self._stands_still(now):
+            self._failed_all_alive(self._standstill(), now)
+
+    def _stands_still(self, now: float) -> bool:
+        """Whether bytes are on their way over the lane, and none moves any more, though everybody is there."""
+        if self.state != "moving" or self.lane is None:
+            return False
+        return self.lane.pace.stands_still([m for m in self.plan.lane if m not in self._done], now)
+
+    def _standstill(self) -> errors.SyncError:
+        assert self.lane is not None
+        names = [member.name for member in self.plan.lane]
+        text = f"no byte has moved for {self.lane.pace.still_s():.1f} s between {', '.join(names)}"
+        return errors.SyncError(text, version=self.payload.version, phase="transfer", members=names)
 
     def _in_vain_without(self, silent: set[Member], now: float) -> bool:
         """Whether nobody else has what is published, and nobody waits for its end: then its source may take its time."""

@@ -18,7 +18,8 @@ published). :class:`PublishBegin` → :class:`PublishAdmitted` (the version's nu
 In between the coordinator moves the version with *transfers*:
 
 * :class:`LaneForm` to each member of a lane → :class:`LaneFormed` or :class:`LaneFailed`. A lane is one process group,
-  owned by one sidecar of each of its members; :class:`LaneDrop` kills that sidecar.
+  owned by one sidecar of each of its members; :class:`LaneDrop` kills that sidecar. While bytes move in it, each member
+  tells about once a second how many have (:class:`LaneMoved`).
 * :class:`TransferOffer` to senders and receivers → :class:`TransferReady` (the slot is there: pinned or reserved) or
   :class:`TransferFailed`. When all are ready and the lane has formed: :class:`TransferGo` → :class:`TransferDone` with
   the digests, or :class:`TransferFailed`. :class:`TransferCancel` withdraws it at any time.
@@ -94,6 +95,7 @@ from replicas.messages.member import (
     Hello,
     LaneFailed,
     LaneFormed,
+    LaneMoved,
     Loaded,
     LoadFailed,
     Located,
@@ -152,6 +154,7 @@ __all__ = [
     "LaneFailed",
     "LaneForm",
     "LaneFormed",
+    "LaneMoved",
     "LoadFailed",
     "Loaded",
     "Locate",

@@ -26,6 +26,7 @@ __all__ = [
     "Hello",
     "LaneFailed",
     "LaneFormed",
+    "LaneMoved",
     "LoadFailed",
     "Loaded",
     "Located",
@@ -196,6 +197,22 @@ class LaneFailed(_FromMember, frozen=True):
     error: WireError
 
 
+class LaneMoved(_FromMember, frozen=True):
+    """What the own sidecar has moved in a lane for the request that it works on, about once a second.
+
+    ``sent`` and ``received``: bytes so far. ``still_s``: for so long nothing has moved, though the network was waited for.
+    ``rtt_s``: the longest round trip to another member. ``held_up``: addresses to which bytes are under way that the
+    network does not take, or not as fast as they are there.
+    """
+
+    lane: str
+    sent: int
+    received: int
+    still_s: float
+    rtt_s: float = 0.0
+    held_up: tuple[str, ...] = ()
+
+
 class TransferReady(_FromMember, frozen=True):
     """The slot is there: pinned, or reserved."""
 
@@ -302,6 +319,7 @@ FromMember = (
     | PackFailed
     | LaneFormed
     | LaneFailed
+    | LaneMoved
     | TransferReady
     | TransferDone
     | TransferFailed

@@ -24,12 +24,13 @@ from __future__ import annotations
 from replicas.sidecar.answers import SidecarDied, SidecarFailed
 from replicas.sidecar.forks import Forkserver
 from replicas.sidecar.handle import Sidecar
-from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
+from replicas.sidecar.wire import CollectiveSpec, GroupSpec, Moved, TransferResult, TransferSpec
 
 __all__ = [
     "CollectiveSpec",
     "Forkserver",
     "GroupSpec",
+    "Moved",
     "Sidecar",
     "SidecarDied",
     "SidecarFailed",

@@ -37,11 +37,13 @@ class Sidecar:
 
     :ivar pid: its process id.
     :ivar on_exit: called on the loop, once, with a reason, when it ends without :meth:`kill`.
+    :ivar on_moved: called on the loop, about twice a second while it works on a request that moves bytes.
     """
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
         self.pid = pid
         self.on_exit: Callable[[str], None] | None = None
+        self.on_moved: Callable[[wire.Moved], None] | None = None
         self._pidfd = pidfd
         self._sock = sock
         self._loop = asyncio.get_running_loop()
@@ -285,6 +287,8 @@ class Sidecar:
     def _take(self, reply: wire.Reply) -> None:
         if isinstance(reply, wire.Pong):
             self._pulse.answered()
+            if reply.moved is not None and self.on_moved is not None:
+                self.on_moved(reply.moved)
             return
         if isinstance(reply, wire.Failed) and reply.over:
             self._reason = self._reason or reply.error

@@ -33,6 +33,7 @@ from collections.abc import Callable
 
 from replicas.sidecar import wire
 from replicas.sidecar.progress import Progress
+from replicas.sidecar.traffic import Traffic
 
 __all__ = ["Mailbox"]
 
@@ -44,7 +45,10 @@ _POLL_END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
 class Mailbox:
-    """Requests in, replies out. ``pidfd`` is of the rank at the other end of ``channel``."""
+    """Requests in, replies out. ``pidfd`` is of the rank at the other end of ``channel``.
+
+    :ivar traffic: what moves for the request that the main thread works on; each pong tells it.
+    """
 
     def __init__(self, channel: socket.socket, pidfd: int) -> None:
         self._channel = channel
@@ -54,6 +58,7 @@ class Mailbox:
         self._writing = threading.Lock()
         self._reading = threading.Lock()
         self._progress = Progress()
+        self.traffic = Traffic()
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._working = threading.Event()
         self._busy_since: float | None = None
@@ -83,9 +88,10 @@ class Mailbox:
         """
         if self._progress.of(transfer) >= nbytes:
             return
-        self._take_over()
-        self._or_end(lambda: self._read_until_packed(transfer, nbytes, deadline))
-        self._reading.release()
+        with self.traffic.paused():
+            self._take_over()
+            self._or_end(lambda: self._read_until_packed(transfer, nbytes, deadline))
+            self._reading.release()
         packed = self._progress.of(transfer)
         if packed < nbytes:
             raise TimeoutError(f"the image was packed up to byte {packed}, not {nbytes}, when the time was up")
@@ -136,7 +142,7 @@ class Mailbox:
         for body, fds in frames:
             match wire.decode_request(body):
                 case wire.Ping(id=number):
-                    self.reply(wire.Pong(number))
+                    self.reply(wire.Pong(number, self.traffic.look()))
                 case wire.TransferProgress(transfer=transfer, nbytes=nbytes):
                     self._progress.tell(transfer, nbytes)
                 case request:

@@ -117,8 +117,9 @@ class SidecarProcess:
                     buffer.pin()
                 gpu = self._gpu if buffer.device else None
                 self._began = True
-                result = run_transfer(group, spec, manifest, memory, wait_packed, gpu)
-                self._settle(buffer)
+                with mailbox.traffic.of_request():
+                    result = run_transfer(group, spec, manifest, memory, wait_packed, gpu, mailbox.traffic.worked)
+                    self._settle(buffer)
         finally:
             mailbox.transfer_ended(spec.transfer)
         return wire.Transferred(request.id, result)
@@ -132,8 +133,9 @@ class SidecarProcess:
             inputs, outputs = [None if buffer is None else buffer.tensor() for buffer in found]
             self._await_rank(*buffers)
             self._began = True
-            run_collective(group, spec, inputs, outputs)
-            self._settle(*buffers)
+            with self._mailbox.traffic.of_request() if group.backend == "gloo" else nullcontext():
+                run_collective(group, spec, inputs, outputs)
+                self._settle(*buffers)
         return wire.Collected(request.id, time.monotonic() - started)
 
     def _probe(self, request: wire.ProbeBuffer) -> wire.Reply:

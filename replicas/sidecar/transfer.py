@@ -79,6 +79,8 @@ WaitPacked = Callable[[int, float], None]
 
 WINDOW = 4
 """Buckets that a member has begun to receive, and as many that it has begun to send."""
+DIGEST_NBYTES = 64 << 20
+"""So much is digested between two words that something is done."""
 SPREAD_NBYTES = 32 << 20
 """Size of the buckets of a group that spreads them."""
 
@@ -131,13 +133,21 @@ class _Checker:
     """What is done with bytes beside the network, on a thread of its own, in the order of the buckets."""
 
     def __init__(
-        self, plan: Plan, manifest: Manifest, data: torch.Tensor, device: Accelerator | None, *, by_part: bool
+        self,
+        plan: Plan,
+        manifest: Manifest,
+        data: torch.Tensor,
+        device: Accelerator | None,
+        worked: Callable[[int], None],
+        *,
+        by_part: bool,
     ) -> None:
         """``device``: on which ``data`` is; None: it is host memory."""
         self._plan = plan
         self._manifest = manifest
         self._data = data
         self._device = device
+        self._worked = worked
         self._by_part = by_part
         self._image = Digest()
         self._device_image = DeviceDigest(data)
@@ -187,7 +197,10 @@ class _Checker:
         if self._device is not None:
             self._device_image.advance(self._plan.settled[number])
         else:
-            self._image.update(self._data[self._image.nbytes : self._plan.settled[number]])
+            end = self._plan.settled[number]
+            while (start := self._image.nbytes) < end:
+                self._image.update(self._data[start : min(end, start + DIGEST_NBYTES)])
+                self._worked(self._image.nbytes - start)
 
     def _stream(self) -> AbstractContextManager[None]:
         return nullcontext() if self._device is None else self._device.on_side_stream()
@@ -205,6 +218,7 @@ class _Mover:
         memory: torch.Tensor,
         wait_packed: WaitPacked,
         device: Accelerator | None,
+        worked: Callable[[int], None],
     ) -> None:
         if spec.streaming and (spec.role, spec.mode) != ("send", "image"):
             raise ValueError(f"only the sender of an image can be streaming, not: {spec.role}, mode {spec.mode}")
@@ -227,7 +241,8 @@ class _Mover:
         self._spare: list[torch.Tensor] = []
         self._leaving: deque[_Flight] = deque()
         self._checks: deque[Future[None]] = deque()
-        self.checker = _Checker(self._plan, manifest, self._memory, device, by_part=by_part)
+        self._worked = worked
+        self.checker = _Checker(self._plan, manifest, self._memory, device, worked, by_part=by_part)
 
     def run(self, thread: ThreadPoolExecutor) -> None:
         """Return when nothing moves any more; ``thread``, which digests, may still be at work."""
@@ -269,6 +284,7 @@ class _Mover:
         bucket, route = flight.bucket, self._routes[flight.bucket.part]
         if flight.arriving is not None:
             flight.arriving.wait()
+            self._worked(bucket.nbytes)
         place = route.index(self._group.rank)
         if not self._group.spreads and place + 1 < len(route):
             self._await_packing(bucket)
@@ -287,6 +303,7 @@ class _Mover:
     def _end(self, flight: _Flight) -> None:
         if flight.leaving is not None:
             flight.leaving.wait()
+            self._worked(flight.bucket.nbytes)
         if flight.spare is not None:
             if flight.checked is not None:
                 flight.checked.result()
@@ -320,19 +337,21 @@ def run_transfer(
     memory: torch.Tensor,
     wait_packed: WaitPacked,
     device: Accelerator | None = None,
+    worked: Callable[[int], None] = lambda nbytes: None,
 ) -> TransferResult:
     """Send or receive one version.
 
     :param memory: uint8: an image slot, or the packed part of a sender in mode ``"parts"``. A sender's may be read-only.
     :param wait_packed: what a streaming sender asks before it sends.
     :param device: on which ``memory`` is; None: it is host memory.
+    :param worked: told of bytes that were moved or digested, as they are.
     :raises RuntimeError: a peer failed, or the timeout passed; ``memory`` of a receiver is undefined then.
     :raises TimeoutError: the image of a streaming sender was not packed in time.
     :raises ValueError: ``spec`` does not fit the manifest, the group or the memory.
     """
     routes = routes_of(spec, manifest, group.size)
     started = time.monotonic()
-    mover = _Mover(group, spec, manifest, routes, memory, wait_packed, device)
+    mover = _Mover(group, spec, manifest, routes, memory, wait_packed, device, worked)
     thread = ThreadPoolExecutor(1, "digest")
     try:
         mover.run(thread)

@@ -48,6 +48,7 @@ __all__ = [
     "FrameReader",
     "GroupSpec",
     "MapBuffer",
+    "Moved",
     "Ping",
     "Pong",
     "ProbeBuffer",
@@ -259,8 +260,26 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
     id: int
 
 
+class Moved(msgspec.Struct, frozen=True):
+    """What has moved for the request that is being handled, by :mod:`replicas.sidecar.traffic`.
+
+    ``sent`` and ``received``: bytes over TCP, the former acknowledged. ``still_s``: for so long nothing has moved, though
+    the network was waited for. ``rtt_s``: the longest round trip to a peer. ``held_up``: addresses of peers to which
+    bytes are under way that the network does not take, or not as fast as they are there.
+    """
+
+    sent: int
+    received: int
+    still_s: float
+    rtt_s: float = 0.0
+    held_up: tuple[str, ...] = ()
+
+
 class Pong(msgspec.Struct, frozen=True, tag=True):
+    """``moved``: None while no bytes are to move."""
+
     id: int
+    moved: Moved | None = None
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):

@@ -65,7 +65,8 @@ class SimMember:
 
     ``pid``: by which others of its ``machine`` find its memory; ``unmappable``: it cannot open theirs. With slots on GPUs
     (``staging = "device"``) those with one GPU find it, and copy what they find.
-    ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte. ``breaks``: its process
+    ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte, and its sidecar says so
+    unless it is ``quiet``. ``breaks``: its process
     groups form (unless ``World.bad_pairs`` says otherwise) and fail as soon as bytes move. ``loads``: as soon as it is
     granted a version, else when it looks at it. ``granted``: versions, in order, without those that it gave back.
     """
@@ -75,6 +76,7 @@ class SimMember:
     hello: wire.Hello
     pid: int = 0
     machine: str = ""
+    address: str = "127.0.0.1"
     unmappable: bool = False
     outbox: deque[wire.FromMember] = field(default_factory=deque)
     inbox: deque[wire.FromCoordinator] = field(default_factory=deque)
@@ -92,6 +94,9 @@ class SimMember:
     asked: bool = False
     mute: bool = False
     stuck: bool = False
+    quiet: bool = False
+    at_work: dict[str, float] = field(default_factory=dict)
+    """Since when it has moved nothing in a lane."""
     loads: bool = True
     unlooked: int = 0
     refuse: wire.WireError | None = None
@@ -272,8 +277,12 @@ class SimMember:
             case wire.TransferGo() if self.breaks or self.world.broken(message.lane):
                 offer = self.incoming.pop(message.transfer)
                 self.outbox.append(wire.TransferFailed(offer.transfer, wire.WireError("SyncError", "connection reset")))
-            case wire.TransferGo() if not self.stuck:
+            case wire.TransferGo() if self.stuck or self.world.cut_within(message.lane):
+                self.at_work[message.lane] = self.world.now
+            case wire.TransferGo():
                 self._transfer(self.incoming.pop(message.transfer), message)
+            case wire.LaneDrop():
+                self.at_work.pop(message.lane, None)
             case wire.TransferCancel():
                 self.incoming.pop(message.transfer, None)
             case wire.OperationGo() if self.world.broken(message.lane):
@@ -286,6 +295,12 @@ class SimMember:
                     self.outbox.append(wire.OperationFailed(message.operation, error))
                 elif not self.stuck:
                     self.outbox.append(wire.OperationDone(message.operation, 0.01))
+
+    def tell_pace(self) -> None:
+        """What its sidecars say about once a second, if they are at work."""
+        for lane, since in self.at_work.items():
+            if not self.quiet:
+                self.outbox.append(wire.LaneMoved(lane, 0, 0, self.world.now - since, 0.001))
 
     def _transfer(self, offer: wire.TransferOffer, go: wire.TransferGo) -> None:
         digest = f"digest-{offer.version}"
@@ -359,6 +374,8 @@ class World:
         self.swept: list[str] = []
         self.bad_pairs: set[frozenset[str]] = set()
         """Names of members between which nothing goes: neither a probe nor a transfer with both of them."""
+        self.cuts: set[frozenset[str]] = set()
+        """Pairs of addresses between which no byte goes any more: who is at work does not fail, and nothing moves."""
         self.terms = itertools.count(2)
         self._nonces = itertools.count(1)
         self._lanes: dict[str, dict[Member, int]] = {}
@@ -385,6 +402,11 @@ class World:
         """Whether two members of the lane cannot reach each other."""
         names = {member.name for member in self._lanes.get(lane, {})}
         return any(pair <= names for pair in self.bad_pairs)
+
+    def cut_within(self, lane: str) -> bool:
+        """Whether a link between two members of the lane is cut, so that nothing moves in it."""
+        sims = [sim for member in self._lanes.get(lane, {}) if (sim := self.members.get(member)) is not None]
+        return any(frozenset((one.address, other.address)) in self.cuts for one in sims for other in sims)
 
     def restart(self, *, keep_log: bool = True) -> list[SimMember]:
         """The coordinator ends, and another one starts. Members are without a session until :meth:`rejoin`."""
@@ -429,7 +451,7 @@ class World:
             assigned=sim.assigned if sim.assigned > max(sim.granted, default=0) else 0,
             publishes=sim.publishes,
         )
-        _, older = self.state.join(hello, "127.0.0.1", self.now)
+        _, older = self.state.join(hello, sim.address, self.now)
         if older is not None:
             self.members.pop(older.member, None)
         self.members[sim.member] = sim
@@ -437,7 +459,14 @@ class World:
         sim.announce()
 
     def join(
-        self, name: str, *, world_size: int = 1, generation: int = 1, machine: str = "", **changes: object
+        self,
+        name: str,
+        *,
+        world_size: int = 1,
+        generation: int = 1,
+        machine: str = "",
+        address: str = "127.0.0.1",
+        **changes: object,
     ) -> SimMember:
         """``machine``: where its memory can be shared; empty: nowhere."""
         group, replica, rank = name.split("/")
@@ -457,13 +486,14 @@ class World:
             process=ProcessIdentity(1, 1, "boot", 1),
             **changes,  # type: ignore[arg-type]  # the test names valid fields
         )
-        return self._add(hello, nonce, machine)
+        return self._add(hello, nonce, machine, address)
 
-    def _add(self, hello: wire.Hello, nonce: int, machine: str) -> SimMember:
-        state, older = self.state.join(hello, "127.0.0.1", self.now)
+    def _add(self, hello: wire.Hello, nonce: int, machine: str, address: str) -> SimMember:
+        state, older = self.state.join(hello, address, self.now)
         if older is not None:
             self.members.pop(older.member, None)
         sim = self.member_type(state.member, self, hello, nonce, machine)
+        sim.address = address
         sim.publishes = self.state.welcome(state, 0).publishes
         self.members[state.member] = sim
         self._collect()
@@ -563,6 +593,8 @@ class World:
                 for member, sim in self.members.items():
                     if sim not in frozen:
                         self.state.seen(member, self.now)
+                        sim.tell_pace()
+            self.run(frozen)
             self.state.tick(self.now)
             self._collect()
             self.run(frozen)

@@ -124,6 +124,8 @@ _SAMPLES: dict[str, object] = {
     "operation": 1,
     "version": 1,
     "nbytes": 1,
+    "sent": 1,
+    "received": 1,
     "kind": "barrier",
     "lane": "1.1",
     "manifest_hash": "h",

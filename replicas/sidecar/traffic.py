@@ -1,0 +1,165 @@
+"""What goes between this process and its peers, by the count of the kernel.
+
+Theory of operation
+===================
+
+A process group cannot be asked how far it is: Gloo tells of an operation when it has ended, and one of a few megabytes takes
+minutes on a slow link. The kernel counts the bytes of each TCP connection that the other side has acknowledged, so it knows
+a slow link from a broken one (``TCP_INFO``). A thread that is not stuck in the group reads those counts with each sign of
+life (:mod:`replicas.sidecar.mailbox`).
+
+What moves past TCP (memory of GPUs, RDMA), and what is done with the bytes beside the network (digests), is told by whoever
+does it (:meth:`Traffic.worked`). While a member waits for something else than the network it is *paused*.
+
+A peer *holds up* this process when bytes for it are under way, and either it has not acknowledged anything through several
+retransmissions, or the network to it, and not the reader at its end or a lack of data at ours, was what limited the
+connection for most of the time. In a chain of members one slow or broken link stops them all; only the member in front of
+that link says that it is held up.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import stat
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from replicas.sidecar.wire import Moved
+
+__all__ = ["Traffic"]
+
+TRIES = 2
+"""Retransmissions in a row without an answer, from which on a connection counts as held up."""
+SHARE = 0.5
+"""Of the time between two looks, in which the network was the limit."""
+MIN_LOOK_S = 0.2
+"""Shares of less time than this say nothing."""
+_INET = (socket.AF_INET, socket.AF_INET6)
+_NBYTES = 256
+_HEAD = struct.Struct(
+    "<xxBB"
+)  # of struct tcp_info: retransmits, probes (of a closed window) in a row without an answer
+_UNACKED = struct.Struct("<24xI")
+_RTT = struct.Struct("<68xI")
+_COUNTS = struct.Struct("<120xQQ8xI20xQQ")  # bytes_acked, bytes_received, notsent_bytes, busy_time, rwnd_limited
+_Key = tuple[object, object]
+
+
+class _Connection(NamedTuple):
+    address: str
+    sent: int
+    received: int
+    queued: bool
+    tries: int
+    limited_s: float
+    """For how long bytes were under way, and the reader's window was not the limit."""
+    rtt_s: float
+
+
+class Traffic:
+    """Of the request that the process works on. Every method may be called on any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._active = False
+        self._paused = 0
+        self._worked = 0
+        self._first: dict[_Key, tuple[int, int]] = {}
+        self._last: dict[_Key, _Connection] = {}
+        self._seen: tuple[int, int, int] | None = None
+        self._still_since = 0.0
+        self._looked_at = 0.0
+
+    @contextlib.contextmanager
+    def of_request(self) -> Iterator[None]:
+        """In the block bytes go to and from peers."""
+        now = time.monotonic()
+        with self._lock:
+            self._last = _connections()
+            self._first = {key: (one.sent, one.received) for key, one in self._last.items()}
+            self._seen, self._worked, self._still_since, self._looked_at = None, 0, now, now
+            self._active = True
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._active = False
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """In the block something else than the network is waited for."""
+        with self._lock:
+            self._paused += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._paused -= 1
+                self._still_since = time.monotonic()
+
+    def worked(self, nbytes: int) -> None:
+        """So many bytes were moved past TCP, or worked on."""
+        self._worked += nbytes  # a count that is missed now and then still moves
+
+    def look(self) -> Moved | None:
+        """How far it is; None while no bytes are to move."""
+        with self._lock:
+            if not self._active:
+                return None
+            now, before = time.monotonic(), self._last
+            found = _connections()
+            if not found:
+                return None  # nothing can be told from their counts
+            sent = sum(one.sent - self._first.get(key, (0, 0))[0] for key, one in found.items())
+            received = sum(one.received - self._first.get(key, (0, 0))[1] for key, one in found.items())
+            seen = (sent, received, self._worked)
+            if seen != self._seen or self._paused:
+                self._seen, self._still_since = seen, now
+            elapsed_s = now - self._looked_at
+            if elapsed_s >= MIN_LOOK_S:
+                self._last, self._looked_at = found, now
+            held_up = {one.address for key, one in found.items() if _holds_up(one, before.get(key), elapsed_s)}
+            rtt_s = max((one.rtt_s for one in found.values()), default=0.0)
+            return Moved(sent, received, now - self._still_since, rtt_s, tuple(sorted(held_up)))
+
+
+def _holds_up(now: _Connection, before: _Connection | None, elapsed_s: float) -> bool:
+    if not now.queued:
+        return False
+    if now.tries >= TRIES:
+        return True
+    return before is not None and elapsed_s >= MIN_LOOK_S and now.limited_s - before.limited_s > SHARE * elapsed_s
+
+
+def _connections() -> dict[_Key, _Connection]:
+    """Those of this process to other processes, by their two ends."""
+    found: dict[_Key, _Connection] = {}
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # twice a second, and maybe a thousand of them
+        with contextlib.suppress(
+            OSError, struct.error
+        ):  # closed meanwhile, no connection, or a kernel without the counts
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode) and (one := _connection(int(name))) is not None:
+                found[one[0]] = one[1]
+    return found
+
+
+def _connection(fd: int) -> tuple[_Key, _Connection] | None:
+    sock = socket.socket(fileno=fd)
+    try:
+        if sock.family not in _INET or sock.type != socket.SOCK_STREAM:
+            return None
+        ends = (sock.getsockname(), sock.getpeername())
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)
+    finally:
+        sock.detach()  # it is the group's, and stays open
+    acked, received, not_sent, busy_us, window_us = _COUNTS.unpack_from(info)
+    queued = _UNACKED.unpack_from(info)[0] > 0 or not_sent > 0
+    limited_s = (busy_us - window_us) / 1e6
+    rtt_s = _RTT.unpack_from(info)[0] / 1e6
+    address = str(ends[1][0])
+    return ends, _Connection(address, acked, received, queued, max(_HEAD.unpack_from(info)), limited_s, rtt_s)
