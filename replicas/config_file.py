@@ -45,8 +45,9 @@ from replicas.config_values import (
     table,
 )
 from replicas.errors import BadConfig
+from replicas.messages.bounds import clean
 
-__all__ = ["SCHEMA_VERSION", "channel_from", "load", "parse"]
+__all__ = ["SCHEMA_VERSION", "channels_from", "load", "parse"]
 
 SCHEMA_VERSION = 1
 """The only ``schema_version`` that this version reads."""
@@ -70,6 +71,8 @@ def load(path: Path | str) -> Config:
         raise BadConfig([f"is not UTF-8 text: {error.reason} at byte {error.start}"], source=str(path)) from error
     except tomllib.TOMLDecodeError as error:
         raise BadConfig([f"is not valid TOML: {error}"], source=str(path)) from error
+    except ValueError as error:  # a name that no file can have
+        raise BadConfig([f"cannot be read: {error}"], source=clean(str(path))) from error
     absolute = path.resolve()
     return _parse(mapping, base=absolute.parent, source=str(path), path=absolute)
 
@@ -84,17 +87,32 @@ def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str =
     return _parse(mapping, base=Path.cwd() if base is None else base.resolve(), source=source, path=None)
 
 
-def channel_from(channel: str, mapping: Mapping[str, Any], *, source: str = "channels") -> ChannelConfig:
-    """Read one channel from a mapping of the form of a ``[channels.NAME]`` table; groups need not be known.
+def channels_from(
+    channels: Mapping[str, ChannelConfig | Mapping[str, Any]], replicas: Mapping[str, int], *, source: str = "channels"
+) -> dict[str, ChannelConfig]:
+    """Read channels by name, each a mapping of the form of a ``[channels.NAME]`` table, or resolved: checked all the same.
 
+    :param replicas: how many each group has; groups need not be known.
     :raises BadConfig: with every problem found.
     """
     place = Place(Path.cwd())
-    result = _channels(place, {channel: mapping})
+    tables = channels
+    if isinstance(channels, Mapping):
+        tables = {name: _as_table(one) if isinstance(one, ChannelConfig) else one for name, one in channels.items()}
+    read = _channels(place, tables)
+    found: dict[str, ChannelConfig] = {} if read is UNSET else read
+    for channel in found.values():
+        _check_slots(place.at(channel.name), channel, replicas)
     if place.problems:
-        raise BadConfig(in_order_of({channel: mapping}, place.problems), source=source)
-    found: ChannelConfig = result[channel]
+        raise BadConfig(in_order_of(tables, place.problems), source=source)
     return found
+
+
+def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
+    table = {name: getattr(channel, name) for name in channel.__struct_fields__ if name not in ("name", "deadline_s")}
+    for role in ("sources", "targets", "peers"):
+        table[role] = [{"group": party.group, "ranks": party.ranks} for party in table[role]]
+    return table | {"deadline": channel.deadline_s}
 
 
 def _parse(mapping: Mapping[str, Any], *, base: Path, source: str, path: Path | None) -> Config:
@@ -326,8 +344,15 @@ def _check_cycles(place: Place, config: Config) -> None:
 def _check_channel(place: Place, channel: ChannelConfig, config: Config, known: list[str]) -> None:
     for role in ("sources", "targets", "peers"):
         _check_names(place.at(role), tuple(dict.fromkeys(party.group for party in getattr(channel, role))), known)
-    targets = [config.groups.get(party.group) for party in channel.targets]
-    count = sum(group.replicas for group in targets if group is not None)
+    _check_slots(place, channel, {group.name: group.replicas for group in config.groups.values()})
+    if channel.staging == "device":
+        _check_device_staging(place.at("staging"), channel, config)
+
+
+def _check_slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:
+    """``replicas``: of the groups that are known."""
+    targets = [replicas.get(party.group) for party in channel.targets]
+    count = sum(number for number in targets if number is not None)
     if channel.min_targets > count and None not in targets:
         place.at("min_targets").problem(f"{channel.min_targets} is more than the {count} replicas of the target groups")
     if channel.sources and channel.slots < _FEWEST_SLOTS:
@@ -335,8 +360,6 @@ def _check_channel(place: Place, channel: ChannelConfig, config: Config, known: 
             f"{channel.slots} is too few: the newest version stays in one while the next comes into another; "
             f"use at least {_FEWEST_SLOTS}"
         )
-    if channel.staging == "device":
-        _check_device_staging(place.at("staging"), channel, config)
 
 
 def _check_device_staging(place: Place, channel: ChannelConfig, config: Config) -> None:

@@ -16,11 +16,25 @@ from msgspec import UNSET, Meta
 from replicas import env_file
 from replicas.config import Dependency, GroupConfig, HealthConfig, ResourcesConfig, RestartConfig
 from replicas.config_values import Key, Place, Reader, duration, each, file, folder, one_of, plain, show, size, table
+from replicas.messages.bounds import RANKS_MAX
 
 __all__ = ["count", "groups", "names", "natural"]
 
-count: Reader = plain(Annotated[int, Meta(ge=1)], "a whole number of at least 1")
-natural: Reader = plain(Annotated[int, Meta(ge=0)], "a whole number of at least 0")
+
+def _whole(least: int) -> Reader:
+    number = plain(Annotated[int, Meta(ge=least)], f"a whole number of at least {least}")
+
+    def read(place: Place, value: object) -> Any:
+        found = number(place, value)
+        if found is not UNSET and found > RANKS_MAX:
+            return place.problem(f"expected at most {RANKS_MAX:,}, got {show(value)}")
+        return found
+
+    return read
+
+
+count: Reader = _whole(1)
+natural: Reader = _whole(0)
 names: Reader = plain(tuple[str, ...], "a list of group names")
 _positive = duration()
 

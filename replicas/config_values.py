@@ -24,6 +24,8 @@ from typing import Any, NamedTuple
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from replicas.messages.bounds import SECONDS_MAX, shown
+
 __all__ = [
     "Key",
     "Place",
@@ -104,8 +106,8 @@ def show(value: object) -> str:
     """A value as the file would have it, cut to a readable length."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
-    except (TypeError, ValueError):
-        text = repr(value)
+    except Exception:  # noqa: BLE001  # an embedding program's own object, of which anything may raise
+        text = shown(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
@@ -162,6 +164,8 @@ def duration(*, zero: bool = False) -> Reader:
         seconds = _seconds(value)
         if seconds is None or not math.isfinite(seconds):
             return place.problem(f'expected a duration such as "500ms", "30s" or "10m", got {show(value)}')
+        if seconds > SECONDS_MAX:
+            return place.problem(f"expected a duration of at most {SECONDS_MAX:g} seconds, got {show(value)}")
         if seconds < 0 or (seconds == 0 and not zero):
             return place.problem(f"expected a duration {'of 0 or more' if zero else 'above 0'}, got {show(value)}")
         return seconds

@@ -11,10 +11,21 @@ from typing import Any, Self
 
 from starlette.routing import BaseRoute
 
+from replicas import arguments
 from replicas.config import ChannelConfig
-from replicas.config_file import channel_from
+from replicas.config_file import channels_from
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
+from replicas.coordinator.given import (
+    bind_address,
+    checked_shape,
+    epochs_of,
+    listen_host,
+    port_of,
+    routes_of,
+    shapes_of,
+    state_folder,
+)
 from replicas.coordinator.guard import Guard
 from replicas.coordinator.limits import REASONS
 from replicas.coordinator.readiness import Readiness, ReadinessBook
@@ -48,7 +59,8 @@ class Coordinator:
     :param state_dir: folder for the decision log; None keeps it in memory only.
     :param epochs: newest epoch of each channel under an earlier coordinator of the run: they go on from there.
     :param routes: further Starlette routes to serve.
-    :raises errors.BadConfig: a channel's mapping cannot be used.
+    :raises errors.BadConfig: the channels cannot be used, as they could not in a config file.
+    :raises errors.UsageError: another argument cannot.
     """
 
     def __init__(
@@ -66,18 +78,15 @@ class Coordinator:
         epochs: Mapping[str, int] | None = None,
         routes: Sequence[BaseRoute] = (),
     ) -> None:
-        configs = {
-            name: channel if isinstance(channel, ChannelConfig) else channel_from(name, channel)
-            for name, channel in channels.items()
-        }
-        self._shapes = {
-            name: shape if isinstance(shape, GroupShape) else GroupShape(replicas=shape)
-            for name, shape in (groups or {}).items()
-        }
-        self.token = token if token is not None else secrets.token_urlsafe(24)
-        self._host, self._port = host, port
-        self._store = StoreKeeper(store_bind, store_port, self._store_changed)
-        self._decisions = DecisionLog(state_dir / "decisions.jsonl" if state_dir is not None else None)
+        self._shapes = shapes_of(groups)
+        configs = channels_from(channels, {name: shape.replicas for name, shape in self._shapes.items()})
+        self.token = arguments.token("token", token) if token is not None else secrets.token_urlsafe(24)
+        self._host, self._port = listen_host(host), port_of("port", port)
+        self._store = StoreKeeper(bind_address(store_bind), port_of("store_port", store_port), self._store_changed)
+        self._routes = routes_of(routes)
+        folder = state_folder(state_dir)
+        run, epochs = arguments.text("run", run), epochs_of(epochs)
+        self._decisions = DecisionLog(folder / "decisions.jsonl" if folder is not None else None)
         self.engine = Engine(
             configs,
             self._shapes,
@@ -87,7 +96,6 @@ class Coordinator:
             sweep=self._store.sweep,
             epochs=epochs,
         )
-        self._routes = list(routes)
         self._book = ReadinessBook()
         self.keep_decisions = False
         """Whether the decision log stays when this ends in order, for a coordinator that goes on from it."""
@@ -181,7 +189,7 @@ class Coordinator:
 
     def set_group(self, group: str, shape: GroupShape) -> None:
         """The group looks so from now on."""
-        self._shapes[group] = shape
+        shape = self._shapes[arguments.name("group", group)] = checked_shape("shape", shape)
         for channel in self.engine.channels.values():
             channel.roster.groups[group] = shape
             channel.marks.forget(group, shape.replicas)

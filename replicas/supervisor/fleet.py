@@ -15,12 +15,15 @@ from replicas import errors
 from replicas.config import GroupConfig
 from replicas.core.ordering import is_good, start_levels, within
 from replicas.events import Drained, Draining, FailedReset, RestartAsked, Scaled
+from replicas.messages.bounds import text_of
 from replicas.supervisor.causes import Cause
 from replicas.supervisor.crew import Crew
 from replicas.supervisor.group import Group
 from replicas.supervisor.replica import REQUESTED, Replica
 
 __all__ = ["DrainReason", "Fleet"]
+
+_DIGITS = 7
 
 DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"]
 
@@ -30,9 +33,9 @@ class Fleet(Crew):
 
     def group(self, name: str) -> Group:
         """:raises replicas.errors.UsageError: there is none of this name."""
-        group = self.groups.get(name)
+        group = self.groups.get(name) if isinstance(name, str) else None
         if group is None:
-            raise errors.UsageError(f'no group "{name}"', hint=f"groups: {', '.join(self.groups)}")
+            raise errors.UsageError(f'no group "{text_of(name, 80)}"', hint=f"groups: {', '.join(self.groups)}")
         return group
 
     def targets(self, target: str | None) -> list[Replica]:
@@ -42,13 +45,13 @@ class Fleet(Crew):
         """
         if target is None:
             return self.all()
-        name, slash, index = target.partition("/")
+        name, slash, index = target.partition("/") if isinstance(target, str) else (target, "", "")
         group = self.group(name)
         if not slash:
             return [replica for _, replica in sorted(group.replicas.items())]
-        if not index.isdecimal() or int(index) not in group.replicas:
+        if not index.isdecimal() or len(index) > _DIGITS or int(index) not in group.replicas:
             known = ", ".join(replica.name for replica in group.replicas.values()) or "none"
-            raise errors.UsageError(f'no replica "{target}"', hint=f"replicas of {name}: {known}")
+            raise errors.UsageError(f'no replica "{text_of(target, 80)}"', hint=f"replicas of {name}: {known}")
         return [group.replicas[int(index)]]
 
     def refuse_while_draining(self) -> None:

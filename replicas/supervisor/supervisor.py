@@ -30,7 +30,7 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 import replicas
-from replicas import config_file, environ, errors
+from replicas import arguments, config_file, environ, errors
 from replicas.config import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
@@ -42,6 +42,7 @@ from replicas.core.ordering import start_levels
 from replicas.core.tally import Growth
 from replicas.event_log import EventLog
 from replicas.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
+from replicas.messages.bounds import RANKS_MAX, shown
 from replicas.metrics import Metrics
 from replicas.status import RunStatus
 from replicas.supervisor.cgroups import LIMITS
@@ -230,8 +231,9 @@ class Supervisor:
         :raises TimeoutError: not in time. :raises replicas.errors.WorldError: a replica failed, or the run ended.
         """
         fleet = self.fleet
+        timeout_s = arguments.patience("wait_ready: timeout", timeout)
         groups = list(fleet.groups.values()) if group is None else [fleet.group(group)]
-        async with asyncio.timeout(timeout):
+        async with asyncio.timeout(timeout_s):
             await fleet.wait_ready(groups)
 
     async def scale(self, group: str, replicas: int) -> None:
@@ -242,8 +244,7 @@ class Supervisor:
         """
         fleet = self.fleet
         fleet.group(group)
-        if replicas < 0:
-            raise errors.UsageError(f"a group cannot have {replicas} replicas")
+        replicas = arguments.integer("scale: replicas", replicas, least=0, most=RANKS_MAX)
         fleet.refuse_while_draining()
         if replicas > fleet.groups[group].size:
             sizes = {name: one.size for name, one in fleet.groups.items()} | {group: replicas}
@@ -258,7 +259,8 @@ class Supervisor:
         :raises replicas.errors.UsageError: no such group or replica, or it is being stopped.
         :raises replicas.errors.WorldError: a replica failed in a rolling restart, which has stopped there.
         """
-        await self.fleet.restart(target, rolling=rolling)
+        target = arguments.text("restart: target", target)
+        await self.fleet.restart(target, rolling=arguments.flag("restart: rolling", rolling))
 
     async def drain(self, target: str | None = None, *, hurry: bool = False) -> None:
         """End replicas when they have finished their sync, and wait until no process of them is left.
@@ -268,7 +270,7 @@ class Supervisor:
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
         :raises replicas.errors.UsageError: no such group or replica.
         """
-        await self.fleet.drain(target, hurry=hurry)
+        await self.fleet.drain(target, hurry=arguments.flag("drain: hurry", hurry))
 
     async def preempt(self) -> None:
         """The machine is about to be taken away: drain the run, which ends with exit code 75. Its budgets, sizes and
@@ -311,7 +313,7 @@ class Supervisor:
         :param after: begin behind the record with this number, as far back as the file of events goes; 0: with the oldest.
             Default: from now on.
         """
-        return self._events.follow(after)
+        return self._events.follow(None if after is None else arguments.integer("events: after", after, least=0))
 
     # ------------------------------------------------------------ what it tells
 
@@ -469,4 +471,6 @@ def _config(config: Config | Path | str | Mapping[str, Any]) -> Config:
         return config
     if isinstance(config, Path | str):
         return config_file.load(config)
+    if not isinstance(config, Mapping):
+        raise errors.UsageError(f"config must be a Config, the path of its file or a mapping, not {shown(config)}")
     return config_file.parse(config, base=Path.cwd(), source="config")

@@ -257,13 +257,13 @@ async def test_no_memory_is_the_same_error_on_all_ranks(ranks: str, monkeypatch:
 
 
 async def test_no_free_slot_is_busy_after_the_deadline() -> None:
-    async with channel_world({"slots": 1}) as world:
+    async with channel_world() as world:
         trainer, rollout = await world.trainer_and_rollouts()
         await publish(trainer, weights(1))
-        update = await rollout.receive()
-        with pytest.raises(errors.Busy):
-            await publish(trainer, weights(2), deadline=1.5)
-        update.loaded()
+        with await rollout.receive():
+            await publish(trainer, weights(2))
+            with pytest.raises(errors.Busy):
+                await publish(trainer, weights(3), deadline=1.5)
 
 
 async def test_unwaited_failures_surface_at_the_next_publish_and_at_close() -> None:

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
+import os
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.config import ControlConfig, Dependency, LogsConfig, Party, ResourcesConfig, RestartConfig
-from replicas.config_file import channel_from, load, parse
-from replicas.errors import BadConfig
+from replicas.config import ChannelConfig, ControlConfig, Dependency, LogsConfig, Party, ResourcesConfig, RestartConfig
+from replicas.config_file import channels_from, load, parse
+from replicas.coordinator import Coordinator, GroupShape
+from replicas.errors import BadConfig, UsageError
 
 CONTRACT = """
 schema_version = 1
@@ -93,7 +97,8 @@ def test_the_contracts_example_is_read_and_equals_the_defaults(folder: Path) -> 
     policy = config.channels["policy"]
     assert policy.sources == (Party("trainer", "leader"),)
     assert policy.targets == (Party("rollout", "all"),)
-    assert policy == channel_from("policy", {"sources": ["trainer"], "targets": ["rollout"]})
+    assert {"policy": policy} == channels_from({"policy": {"sources": ["trainer"], "targets": ["rollout"]}}, {})
+    assert {"policy": policy} == channels_from({"policy": policy}, {"rollout": 1})
 
 
 def test_every_problem_is_reported_at_once_in_the_order_of_the_file(folder: Path) -> None:
@@ -497,9 +502,8 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes | None, probl
 
 
 def test_peers_share_the_channels_ranks() -> None:
-    channel = channel_from(
-        "outer", {"peers": ["a", {"group": "b"}], "ranks": "each", "deadline": 5, "staging": "device"}
-    )
+    table = {"peers": ["a", {"group": "b"}], "ranks": "each", "deadline": 5, "staging": "device"}
+    channel = channels_from({"outer": table}, {})["outer"]
     assert channel.peers == (Party("a", "each"), Party("b", "each"))
     assert channel.deadline_s == 5.0
     assert channel.staging == "device"
@@ -507,13 +511,73 @@ def test_peers_share_the_channels_ranks() -> None:
 
 def test_a_channel_alone_is_checked_too() -> None:
     with pytest.raises(BadConfig) as caught:
-        channel_from("policy", {"source": ["a"]})
+        channels_from({"policy": {"source": ["a"]}}, {})
     assert str(caught.value) == "\n".join(
         [
             "channels: 1 problem",
             '  policy.source: unknown key; did you mean "sources"?',
         ]
     )
+
+
+SOURCED = ChannelConfig(name="policy", sources=(Party("trainer", "leader"),), targets=(Party("rollout", "all"),))
+
+
+@pytest.mark.parametrize(
+    ("channels", "problem"),
+    [
+        ({"policy": {"sources": ["trainer"], "slots": 1}}, "policy.slots: 1 is too few"),
+        ({"policy": msgspec.structs.replace(SOURCED, slots=1)}, "policy.slots: 1 is too few"),
+        ({"policy": msgspec.structs.replace(SOURCED, slots=10**30)}, "policy.slots: expected at most 1,000,000"),
+        ({"policy": msgspec.structs.replace(SOURCED, deadline_s=math.nan)}, "policy.deadline: expected a duration"),
+        (
+            {"policy": msgspec.structs.replace(SOURCED, deadline_s=1e10)},
+            "policy.deadline: expected a duration of at most",
+        ),
+        (
+            {"policy": msgspec.structs.replace(SOURCED, min_targets=3)},
+            "policy.min_targets: 3 is more than the 2 replicas",
+        ),
+        ({"policy": msgspec.structs.replace(SOURCED, on_lost="cry")}, "policy.on_lost: expected"),
+        ({"a/b": SOURCED}, '"a/b": expected a name'),
+        ({7: SOURCED}, "7: expected a name"),
+        ([], "expected a table"),
+        ({"policy": None}, "policy: expected a table"),
+    ],
+)
+def test_an_embedded_coordinators_channels_are_checked_as_a_files(channels: Any, problem: str) -> None:
+    with pytest.raises(BadConfig, match=problem):
+        channels_from(channels, {"rollout": 2})
+    with pytest.raises(BadConfig, match=problem):
+        Coordinator(channels, groups={"rollout": 2})
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"groups": {"rollout": 1.5}},
+        {"groups": {"a/b": 1}},
+        {"groups": {"rollout": GroupShape(heartbeat_timeout_s=math.nan)}},
+        {"groups": 7},
+        {"run": os.fsdecode(b"caf\xe9")},
+        {"host": "a b"},
+        {"host": None},
+        {"port": 65536},
+        {"store_bind": "localhost"},
+        {"store_port": -1},
+        {"token": ""},
+        {"token": "geh€im"},
+        {"state_dir": "a\0b"},
+        {"state_dir": 7},
+        {"epochs": {"policy": -1}},
+        {"routes": [7]},
+        {"routes": 7},
+    ],
+    ids=str,
+)
+def test_what_else_an_embedded_coordinator_cannot_use(more: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=next(iter(more))):
+        Coordinator({"policy": SOURCED}, **more)
 
 
 def problems_of(mapping: Any) -> tuple[str, ...] | None:
