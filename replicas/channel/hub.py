@@ -21,9 +21,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import threading
 import time
 from collections.abc import Callable, Coroutine
+from functools import partial
 from typing import Any, Protocol
 
 import msgspec
@@ -115,14 +115,14 @@ class Hub:
         self._down_since = 0.0
         self._down_reason = ""
         self._down_timer: asyncio.TimerHandle | None = None
-        self._lock = threading.Lock()
-        self._failures: list[Pending[Any]] = []
+        self._failures: tuple[Pending[Any], ...] = ()
 
     # ------------------------------------------------------------ set-up
 
     def start(self, session: Session, parts: tuple[Part, ...]) -> None:
         self._session = session
         self._parts = parts
+        self.loop.call(self.loop.users.add, self)
         self._handlers = {
             Ack: lambda message: None,
             View: self._view,
@@ -199,21 +199,18 @@ class Hub:
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s")
 
     def note_failure(self, pending: Pending[Any]) -> None:
-        """A publish or operation failed: if nobody waits for it, it surfaces later."""
-        with self._lock:
-            self._failures = [known for known in self._failures if known._unobserved_error() is not None]
-            self._failures.append(pending)
+        """Session thread: a publish or operation failed: if nobody waits for it, it surfaces later."""
+        known = (known for known in self._failures if known._unobserved_error() is not None)
+        self._failures = (*known, pending)
 
     def take_failure(self) -> BaseException | None:
         """The oldest failure that nobody was told of; from any thread. The caller tells of it."""
-        with self._lock:
-            failures, self._failures = self._failures, []
         found = None
-        for pending in failures:
+        for pending in self._failures:
             error = pending._unobserved_error()
-            pending._observed = True
+            pending._told = True
             if error is not None and found is not None:
-                logger.warning("%s: an earlier failure that nobody waited for: %s", self.name, error)
+                self.loop.call(logger.warning, "%s: an earlier failure that nobody waited for: %s", self.name, error)
             found = found or error
         return found
 
@@ -338,9 +335,13 @@ class Hub:
         self.over = error
         if self._down_timer is not None:
             self._down_timer.cancel()
-        for part in self._parts:
-            part.fail_all(error)
-        self.holdings.close()
+        self.loop.users.discard(self)
+        ends: list[Callable[[], None]] = [partial(part.fail_all, error) for part in self._parts]
+        for end in (*ends, self.holdings.close):
+            try:
+                end()
+            except Exception:  # the others must end, too
+                logger.exception("%s: a part of the channel could not be ended", self.name)
 
     def _down_long(self) -> None:
         self._down_timer = self.after(DOWN_S, self._down_long)
@@ -414,18 +415,27 @@ class Hub:
     def _guarded(self, function: Callable[..., object], *args: Any) -> None:
         try:
             function(*args)
-        except Exception as error:  # noqa: BLE001  # a bug in a handler must end the waits on this channel, not hang them
+        except BaseException as error:  # noqa: BLE001  # it must end the waits on this channel, not hang them, whatever it is
             self._broken(error)
 
     async def _guarded_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         try:
             await coroutine
-        except Exception as error:  # noqa: BLE001  # the same for tasks
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # noqa: BLE001  # the same for tasks
             self._broken(error)
 
-    def _broken(self, error: Exception) -> None:
+    def loop_broken(self, error: errors.ReplicasError) -> None:
+        """The loop of the session thread has ended unasked."""
+        error.channel = self.name
+        self._end(error)
+
+    def _broken(self, error: BaseException) -> None:
         logger.error("%s: the channel ends because of a bug", self.name, exc_info=error)
-        if not isinstance(error, errors.InternalError):
+        if _lacks_threads(error):
+            error = self.error(errors.NoCapacity, text_of(error))
+        elif not isinstance(error, errors.InternalError):
             error = errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self.name)
         self._end(error)
 
@@ -450,10 +460,15 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
         kind = errors.WorldError
     elif "after shutdown" in text or "interpreter shutdown" in text:  # concurrent.futures has no type for it
         kind, text = errors.Gone, f"the process is ending, and {phase} cannot go on"
-    elif isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    elif isinstance(error, (MemoryError, torch.OutOfMemoryError)) or _lacks_threads(error):
         kind = errors.NoCapacity
     elif isinstance(error, torch.AcceleratorError):
         kind, text = errors.WorldError, f"the GPU has failed, and this process cannot use it any more: {text}"
     else:
         kind, text = errors.InternalError, f"{type(error).__name__}: {text}"
     return WireError.of(kind(text, channel=channel, phase=phase, version=version))
+
+
+def _lacks_threads(error: BaseException) -> bool:
+    """No thread could be started: a limit of processes is reached. Python has no type for it."""
+    return isinstance(error, RuntimeError) and "can't start new thread" in str(error)

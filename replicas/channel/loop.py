@@ -12,6 +12,9 @@ the connection is given up, while the number stays taken, so that no object that
 else's file. The epoll instance is treated alike: the child's would be the parent's own. The objects themselves are kept
 alive in the child, without use, so that no finaliser runs on them.
 
+**The thread never ends unasked.** What comes out of the loop (a SystemExit in a handler, say) ends every channel with
+InternalError, so that nobody waits for what will not happen any more; then the loop goes on, for those who join again.
+
 **Exit.** At interpreter exit the channels that are still open say good-bye, then the loop ends. Functions run by
 ``atexit`` do so before daemon threads are frozen.
 """
@@ -20,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import logging
 import os
 import selectors
@@ -29,7 +31,9 @@ from collections.abc import Callable, Coroutine
 from typing import Any, Protocol, TypeVar
 
 from replicas import errors
+from replicas.channel.pending import Pending
 from replicas.sidecar.client import Forkserver
+from replicas.waits import locked
 
 __all__ = ["Inherited", "SessionLoop", "session_loop"]
 
@@ -37,12 +41,21 @@ T = TypeVar("T")
 logger = logging.getLogger("replicas.channel")
 
 EXIT_TIMEOUT_S = 3.0
+ENDS_MAX = 100
+"""So often the loop may have ended unasked; then its thread ends for good."""
 
 
 class Inherited(Protocol):
     """Something with descriptors of its own."""
 
     def close_in_child(self) -> None: ...
+
+
+class User(Protocol):
+    """A channel."""
+
+    def loop_broken(self, error: errors.ReplicasError) -> None:
+        """The loop has ended unasked: end everything. On the session thread."""
 
 
 class SessionLoop:
@@ -57,38 +70,97 @@ class SessionLoop:
         """Connections that a forked child must let go of."""
         self.closers: list[Callable[[], None]] = []
         """Called at exit, on the main thread, newest first: the open channels."""
+        self.users: set[User] = set()
+        """Channels that are open; changed on the session thread."""
+        self._stopping = False
+        self._ends = 0
         selector = selectors.DefaultSelector()
         if isinstance(selector, selectors.EpollSelector):
             self.register_fd(selector.fileno())
         self.loop = asyncio.SelectorEventLoop(selector)
         self._thread = threading.Thread(target=self._run, name="replicas-session", daemon=True)
-        self._thread.start()
+
+    def begin(self) -> SessionLoop:
+        """Start its thread. Apart from making it, for an interrupt in between must not leave a thread that nobody knows.
+
+        :raises replicas.errors.NoCapacity: no thread can be started.
+        """
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self.loop.close()
+            raise errors.NoCapacity(f"the session thread cannot be started: {error}", phase="join") from error
+        return self
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
-        self.loop.run_forever()
+        while not self._stopping and self._ends < ENDS_MAX:
+            error: BaseException | None = None
+            try:
+                self.loop.run_forever()
+            except BaseException as raised:  # noqa: BLE001  # whatever it is, nobody may wait for this thread any more
+                error = raised
+            if not self._stopping:
+                self._ended_unasked(error)
+        if not self._stopping:
+            self.loop.close()
+
+    def _ended_unasked(self, error: BaseException | None) -> None:
+        self._ends += 1
+        why = "it was stopped" if error is None else f"{type(error).__name__}: {error}"
+        logger.critical("the session thread's loop has ended: %s", why, exc_info=error)
+        for user in list(self.users):
+            try:
+                user.loop_broken(errors.InternalError(f"the session thread's loop has ended: {why}"))
+            except BaseException:
+                logger.exception("a channel could not be ended")
+
+    @property
+    def alive(self) -> bool:
+        """Whether what is given to it will be run."""
+        return self._thread.is_alive() and not self._stopping
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run ``function(*args)`` on the loop soon, in the order of the calls. From any thread; never blocks."""
+        """Run ``function(*args)`` on the loop soon, in the order of the calls. From any thread; never blocks.
+
+        :raises replicas.errors.InternalError: its thread has ended.
+        """
+        if not self._thread.is_alive() and not self._stopping:
+            raise errors.InternalError("the session thread has ended")
         self.loop.call_soon_threadsafe(function, *args)
+
+    def start(self, coroutine: Coroutine[Any, Any, T], what: str) -> Pending[T]:
+        """Run ``coroutine`` on the loop, from any thread. Whoever waits for it may give up: it goes on."""
+        pending: Pending[T] = Pending(what)
+        self.call(lambda: self.spawn(self._into(pending, coroutine), what))
+        return pending
 
     def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
         """Run ``coroutine`` on the loop and wait for it, on another thread.
 
-        :raises TimeoutError: it did not end in time; it is cancelled.
+        :raises TimeoutError: it did not end in time; it is cancelled, as it is when the wait is interrupted.
         """
         if threading.current_thread() is self._thread:
             coroutine.close()
             raise errors.InternalError("the session thread cannot wait for itself")
-        future = asyncio.run_coroutine_threadsafe(coroutine, self.loop)
+        pending: Pending[T] = Pending("a call")
+        tasks: list[asyncio.Task[None]] = []
         try:
-            return future.result(timeout_s)
-        except concurrent.futures.TimeoutError:
-            future.cancel()
-            raise
+            self.call(lambda: tasks.append(self.spawn(self._into(pending, coroutine), "a call")))
+            return pending.wait(timeout_s)
         except BaseException:
-            future.cancel()
+            self.call(lambda: [task.cancel() for task in tasks])
             raise
+
+    @staticmethod
+    async def _into(pending: Pending[T], coroutine: Coroutine[Any, Any, T]) -> None:
+        try:
+            pending._resolve(await coroutine)
+        except asyncio.CancelledError:
+            pending._fail(errors.Gone("the call was cancelled", hint=""))
+            raise
+        except BaseException as error:  # noqa: BLE001  # for whoever waits
+            pending._fail(error if isinstance(error, Exception) else _foreign(error))
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
         """Start a task on the loop's thread. It must handle its own errors: one that does not is logged as a bug."""
@@ -138,13 +210,17 @@ class SessionLoop:
 
     def close(self) -> None:
         """Close every channel, the forkservers and the loop. Main thread, at exit."""
+        if not self._thread.is_alive():
+            self.loop.close()
+            return
         for closer in reversed(list(self.closers)):
             closer()
         try:
             self.run(self._finish(), EXIT_TIMEOUT_S)
         except TimeoutError:
             logger.warning("the session thread did not end in %s s", EXIT_TIMEOUT_S)
-        self.call(self.loop.stop)
+        self._stopping = True
+        self.loop.call_soon_threadsafe(self.loop.stop)
         self._thread.join(EXIT_TIMEOUT_S)
         if not self._thread.is_alive():
             self.loop.close()
@@ -172,18 +248,30 @@ class SessionLoop:
             connection.close_in_child()
 
 
+def _foreign(error: BaseException) -> errors.ReplicasError:
+    """A SystemExit or the like, which must not go through threads that nobody wanted to end."""
+    return errors.InternalError(f"{type(error).__name__}: {error}")
+
+
 _lock = threading.Lock()
 _current: SessionLoop | None = None
 _abandoned: list[SessionLoop] = []
 
 
 def session_loop() -> SessionLoop:
-    """The session loop of this process, started when first asked for."""
+    """The session loop of this process, started when first asked for, and again when its thread has ended.
+
+    :raises replicas.errors.NoCapacity: no thread can be started.
+    """
+    return locked(_lock, _session_loop)
+
+
+def _session_loop() -> SessionLoop:
     global _current
-    with _lock:
-        if _current is None:
-            _current = SessionLoop()
-        return _current
+    if _current is None or not _current.alive:
+        _current = SessionLoop()
+        _current.begin()
+    return _current
 
 
 def _after_fork_in_child() -> None:
@@ -197,8 +285,7 @@ def _after_fork_in_child() -> None:
 
 def _at_exit() -> None:
     global _current
-    with _lock:
-        found, _current = _current, None
+    found, _current = _current, None
     if found is not None and found.pid == os.getpid():
         found.close()
 

@@ -292,30 +292,43 @@ class Operations:
             self._applied.append(job.ref)
         attempt = job.attempt
         if attempt is not None and job.operation.quick:
-            self._write(job, data, attempt)
-            self._release(job)
+            self._written(job, self._write(job, data, attempt))
         else:
             self._hub.spawn(self._finish(job, data), f"result of {job.operation.kind}")
 
     async def _finish(self, job: Job, data: ReceiptData) -> None:
         attempt = job.attempt
-        if attempt is not None:
-            await asyncio.to_thread(self._write, job, data, attempt)
-        else:
-            job.over = True
-            job.pending._resolve(Receipt.of(data))
-        self._release(job)
-
-    def _write(self, job: Job, data: ReceiptData, attempt: Attempt) -> None:
-        """The verdict is success: write the caller's tensors, then tell. On any thread."""
+        outcome: Receipt | errors.ReplicasError = Receipt.of(data)
         try:
-            receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
-        except (OSError, RuntimeError, ValueError, errors.ReplicasError) as error:
-            wire = as_wire_error(error, channel=self._hub.name, phase="write")
-            self._end(job, wire.exception())
-        else:
+            if attempt is not None:
+                outcome = await asyncio.to_thread(self._write, job, data, attempt)
+        except BaseException as error:  # no thread could be had, or the loop ends
+            outcome = self._cannot_write(job, error)
+            raise
+        finally:
+            self._written(job, outcome)
+
+    def _write(self, job: Job, data: ReceiptData, attempt: Attempt) -> Receipt | errors.ReplicasError:
+        """The verdict is success: write the caller's tensors. On any thread."""
+        try:
+            return job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
+        except BaseException as error:  # noqa: BLE001  # also of a tensor's own code; whatever it is, it is the outcome
+            return self._cannot_write(job, error)
+
+    def _cannot_write(self, job: Job, error: BaseException) -> errors.ReplicasError:
+        found = as_wire_error(error, channel=self._hub.name, phase="write").exception()
+        if isinstance(found, errors.InternalError) and not isinstance(error, errors.InternalError):
+            text = f"the results of the {job.operation.kind} cannot be written: {type(error).__name__}: {error}"
+            found = self._hub.error(errors.UsageError, text, phase="write", hint="pass plain tensors")
+        return found
+
+    def _written(self, job: Job, outcome: Receipt | errors.ReplicasError) -> None:
+        if isinstance(outcome, Receipt):
             job.over = True
-            job.pending._resolve(receipt)
+            job.pending._resolve(outcome)
+        else:
+            self._end(job, outcome)
+        self._release(job)
 
     def _overdue(self, job: Job) -> None:
         error = self._hub.no_answer(f"the {job.operation.kind}", job.deadline_s)

@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 A :class:`Pending` is made on any thread and ended once, by the session thread: the first of ``_resolve`` and
-``_fail`` wins and says so by returning True. Waiters of three kinds may watch it at once: threads (a condition variable),
+``_fail`` wins and says so by returning True. Waiters of three kinds may watch it at once: threads (a latch),
 asyncio tasks (woken by ``call_soon_threadsafe`` of their own loop) and trio tasks (woken by ``run_sync_soon`` of their own
 token). A waiter that times out or is cancelled only takes its own wake-up back: waiting never changes the operation, and
 the value stays there for the next one who asks.
@@ -16,8 +16,9 @@ Such work writes into the caller's tensors, so it runs on the thread of the firs
 **Taking back.** A value that nobody has looked at may be taken back for a newer one (:meth:`Pending._take_back`), and is
 pending again until then. To look is to be handed the outcome; it is decided under the lock which of the two came first.
 
-``_observed`` becomes True when an outcome has been handed to a caller. A publish or a collective that failed and was
-never observed is raised at the next publish or at close, so that no failure is lost by fire-and-forget.
+``_observed`` becomes True when somebody was about to be handed an outcome, ``_told`` when he was. A publish or a collective
+that failed and of which nobody was told is raised at the next publish or at close, so that no failure is lost by
+fire-and-forget.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import asyncio
 import os
 import sys
 import threading
+import time
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
@@ -34,6 +36,7 @@ import msgspec
 from replicas import arguments, errors
 from replicas.core.identity import Member
 from replicas.messages import ReceiptData
+from replicas.waits import Latch, locked
 
 if TYPE_CHECKING:
     import torch
@@ -119,23 +122,23 @@ class Pending(Generic[T]):
     def __init__(self, what: str) -> None:
         self._what = what
         self._pid = os.getpid()
-        self._condition = threading.Condition()
-        self._done = False
+        self._ended = Latch()
+        self._ending = threading.Lock()
         self._value: T | None = None
         self._error: BaseException | None = None
-        self._wakers: list[Callable[[], None]] = []
         self._observed = False
+        self._told = False
         self._settled = False
         self._work: Callable[[], T] | None = None
         self._working = threading.Lock()
 
     def __repr__(self) -> str:
-        state = "pending" if not self._done else "failed" if self._error is not None else "done"
+        state = "pending" if not self.done() else "failed" if self._error is not None else "done"
         return f"<Pending {self._what}: {state}>"
 
     def done(self) -> bool:
         """True when there is an outcome: a wait would not block."""
-        return self._done
+        return self._ended.is_set
 
     def wait(self, timeout: float | None = None) -> T:
         """The result.
@@ -148,10 +151,11 @@ class Pending(Generic[T]):
         """
         timeout_s = arguments.patience("wait: timeout", timeout)
         self._check_process()
-        with self._condition:
-            if not self._condition.wait_for(lambda: self._done, timeout_s):
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        while not self._look():
+            left_s = None if until is None else until - time.monotonic()
+            if not self._ended.wait(left_s) and not self._look():
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
-            self._observed = True
         return self._outcome()
 
     def __await__(self) -> Generator[Any, None, T]:
@@ -161,15 +165,15 @@ class Pending(Generic[T]):
         self._check_process()
         while not self._look():
             event, waker = _event_of_this_library()
-            self._add_waker(waker)
+            self._ended.add(waker)
             try:
                 await event.wait()
             finally:
-                self._remove_waker(waker)
+                self._ended.remove(waker)
         return self._outcome()
 
     def _check_process(self) -> None:
-        if self._pid != os.getpid() and not self._done:
+        if self._pid != os.getpid() and not self.done():
             raise errors.UsageError(
                 f"{self._what}: this process was forked from the one that called it, and nobody here hears of its end",
                 hint="wait in the process that called it, or join in this one",
@@ -187,21 +191,23 @@ class Pending(Generic[T]):
 
     def _look(self) -> bool:
         """Whether there is an outcome, which counts as handed to the caller then."""
-        with self._condition:
-            self._observed = self._observed or self._done
-            return self._done
+        return locked(self._ending, self._observe)
+
+    def _observe(self) -> bool:
+        self._observed = self._observed or self.done()
+        return self.done()
 
     def _take_back(self) -> bool:
         """Make it pending again if it has a value that nobody has looked at; False: it stays as it is."""
-        with self._condition:
-            if self._observed or not self._done or self._error is not None:
+        with self._ending:
+            if self._observed or not self.done() or self._error is not None:
                 return False
-            self._value, self._done = None, False
+            self._value, self._ended.is_set = None, False
             return True
 
     def _settle(self, outcome: T | BaseException) -> bool:
         """Replace an :class:`~replicas.errors.OutcomeUnknown`, once; False when the end was another, or none yet."""
-        with self._condition:
+        with self._ending:
             if not self._unknown:
                 return False
             self._settled = True
@@ -213,7 +219,7 @@ class Pending(Generic[T]):
 
     def _settle_by(self, work: Callable[[], T]) -> bool:
         """Like :meth:`_settle`; ``work`` makes the value, on the thread of the first one that waits again."""
-        with self._condition:
+        with self._ending:
             if not self._unknown:
                 return False
             self._settled, self._work = True, work
@@ -227,7 +233,7 @@ class Pending(Generic[T]):
 
     @property
     def _unknown(self) -> bool:
-        return self._done and not self._settled and isinstance(self._error, errors.OutcomeUnknown)
+        return self.done() and not self._settled and isinstance(self._error, errors.OutcomeUnknown)
 
     @property
     def _uncollected(self) -> bool:
@@ -235,51 +241,42 @@ class Pending(Generic[T]):
         return self._work is not None
 
     def _end(self, value: T | None, error: BaseException | None) -> bool:
-        with self._condition:
-            if self._done:
+        with self._ending:
+            if self.done():
                 return False
-            self._value, self._error, self._done = value, error, True
-            wakers, self._wakers = self._wakers, []
-            self._condition.notify_all()
-        for waker in wakers:
-            waker()
+            self._value, self._error = value, error
+            self._ended.is_set = True
+        self._ended.set()
         return True
 
-    def _add_waker(self, waker: Callable[[], None]) -> None:
+    def _add_waker(self, waker: Callable[[], object]) -> None:
         """Call ``waker`` once, from any thread, when there is an outcome (at once when there is one)."""
-        with self._condition:
-            if not self._done:
-                self._wakers.append(waker)
-                return
-        waker()
-
-    def _remove_waker(self, waker: Callable[[], None]) -> None:
-        with self._condition:
-            if waker in self._wakers:
-                self._wakers.remove(waker)
+        self._ended.add(waker)
 
     def _unobserved_error(self) -> BaseException | None:
         """The failure that no caller has been told of; None when there is none."""
-        return None if self._observed or not self._done else self._error
+        return None if self._told or not self.done() else self._error
 
     def _outcome(self) -> T:
         if self._work is not None:
-            self._do_work()
+            locked(self._working, self._do_work)
         error = self._error
-        if error is not None:
-            raise error.with_traceback(None)
-        return cast("T", self._value)
+        try:
+            if error is not None:
+                raise error.with_traceback(None)
+            return cast("T", self._value)
+        finally:  # last: a failure of which an interrupt came in the way is told again
+            self._told = True
 
     def _do_work(self) -> None:
-        with self._working:
-            work = self._work
-            if work is None:
-                return  # another thread was faster
-            try:
-                self._value, self._error = work(), None
-            except Exception as error:  # noqa: BLE001  # whatever it is, it is the outcome
-                self._error = error
-            self._work = None
+        work = self._work
+        if work is None:
+            return  # another thread was faster
+        try:
+            self._value, self._error = work(), None
+        except Exception as error:  # noqa: BLE001  # whatever it is, it is the outcome
+            self._error = error
+        self._work = None
 
 
 def _event_of_this_library() -> tuple[Any, Callable[[], None]]:

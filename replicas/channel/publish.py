@@ -111,12 +111,12 @@ class Publisher:
             users = feed.user_failed or not isinstance(error, Exception)
             self._hub.call(self._fill_failed, job, error, users)
             if users or not isinstance(error, Exception):
-                job.pending._observed = True
+                job.pending._told = True
                 raise
             try:
                 feed.drain()
             except BaseException:
-                job.pending._observed = True
+                job.pending._told = True
                 raise
             verdict = self._verdict(job, error)
             if verdict is error:

@@ -157,8 +157,12 @@ class Receiver:
                 self._granted = 0
                 self._send_ask()
             return
+        try:
+            update = Update(self, slot, version, hub.holdings.meta(version))
+        except BaseException:
+            hub.arena.unpin(slot)
+            raise
         self._end_ask()
-        update = Update(self, slot, version, hub.holdings.meta(version))
         before, self._update = self._update, update
         if not pending._resolve(update):
             self._update = before

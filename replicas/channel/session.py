@@ -241,7 +241,9 @@ class Session:
                 await self._retrying(use)
         except _Over as over:
             self._end(over.error)
-        except Exception as error:  # a bug must end the waits on this channel, not hang them
+        except (asyncio.CancelledError, GeneratorExit):
+            raise
+        except BaseException as error:  # it must end the waits on this channel, not hang them, whatever it is
             logger.error("%s: the session ends because of a bug", self._hello.channel, exc_info=error)
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 

@@ -112,7 +112,7 @@ class Transfers:
                 self._pin(transfer)
             else:
                 await self._reserve(transfer)
-        except (OSError, errors.ReplicasError) as error:
+        except (OSError, RuntimeError, errors.ReplicasError) as error:
             self._failed(transfer, error, phase="offer")
             return
         if transfer.cancelled:
@@ -132,7 +132,7 @@ class Transfers:
             mapped = time.monotonic()
             if not digest:
                 digest = await self._digest_pinned(slot)
-        except (OSError, errors.ReplicasError) as error:
+        except (OSError, RuntimeError, errors.ReplicasError) as error:
             self._say_failed(transfer, error, phase="map")
             return
         if not self._forget(transfer):

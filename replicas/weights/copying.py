@@ -333,10 +333,10 @@ class Copier:
             self._crew.grow(more)
 
     def _hash(self, block: int, data: memoryview) -> None:
-        self._grow()
         try:
+            self._grow()
             self._blocks[block] = xxhash.xxh3_128_digest(data)
-        except BaseException as error:  # noqa: BLE001  # whoever waits for the digest is told
+        except Exception as error:  # noqa: BLE001  # whoever waits for the digest is told; an interrupt is its caller's
             self.digest.set_exception(error)
             return
         del data

@@ -36,6 +36,7 @@ class Loop:
         self.loop = asyncio.get_running_loop()
         self.tasks: set[asyncio.Task[Any]] = set()
         self.inherited: set[Any] = set()
+        self.users: set[Any] = set()
         self.sidecars: list[Sidecar] = []
 
     def call(self, function: Callable[..., object], *args: Any) -> None:

@@ -87,6 +87,34 @@ async def unknown(world: World, number: int) -> Call:
     return made
 
 
+@pytest.mark.parametrize("numel", [4, 1 << 19])
+async def test_results_that_cannot_be_written_fail_that_call_alone(
+    world: World, numel: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await open_lane(world)
+    tensor = torch.ones(numel)
+    pending = world.operations.start(Operation("all_reduce", (tensor,)), 60.0)
+    made = Call(tensor, pending, await world.session.next(wire.OperationPost))
+    world.tell(made.go(1))
+    await world.session.next(wire.OperationDone)
+
+    def refuse(*args: Any) -> None:
+        raise AssertionError("not into this one")
+
+    monkeypatch.setattr("replicas.channel.results.copy_elements", refuse)
+    world.tell(made.success())
+    with pytest.raises(errors.UsageError, match="cannot be written: AssertionError: not into this one"):
+        await asyncio.wait_for(pending._wait_async(), 10)
+    monkeypatch.undo()
+    assert world.hub.over is None
+    following = await call(world)
+    world.tell(following.go(2))
+    await world.session.next(wire.OperationDone)
+    world.tell(following.success())
+    await following.pending
+    assert world.operations._host_scratch.take_idle(16) is not None, "the memory of the first was given back"
+
+
 # ---------------------------------------------------------------- attempts
 
 

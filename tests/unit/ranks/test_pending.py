@@ -18,7 +18,7 @@ def _resolve_when_waited(pending: Pending[int], end: Callable[[], object]) -> th
     """End ``pending`` on another thread, but only when somebody waits for it."""
 
     def run() -> None:
-        while not pending._wakers and not pending._condition._waiters:  # type: ignore[attr-defined]  # threading's own
+        while not pending._ended._wakers:
             threading.Event().wait(0.001)
         end()
 
@@ -100,7 +100,7 @@ def test_a_cancelled_await_takes_only_itself_back() -> None:
     pending: Pending[int] = Pending("test")
     asyncio.run(in_asyncio(pending))
     trio.run(in_trio, pending)
-    assert not pending._wakers
+    assert not pending._ended._wakers
     assert pending._resolve(1)
 
 
@@ -141,7 +141,7 @@ def test_many_waiters_of_all_kinds() -> None:
     ]
     for thread in threads:
         thread.start()
-    while len(pending._wakers) < 6:
+    while len(pending._ended._wakers) < 7:
         threading.Event().wait(0.001)
     pending._resolve(9)
     for thread in threads:
@@ -225,7 +225,7 @@ def test_a_wait_that_is_interrupted_changes_nothing() -> None:
     pending: Pending[int] = Pending("test")
 
     def interrupt() -> None:
-        while not pending._condition._waiters:  # type: ignore[attr-defined]  # threading's own
+        while not pending._ended._wakers:
             threading.Event().wait(0.001)
         signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 

@@ -1,0 +1,127 @@
+"""The session thread's loop: it serves as long as the process lives, and who waits for it never waits in vain."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+
+from replicas import errors
+from replicas.channel import loop as module
+from replicas.channel.hub import as_wire_error
+from replicas.channel.loop import SessionLoop, session_loop
+from replicas.channel.pending import Pending
+from tests.support.scripted import World
+
+
+class User:
+    """A channel with one who waits."""
+
+    def __init__(self) -> None:
+        self.waiting: Pending[int] = Pending("test")
+
+    def loop_broken(self, error: errors.ReplicasError) -> None:
+        self.waiting._fail(error)
+
+
+@pytest.fixture
+def loop() -> Iterator[SessionLoop]:
+    loop = SessionLoop().begin()
+    yield loop
+    loop.close()
+
+
+def leave() -> None:
+    raise SystemExit("of a signal's handler")
+
+
+async def leave_soon() -> None:
+    await asyncio.sleep(0)
+    leave()
+
+
+@pytest.mark.parametrize("how", ["function", "task", "stop"])
+def test_what_ends_the_loop_ends_those_who_wait_and_the_loop_goes_on(loop: SessionLoop, how: str) -> None:
+    users = [User(), User()]
+    for user in users:
+        loop.call(loop.users.add, user)
+    match how:
+        case "function":
+            loop.call(leave)
+        case "task":
+            loop.call(lambda: loop.spawn(leave_soon(), "ends"))
+        case _:
+            loop.call(loop.loop.stop)
+    for user in users:
+        with pytest.raises(errors.InternalError, match="the session thread's loop has ended"):
+            user.waiting.wait(10)
+    assert loop.run(asyncio.sleep(0, 5), 10) == 5
+    assert loop.alive
+
+
+def test_a_coroutine_that_is_left_by_an_exit_fails_for_who_waits_alone(loop: SessionLoop) -> None:
+    with pytest.raises(errors.InternalError, match="SystemExit: of a signal's handler"):
+        loop.run(leave_soon(), 10)
+    assert loop.run(asyncio.sleep(0, 6), 10) == 6
+
+
+def test_a_loop_that_cannot_go_on_takes_no_calls(loop: SessionLoop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "ENDS_MAX", 2)
+    monkeypatch.setattr(module, "_current", loop)
+    assert session_loop() is loop
+    for _ in range(2):
+        loop.call(leave)
+    loop._thread.join(10)
+    with pytest.raises(errors.InternalError, match="the session thread has ended"):
+        loop.call(leave)
+    another = session_loop()
+    try:
+        assert another is not loop
+        assert another.run(asyncio.sleep(0, 7), 10) == 7
+    finally:
+        another.close()
+
+
+def test_a_session_thread_that_cannot_be_started_is_a_lack_of_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(module, "_current", None)
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    with pytest.raises(errors.NoCapacity, match="can't start new thread"):
+        session_loop()
+    wire = as_wire_error(RuntimeError("can't start new thread"), channel="policy", phase="pack")
+    assert wire.kind == "NoCapacity"
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [SystemExit("bye"), KeyboardInterrupt(), RuntimeError("bug")])
+async def test_whatever_a_handler_raises_ends_its_channel(error: BaseException) -> None:
+    world = World("target", 2)
+
+    def fail() -> None:
+        raise error
+
+    waiting = world.receiver.receive(None)
+    await asyncio.sleep(0)
+    world.hub.call(fail)
+    with pytest.raises(errors.InternalError, match=type(error).__name__):
+        await waiting
+    await world.end()
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("error", [SystemExit("bye"), RuntimeError("bug")])
+async def test_whatever_a_task_raises_ends_its_channel(error: BaseException) -> None:
+    async def fail_soon() -> None:
+        raise error
+
+    world = World("target", 2)
+    waiting = world.receiver.receive(None)
+    await asyncio.sleep(0)
+    world.hub.spawn(fail_soon(), "fails")
+    with pytest.raises(errors.InternalError, match=type(error).__name__):
+        await waiting
+    await world.end()
