@@ -69,7 +69,7 @@ def load(path: Path | str) -> Config:
         raise BadConfig([f"cannot be read: {error.strerror}"], source=str(path)) from error
     except UnicodeDecodeError as error:
         raise BadConfig([f"is not UTF-8 text: {error.reason} at byte {error.start}"], source=str(path)) from error
-    except tomllib.TOMLDecodeError as error:
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and values that Python's own limits refuse
         raise BadConfig([f"is not valid TOML: {error}"], source=str(path)) from error
     except ValueError as error:  # a name that no file can have
         raise BadConfig([f"cannot be read: {error}"], source=clean(str(path))) from error

@@ -12,6 +12,7 @@ from replicas import environ
 from replicas.config import Config
 from replicas.config_file import load
 from replicas.control.client import Client
+from replicas.control.located import state_dir_of
 from replicas.errors import Disconnected, UsageError
 from replicas.status import RunStatus
 from replicas.supervisor.processes import start_time
@@ -61,14 +62,12 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
         raise Disconnected(f"{path} cannot be read: {error}", hint="give --endpoint HOST:PORT instead") from error
 
 
-def find_endpoint(config: Config | None, *, folder: Path) -> EndpointFile:
-    """The supervisor of ``config``; without one, that of the only run that has its state below ``folder``.
+def find_endpoint(*, folder: Path) -> EndpointFile:
+    """The supervisor of the only run that has its state below ``folder``.
 
     :raises UsageError: when several runs have their state below ``folder``.
     :raises Disconnected: when there is none.
     """
-    if config is not None:
-        return read_endpoint(config.run.state_dir)
     running = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
     ended = sorted(folder.glob(".replicas/*/lock"))
     if not running and len(ended) > 1:
@@ -77,10 +76,8 @@ def find_endpoint(config: Config | None, *, folder: Path) -> EndpointFile:
     return read_endpoint(_only_run(folder, running or ended))
 
 
-def find_state_dir(config: Config | None, *, folder: Path) -> Path:
+def find_state_dir(*, folder: Path) -> Path:
     """The state folder of a run, whether it is running or over: as :func:`find_endpoint`, and running ones go first."""
-    if config is not None:
-        return config.run.state_dir
     running = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
     return _only_run(folder, running or sorted(folder.glob(".replicas/*/lock")))
 
@@ -204,17 +201,32 @@ class Place:
 
     @property
     def state_dir(self) -> Path:
-        """:raises ReplicasError: there is none, or more than one."""
-        return find_state_dir(self.config, folder=self._folder)
+        """That of the config, as far as that can be read: a run can be looked at while its config has problems.
+
+        :raises ReplicasError: there is none, or more than one.
+        """
+        if self.path is None:
+            return find_state_dir(folder=self._folder)
+        return state_dir_of(self.path) or load(self.path).run.state_dir
+
+    def _supervisor(self) -> EndpointFile:
+        """:raises Disconnected: the run is not running. :raises BadConfig: nor could it be started."""
+        if self.path is None:
+            return find_endpoint(folder=self._folder)
+        try:
+            return read_endpoint(self.state_dir)
+        except Disconnected:
+            load(self.path)  # its problems are the news then
+            raise
 
     def client(self, *, timeout_s: float = 5.0) -> Client:
         """Whom to ask: by the Unix socket, where the run has one.
 
-        :raises Disconnected: the run is not running. :raises BadConfig: the config has problems.
+        :raises Disconnected: the run is not running. :raises BadConfig: and its config has problems.
         """
         if self.endpoint is not None:
             return Client(self.endpoint, token=self._token(None), timeout_s=timeout_s)
-        where = find_endpoint(self.config, folder=self._folder)
+        where = self._supervisor()
         if where.socket and Path(where.socket).is_socket():
             return Client(f"unix:{where.socket}", pid=where.pid, run=where.run, timeout_s=timeout_s)
         token = self._token(self.state_dir)
@@ -227,7 +239,7 @@ class Place:
         """
         if self.endpoint is not None:
             return self.client(timeout_s=timeout_s).status()
-        where = find_endpoint(self.config, folder=self._folder)
+        where = self._supervisor()
         answer = self.client(timeout_s=timeout_s).status()
         if answer.run != where.run:
             raise Disconnected(f'run "{where.run}" is gone: {where.endpoint} is now the port of run "{answer.run}"')

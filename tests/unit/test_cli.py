@@ -13,6 +13,8 @@ import msgspec
 import pytest
 
 from replicas.control import cli, client, find, render
+from replicas.control.commands import Answer
+from replicas.control.located import state_dir_of
 from replicas.errors import Disconnected
 from replicas.status import ChannelStatus, GroupStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
 
@@ -98,6 +100,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(self.answer)
 
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.do_GET()
+
     def log_message(self, format: str, *args: object) -> None:
         """Keep stderr for what is tested."""
 
@@ -153,6 +159,49 @@ def test_a_bad_config_ends_with_78_and_every_problem(
         f'  groups.trainer.command: "trian.py" does not exist in {folder}',
         '  groups.rollout.replica: unknown key; did you mean "replicas"?',
     ]
+
+
+BROKEN = {
+    "an unknown key": CONFIG.replace("replicas = 2", "replica = 2"),
+    "a script that is gone": CONFIG.replace("train.py", "trian.py"),
+    "half a line": CONFIG + "[groups.new",
+    "no text": CONFIG + "# caf\udce9\n",
+    "a key twice": CONFIG + "[groups.trainer]\n",
+    "a number without measure": CONFIG + f"[groups.new]\nreplicas = {'9' * 5000}\n",
+    "nesting without measure": CONFIG + f"[groups.new]\nreplicas = {'[' * 5000}\n",
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_run_is_seen_and_stopped_while_its_config_has_problems(
+    folder: Path, capsys: pytest.CaptureFixture[str], supervisor: tuple[type[Handler], str], what: str
+) -> None:
+    handler, endpoint = supervisor
+    write_endpoint(folder, endpoint)
+    (folder / "grpo.toml").write_text(BROKEN[what], errors="surrogateescape")
+    assert cli.main(["status", "grpo.toml", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["run"] == "grpo"
+    handler.answer = msgspec.json.encode(Answer(done=True))
+    assert cli.main(["drain", "rollout", "-c", "grpo.toml"]) == 0
+    assert cli.main(["reload", "grpo.toml"]) == 0, "the supervisor is asked: its events and metrics tell of the refusal"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ('[run]\nname = "a"\n[groups', ".replicas/a"),
+        ("[run] # the run\nname = 'a'  # its name\nstop_when = [", ".replicas/a"),
+        ('[run]\nname = "a"\nstate_dir = "b"\n[[[', "b"),
+        ('[groups.x]\nname = "a"\n[[[', None),
+        ('[run]\nname = "../a"\n[[[', None),
+        ("[run]\nname = 3\n", None),
+        ("run = 3\n", None),
+    ],
+)
+def test_the_state_folder_is_read_from_what_can_be_read(tmp_path: Path, text: str, expected: str | None) -> None:
+    (tmp_path / "run.toml").write_text(text)
+    found = state_dir_of(tmp_path / "run.toml")
+    assert found == (None if expected is None else tmp_path.resolve() / expected)
 
 
 def test_python_m_supervisor_is_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,8 +285,8 @@ def test_of_several_runs_the_living_one_is_meant(folder: Path, capsys: pytest.Ca
     for name, pid in (("a", os.getpid()), ("b", 2**22 + 1)):
         endpoint = {"endpoint": "127.0.0.1:1", "pid": pid, "run": name}
         (folder / ".replicas" / name / find.ENDPOINT_FILE).write_text(json.dumps(endpoint))
-    assert find.find_endpoint(None, folder=folder).run == "a"
-    assert find.find_state_dir(None, folder=folder).name == "a"
+    assert find.find_endpoint(folder=folder).run == "a"
+    assert find.find_state_dir(folder=folder).name == "a"
 
 
 @pytest.mark.parametrize(
