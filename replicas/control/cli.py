@@ -36,6 +36,7 @@ from replicas.control.cli_base import (
 from replicas.control.cli_doctor import doctor
 from replicas.control.cli_look import events, logs, status
 from replicas.control.cli_orders import drain, reload, reset_failed, restart, scale, stacks
+from replicas.control.cli_wait import wait
 
 __all__ = [
     "BAD_CONFIG",
@@ -98,7 +99,7 @@ def check(config: ConfigPath, as_json: Json = False) -> None:
 
 _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Run": (run, check),
-    "Look": (status, logs, events, stacks, doctor),
+    "Look": (status, logs, events, stacks, wait, doctor),
     "Change": (scale, restart, drain, reset_failed, reload),
 }
 """In the order in which ``--help`` lists them."""

@@ -36,6 +36,7 @@ __all__ = [
     "exit_codes",
     "json_text",
     "new_console",
+    "patience",
     "place_of",
     "show",
 ]
@@ -150,6 +151,17 @@ def show(value: Any, draw: Callable[[Console], None], *, as_json: bool) -> None:
         print(json_text(value))
     else:
         draw(new_console())
+
+
+@contextmanager
+def patience(doing: str) -> Iterator[Any]:
+    """On a terminal, a line that shows that something is going on."""
+    console = Console(stderr=True, highlight=False)
+    if not console.is_terminal:
+        yield None
+        return
+    with console.status(f"{doing} ...") as spinner:
+        yield spinner
 
 
 @contextmanager

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -23,6 +21,7 @@ from replicas.control.cli_base import (
     checked_target,
     exit_codes,
     json_text,
+    patience,
     place_of,
 )
 from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, Stacks
@@ -68,12 +67,15 @@ def restart(
     no_wait: NoWait = False,
     as_json: Json = False,
 ) -> None:
-    """Restart a replica, or all of a group. Spends no restart budget."""
+    """Restart a replica, or all of a group. Spends no restart budget.
+
+    Returns when their next generation has begun, with --rolling when all are ready; see also the command wait.
+    """
     with exit_codes(failed=FAILED):
         place = place_of(config, None, endpoint, token_file)
         order = Restart(target=checked_target(target) or "", rolling=rolling)
         answer = _hand_in(place, order, f"restarting {target}", wait=not no_wait)
-    _tell(answer, f"{target}: restarted", as_json=as_json)
+    _tell(answer, f"{target}: restarted, and ready" if rolling else f"{target}: starting again", as_json=as_json)
 
 
 def drain(
@@ -162,19 +164,8 @@ def stacks(
 
 def _hand_in(place: Place, order: Order, doing: str, *, wait: bool = True) -> Answer:
     client = place.client()
-    with _patience(doing):
+    with patience(doing):
         return client.order(order, wait=wait)
-
-
-@contextmanager
-def _patience(doing: str) -> Iterator[Any]:
-    """On a terminal, a line that shows that something is going on."""
-    console = Console(stderr=True, highlight=False)
-    if not console.is_terminal:
-        yield None
-        return
-    with console.status(f"{doing} ...") as spinner:
-        yield spinner
 
 
 def _until_gone(place: Place, end: End) -> None:
@@ -183,7 +174,7 @@ def _until_gone(place: Place, end: End) -> None:
     :raises Disconnected: it has not, and nobody answers any more.
     """
     pid = None
-    with _patience("draining") as spinner:
+    with patience("draining") as spinner:
         while True:
             try:
                 status = place.status()

@@ -80,9 +80,16 @@ def _facts(facts: Iterable[tuple[str, str]]) -> Table:
 
 
 def _new_table(title: str, *columns: str) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        table.add_column(column, overflow="fold")
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+        collapse_padding=True,
+    )
+    for column in columns:  # of a heading no word is broken
+        table.add_column(column, overflow="fold", min_width=max(map(len, column.split())))
     return table
 
 
@@ -223,7 +230,9 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
 
 
 def _table_of_channel_states(channels: Iterable[ChannelStatus]) -> Table:
-    table = _new_table("Channels", "channel", "epoch", "version", "live", "synced", "failed", "last sync", "bytes")
+    table = _new_table(
+        "Channels", "channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "bytes"
+    )
     for channel in channels:
         last = channel.last_sync
         synced = channel.syncs.get("committed", 0)

@@ -122,6 +122,10 @@ class Fleet(Crew):
         """
         replicas = self.targets(target)
         self.refuse_while_draining()
+        if not replicas:
+            raise errors.UsageError(
+                f"group {target} has no replicas", hint=f"start some with: replicas scale {target} N"
+            )
         self._ground.emit(RestartAsked(target=target, rolling=rolling))
         group = self.group(target.partition("/")[0])
         if rolling:

@@ -102,7 +102,9 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
     ]
 
     assert replicas("scale", "a", "3") == "a: 3 replicas wanted\n"
-    assert replicas("restart", "a/1") == "a/1: restarted\n"
+    assert replicas("wait", "a", "--ready") == "a: ready\n"
+    assert [one.state for one in run.status().groups[0].replicas] == ["ready"] * 3
+    assert replicas("restart", "a/1") == "a/1: starting again\n"
     assert json.loads(replicas("restart", "a", "--rolling", "--json")) == {"done": True, "result": None}
     assert replicas("scale", "a", "1", "-c", "run.toml") == "a: 1 replica wanted\n"
     status = run.status()
@@ -111,8 +113,9 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
     assert status.groups[0].restart_budget_remaining_ratio == 1.0
 
     assert replicas("drain", "b") == "b: drained\n"
+    replicas("wait", "b", code=1)
     assert run.status().groups[1].replicas[0].state == "finished"
-    assert replicas("restart", "b") == "b: restarted\n"
+    assert replicas("restart", "b") == "b: starting again\n"
     assert replicas("reset-failed") == "nothing had failed\n"
     out = replicas("stacks", "a")
     assert out.startswith("a/0/0 ")

@@ -138,6 +138,15 @@ def test_check_prints_the_plan(folder: Path, capsys: pytest.CaptureFixture[str])
     assert max(len(line) for line in out.splitlines() if str(folder) not in line) <= 80
 
 
+def test_no_heading_is_broken(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    peers = '[channels.experience]\npeers = [{ group = "trainer", ranks = "leader" }, "rollout"]\n'
+    (folder / "grpo.toml").write_text(CONFIG + peers)
+    assert cli.main(["check", "grpo.toml"]) == 0
+    out = capsys.readouterr().out
+    for word in ("transport", "deadline", "staging", "restart", "progress", "experience"):
+        assert f" {word} " in out.replace("\n", " \n"), out
+
+
 def test_check_json_is_the_resolved_config(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["check", "grpo.toml", "--json"]) == 0
     plan = json.loads(capsys.readouterr().out)

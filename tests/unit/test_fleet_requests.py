@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from replicas.config import HealthConfig
+from replicas.errors import UsageError
 from replicas.supervisor.causes import Cause
 from replicas.supervisor.crew import Crew
 from replicas.supervisor.orders import NodeSpec
@@ -109,6 +110,14 @@ async def test_a_roll_leaves_those_alone_that_are_drained_meanwhile() -> None:
         await rolling
         assert {name: len(shims) for name, shims in yard.shims.items()} == {"a/0": 2, "a/1": 2, "a/2": 1, "a/3": 2}
         assert yard.states() == {"a/0": "finished", "a/1": "ready", "a/2": "finished", "a/3": "ready"}
+
+
+@history
+async def test_a_group_without_replicas_is_not_restarted() -> None:
+    async with fleet(group_of("a")) as (made, _):
+        await made.scale("a", 0)
+        with pytest.raises(UsageError, match="group a has no replicas"):
+            await made.restart("a")
 
 
 @history

@@ -1,0 +1,120 @@
+"""The command ``wait``: what it waits for, and what it does not wait for any longer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from replicas.control import cli, cli_wait
+from replicas.control.find import Place
+from replicas.errors import Disconnected, UsageError, WorldError
+from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
+
+
+def one(name: str, state: str, reason: str = "") -> ReplicaStatus:
+    group, _, index = name.partition("/")
+    return ReplicaStatus(
+        name=name,
+        group=group,
+        replica=int(index),
+        state=state,  # type: ignore[arg-type]  # the test names valid states
+        generation=1,
+        reason=reason,
+    )
+
+
+def run_of(*replicas: ReplicaStatus) -> RunStatus:
+    names = dict.fromkeys(each.group for each in replicas)
+    groups = tuple(
+        GroupStatus(
+            name=name,
+            launcher="exec",
+            world_size=1,
+            replicas=tuple(each for each in replicas if each.group == name),
+        )
+        for name in names
+    )
+    store = StoreStatus(up=True, host="127.0.0.1", port=1)
+    return RunStatus(
+        run="r", version="1", endpoint="127.0.0.1:1", pid=1, uptime_s=1.0, ready=False, store=store, groups=groups
+    )
+
+
+READY, STARTING = one("rollout/0", "ready"), one("rollout/1", "starting", "has not joined")
+
+
+def test_what_is_waited_for() -> None:
+    status = run_of(READY, STARTING, one("trainer/0", "finished"))
+    assert cli_wait.unready(status, None) == [STARTING]
+    assert cli_wait.unready(status, "rollout") == [STARTING]
+    assert cli_wait.unready(status, "rollout/0") == []
+    assert cli_wait.unready(status, "trainer") == [], "it has done its work"
+
+
+@pytest.mark.parametrize(
+    ("lost", "words"),
+    [
+        (one("rollout/1", "failed", "no restart is left"), "rollout/1 has failed: no restart is left"),
+        (one("rollout/1", "finished", "stopped"), "rollout/1 was drained"),
+    ],
+)
+def test_what_will_not_come_is_not_waited_for(lost: ReplicaStatus, words: str) -> None:
+    with pytest.raises(WorldError, match=words):
+        cli_wait.unready(run_of(READY, lost), "rollout")
+    assert cli_wait.unready(run_of(READY, lost), "rollout/0") == []
+
+
+def test_who_is_not_there_is_named() -> None:
+    for target in ("rolout", "rollout/7"):
+        with pytest.raises(UsageError, match=f'run "r" has no "{target}"'):
+            cli_wait.unready(run_of(READY), target)
+
+
+class FakePlace(Place):
+    """A run that looks different each time; None: it is gone."""
+
+    def __init__(self, *statuses: RunStatus | None) -> None:
+        super().__init__(endpoint="127.0.0.1:1")
+        self.left = list(statuses)
+
+    def status(self, *, timeout_s: float = 5.0) -> RunStatus:
+        found = self.left.pop(0) if len(self.left) > 1 else self.left[0]
+        if found is None:
+            raise Disconnected("nobody answers") from ConnectionRefusedError()
+        return found
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_wait, "_LOOK_AGAIN_S", 0.001)
+
+
+def wait_for(monkeypatch: pytest.MonkeyPatch, place: FakePlace, *words: str) -> int:
+    monkeypatch.setattr(cli_wait, "place_of", lambda *_: place)
+    return cli.main(["wait", *words])
+
+
+def test_it_waits_until_all_are_ready(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    later = one("rollout/1", "ready")
+    place = FakePlace(run_of(READY, STARTING), run_of(READY, STARTING), run_of(READY, later))
+    assert wait_for(monkeypatch, place, "rollout", "--ready") == 0
+    assert capsys.readouterr().out == "rollout: ready\n"
+
+
+def test_it_ends_in_time_and_says_who_is_missing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert wait_for(monkeypatch, FakePlace(run_of(READY, STARTING)), "rollout", "-t", "20ms") == 1
+    expected = "replicas: not within 20ms: not ready: rollout/1 (has not joined) (replicas status tells why)\n"
+    assert capsys.readouterr().err == expected
+
+
+def test_a_run_that_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    assert wait_for(monkeypatch, FakePlace(run_of(READY, STARTING), None)) == 1
+    assert capsys.readouterr().err == "replicas: the run is over\n"
+
+
+def test_a_duration_that_is_none(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert cli.main(["wait", "-t", "soon"]) == 2
+    assert '"soon" is no duration' in capsys.readouterr().err
