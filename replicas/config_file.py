@@ -63,16 +63,19 @@ def load(path: Path | str) -> Config:
     :raises BadConfig: with every problem found, also when the file cannot be read or is no TOML.
     """
     path = Path(path)
+    source = clean(str(path))
     try:
-        mapping = tomllib.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise BadConfig([f"cannot be read: {error.strerror}"], source=str(path)) from error
+        raise BadConfig([f"cannot be read: {error.strerror}"], source=source) from error
     except UnicodeDecodeError as error:
-        raise BadConfig([f"is not UTF-8 text: {error.reason} at byte {error.start}"], source=str(path)) from error
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and values that Python's own limits refuse
-        raise BadConfig([f"is not valid TOML: {error}"], source=str(path)) from error
+        raise BadConfig([f"is not UTF-8 text: {error.reason} at byte {error.start}"], source=source) from error
     except ValueError as error:  # a name that no file can have
-        raise BadConfig([f"cannot be read: {error}"], source=clean(str(path))) from error
+        raise BadConfig([f"cannot be read: {error}"], source=source) from error
+    try:
+        mapping = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and values that Python's own limits refuse
+        raise BadConfig([f"is not valid TOML: {error}"], source=source) from error
     absolute = path.resolve()
     return _parse(mapping, base=absolute.parent, source=str(path), path=absolute)
 

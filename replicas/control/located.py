@@ -14,6 +14,7 @@ from typing import Any
 
 from replicas import config_values
 from replicas.errors import BadConfig
+from replicas.messages.bounds import clean
 
 __all__ = ["state_dir_of"]
 
@@ -28,8 +29,9 @@ def state_dir_of(path: Path) -> Path | None:
     """
     try:
         text = path.read_bytes().decode("utf-8", "replace")
-    except OSError as error:
-        raise BadConfig([f"cannot be read: {error.strerror}"], source=str(path)) from error
+    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+        words = error.strerror if isinstance(error, OSError) else error
+        raise BadConfig([f"cannot be read: {words}"], source=clean(str(path))) from error
     base = path.resolve().parent
     run = _run_table(text)
     place = config_values.Place(base)
