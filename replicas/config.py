@@ -12,6 +12,8 @@ from typing import Literal
 
 import msgspec
 
+from replicas.status import OnFailure
+
 __all__ = [
     "ChannelConfig",
     "Config",
@@ -120,6 +122,10 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     ``env``: variables for its processes, those of ``env_file`` included (which ``env`` in the config file overrides).
     ``drain_timeout_s``: how long a replica that is being ended may finish its sync before SIGTERM; ``stop_timeout_s``: how
     long it has from SIGTERM to SIGKILL. ``max_unavailable``: replicas that a rolling restart ends at a time.
+
+    ``on_failure``: what ends when a replica of it has failed for good: the run, the group, or the replica alone. (In TOML a
+    group that is nothing but a target has ``"replica"`` by default.) ``min_ready``: so many ready replicas are enough for the
+    group to be ready, and when fewer than that are left, the run ends; None: all for the one, none for the other.
     """
 
     name: str
@@ -138,6 +144,8 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
     drain_timeout_s: float = 30.0
     stop_timeout_s: float = 10.0
     max_unavailable: int = 1
+    on_failure: OnFailure = "run"
+    min_ready: int | None = None
 
     @property
     def world_size(self) -> int:

@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import msgspec
 from msgspec import UNSET, Meta
 
 from replicas.config import (
@@ -127,8 +128,20 @@ def _parse(mapping: Mapping[str, Any], *, base: Path, source: str, path: Path | 
         _cross_check(place, config, mapping)
     if place.problems or config is UNSET:
         raise BadConfig(in_order_of(mapping, place.problems), source=source)
-    checked: Config = Config(**{**_fields(config), "source": path})
+    checked: Config = Config(**{**_fields(config), "groups": _with_on_failure(config, mapping), "source": path})
     return checked
+
+
+def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
+    """The groups, those that only receive with a default of their own: their trouble is not the trainer's."""
+    sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
+    receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
+    return {
+        name: msgspec.structs.replace(group, on_failure="replica")
+        if name in receiving and "on_failure" not in mapping["groups"][name]
+        else group
+        for name, group in config.groups.items()
+    }
 
 
 def _fields(struct: Any) -> dict[str, Any]:

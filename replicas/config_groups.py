@@ -9,7 +9,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, get_args
 
 from msgspec import UNSET, Meta
 
@@ -17,6 +17,7 @@ from replicas import env_file
 from replicas.config import Dependency, GroupConfig, HealthConfig, ResourcesConfig, RestartConfig
 from replicas.config_values import Key, Place, Reader, duration, each, file, folder, one_of, plain, show, size, table
 from replicas.messages.bounds import RANKS_MAX
+from replicas.status import OnFailure
 
 __all__ = ["count", "groups", "names", "natural"]
 
@@ -96,6 +97,8 @@ def _build_group(place: Place, fields: dict[str, Any]) -> GroupConfig:
     _check_resources(place, group)
     if group.launcher == "exec" and group.nnodes > 1:
         place.at("nnodes").problem('launcher = "exec" starts one program for each replica; leave nnodes at 1')
+    if (group.min_ready or 0) > group.replicas:
+        place.at("min_ready").problem(f"{group.min_ready} is more than the {group.replicas} replicas of the group")
     if not _is(group.cwd.is_dir):
         place.at("cwd").problem(f'folder "{group.cwd}" does not exist')
     elif group.command:
@@ -219,6 +222,8 @@ groups: Reader = each(
             "drain_timeout": Key(duration(zero=True), "drain_timeout_s"),
             "stop_timeout": Key(_positive, "stop_timeout_s"),
             "max_unavailable": Key(count),
+            "on_failure": Key(one_of(*get_args(OnFailure))),
+            "min_ready": Key(natural),
         },
         _build_group,
     )

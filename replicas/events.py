@@ -86,9 +86,10 @@ class RestartAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class FailedReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Replicas that had failed begin anew, with a full budget for their groups."""
+    """Replicas that had failed begin anew. ``groups``: those that have a full budget again, of which something was spent."""
 
     replicas: tuple[str, ...]
+    groups: tuple[str, ...] = ()
 
 
 class Reloaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):

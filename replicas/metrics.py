@@ -174,6 +174,12 @@ def _group_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
         ("group",),
         [((group.name,), group.restart_budget_remaining_ratio) for group in groups],
     )
+    yield _gauge(
+        "no_progress_remaining_ratio",
+        "Share of restart.no_progress_cycles that each replica of the group has left.",
+        ("group",),
+        [((group.name,), group.no_progress_remaining_ratio) for group in groups if group.no_progress_cycles],
+    )
     yield _counter(
         "log_lines_dropped_total",
         "Lines of output that no log has.",

@@ -13,6 +13,7 @@ __all__ = [
     "ChannelStatus",
     "GroupStatus",
     "MemberStatus",
+    "OnFailure",
     "ReplicaState",
     "ReplicaStatus",
     "RunStatus",
@@ -20,11 +21,18 @@ __all__ = [
     "SyncRecord",
 ]
 
-ReplicaState = Literal["pending", "starting", "ready", "draining", "backoff", "failed", "finished"]
+OnFailure = Literal["run", "group", "replica"]
+"""What ends when a replica has failed for good: all, the group's other replicas with it, or nothing else."""
+
+ReplicaState = Literal["pending", "starting", "ready", "draining", "backoff", "failed", "finished", "drained"]
+"""``finished``: its program is done. ``drained``: it was stopped, by an operator or with the run, and is not done."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``reason``: why it is not ready, or how it last ended. ``versions``: loaded version by channel (targets only)."""
+    """``reason``: why it is not ready, or how it last ended. ``versions``: loaded version by channel (targets only).
+
+    ``cycles``: generations in a row that ended badly and came to no new step or version.
+    """
 
     name: str
     group: str
@@ -38,10 +46,16 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     heartbeat_age_s: float | None = None
     versions: dict[str, int] = {}
     last_exit: str = ""
+    cycles: int = 0
 
 
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``restarts``: restarts so far by reason."""
+    """``restarts``: restarts so far by reason.
+
+    What can end the group: ``restart_budget_remaining_ratio``, from 1 to 0; of ``no_progress_cycles`` generations in a row
+    without progress (0: no such rule) the share that every replica has left, from 1 to 0. ``on_failure`` says what ends
+    then. ``min_ready``: so many ready replicas are enough for the group to be ready; None: all.
+    """
 
     name: str
     launcher: str
@@ -49,6 +63,10 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     replicas: tuple[ReplicaStatus, ...]
     restarts: dict[str, int] = {}
     restart_budget_remaining_ratio: float = 1.0
+    no_progress_cycles: int = 0
+    no_progress_remaining_ratio: float = 1.0
+    on_failure: OnFailure = "run"
+    min_ready: int | None = None
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):

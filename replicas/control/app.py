@@ -21,6 +21,7 @@ from replicas.control.commands import ORDERS, Commands
 from replicas.control.desk import NO_STORE, desk_routes, json_response, refusal
 from replicas.control.public import public
 from replicas.control.streams import StreamSource, stream_routes
+from replicas.core.ordering import GOOD, enough
 from replicas.status import ReplicaStatus, RunStatus
 
 __all__ = ["StatusSource", "control_routes", "readiness_checks"]
@@ -133,7 +134,9 @@ def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
     yield status.store.up, f"store: {'up' if status.store.up else 'down'} at {status.store.host}:{status.store.port}"
     for group in status.groups:
         good = sum(1 for replica in group.replicas if _is_good(replica))
-        yield good == len(group.replicas), f"group {group.name}: {good} of {len(group.replicas)} replicas"
+        needed = enough(group.min_ready, len(group.replicas))
+        fewer = f", {needed} are enough" if needed < len(group.replicas) else ""
+        yield good >= needed, f"group {group.name}: {good} of {len(group.replicas)} replicas{fewer}"
         for replica in group.replicas:
             reason = f", {replica.reason}" if replica.reason else ""
             yield _is_good(replica), f"replica {replica.name}: {replica.state}, generation {replica.generation}{reason}"
@@ -146,7 +149,7 @@ def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
 
 
 def _is_good(replica: ReplicaStatus) -> bool:
-    return replica.state in ("ready", "finished")
+    return replica.state in GOOD
 
 
 def _text(text: str, code: int) -> Response:

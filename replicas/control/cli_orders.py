@@ -26,6 +26,7 @@ from replicas.control.cli_base import (
 )
 from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, Stacks
 from replicas.control.find import End, Place
+from replicas.core.lifecycle import SETTLED
 from replicas.errors import Disconnected
 from replicas.status import RunStatus
 
@@ -119,7 +120,11 @@ def reset_failed(
         place = place_of(config, None, endpoint, token_file)
         answer = _hand_in(place, ResetFailed(target=checked_target(target)), "resetting")
     names = answer.result or ()
-    _tell(answer, f"starting again: {', '.join(names)}" if names else "nothing had failed", as_json=as_json)
+    _tell(
+        answer,
+        f"starting again: {', '.join(names)}" if names else "nothing had failed; restart budgets are full",
+        as_json=as_json,
+    )
 
 
 def reload(
@@ -193,7 +198,7 @@ def _until_gone(place: Place, end: End) -> None:
 
 
 def _running(status: RunStatus) -> str:
-    names = [one.name for group in status.groups for one in group.replicas if one.state not in ("finished", "failed")]
+    names = [one.name for group in status.groups for one in group.replicas if one.state not in SETTLED]
     return ", ".join(names) if 0 < len(names) <= 4 else f"{len(names)} replicas"
 
 

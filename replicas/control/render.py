@@ -12,6 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from replicas.config import ChannelConfig, Config, GroupConfig, Party, ResourcesConfig
+from replicas.core.ordering import enough
 from replicas.status import ChannelStatus, ReplicaStatus, RunStatus
 
 __all__ = ["STATE_STYLES", "duration_text", "plan", "run_status", "size_text"]
@@ -24,6 +25,7 @@ STATE_STYLES = {
     "backoff": "red",
     "failed": "bold red",
     "finished": "cyan",
+    "drained": "magenta",
 }
 
 
@@ -64,7 +66,15 @@ def plan(config: Config) -> RenderableType:
         ("store", f"{config.store.bind}, port {config.store.port or '(any free one)'}"),
         ("in all", f"{_count(len(config.groups), 'group')}, {_count(replicas, 'replica')}, {_count(ranks, 'rank')}"),
     ]
-    parts: list[RenderableType] = [_facts(facts), _table_of_groups(groups), _table_of_rules(groups)]
+    on_channels = {
+        party.group for one in config.channels.values() for party in (*one.sources, *one.targets, *one.peers)
+    }
+    parts: list[RenderableType] = [
+        _facts(facts),
+        _table_of_groups(groups),
+        _table_of_failures(groups, on_channels),
+        _table_of_timeouts(groups),
+    ]
     if any(group.resources != ResourcesConfig() for group in groups):
         parts.append(_table_of_resources(groups))
     if config.channels:
@@ -108,15 +118,33 @@ def _table_of_groups(groups: Iterable[GroupConfig]) -> Table:
     return table
 
 
-def _table_of_rules(groups: Iterable[GroupConfig]) -> Table:
-    table = _new_table(
-        "Restarts and timeouts", "group", "restart", "start", "beat", "progress", "load", "drain", "stop"
-    )
+_ENDS = {"run": "the run ends", "group": "its group ends", "replica": "it stays failed"}
+
+
+def _table_of_failures(groups: Iterable[GroupConfig], on_channels: set[str]) -> Table:
+    """When a replica is not started again, and what ends then."""
+    table = _new_table("Failures", "group", "restart", "no progress", "after that", "ready with")
     for group in groups:
-        restart, health = group.restart, group.health
-        rule: str = restart.policy
-        if rule != "never":
-            rule += f" {restart.max_restarts}/{duration_text(restart.window_s)}"
+        rules = group.restart
+        never = rules.policy == "never"
+        cycles = rules.no_progress_cycles if group.name in on_channels and not never else 0
+        ends = _ENDS[group.on_failure]
+        if group.on_failure != "run" and group.min_ready:
+            ends += f", the run below {group.min_ready}"
+        table.add_row(
+            Text(group.name),
+            rules.policy if never else f"{rules.policy} {rules.max_restarts}/{duration_text(rules.window_s)}",
+            f"{cycles} in a row" if cycles else "-",
+            ends,
+            f"{enough(group.min_ready, group.replicas)} of {group.replicas}",
+        )
+    return table
+
+
+def _table_of_timeouts(groups: Iterable[GroupConfig]) -> Table:
+    table = _new_table("Timeouts", "group", "start", "beat", "progress", "load", "drain", "stop")
+    for group in groups:
+        health = group.health
         times = (
             health.start_timeout_s,
             health.heartbeat_timeout_s,
@@ -125,7 +153,7 @@ def _table_of_rules(groups: Iterable[GroupConfig]) -> Table:
             group.drain_timeout_s,
             group.stop_timeout_s,
         )
-        table.add_row(Text(group.name), rule, *(duration_text(seconds) for seconds in times))
+        table.add_row(Text(group.name), *(duration_text(seconds) for seconds in times))
     return table
 
 
@@ -191,17 +219,21 @@ def run_status(status: RunStatus) -> RenderableType:
 
 
 def _table_of_group_states(status: RunStatus) -> Table:
-    table = _new_table("Groups", "group", "ready", "others", "restarts", "budget left")
+    table = _new_table("Groups", "group", "ready", "others", "restarts", "budget left", "no progress", "then ends")
     for group in status.groups:
         states = Counter(replica.state for replica in group.replicas)
         others = [f"{count} {state}" for state, count in sorted(states.items()) if state != "ready"]
         restarts = [f"{count} {reason}" for reason, count in sorted(group.restarts.items()) if count]
+        cycles = max((replica.cycles for replica in group.replicas), default=0)
+        limit = f"{cycles} of {group.no_progress_cycles}" if group.no_progress_cycles else "-"
         table.add_row(
             Text(group.name),
             f"{states['ready']} of {len(group.replicas)}",
             Text(_and(others) or "-"),
             Text(_and(restarts) or "-"),
             f"{group.restart_budget_remaining_ratio:.0%}",
+            Text(limit, style="bold red" if group.no_progress_remaining_ratio < 0.5 else ""),
+            group.on_failure,
         )
     return table
 

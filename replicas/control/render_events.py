@@ -65,7 +65,9 @@ def _words(event: happened.Event) -> tuple[str, str, str]:
         case happened.RestartAsked():
             return who, f"{'rolling ' if event.rolling else ''}restart asked for", ""
         case happened.FailedReset():
-            return "run", f"failures forgotten: {', '.join(event.replicas)}", ""
+            budgets = f"full restart budget: {', '.join(event.groups)}" if event.groups else ""
+            failed = f"failures forgotten: {', '.join(event.replicas)}" if event.replicas else ""
+            return "run", "; ".join(filter(None, (failed, budgets))), ""
         case happened.Reloaded():
             parts = [("changed", event.changed), ("added", event.added), ("removed", event.removed)]
             said = "; ".join(f"{name}: {', '.join(groups)}" for name, groups in parts if groups)

@@ -14,7 +14,8 @@ surprise of the world.
 ``draining`` is the state of one that is being ended, for whatever reason: it may finish its sync first, when somebody asked
 for its end, and not when it is sick. It stays so as long as a process of it does not die, which is waited for: another
 generation beside it would be one too many, and it is no failure of the replica.
-``finished`` is the state of one that is done, or was stopped as asked; ``failed`` of one that may not be started again.
+``finished`` is the state of one that is done, ``drained`` of one that was stopped as asked, and ``failed`` of one that may
+not be started again, or whose group has failed.
 No clock is read here: times are arguments, in seconds of any one monotonic clock.
 """
 
@@ -54,6 +55,7 @@ class Event(enum.StrEnum):
     RESTART = "restart"  # someone asks for a new generation
     HELD_UP = "held_up"  # its programs have ended, or were killed, and a process of it takes long to die
     STOP = "stop"  # someone asks for its end
+    GROUP_FAILED = "group_failed"  # another one has failed, and takes the group with it
     RESET = "reset"  # someone says that what made it fail is mended
     FINISHED = "finished"  # gone: done by itself, and not to be started again
     RETRY = "retry"  # gone: a new generation follows after a delay
@@ -83,7 +85,7 @@ FREE_REASONS: frozenset[RestartReason] = frozenset({"requested", "group", "reloa
 ALIVE: frozenset[ReplicaState] = frozenset({"starting", "ready", "draining"})
 """States in which processes of the replica may exist."""
 
-SETTLED: frozenset[ReplicaState] = frozenset({"failed", "finished"})
+SETTLED: frozenset[ReplicaState] = frozenset({"failed", "finished", "drained"})
 """States that nothing leaves by itself."""
 
 REPLICA: Table[ReplicaState, Event] = Table(
@@ -91,7 +93,8 @@ REPLICA: Table[ReplicaState, Event] = Table(
     ("pending",),
     {
         ("pending", Event.START): "starting",
-        ("pending", Event.STOP): "finished",
+        ("pending", Event.STOP): "drained",
+        ("pending", Event.GROUP_FAILED): "failed",
         ("pending", Event.RESTART): "pending",
         ("starting", Event.READY): "ready",
         ("starting", Event.START_TIMEOUT): "draining",
@@ -101,6 +104,7 @@ REPLICA: Table[ReplicaState, Event] = Table(
         ("starting", Event.HELD_UP): "draining",
         ("starting", Event.RESTART): "draining",
         ("starting", Event.STOP): "draining",
+        ("starting", Event.GROUP_FAILED): "draining",
         ("starting", Event.FINISHED): "finished",
         ("starting", Event.RETRY): "backoff",
         ("starting", Event.GIVE_UP): "failed",
@@ -111,23 +115,28 @@ REPLICA: Table[ReplicaState, Event] = Table(
         ("ready", Event.HELD_UP): "draining",
         ("ready", Event.RESTART): "draining",
         ("ready", Event.STOP): "draining",
+        ("ready", Event.GROUP_FAILED): "draining",
         ("ready", Event.FINISHED): "finished",
         ("ready", Event.RETRY): "backoff",
         ("ready", Event.GIVE_UP): "failed",
         ("draining", Event.HELD_UP): "draining",
         ("draining", Event.RESTART): "draining",
         ("draining", Event.STOP): "draining",
-        ("draining", Event.STOPPED): "finished",
+        ("draining", Event.GROUP_FAILED): "draining",
+        ("draining", Event.STOPPED): "drained",
         ("draining", Event.FINISHED): "finished",
         ("draining", Event.RETRY): "backoff",
         ("draining", Event.GIVE_UP): "failed",
         ("backoff", Event.BACKOFF_ELAPSED): "starting",
-        ("backoff", Event.STOP): "finished",
+        ("backoff", Event.STOP): "drained",
+        ("backoff", Event.GROUP_FAILED): "failed",
         ("backoff", Event.RESTART): "pending",
         ("backoff", Event.RESET): "pending",
         ("failed", Event.RESTART): "pending",
         ("failed", Event.RESET): "pending",
         ("failed", Event.STOP): "failed",
+        ("drained", Event.RESTART): "pending",
+        ("drained", Event.STOP): "drained",
         ("finished", Event.RESTART): "pending",
         ("finished", Event.STOP): "finished",
     },

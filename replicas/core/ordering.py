@@ -8,9 +8,10 @@ from replicas import errors
 from replicas.config import GroupConfig
 from replicas.status import ReplicaState
 
-__all__ = ["is_done", "is_good", "start_levels", "unmet", "within"]
+__all__ = ["GOOD", "enough", "is_done", "is_good", "is_lost", "is_over", "start_levels", "unmet", "within"]
 
 GOOD: frozenset[ReplicaState] = frozenset({"ready", "finished"})
+OVER: frozenset[ReplicaState] = frozenset({"failed", "finished"})
 
 
 def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
@@ -34,26 +35,45 @@ def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
     return levels
 
 
-def is_good(states: Sequence[ReplicaState]) -> bool:
-    """Whether every replica is ready, or done."""
-    return GOOD.issuperset(states)
+def enough(min_ready: int | None, replicas: int) -> int:
+    """How many of a group's ``replicas`` have to be ready, or done: ``min_ready``, by default all."""
+    return replicas if min_ready is None else min(min_ready, replicas)
 
 
-def is_done(states: Sequence[ReplicaState]) -> bool:
-    """Whether every replica has finished: a group that was scaled to none rests, and is not done."""
-    return bool(states) and all(state == "finished" for state in states)
+def is_good(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
+    """Whether enough replicas are ready, or done."""
+    return sum(state in GOOD for state in states) >= enough(min_ready, len(states))
 
 
-def unmet(group: GroupConfig, states: Mapping[str, Sequence[ReplicaState]]) -> list[str]:
+def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
+    """Whether enough replicas have finished, at least one, and the others have failed: a group that was scaled to none rests,
+    and is not done.
+    """
+    finished = states.count("finished")
+    return is_over(states) and finished >= max(1, enough(min_ready, len(states)))
+
+
+def is_over(states: Sequence[ReplicaState]) -> bool:
+    """Whether no replica will do anything any more, by itself or by an operator's restart of one that is drained."""
+    return bool(states) and OVER.issuperset(states)
+
+
+def is_lost(states: Sequence[ReplicaState], min_ready: int | None) -> bool:
+    """Whether so many have failed that ``min_ready`` cannot be reached again."""
+    return min_ready is not None and len(states) - states.count("failed") < enough(min_ready, len(states))
+
+
+def unmet(
+    group: GroupConfig, groups: Mapping[str, GroupConfig], states: Mapping[str, Sequence[ReplicaState]]
+) -> list[str]:
     """The dependencies, as in the config, that keep ``group`` from starting.
 
-    :param states: of every group's replicas. One that was stopped by hand must not be among the finished ones: it is not
-        done (:attr:`replicas.supervisor.replica.Replica.standing`).
+    :param groups: every group. :param states: of every group's replicas.
     """
 
     def met(name: str, condition: str) -> bool:
-        found = states[name]
-        return is_done(found) if condition == "finished" else is_good(found)
+        test = is_done if condition == "finished" else is_good
+        return test(states[name], groups[name].min_ready)
 
     return [str(one) for one in group.depends_on if not met(one.group, one.condition)]
 

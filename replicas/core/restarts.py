@@ -99,6 +99,20 @@ class Restarts:
         """Seconds until the whole group comes back; 0 when no incident is open."""
         return 0.0 if self._resume_at is None else max(0.0, self._resume_at - now)
 
+    def cycles_of(self, replica: int) -> int:
+        """Generations in a row without progress of a replica, or of its whole group."""
+        return self.cycles.get(self.key(replica), 0)
+
+    @property
+    def no_progress_remaining_ratio(self) -> float:
+        """Share of ``no_progress_cycles`` that every replica has left, from 0 to 1; without such a rule 1."""
+        limit = self.config.no_progress_cycles
+        return max(0.0, 1.0 - max(self.cycles.values(), default=0) / limit) if limit else 1.0
+
+    def spent(self, now: float) -> bool:
+        """Whether something of the budget, or a cycle, is spent."""
+        return bool(self.budget.ages(now) or self.cycles)
+
     def reset(self) -> None:
         """Someone says that what made them fail is mended: nothing is spent."""
         self.budget.reset()

@@ -5,8 +5,10 @@ Theory of operation
 
 Each replica has a task of its own (:mod:`replicas.supervisor.replica`) and asks the crew what concerns others: may I start,
 may I start again, I have failed. A monitor looks at all of them four times a second, and at once when something has changed:
-a transition, or an event of the coordinator. It decides when the run is over: a replica failed past its budget (exit code
-1), the groups of ``stop_when`` finished, or everything did (0). A group that is scaled to none rests, and has not finished.
+a transition, or an event of the coordinator. It decides when the run is over: the groups of ``stop_when`` finished, or all
+groups did (exit code 0); or what failed for good takes the run with it (1). That is up to its group: ``on_failure``, and
+``min_ready``, of which fewer are left; and a group that the end of the run waits for, and of which nobody is left, ends it in
+any case. A group that is scaled to none rests, and has not finished.
 
 Groups start when what they depend on is there. With ``strategy = "group"`` a replica that fails takes the others of its group
 with it; they come back together, when the last of them is gone. What people ask for is in :mod:`replicas.supervisor.fleet`.
@@ -25,6 +27,8 @@ import anyio
 
 from replicas import errors
 from replicas.config import ChannelConfig, Config, LogsConfig, Party
+from replicas.core.lifecycle import SETTLED
+from replicas.core.lifecycle import Event as Step
 from replicas.core.ordering import unmet
 from replicas.core.roster import GroupShape
 from replicas.events import Event, Transition
@@ -99,6 +103,8 @@ class Crew:
         """Generations that groups of earlier configs have used up: one of the same name goes on from there."""
         self.use(config)
         self.exit_code: int | None = None
+        self.ended_by = ""
+        """Why the run is over, in words."""
         self.over = asyncio.Event()
         self.draining = False
         self.looked_at = 0.0
@@ -184,16 +190,20 @@ class Crew:
         """Is the run over?"""
         if self.exit_code is not None or self.draining:
             return
-        failed = next((replica for replica in self.all() if replica.life.state == "failed"), None)
+        failures = [group.failure for group in self.groups.values() if group.failure]
         named = [name for name in self.config.run.stop_when if name in self.groups]
         wanted = named or [name for name, group in self.groups.items() if group.size]  # one scaled to none only rests
-        if failed is not None:
-            self._finish(1, f"group {failed.group.name} failed: replica {failed.name}: {failed.life.reason}")
-        elif wanted and all(self.groups[name].finished for name in wanted):
-            self._finish(0, f"done: {', '.join(wanted)} finished")
+        if failures:
+            self._finish(1, failures[0])
+        elif wanted and all(self.groups[name].over for name in wanted):
+            short = [self.groups[name] for name in wanted if not self.groups[name].finished]
+            if short and any(group.config.min_ready != 0 for group in short):
+                self._finish(1, next(one.words_of_failure() for one in short if one.config.min_ready != 0))
+            else:
+                self._finish(0, f"done: {', '.join(wanted)} finished")
 
     def _finish(self, code: int, words: str) -> None:
-        self.exit_code = code
+        self.exit_code, self.ended_by = code, words
         self._ground.say(words)
         self.over.set()
 
@@ -216,9 +226,9 @@ class Crew:
         chosen = list(groups)
 
         def settled() -> bool:
-            failed = next((r for one in chosen for r in one.replicas.values() if r.life.state == "failed"), None)
-            if failed is not None:
-                raise errors.WorldError(f"replica {failed.name} failed: {failed.life.reason}")
+            lost = next((one for one in chosen if not one.good and one.hopeless), None)
+            if lost is not None and lost.failed is not None:
+                raise errors.WorldError(f"replica {lost.failed.name} failed: {lost.failed.life.reason}")
             good = all(one.good for one in chosen)
             if not good and (self.over.is_set() or self.draining):
                 raise errors.WorldError("the run is over")
@@ -271,7 +281,8 @@ class Crew:
         one = self.groups[group]
         if self._held_back(one):
             return f"the other replicas of {group}"
-        missing = unmet(one.config, {name: other.staying for name, other in self.groups.items()})
+        configs = {name: other.config for name, other in self.groups.items()}
+        missing = unmet(one.config, configs, {name: other.staying for name, other in self.groups.items()})
         if missing:
             return ", ".join(missing)
         return self._ground.resources.take(one.config, replica)
@@ -310,7 +321,7 @@ class Crew:
     def moved(self, transition: Transition, words: str) -> None:
         group = self.groups.get(transition.group)
         replica = group.replicas.get(transition.replica) if group is not None else None
-        if replica is not None and transition.after in ("finished", "failed") and not replica.stuck:
+        if replica is not None and transition.after in SETTLED and not replica.stuck:
             self._ground.resources.release(transition.group, transition.replica)
         if transition.restart_reason is not None:
             self.save()  # spent before anybody hears of it: one that is killed here has at most spent too much
@@ -318,6 +329,9 @@ class Crew:
         self._ground.emit(transition)
         self._ground.told(transition, replica.resume_in_s if replica is not None else 0.0)
         self.look()
+        if group is not None and transition.event is Step.GIVE_UP and group.config.on_failure == "group":
+            for other in group.replicas.values() if replica is not None and not replica.fails_with_group else ():
+                other.fail(f"its group failed: replica {transition.group}/{transition.replica}: {transition.reason}")
 
     def save(self) -> None:
         self._unsaved = False

@@ -157,7 +157,7 @@ class Fleet(Crew):
 
         def due() -> list[int]:
             aside = {index for index, one in group.replicas.items() if one.unwanted and index not in todo}
-            states = {index: state for index, state in group.standings.items() if index not in aside}
+            states = {index: state for index, state in group.states.items() if index not in aside}
             todo[:] = [index for index in todo if index in states]
             failed = next((one for one in group.replicas.values() if one.life.state == "failed"), None)
             if failed is not None and failed.index not in todo:
@@ -173,21 +173,28 @@ class Fleet(Crew):
                 if not one.leaving and (index in rested or not one.unwanted):
                     one.restart(cause)
             await self.until(lambda: not todo or bool(due()))
-        await self.until(lambda: not due() and is_good([one.standing for one in chosen if not one.unwanted]))
+        await self.until(lambda: not due() and is_good([one.life.state for one in chosen if not one.unwanted]))
 
     def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
-        """Start failed replicas, and those that wait after a failure, at once, with a full budget for their groups."""
+        """Start failed replicas, and those that wait after a failure, at once. Their groups have a full budget again, as have
+        those of which nothing has failed but something is spent.
+        """
         chosen = self.targets(target)
         self.refuse_while_draining()
-        for name in {replica.group.name for replica in chosen}:
-            self.groups[name].rules.reset()
+        now, groups = self._loop.time(), {replica.group.name: self.groups[replica.group.name] for replica in chosen}
+        spent = tuple(name for name, group in groups.items() if group.rules.spent(now) or group.failed is not None)
+        for name in spent:
+            groups[name].rules.reset()
         names = tuple(replica.name for replica in chosen if replica.reset())
-        if self.exit_code == 1 and not any(replica.life.state == "failed" for replica in self.all()):
-            self.exit_code = None
+        if names and self.exit_code == 1:
+            self.exit_code, self.ended_by = None, ""
             self.over.clear()
         self.save()
-        if names:
-            self._ground.emit(FailedReset(replicas=names))
+        if spent or names:
+            self._ground.emit(FailedReset(replicas=names, groups=spent))
+            full = f"full restart budget for {', '.join(spent)}" if spent else ""
+            began = f"starting {', '.join(names)}" if names else ""
+            self._ground.say(f"reset-failed: {'; '.join(filter(None, (began, full)))}")
         self.look()
         return names
 

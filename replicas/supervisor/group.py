@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 from replicas.config import GroupConfig
-from replicas.core.ordering import is_done, is_good
+from replicas.core.ordering import enough, is_done, is_good, is_lost, is_over
 from replicas.core.restarts import Restarts
 from replicas.status import GroupStatus, ReplicaState
 from replicas.supervisor.replica import Replica
@@ -53,7 +53,7 @@ class Group:
         """What must not be forgotten when this process is killed. ``now`` and ``wall`` as for the constructor."""
         cycles = self.rules.cycles
         known = {**self._retired, **{index: _kept(replica) for index, replica in self.replicas.items()}}
-        halted = {index for index, replica in self.replicas.items() if replica.unwanted and not replica.leaving}
+        halted = {index for index, replica in self.replicas.items() if replica.halted}
         for index in cycles.keys() - known.keys():
             known[index] = SavedReplica()
         return SavedGroup(
@@ -110,23 +110,54 @@ class Group:
         return totals
 
     @property
-    def standings(self) -> dict[int, ReplicaState]:
-        """The state of each replica, as others depend on it."""
-        return {index: replica.standing for index, replica in sorted(self.replicas.items())}
+    def states(self) -> dict[int, ReplicaState]:
+        """The state of each replica."""
+        return {index: replica.life.state for index, replica in sorted(self.replicas.items())}
 
     @property
     def staying(self) -> list[ReplicaState]:
-        """The states, as others depend on them, of those that are not being scaled away."""
-        return [replica.standing for replica in self.replicas.values() if not replica.leaving]
+        """The states of those that are not being scaled away."""
+        return [replica.life.state for replica in self.replicas.values() if not replica.leaving]
 
     @property
     def finished(self) -> bool:
-        """Whether all of them are done: there are some, and none was merely stopped by hand or is being scaled away."""
-        return is_done(self.staying)
+        """Whether it is done: enough of them have finished, and the others have failed. One that was merely stopped by hand
+        has not.
+        """
+        return is_done(self.staying, self.config.min_ready)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing happens in it any more, good or bad."""
+        return is_over(self.staying)
 
     @property
     def good(self) -> bool:
-        return is_good(list(self.standings.values()))
+        return is_good(list(self.states.values()), self.config.min_ready)
+
+    @property
+    def failed(self) -> Replica | None:
+        """One that has failed, if there is one."""
+        return next((one for one in self.replicas.values() if one.life.state == "failed"), None)
+
+    @property
+    def failure(self) -> str:
+        """Why the run cannot go on without what has failed here; empty: it can, or nothing has."""
+        if self.failed is None or not (self.config.on_failure == "run" or is_lost(self.staying, self.config.min_ready)):
+            return ""
+        return self.words_of_failure()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it cannot become ready before somebody resets what has failed."""
+        return is_lost(self.staying, enough(self.config.min_ready, len(self.staying)))
+
+    def words_of_failure(self) -> str:
+        """What has failed here, and why."""
+        assert self.failed is not None
+        left = len(self.staying) - self.staying.count("failed")
+        kept = f" ({left} of {len(self.staying)} replicas are left)" if self.config.on_failure != "run" else ""
+        return f"group {self.config.name} failed{kept}: replica {self.failed.name}: {self.failed.life.reason}"
 
     @property
     def falling(self) -> bool:
@@ -142,6 +173,10 @@ class Group:
             replicas=tuple(replica.status(now) for _, replica in sorted(self.replicas.items())),
             restarts=self.restarts_by_reason(),
             restart_budget_remaining_ratio=self.rules.budget.remaining_ratio(now),
+            no_progress_cycles=self.config.restart.no_progress_cycles,
+            no_progress_remaining_ratio=self.rules.no_progress_remaining_ratio,
+            on_failure=self.config.on_failure,
+            min_ready=self.config.min_ready,
         )
 
 

@@ -27,7 +27,7 @@ from replicas.config import GroupConfig
 from replicas.core.lifecycle import FREE_REASONS, Event, Lifecycle, RestartReason, after_exit
 from replicas.core.restarts import Restarts, Verdict
 from replicas.events import StacksSaved
-from replicas.status import ReplicaState, ReplicaStatus
+from replicas.status import ReplicaStatus
 from replicas.supervisor.causes import Cause, dropped, exited, verdict
 from replicas.supervisor.generation import STUCK_S, Generation
 from replicas.supervisor.health import Health
@@ -70,8 +70,6 @@ class Replica:
         self.life = Lifecycle(group.name, index, now=self._now())
         self.life.generation = generation
         self.last_exit = ""
-        self.halted = False
-        """It was stopped by hand, and rests until it is asked to start again."""
         self.over = asyncio.Event()
         """Set when :meth:`run` has returned: it was asked to stop for good and no process of it is left."""
         self._host = host
@@ -80,7 +78,7 @@ class Replica:
         self._start_shim = start_shim
         self._generation = Generation(host, start_shim, self.poke)
         self._poke = asyncio.Event()
-        self._ending: Literal["", "halt", "leave"] = ""
+        self._ending: Literal["", "halt", "leave", "fail"] = ""
         self._cause: Cause | None = None
         self._health = Health()
         self._mark: tuple[int, ...] = ()
@@ -105,11 +103,6 @@ class Replica:
         return self._generation.records
 
     @property
-    def standing(self) -> ReplicaState:
-        """Its state, as others depend on it: what was stopped by hand is not done."""
-        return "pending" if self.halted else self.life.state
-
-    @property
     def falling(self) -> bool:
         """Whether its generation is at its end, and something of it may be left."""
         return self.life.alive and (self.life.state == "draining" or self._cause is not None)
@@ -123,6 +116,16 @@ class Replica:
     def leaving(self) -> bool:
         """Whether it was asked to stop for good."""
         return self._ending == "leave"
+
+    @property
+    def halted(self) -> bool:
+        """Whether it was stopped, or is being stopped, by hand, and rests until it is asked to start again."""
+        return self._ending == "halt" or (self.life.state == "drained" and not self.leaving)
+
+    @property
+    def fails_with_group(self) -> bool:
+        """Whether it ends because another one of its group has failed."""
+        return self._ending == "fail"
 
     @property
     def unwanted(self) -> bool:
@@ -161,13 +164,25 @@ class Replica:
                 self._drain()
         if self.life.alive and hurry_s is not None:
             self._end_processes(hurry_s)
-        self._rest_if_halted()
+        self._rest_if_settled()
         self.poke()
 
-    def _rest_if_halted(self) -> None:
-        if self._ending == "halt" and self.life.settled:
+    def fail(self, reason: str) -> None:
+        """End it with its group, which has failed; it rests until somebody resets or restarts it. One that is settled stays
+        as it is.
+        """
+        if self.life.settled or self._ending:
+            return
+        self._ending, self._cause = "fail", Cause("group", reason)
+        self._apply(Event.GROUP_FAILED, reason=reason)
+        if self.life.alive:
+            self._drain()
+        self._rest_if_settled()
+        self.poke()
+
+    def _rest_if_settled(self) -> None:
+        if self._ending in ("halt", "fail") and self.life.settled:
             self._ending = ""
-            self.halted = self.life.state == "finished"
 
     def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
         """Ask for a new generation; it spends no budget.
@@ -177,7 +192,7 @@ class Replica:
         """
         if self._ending == "leave":
             raise errors.UsageError(f"replica {self.name} is being stopped")
-        self._ending, self.halted = "", False
+        self._ending = ""
         running, before = self.life.alive, self.life.state
         self._apply(Event.RESTART, reason=cause.text)
         if running:
@@ -445,7 +460,7 @@ class Replica:
             self._apply(Event.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
         elif self._ending:
             generation.records = []
-            self._apply(Event.STOPPED, reason=self.last_exit)
+            self._apply(Event.GIVE_UP if self._ending == "fail" else Event.STOPPED, reason=self.last_exit)
         else:
             generation.records = []
             found = self._judge_end(cause)
@@ -459,7 +474,7 @@ class Replica:
             else:
                 text = self.last_exit if event is Event.FINISHED else f"{self.last_exit}; {found.rule}"
                 self._apply(event, reason=text)
-        self._rest_if_halted()
+        self._rest_if_settled()
 
     def _judge_end(self, cause: Cause | None) -> Verdict:
         """What the rules of the group say; of a restart that was asked for they only know whether it waits for others."""
@@ -503,4 +518,5 @@ class Replica:
             heartbeat_age_s=view.heartbeat_age_s if running and view is not None else None,
             versions=dict(view.versions) if running and view is not None else {},
             last_exit=self.last_exit,
+            cycles=self._restarts.cycles_of(self.index),
         )

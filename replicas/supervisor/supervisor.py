@@ -176,7 +176,7 @@ class Supervisor:
             with anyio.CancelScope(shield=True):
                 await self.fleet.drain(reason="over")
             self._count_refused()
-            self.emit(RunEnded(exit_code=self.exit_code))
+            self.emit(RunEnded(exit_code=self.exit_code, reason=self.fleet.ended_by))
             self._events.close()  # whoever follows comes to an end, and the control port with them
         finally:
             if self._tasks is not None:

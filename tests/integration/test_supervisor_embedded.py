@@ -101,7 +101,7 @@ async def test_scale_restart_and_drain(tmp_path: Path) -> None:
             with pytest.raises(errors.UsageError, match=f'no (replica|group) "{bad.partition("/")[0]}'):
                 await supervisor.restart(bad)
         await supervisor.drain()
-        assert all(one.state == "finished" for group in supervisor.status().groups for one in group.replicas)
+        assert all(one.state == "drained" for group in supervisor.status().groups for one in group.replicas)
         assert await supervisor.run_until_done() == 0
         await supervisor.preempt()  # too late: it is over
         assert supervisor.exit_code == 0

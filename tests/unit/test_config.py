@@ -217,6 +217,8 @@ def test_an_unknown_key_near_to_none_lists_the_known_ones(folder: Path) -> None:
             "remove one of them",
         ),
         ({"max_unavailable": 0}, "groups.trainer.max_unavailable: expected a whole number of at least 1, got 0"),
+        ({"min_ready": 3}, "groups.trainer.min_ready: 3 is more than the 1 replicas of the group"),
+        ({"on_failure": "none"}, 'groups.trainer.on_failure: expected "run", "group" or "replica", got "none"'),
         (
             {"restart": {"strategy": "all"}},
             'groups.trainer.restart.strategy: expected "replica" or "group", got "all"',
@@ -396,6 +398,22 @@ def test_schema_version_is_required(folder: Path) -> None:
     mapping = a_config()
     del mapping["schema_version"]
     assert problems(mapping, folder) == ("schema_version: missing; begin the file with schema_version = 1",)
+
+
+def test_what_a_failure_ends_by_default_and_when_it_is_said(folder: Path) -> None:
+    """Trouble of a group that only receives is its own; of all others it is the run's."""
+    groups = {name: {"command": ["train.py"]} for name in ("source", "target", "both", "peer", "alone")}
+    groups["said"] = {"command": ["train.py"], "on_failure": "group", "min_ready": 0}
+    channels = {
+        "a": {"sources": ["source"], "targets": ["target", "both", "said"]},
+        "b": {"sources": ["both"], "targets": ["target"]},
+        "c": {"peers": ["peer"]},
+    }
+    config = parse(a_config(groups=groups, channels=channels), base=folder)
+    assert {name: group.on_failure for name, group in config.groups.items()} == {
+        "source": "run", "target": "replica", "both": "run", "peer": "run", "alone": "run", "said": "group",
+    }  # fmt: skip
+    assert [config.groups[name].min_ready for name in ("target", "said")] == [None, 0]
 
 
 def test_groups_that_wait_for_each_other(folder: Path) -> None:

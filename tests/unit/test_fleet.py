@@ -215,7 +215,7 @@ async def test_one_that_was_stopped_by_hand_is_not_finished() -> None:
     async with fleet(*groups, stop_when=("a",)) as (made, yard):
         await made.drain("a")
         await asyncio.sleep(10)
-        assert yard.states() == {"a/0": "finished", "b/0": "pending"}
+        assert yard.states() == {"a/0": "drained", "b/0": "pending"}
         assert not made.over.is_set()
         await made.restart("a/0")
         await made.wait_ready([made.groups["a"]])
@@ -228,8 +228,8 @@ async def test_the_run_ends_in_reverse_order() -> None:
     async with fleet(*groups, lives={"b": [Life(stop_s=3.0)]}) as (made, yard):
         await made.wait_ready(made.groups.values())
         await made.drain()
-        ends = [what for _, what in yard.moves() if what.endswith("finished")]
-        assert ends == ["c/0 finished", "b/0 finished", "a/0 finished"]
+        ends = [what for _, what in yard.moves() if what.endswith("drained")]
+        assert ends == ["c/0 drained", "b/0 drained", "a/0 drained"]
         kinds = [event for _, event in yard.events if isinstance(event, Draining | Drained)]
         assert [type(event) for event in kinds] == [Draining, Drained]
 
@@ -343,7 +343,7 @@ async def test_a_reload_leaves_those_alone_that_were_stopped_by_hand() -> None:
         await made.drain("a/1")
         chosen = [one for one in made.all() if not one.halted]
         await asyncio.wait_for(made.roll(made.groups["a"], chosen, Cause("reload", "its config has changed")), 60)
-        assert yard.states() == {"a/0": "ready", "a/1": "finished", "a/2": "ready"}
+        assert yard.states() == {"a/0": "ready", "a/1": "drained", "a/2": "ready"}
         assert made.groups["a"].restarts_by_reason() == {"reload": 2}
 
 
@@ -366,7 +366,21 @@ async def test_reset_failed_starts_again_with_a_full_budget() -> None:
         await made.wait_ready(made.groups.values())
         assert made.groups["a"].rules.budget.remaining(0.0) == 1
         assert made.reset_failed() == ()
-        assert FailedReset(replicas=("a/0",)) in [event for _, event in yard.events]
+        resets = [event for _, event in yard.events if isinstance(event, FailedReset)]
+        assert resets == [FailedReset(replicas=("a/0",), groups=("a",))], "the second time there is nothing to forget"
+
+
+@history
+async def test_reset_failed_forgets_what_was_spent_and_says_so() -> None:
+    groups = (group_of("a", restart={"max_restarts": 4}), group_of("b"))
+    async with fleet(*groups, lives={"a": [DIES, Life()]}) as (made, yard):
+        await made.until(lambda: len(yard.shims["a/0"]) == 2)
+        await made.wait_ready(made.groups.values())
+        assert made.reset_failed() == ()
+        resets = [event for _, event in yard.events if isinstance(event, FailedReset)]
+        assert resets == [FailedReset(replicas=(), groups=("a",))]
+        assert yard.said == ["reset-failed: full restart budget for a"]
+        assert made.groups["a"].rules.budget.remaining(0.0) == 4
 
 
 @history
@@ -438,6 +452,107 @@ async def test_a_roll_passes_over_those_that_are_scaled_away() -> None:
         assert len(yard.shims["a/2"]) == 1
 
 
+# ---------------------------------------------------------------- what a failure ends
+
+
+NEVER = {"max_restarts": 0}
+
+
+@history
+async def test_a_replica_that_failed_for_good_ends_nothing_else() -> None:
+    rollout = group_of("rollout", replicas=2, restart={"no_progress_cycles": 3}, on_failure="replica")
+    lives = {"rollout/0": [DIES]}
+    async with fleet(group_of("trainer"), rollout, lives=lives, on_channel={"rollout"}) as (made, yard):
+        group = made.groups["rollout"]
+        await made.until(lambda: len(yard.shims["rollout/0"]) == 3)
+        warned = group.status(0.0)
+        assert [one.cycles for one in warned.replicas] == [2, 0], "it shows before it ends anything"
+        assert (warned.no_progress_cycles, round(warned.no_progress_remaining_ratio, 2)) == (3, 0.33)
+        assert warned.restart_budget_remaining_ratio == 0.6
+        await asyncio.sleep(1000)
+        assert yard.states() == {"trainer/0": "ready", "rollout/0": "failed", "rollout/1": "ready"}
+        assert "3 generations in a row without a new step" in group.status(0.0).replicas[0].reason
+        assert not made.over.is_set()
+        with pytest.raises(errors.WorldError, match="replica rollout/0 failed: "):
+            await made.wait_ready([group])
+        yard.lives["rollout/0"].append(Life())
+        yard.lives["rollout/0"][:3] = [Life()] * 3
+        assert made.reset_failed("rollout") == ("rollout/0",)
+        await made.until(lambda: set(yard.states().values()) == {"ready"})
+
+
+@history
+async def test_a_group_is_ready_with_min_ready_and_the_run_ends_below_it() -> None:
+    rollout = group_of("rollout", replicas=3, restart=NEVER, on_failure="replica", min_ready=2)
+    groups = (group_of("trainer"), rollout, group_of("late", depends_on=["rollout"]))
+    lives = {"rollout/0": [Life(ends_s=5.0, code=1)], "rollout/1": [Life(ends_s=60.0, code=1)]}
+    async with fleet(*groups, lives=lives) as (made, yard):
+        await asyncio.sleep(30)
+        assert yard.states()["rollout/0"] == "failed"
+        assert made.groups["rollout"].good
+        assert yard.states()["late/0"] == "ready"
+        await made.wait_ready(made.groups.values())
+        assert not made.over.is_set()
+        await asyncio.wait_for(made.over.wait(), 60)
+        assert made.exit_code == 1
+        assert made.ended_by == (
+            "group rollout failed (1 of 3 replicas are left): replica rollout/0: "
+            "rank 0 exited with code 1; no restart is left of 0 in 600 s"
+        )
+
+
+@history
+async def test_a_replica_that_will_come_back_does_not_count_as_lost() -> None:
+    rules = {"max_restarts": 9, "initial_delay_s": 50.0}
+    group = group_of("a", replicas=2, restart=rules, on_failure="replica", min_ready=2)
+    async with fleet(group, lives={"a": [Life(ends_s=5.0, code=1), Life()]}) as (made, yard):
+        await asyncio.sleep(20)
+        assert set(yard.states().values()) == {"backoff"}
+        assert not made.groups["a"].good
+        assert not made.over.is_set()
+        await made.wait_ready(made.groups.values())
+
+
+@history
+async def test_a_replica_takes_its_group_with_it_and_the_run_goes_on() -> None:
+    groups = (group_of("trainer"), group_of("a", replicas=3, restart=NEVER, on_failure="group"))
+    lives = {"a/1": [Life(ends_s=5.0, code=1), Life()], "a/2": [Life(ends_s=1.0)]}
+    async with fleet(*groups, lives=lives) as (made, yard):
+        await asyncio.sleep(60)
+        assert yard.states() == {"trainer/0": "ready", "a/0": "failed", "a/1": "failed", "a/2": "finished"}
+        reasons = [one.reason for one in made.groups["a"].status(0.0).replicas]
+        assert reasons[0].startswith("its group failed: replica a/1: rank 0 exited with code 1")
+        assert yard.told_at("a/0") == [(yard.told_at("a/0")[0][0], 10.0)], "it has its time to end"
+        assert not made.over.is_set()
+        assert made.reset_failed("a") == ("a/0", "a/1")
+        await made.until(lambda: [yard.states()[name] for name in ("a/0", "a/1")] == ["ready", "ready"])
+        assert len(yard.shims["trainer/0"]) == 1
+
+
+@pytest.mark.parametrize(("min_ready", "code"), [(None, 1), (1, 0), (0, 0)])
+def test_a_run_that_waits_for_a_group_ends_when_nobody_of_it_is_left(min_ready: int | None, code: int) -> None:
+    async def story() -> None:
+        group = group_of("a", replicas=2, restart=NEVER, on_failure="replica", min_ready=min_ready)
+        async with fleet(group, group_of("b"), lives={"a/0": [DIES], "a/1": [DONE]}, stop_when=("a",)) as (made, _):
+            await asyncio.wait_for(made.over.wait(), 60)
+            assert made.exit_code == code
+            assert made.ended_by.startswith("group a failed" if code else "done: a finished")
+
+    virtually(story())
+
+
+@history
+async def test_one_that_an_operator_drained_has_not_failed() -> None:
+    group = group_of("a", replicas=2, on_failure="replica", min_ready=2)
+    async with fleet(group, stop_when=("a",)) as (made, yard):
+        await made.wait_ready(made.groups.values())
+        await made.drain("a/1")
+        await asyncio.sleep(100)
+        assert yard.states() == {"a/0": "ready", "a/1": "drained"}
+        assert not made.groups["a"].good
+        assert not made.over.is_set()
+
+
 # ---------------------------------------------------------------- what takes long to die
 
 
@@ -489,7 +604,7 @@ async def test_gpus_of_processes_that_do_not_go_away_are_not_free() -> None:
         await made.wait_ready(made.groups.values())
         drain = asyncio.create_task(made.drain("a"))
         await asyncio.sleep(40)
-        assert yard.states() == {"a/0": "finished", "a/1": "draining"}
+        assert yard.states() == {"a/0": "drained", "a/1": "draining"}
         assert (yard.resources.held("a", 0), yard.resources.held("a", 1)) == ((), ("1",))
         await drain
         assert yard.resources.held("a", 1) == ()

@@ -91,7 +91,7 @@ async def test_a_replica_that_is_done_stays_so_when_its_group_is_drained() -> No
     async with fleet(*groups, lives={"a/0": [DONE], "a/1": [Life(), DONE]}) as (made, yard):
         await asyncio.sleep(5)
         await made.drain("a")
-        assert made.groups["a"].standings == {0: "finished", 1: "pending"}
+        assert made.groups["a"].states == {0: "finished", 1: "drained"}
         await made.restart("a/1")
         await made.until(lambda: yard.states()["b/0"] == "ready")
 
@@ -109,7 +109,7 @@ async def test_a_roll_leaves_those_alone_that_are_drained_meanwhile() -> None:
         await asyncio.gather(made.drain("a/0"), made.drain("a/2"))
         await rolling
         assert {name: len(shims) for name, shims in yard.shims.items()} == {"a/0": 2, "a/1": 2, "a/2": 1, "a/3": 2}
-        assert yard.states() == {"a/0": "finished", "a/1": "ready", "a/2": "finished", "a/3": "ready"}
+        assert yard.states() == {"a/0": "drained", "a/1": "ready", "a/2": "drained", "a/3": "ready"}
 
 
 @history
@@ -128,7 +128,7 @@ async def test_a_restart_is_over_when_the_replica_is_drained_meanwhile() -> None
         await asyncio.sleep(1)
         await made.drain("a/0")
         await restarting
-        assert yard.states() == {"a/0": "finished"}
+        assert yard.states() == {"a/0": "drained"}
 
 
 @history
@@ -230,7 +230,7 @@ async def test_what_was_stopped_by_hand_rests_under_the_next_supervisor_too() ->
         await made.drain("a/1")
         saved = saved_of(made, yard)
     async with fleet(group, saved=saved) as (made, yard):
-        await made.until(lambda: yard.states() == {"a/0": "ready", "a/1": "finished"})
+        await made.until(lambda: yard.states() == {"a/0": "ready", "a/1": "drained"})
         assert yard.shims["a/1"] == []
         await made.restart("a/1")
         await made.wait_ready(made.groups.values())

@@ -67,7 +67,10 @@ def test_an_impossible_event_raises_and_changes_nothing() -> None:
     life = Lifecycle("rollout", 0, now=0.0)
     with pytest.raises(InvalidStep) as caught:
         life.apply(Event.READY, now=1.0)
-    assert caught.value.message == "a replica that is pending cannot take ready; possible: start, stop, restart"
+    assert (
+        caught.value.message
+        == "a replica that is pending cannot take ready; possible: start, stop, group_failed, restart"
+    )
     assert (life.state, life.since) == ("pending", 0.0)
 
 

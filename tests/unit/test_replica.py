@@ -387,7 +387,7 @@ async def test_requests_in_each_state(tmp_path: Path) -> None:
         assert state(replica) == "pending"
         assert replica.status(time.monotonic()).reason == "waits for b, 2 GPUs (0 free)"
         replica.stop()
-        assert state(replica) == "finished"
+        assert state(replica) == "drained"
         with pytest.raises(errors.UsageError, match="replica a/0 is being stopped"):
             replica.restart()
 
@@ -405,7 +405,7 @@ async def test_stopped_by_hand_it_rests_until_it_is_asked_to_start(tmp_path: Pat
         assert world.shims[0].told == [10.0]
         world.shims[0].ended(ExitReport("stopped"))
         await settle()
-        assert (state(replica), replica.standing, replica.resting) == ("finished", "pending", True)
+        assert (state(replica), replica.halted, replica.resting) == ("drained", True, True)
         assert replica.last_exit == "stopped"
         replica.restart()
         await settle()
