@@ -115,8 +115,7 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
     assert replicas("drain", "b") == "b: drained\n"
     replicas("wait", "b", code=1)
     assert run.status().groups[1].replicas[0].state == "drained"
-    assert replicas("restart", "b") == "b: starting again
-"
+    assert replicas("restart", "b") == "b: starting again\n"
     assert replicas("reset-failed") == "nothing had failed\n"
     out = replicas("stacks", "a")
     assert out.startswith("a/0/0 ")
