@@ -17,7 +17,7 @@ from typing import Any
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
 from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
-from replicas.sidecar.client import GroupSpec, Moved, Sidecar, SidecarDied
+from replicas.sidecar.client import GroupSpec, Moved, Sidecar, SidecarDied, SidecarFailed
 
 __all__ = ["Lane", "Lanes"]
 
@@ -163,7 +163,8 @@ class Lanes:
         """The lane is of no use any more: say so, once, and kill its sidecar."""
         if not lane.ended:
             lane.end()
-            self._hub.send(LaneFailed(lane.name, as_wire_error(error, channel=self._hub.name, phase=phase)))
+            links = error.links if isinstance(error, SidecarFailed) else ()
+            self._hub.send(LaneFailed(lane.name, as_wire_error(error, channel=self._hub.name, phase=phase), links))
 
     def _exited(self, lane: Lane, reason: str) -> None:
         self.failed(lane, errors.SyncError(f"the sidecar of {self._hub.member} ended: {reason}", hint=""), phase="lane")

@@ -6,7 +6,8 @@ Theory of operation
 A lane that fails with everybody alive is built once more. When that fails, too, its members are probed in pairs
 (:mod:`replicas.core.probes`), and those that explain the bad pairs are quarantined; the transfer goes on without them. No
 probe is needed where the culprit is known: it no longer gives a sign of life, a preflight names it, or it alone has other
-bytes than all the rest. When nothing is found, one more attempt decides.
+bytes than all the rest. Who gives is no culprit as long as another one is named. A link that does not work is nobody's fault:
+the next attempt goes round it. When nothing is found, one more attempt decides.
 """
 
 from __future__ import annotations
@@ -60,6 +61,7 @@ class Blame:
         self,
         error: errors.ReplicasError,
         lane: Sequence[Member],
+        givers: Sequence[Member],
         backend: Callable[[], Backend],
         suspects: set[Member],
         wrong: set[Member],
@@ -67,10 +69,14 @@ class Blame:
     ) -> None:
         """An attempt has failed, and nobody was lost.
 
-        :param lane: members of its lane. :param wrong: those that alone have other bytes than the sender's.
+        :param lane: members of its lane. :param givers: who gives in it.
+        :param wrong: those that alone have other bytes than the sender's.
         """
+        if not suspects and self._context.links.broken_within(lane):
+            self._transfer.again("link", now)
+            return
         self.failures += 1
-        unreachable = _named(error, lane)
+        unreachable = _named(error, lane, givers)
         if suspects:
             self._transfer.exclude(suspects, now, reason="frozen", why="no sign of life")
         elif unreachable:
@@ -112,8 +118,9 @@ class Blame:
             self._probe = None
 
 
-def _named(error: errors.ReplicasError, lane: Sequence[Member]) -> dict[Member, str]:
+def _named(error: errors.ReplicasError, lane: Sequence[Member], givers: Sequence[Member]) -> dict[Member, str]:
     """Members that a preflight names: no need to look for them."""
     if not isinstance(error, errors.Preflight):
         return {}
-    return {member: error.message for member in lane if member.name in error.members}
+    named = {member: error.message for member in lane if member.name in error.members}
+    return {member: why for member, why in named.items() if member not in givers} or named

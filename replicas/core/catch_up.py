@@ -1,8 +1,9 @@
 """Catch-up: the newest committed version for members that lack it, beside everything else.
 
 One transfer at a time, over a lane of its own, from any holder, targets first, so that trainers are left alone. Those that
-are quarantined are served one by one, when nobody else waits; one that was served is released. After a failure the next
-attempt comes later, and from another holder if there is one.
+are quarantined are served one by one, when nobody else waits; one that was served is released when its time is over, which is
+longer each time. After a failure the next attempt comes later, and from another holder if there is one. Whom nobody who
+has the version reaches is served as soon as somebody does.
 
 A catch-up that is slower than the publishing ends all the same: its members are admitted at the next boundary, the next
 version waits for them, and once they have that one nobody needs the old one any more.
@@ -25,6 +26,8 @@ __all__ = ["CatchUp"]
 
 RETRY_S = 1.0
 RETRY_MAX_S = 30.0
+LOOK_S = 0.2
+"""Between two looks whether somebody who has it reaches those who lack it by now."""
 PATIENCE_S = 5.0
 """How long those who are ready wait for those who are not."""
 
@@ -38,9 +41,11 @@ class CatchUp:
         self._bad_holder: Member | None = None
         self._unready: set[Member] = set()
         self._waits_since = 0.0
+        self._look_at = 0.0
 
     def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
         """Begin if somebody lacks ``payload``, the newest committed version. ``main``: the transfer of a publish."""
+        self._release(payload, now)
         if payload is None:
             return
         version = payload.version
@@ -54,7 +59,9 @@ class CatchUp:
         held = any(version in s.held or version in s.parts for s in self._channel.roster)
         if not needers or not (held or self._channel.keeping.serves(version, payload.part_owners, waiting)):
             return
-        self.transfer = Transfer(
+        if now < self._look_at:
+            return
+        transfer = Transfer(
             self._channel,
             payload,
             needers,
@@ -63,8 +70,20 @@ class CatchUp:
             on_end=self._ended,
             avoid=self._bad_holder,
         )
+        if self._channel.links and not transfer.possible(now):
+            self._look_at = now + LOOK_S
+            return
+        self.transfer = transfer
         self._unready, self._waits_since = set(), now
         self.transfer.start(now)
+
+    def _release(self, payload: Payload | None, now: float) -> None:
+        """Who has been kept out for its time, and was served or lacks nothing, is tried again with the others."""
+        for state in self._channel.roster.index.apart.values():
+            lacks = payload is not None and state.carries and payload.version not in state.held
+            waits = state.standing == "quarantined" and state.is_target and now >= state.not_before
+            if waits and (state.served or not lacks):
+                state.step("released")
 
     def _stop_if_outdated(self, version: int, now: float) -> None:
         transfer = self.transfer
@@ -117,11 +136,11 @@ class CatchUp:
         channel.commits.assembled(transfer.payload)
         for state in channel.roster:
             if state.member in transfer.verified:
-                state.failures = 0
-                if state.standing == "quarantined":
-                    state.step("released")
-                    state.not_before = 0.0
-            elif state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
+                state.served = True
+                continue
+            if state.member in transfer.unreached:
+                continue  # it is looked for ways to it all the time
+            if state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
                 state.retry_at = now + RETRY_S
             elif state.member in transfer.asked and state.is_target:
                 state.failures += 1

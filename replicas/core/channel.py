@@ -43,6 +43,7 @@ from replicas.core.hosts import Hosts, Place
 from replicas.core.identity import Member
 from replicas.core.keeping import Keeping
 from replicas.core.lanes import Lane, Lanes
+from replicas.core.links import Links
 from replicas.core.marks import Marks
 from replicas.core.operations import Operations
 from replicas.core.recovery import Recovery
@@ -59,7 +60,9 @@ VIEWS_PER_S = 5_000
 """Views are sent at this rate, in the long run, counted by member; what there is to tell meanwhile is told in one."""
 VIEWS_AT_ONCE = 2_000
 QUARANTINE_S = 1.0
-QUARANTINE_MAX_S = 30.0
+QUARANTINE_MAX_S = 300.0
+SERVED_MAX_S = 30.0
+"""One that is quarantined is served alone after so much of its time."""
 LOSS_WORDS = {
     "exited": "its process ended",
     "lease": "no sign of life within its lease",
@@ -104,6 +107,7 @@ class ChannelState:
         )
         self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
         self.lanes = Lanes(run, config.name, term, store)
+        self.links = Links(self)
         self.rounds = Rounds(config.name)
         self.roster.index.on_held = self.rounds.touch
         self.commits = Commits(self, floor, decided)
@@ -182,6 +186,7 @@ class ChannelState:
             self.operations.lost(member, state.note, now)
             self.stuck.lost(member, now)
         self.commits.publishes.left(member)
+        self.links.lost(member, now)
         self.commits.lost(state, now)
         if state.is_target:
             self.rounds.lost(member, self.view(member.group, member.replica), self.out)
@@ -223,6 +228,7 @@ class ChannelState:
         self.roster.keep_time(now)
         self.hosts.tick(now)
         self.recovery.tick(now)
+        self.links.tick(now)
         self.commits.tick(now)
         self.hosts.release(self.commits.latest, now)
         if self.config.peers:
@@ -285,12 +291,12 @@ class ChannelState:
     def quarantine(self, member: Member, why: str, now: float) -> None:
         """Take it out of everything that it does together with others, until it has been served alone."""
         state = self.roster.get(member)
-        if state is None or state.standing == "quarantined" or state.observes:
-            return
+        if state is None or state.standing == "quarantined" or not (state.is_target or state.is_peer):
+            return  # who only gives takes part in nothing that it could be kept out of
         state.failures += 1
-        wait_s = min(QUARANTINE_MAX_S, QUARANTINE_S * 2 ** min(state.failures, 5))
+        wait_s = min(QUARANTINE_MAX_S, QUARANTINE_S * 2 ** min(state.failures, 10))
         self.roster.isolate(state, why, now + wait_s)
-        state.retry_at = now + wait_s
+        state.retry_at, state.served = now + min(wait_s, SERVED_MAX_S), False
         self.commits.quarantined(state)
         if state.is_peer:
             self.operations.set_aside(member, why, now)
@@ -443,6 +449,7 @@ class ChannelState:
             case wire.LaneFormed():
                 lane = self.lanes.formed(member, message.lane, now)
                 if lane is not None:
+                    self.links.lane_formed(lane, now)
                     self.commits.lane_formed(lane, now)
                     self.stuck.lane_formed(lane, now)
             case wire.LaneFailed():
@@ -469,6 +476,8 @@ class ChannelState:
             self.operations.lane_failed(lane, error, now)
             self.stuck.lane_failed(lane, error, now)
         else:
+            self.links.broke(message.links, error.message, now)
+            self.links.lane_failed(lane, error, now)
             self.commits.lane_failed(lane, error, now)
 
     def _post(self, state: MemberState, message: wire.OperationPost, now: float) -> None:

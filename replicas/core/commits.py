@@ -268,6 +268,9 @@ class Commits:
             version=publish.version,
             staging=channel.config.staging,
         )
+        for state in map(channel.roster.get, transfer.verified):
+            if state is not None:
+                state.failures = 0  # it works with the others
         moved_nbytes = payload.nbytes * max(1, len(transfer.verified))
         self.bytes_total += moved_nbytes
         self._verdict(publish, "committed", now, moved_nbytes=moved_nbytes)

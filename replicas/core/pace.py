@@ -53,6 +53,10 @@ class Pace:
         reports = [self._reports.get(member) for member in awaited]
         return bool(reports) and all(one is not None and one.still and now - one.at <= FRESH_S for one in reports)
 
+    def held_up(self) -> set[tuple[Member, str]]:
+        """Members with bytes under way that the network does not take, and to which address."""
+        return {(member, address) for member, one in self._reports.items() for address in one.message.held_up}
+
     def still_s(self) -> float:
         """For how long nothing has moved, by what was said last."""
         return min((one.message.still_s for one in self._reports.values()), default=0.0)

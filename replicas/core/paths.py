@@ -13,19 +13,26 @@ copies the parts that lie on its own host from there, and receives the others ov
 What the coordinator *keeps* for members that are lost (:mod:`replicas.core.keeping`) can be mapped, or copied from, on its
 host; nobody can send it.
 
-The lane is a chain for each part (:attr:`Plan.routes`): the owner first, then the leaders, in order of their hosts.
+The lane is a chain for each part (:attr:`Plan.routes`): the owner first, then the leaders, in order of their hosts. A process
+group connects each of its members with each, so a link that does not work (:mod:`replicas.core.links`) keeps its two ends out
+of one lane: those that do not fit to the sender and the other leaders wait, and get it in the next attempt from somebody who
+reaches them and has it by then.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Literal
 
 from replicas.core.identity import Member
 from replicas.core.roster import MemberState
 
-__all__ = ["Plan", "plan"]
+__all__ = ["Plan", "Works", "plan"]
+
+Works = Callable[[MemberState, MemberState], bool]
+"""Whether two members may be in one lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +83,7 @@ def plan(
     owners: Sequence[MemberState],
     filling: Member | None = None,
     kept: Collection[Member] = (),
+    works: Works | None = None,
 ) -> Plan | None:
     """How ``needers`` get it now; None when nobody who can give it to any of them has all of it.
 
@@ -83,12 +91,13 @@ def plan(
     :param owners: of its parts, in order, if all of them are there; not looked at when there is a holder.
     :param filling: the holder that has not got all of it yet: those on its host wait until they can map it.
     :param kept: those of the holders and owners that are lost: only their memory is still there.
+    :param works: which links do; None: all.
     """
     ordered = sorted(needers, key=lambda state: (state.host, state.member))
     if holders:
-        return _from_holders(version, ordered, holders, filling, kept)
+        return _from_holders(version, ordered, holders, filling, kept, works)
     if owners:
-        return _from_parts(version, ordered, owners, kept)
+        return _from_parts(version, ordered, owners, kept, works)
     return None
 
 
@@ -98,14 +107,15 @@ def _from_holders(
     holders: Sequence[MemberState],
     filling: Member | None,
     kept: Collection[Member],
+    works: Works | None,
 ) -> Plan | None:
     on_host = {state.host: state.member for state in reversed(holders) if version in state.places}
     maps = {state.member: on_host[state.host] for state in needers if state.host in on_host}
     others = [state for state in needers if state.host not in on_host]
     soon = {state.host for state in holders if state.member == filling}
-    able = [state.member for state in holders if state.member not in kept]
-    receivers = _leaders([state for state in others if state.host not in soon]) if able else ()
-    senders = (able[0],) if receivers else ()
+    able = [state for state in holders if state.member not in kept]
+    leaders = _leaders([state for state in others if state.host not in soon]) if able else ()
+    senders, receivers = _reached(able, leaders, works)
     if needers and not maps and not able:
         return None
     return Plan(
@@ -119,12 +129,18 @@ def _from_holders(
 
 
 def _from_parts(
-    version: int, needers: Sequence[MemberState], owners: Sequence[MemberState], kept: Collection[Member]
+    version: int,
+    needers: Sequence[MemberState],
+    owners: Sequence[MemberState],
+    kept: Collection[Member],
+    works: Works | None,
 ) -> Plan | None:
     there = {owner.host for owner in owners if owner.member in kept}
-    receivers = _leaders([state for state in needers if there <= {state.host}])
-    if needers and not receivers:
+    leaders = _leaders([state for state in needers if there <= {state.host}])
+    if needers and not leaders:
         return None
+    senders = [owner for owner in owners if owner.member not in kept]
+    receivers = tuple(state.member for state in _fitting(senders, leaders, works))
     hosts = {state.member: state.host for state in needers}
     readable = [(part, owner.host) for part, owner in enumerate(owners) if version in owner.places]
     local = {member: tuple(part for part, host in readable if host == hosts[member]) for member in receivers}
@@ -143,9 +159,35 @@ def _from_parts(
     )
 
 
-def _leaders(states: Sequence[MemberState]) -> tuple[Member, ...]:
+def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
     """The first member of each host."""
-    first: dict[int, Member] = {}
+    first: dict[int, MemberState] = {}
     for state in states:
-        first.setdefault(state.host, state.member)
+        first.setdefault(state.host, state)
     return tuple(first.values())
+
+
+def _reached(
+    able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
+) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
+    """The first who reaches any of the leaders, and whom of them it sends to."""
+    for holder in able if leaders else ():
+        fitting = _fitting([holder], leaders, works)
+        if fitting:
+            return (holder.member,), tuple(state.member for state in fitting)
+    return (), ()
+
+
+def _fitting(
+    senders: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
+) -> Sequence[MemberState]:
+    """Those of the leaders that can be in one lane with the senders, and with each other."""
+    if works is None:
+        return leaders
+    if not all(works(one, other) for one, other in combinations(senders, 2)):
+        return []
+    found: list[MemberState] = []
+    for leader in leaders:
+        if all(works(leader, other) for other in (*senders, *found) if other is not leader):
+            found.append(leader)
+    return found

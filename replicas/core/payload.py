@@ -9,6 +9,7 @@ from replicas.core.effects import Effect
 from replicas.core.identity import Member
 from replicas.core.keeping import Keeping
 from replicas.core.lanes import Lane, Lanes
+from replicas.core.links import Links
 from replicas.core.roster import Roster
 from replicas.messages import Backend, Meta
 
@@ -40,6 +41,7 @@ class TransferContext(Protocol):
     roster: Roster
     lanes: Lanes
     keeping: Keeping
+    links: Links
     out: list[Effect]
 
     def next_id(self) -> int: ...

@@ -77,6 +77,10 @@ class Probe:
             return [(members[i], members[k]) for i in range(count) for k in range(i + 1, count)]
         return [(members[i], members[(i + step) % count]) for i in range(count) for step in (1, 2)]
 
+    def with_member(self, member: Member) -> bool:
+        """Whether it waits for a pair with this member."""
+        return any(member in lane.members for lane in self._open.values())
+
     def formed(self, lane: Lane, now: float) -> None:
         """This pair works."""
         if self._open.pop(lane.name, None) is not None:

@@ -65,6 +65,7 @@ class MemberState:
     :ivar note: why it is behind or quarantined.
     :ivar missed: the version without which it was left behind: it is with the others again when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
+    :ivar served: it was caught up since it was quarantined.
     :ivar draining: it is being ended: it may finish what it has begun, and takes no part in anything new.
     :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
     :ivar cut_at: when its connection ended; 0 while it has one.
@@ -96,6 +97,7 @@ class MemberState:
     progressed_at: float = 0.0
     retry_at: float = 0.0
     failures: int = 0
+    served: bool = False
     view_epoch: int = 0
     """The last epoch of which it was told."""
 

@@ -28,6 +28,7 @@ for ``verified``. Deadlines are the owner's.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
 from typing import Literal
 
 from replicas import errors
@@ -36,7 +37,7 @@ from replicas.core.identity import Member
 from replicas.core.lanes import Lane, form_timeout
 from replicas.core.membership import TRANSFER, TransferState
 from replicas.core.offers import Offers
-from replicas.core.paths import Plan, plan
+from replicas.core.paths import Plan, Works, plan
 from replicas.core.payload import Payload, TransferContext
 from replicas.core.preflight import nccl_works
 from replicas.core.roster import MemberState
@@ -94,6 +95,8 @@ class Transfer:
         """Members of the present attempt."""
         self.asked = frozenset(needers)
         """Everyone who needed it when it began."""
+        self.unreached: set[Member] = set()
+        """Those whom nobody who has it reaches."""
         self._started = False
         self._forms_lane = False
         self._ready: set[Member] = set()
@@ -138,6 +141,11 @@ class Transfer:
         """Whether what an offered transfer waits for is slots, and not its process group."""
         return self.lane is None or self.lane.state == "formed"
 
+    def possible(self, now: float) -> bool:
+        """Whether anybody can get it now."""
+        found = self._plan(now)
+        return found is not None and bool(found.concerned)
+
     def start(self, now: float) -> None:
         """Begin an attempt over those that still need the version."""
         context = self._context
@@ -145,6 +153,10 @@ class Transfer:
         found = self._plan(now)
         if found is None:
             self._end(self._no_holder(), now)
+            return
+        if self.needers and not found.concerned and self.payload.filling is None:
+            self._leave_unreached()
+            self._end(None if self.verified else self._refusal(), now)
             return
         self.id = context.next_id()
         self.attempts += 1
@@ -186,7 +198,33 @@ class Transfer:
         if len(owners) < len(states):
             owners = []
         needers = [state for state in map(roster.get, self.needers) if state is not None]
-        return plan(version, needers, holders, owners, self.payload.filling, {state.member for state in kept})
+        lost = {state.member for state in kept}
+        for works in self._ways(now):
+            found = plan(version, needers, holders, owners, self.payload.filling, lost, works)
+            if found is None or found.concerned:
+                break
+        return found
+
+    def _ways(self, now: float) -> list[Works | None]:
+        """Which links to use: those that are sure to work, and where that serves nobody, also those in doubt."""
+        links = self._context.links
+        if not links:
+            return [None]
+        return [
+            lambda one, other: links.works(one, other, now, surely=True),
+            lambda one, other: links.works(one, other, now),
+        ]
+
+    def _leave_unreached(self) -> None:
+        """Nobody who has it reaches those that still need it: they are caught up when somebody does."""
+        for member in sorted(self.needers):
+            state = self._context.roster.get(member)
+            known = self._context.links.why(state) if state is not None else ""
+            self.why[member] = f"nobody who has it reaches {member}: {known}"
+            hint = "open all TCP ports between these machines, in both directions"
+            self.refused[member] = errors.Preflight(self.why[member], phase="form", members=[member.name], hint=hint)
+        self.unreached |= self.needers
+        self.needers.clear()
 
     def _open_lane(self, members: tuple[Member, ...], remaining: float, now: float) -> None:
         """Take the kept lane of these members, or form one."""
@@ -302,7 +340,15 @@ class Transfer:
                 self._forget_held(sender)
                 good = set()
         self._keep({m: self._done[m] for m in good if self._done[m].image_digest == payload.digest}, lent=True)
+        if self._context.links:
+            self._context.links.proved(
+                pair for route in self.plan.routes for pair in pairwise(map(self._address, route))
+            )
         return self.needers & set(receivers)
+
+    def _address(self, member: Member) -> str:
+        state = self._context.roster.get(member)
+        return state.address if state is not None else ""
 
     def _keep(self, replies: Mapping[Member, TransferDone], *, lent: bool) -> None:
         """These have it now. ``lent``: in memory of their own."""
@@ -372,7 +418,8 @@ class Transfer:
         """Nobody was lost, and yet it failed."""
         proven = error.phase == "verify" and self._received  # the sender's bytes were right for others
         wrong = self.needers & set(self.plan.receivers) if proven else set()
-        self.blame.failed(error, self.plan.lane, self._lane_backend, self._suspects(self.concerned, now), wrong, now)
+        suspects, givers = self._suspects(self.concerned, now), self.givers
+        self.blame.failed(error, self.plan.lane, givers, self._lane_backend, suspects, wrong, now)
 
     # ------------------------------------------------------------ what is done about failures
 
@@ -473,7 +520,7 @@ class Transfer:
             error = errors.DeadlineExceeded(message + ", ".join(late), phase="form", members=late)
             self._failed_all_alive(error, now)
         elif self._stands_still(now):
-            self._failed_all_alive(self._standstill(), now)
+            self._stood_still(now)
 
     def _stands_still(self, now: float) -> bool:
         """Whether bytes are on their way over the lane, and none moves any more, though everybody is there."""
@@ -481,11 +528,22 @@ class Transfer:
             return False
         return self.lane.pace.stands_still([m for m in self.plan.lane if m not in self._done], now)
 
-    def _standstill(self) -> errors.SyncError:
-        assert self.lane is not None
-        names = [member.name for member in self.plan.lane]
-        text = f"no byte has moved for {self.lane.pace.still_s():.1f} s between {', '.join(names)}"
-        return errors.SyncError(text, version=self.payload.version, phase="transfer", members=names)
+    def _stood_still(self, now: float) -> None:
+        """Where bytes were under way, the links are to blame: others are taken. Else it is as any failure of the lane."""
+        lane, links = self.lane, self._context.links
+        assert lane is not None
+        pairs = {(self._address(member), other) for member, other in lane.pace.held_up()}
+        names = [
+            member.name for member in self.plan.lane if {self._address(member)} & {a for pair in pairs for a in pair}
+        ]
+        names = names or [member.name for member in self.plan.lane]
+        text = f"no byte has moved for {lane.pace.still_s():.1f} s between {', '.join(names)}"
+        links.doubt(pairs, text, now)
+        if any(len(set(pair)) == 2 for pair in pairs):
+            self.again("link", now)
+        else:
+            error = errors.SyncError(text, version=self.payload.version, phase="transfer", members=names)
+            self._failed_all_alive(error, now)
 
     def _in_vain_without(self, silent: set[Member], now: float) -> bool:
         """Whether nobody else has what is published, and nobody waits for its end: then its source may take its time."""

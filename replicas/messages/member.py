@@ -191,10 +191,14 @@ class LaneFormed(_FromMember, frozen=True):
 
 
 class LaneFailed(_FromMember, frozen=True):
-    """The lane's sidecar or its group failed, while forming or later."""
+    """The lane's sidecar or its group failed, while forming or later.
+
+    ``links``: pairs of addresses between which its members could not connect.
+    """
 
     lane: str
     error: WireError
+    links: tuple[tuple[str, str], ...] = ()
 
 
 class LaneMoved(_FromMember, frozen=True):

@@ -8,8 +8,8 @@ member first puts a *card* into the store (under the group's own prefix) with wh
 listens, and reads everybody else's; that costs one write and one read. Only where there is more than one address, each
 then connects to every member with another address, which greets with the secret of its card: a listener that happens to
 have the same port on another machine does not pass. Each puts what it found into the store and reads all findings, so that
-every member comes to the same verdict within some two seconds, and names the same culprit: the member that most others
-could not reach.
+every member comes to the same verdict within some two seconds, and names the same links, and the same culprits: the members
+that most others could not reach.
 
 A member whose own address cannot be bound says so on its card. A card that does not come is waited for until the deadline
 (its sidecar may be on its way), half a second at a time, so that a disagreement between those that are there is seen at once.
@@ -37,7 +37,7 @@ from replicas.errors import Preflight
 from replicas.messages import Backend
 from replicas.sidecar.wire import GroupSpec
 
-__all__ = ["CONNECT_S", "blame", "meet"]
+__all__ = ["CONNECT_S", "Unreachable", "blame", "meet"]
 
 CONNECT_S = 1.5
 """To connect to a member that is there: a lost first packet is sent again after one second."""
@@ -49,6 +49,12 @@ _TOKEN_NBYTES = 16
 
 _T = TypeVar("_T")
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
+
+
+class Unreachable(Preflight):
+    """Members could not connect to each other. ``links``: pairs of their addresses."""
+
+    links: tuple[tuple[str, str], ...] = ()
 
 
 class _Card(msgspec.Struct, frozen=True):
@@ -313,8 +319,11 @@ def _verdict(edges: dict[tuple[int, int], str], cards: dict[int, _Card]) -> None
         others = ", ".join(f"{cards[other].name} at {cards[other].address}" for other in callers)
         reasons = ", ".join(sorted(set(callers.values())))
         parts.append(f"{card.name} cannot be reached at {card.address} by {others}: {reasons}")
-    raise Preflight(
+    error = Unreachable(
         "; ".join(parts),
         members=tuple(cards[rank].name for rank in guilty),
         hint="open all TCP ports between these machines, and let each join by an address that the others can reach",
     )
+    found = {tuple(sorted((cards[one].address, cards[other].address))) for one, other in edges}
+    error.links = tuple((one, other) for one, other in sorted(found))
+    raise error

@@ -33,6 +33,7 @@ from replicas.sidecar.building import build_group
 from replicas.sidecar.collectives import run_collective
 from replicas.sidecar.groups import Group
 from replicas.sidecar.mailbox import Mailbox
+from replicas.sidecar.meeting import Unreachable
 from replicas.sidecar.transfer import run_transfer
 from replicas.weights import cuda, device_buffers  # noqa: F401  # loaded before sidecars are forked, not by each of them
 from replicas.weights.accelerator import Accelerator, device_of
@@ -86,8 +87,9 @@ class SidecarProcess:
             if isinstance(error, WorldError) and self._began:  # the GPU has failed in the midst of it
                 refused = False
             if isinstance(error, ReplicasError):
-                kind = type(error).__name__
-                return wire.Failed(number, error.message, not refused, kind, error.members, error.hint)
+                links = error.links if isinstance(error, Unreachable) else ()
+                kind = Preflight.__name__ if links else type(error).__name__
+                return wire.Failed(number, error.message, not refused, kind, error.members, error.hint, links)
             return wire.Failed(number, _summary(error), over=not refused)
 
     def _build(self, request: wire.BuildGroup) -> wire.Reply:

@@ -307,7 +307,8 @@ class Probed(msgspec.Struct, frozen=True, tag=True):
 class Failed(msgspec.Struct, frozen=True, tag=True):
     """``over``: the group is of no use any more, and the sidecar exits; else the request was refused, nothing moved.
 
-    ``kind``, ``members``, ``hint``: of an error of :mod:`replicas.errors`; empty for any other.
+    ``kind``, ``members``, ``hint``: of an error of :mod:`replicas.errors`; empty for any other. ``links``: pairs of
+    addresses between which members could not connect.
     """
 
     id: int
@@ -316,6 +317,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     kind: str = ""
     members: tuple[str, ...] = ()
     hint: str = ""
+    links: tuple[tuple[str, str], ...] = ()
 
 
 Request = MapBuffer | ForgetBuffer | ProbeBuffer | BuildGroup | RunTransfer | TransferProgress | RunCollective | Ping

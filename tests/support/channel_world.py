@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -263,7 +264,13 @@ class SimMember:
                 self._map(message)
             case wire.LaneForm():
                 pair = frozenset(message.names)
-                if message.probe and pair in self.world.bad_pairs:
+                cut = self.world.cuts_between(message.addresses)
+                if cut:
+                    error = wire.WireError(
+                        "Preflight", f"{message.names} cannot reach each other", members=message.names
+                    )
+                    self.outbox.append(wire.LaneFailed(message.lane, error, cut))
+                elif message.probe and pair in self.world.bad_pairs:
                     error = wire.WireError("SyncError", "connection refused")
                     self.outbox.append(wire.LaneFailed(message.lane, error))
                 else:
@@ -277,7 +284,7 @@ class SimMember:
             case wire.TransferGo() if self.breaks or self.world.broken(message.lane):
                 offer = self.incoming.pop(message.transfer)
                 self.outbox.append(wire.TransferFailed(offer.transfer, wire.WireError("SyncError", "connection reset")))
-            case wire.TransferGo() if self.stuck or self.world.cut_within(message.lane):
+            case wire.TransferGo() if self.stuck or self.world.blocked_in(message.lane):
                 self.at_work[message.lane] = self.world.now
             case wire.TransferGo():
                 self._transfer(self.incoming.pop(message.transfer), message)
@@ -299,8 +306,10 @@ class SimMember:
     def tell_pace(self) -> None:
         """What its sidecars say about once a second, if they are at work."""
         for lane, since in self.at_work.items():
+            cut = [pair for pair in self.world.blocked_in(lane) if self.address in pair]
+            held_up = tuple(address for pair in cut for address in pair if address != self.address)
             if not self.quiet:
-                self.outbox.append(wire.LaneMoved(lane, 0, 0, self.world.now - since, 0.001))
+                self.outbox.append(wire.LaneMoved(lane, 0, 0, self.world.now - since, 0.001, held_up))
 
     def _transfer(self, offer: wire.TransferOffer, go: wire.TransferGo) -> None:
         digest = f"digest-{offer.version}"
@@ -376,6 +385,8 @@ class World:
         """Names of members between which nothing goes: neither a probe nor a transfer with both of them."""
         self.cuts: set[frozenset[str]] = set()
         """Pairs of addresses between which no byte goes any more: who is at work does not fail, and nothing moves."""
+        self.holes: set[frozenset[str]] = set()
+        """Those between which groups form, and nothing moves."""
         self.terms = itertools.count(2)
         self._nonces = itertools.count(1)
         self._lanes: dict[str, dict[Member, int]] = {}
@@ -403,10 +414,14 @@ class World:
         names = {member.name for member in self._lanes.get(lane, {})}
         return any(pair <= names for pair in self.bad_pairs)
 
-    def cut_within(self, lane: str) -> bool:
-        """Whether a link between two members of the lane is cut, so that nothing moves in it."""
-        sims = [sim for member in self._lanes.get(lane, {}) if (sim := self.members.get(member)) is not None]
-        return any(frozenset((one.address, other.address)) in self.cuts for one in sims for other in sims)
+    def blocked_in(self, lane: str) -> list[frozenset[str]]:
+        """Links between members of a lane over which nothing moves."""
+        there = {sim.address for member in self._lanes.get(lane, {}) if (sim := self.members.get(member)) is not None}
+        return [link for link in self.cuts | self.holes if link <= there]
+
+    def cuts_between(self, addresses: Iterable[str]) -> tuple[tuple[str, str], ...]:
+        """Links between these that are cut."""
+        return tuple(sorted((min(cut), max(cut)) for cut in self.cuts if cut <= set(addresses)))
 
     def restart(self, *, keep_log: bool = True) -> list[SimMember]:
         """The coordinator ends, and another one starts. Members are without a session until :meth:`rejoin`."""

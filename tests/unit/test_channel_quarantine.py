@@ -219,3 +219,50 @@ def test_the_fewest_members_explain_the_bad_pairs(bad: list[tuple[int, int]], ex
     who = members(4)
     found = culprits(who, {(who[a], who[b]): "refused" for a, b in bad})
     assert sorted(member.replica for member in found) == expected
+
+
+def test_a_source_is_not_kept_out_and_publishes_as_soon_as_it_can_reach_somebody() -> None:
+    world = World()
+    trainer, *targets = [world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    cut_off(world, trainer)
+    assert trainer.verdicts[publish(world, trainer)].error is not None
+    world.bad_pairs.clear()
+    receipt = trainer.verdicts[publish(world, trainer)].receipt
+    assert receipt is not None
+    assert len(receipt.members) == len(targets)
+    assert "trainer/0/0" in {state.member.name for state in world.state.roster.live}
+
+
+def test_one_that_works_alone_and_not_with_the_others_is_tried_with_them_more_and_more_seldom() -> None:
+    world = World()
+    trainer, good, bad = [world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    world.bad_pairs.add(frozenset((good.member.name, bad.member.name)))
+    for _ in range(150):
+        receipt = trainer.verdicts[publish(world, trainer)].receipt
+        assert receipt is not None
+        assert good.member in receipt.members
+    assert 3 <= len(quarantined(world)) <= 8
+    world.bad_pairs.clear()
+    for _ in range(300):
+        receipt = trainer.verdicts[publish(world, trainer)].receipt
+    assert receipt is not None
+    assert len(receipt.members) == 2
+
+
+def test_who_gives_is_no_culprit_when_a_preflight_names_another_one_too() -> None:
+    world = World()
+    trainer, good, bad = [world.join(name) for name in ("trainer/0/0", "rollout/0/0", "rollout/1/0")]
+    number = trainer.publish()
+    trainer.pack(number)
+    while not any(isinstance(message, wire.LaneForm) for message in bad.inbox):
+        world.up(trainer)
+        world.down(trainer)
+    lane = next(message.lane for message in bad.inbox if isinstance(message, wire.LaneForm))
+    bad.inbox.clear()
+    names = (trainer.member.name, bad.member.name)
+    trainer.outbox.append(wire.LaneFailed(lane, wire.WireError("Preflight", "they do not agree", members=names)))
+    world.advance(1.0)
+    receipt = trainer.verdicts[number].receipt
+    assert receipt is not None
+    assert receipt.members == (good.member,)
+    assert receipt.reasons == {"rollout/1/0": "they do not agree"}

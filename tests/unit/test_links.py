@@ -1,0 +1,157 @@
+"""One broken link: bytes go round it, nobody healthy is lost for it, and it is in use again soon after it was healed."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas import messages as wire
+from replicas.config import Party
+from replicas.core.effects import MemberQuarantined
+from replicas.core.manifest import PartManifest, Piece, TensorSpec
+from replicas.core.roster import GroupShape
+from tests.support.channel_world import SimMember, World, channel_config
+
+TRAINER, NEAR, FAR = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+PARTS = [
+    PartManifest((TensorSpec("weight", "float32", (4,)),), (), (Piece(0, (2 * rank,), (2,), 0),)) for rank in range(2)
+]
+
+
+def three_hosts() -> tuple[World, SimMember, SimMember, SimMember]:
+    world = World()
+    trainer = world.join("trainer/0/0", machine="a", address=TRAINER)
+    near = world.join("rollout/0/0", machine="b", address=NEAR)
+    far = world.join("rollout/1/0", machine="c", address=FAR)
+    world.run()
+    world.advance(1.0)
+    return world, trainer, near, far
+
+
+def publish(world: World, trainer: SimMember, deadline_s: float = 40.0) -> tuple[float, wire.PublishEnd]:
+    """How long it takes, and its verdict."""
+    number, began = trainer.publish(deadline_s=deadline_s), world.now
+    trainer.pack(number)
+    while number not in trainer.verdicts:
+        world.advance(0.5)
+    return world.now - began, trainer.verdicts[number]
+
+
+def members(end: wire.PublishEnd) -> list[str]:
+    assert end.receipt is not None, end.error
+    return [member.name for member in end.receipt.members]
+
+
+def lanes_of(sim: SimMember) -> int:
+    return sum(isinstance(message, wire.LaneForm) and not message.probe for message in sim.seen)
+
+
+def quarantined(world: World) -> list[str]:
+    return [event.member.name for event in world.events if isinstance(event, MemberQuarantined)]
+
+
+@pytest.mark.parametrize("idle", [True, False], ids=["while idle", "before the first"])
+@pytest.mark.parametrize("link", [(TRAINER, NEAR), (TRAINER, FAR), (NEAR, FAR)])
+def test_bytes_go_round_a_broken_link(link: tuple[str, str], idle: bool) -> None:
+    world, trainer, near, far = three_hosts()
+    if idle:
+        publish(world, trainer)
+    world.cuts.add(frozenset(link))
+    took, end = publish(world, trainer)
+    assert members(end) == ["rollout/0/0", "rollout/1/0"]
+    assert took <= 5.0
+    version = max(near.held)
+    assert version in far.held
+    for _ in range(10):
+        took, end = publish(world, trainer)
+        assert members(end) == ["rollout/0/0", "rollout/1/0"], "no publish suffers from it again"
+        assert took <= 0.5
+        world.advance(3.0)
+    assert quarantined(world) == []
+    world.cuts.clear()
+    world.advance(30.0)
+    publish(world, trainer)
+    before = lanes_of(far)
+    publish(world, trainer)
+    assert lanes_of(far) == before, "all in one lane, as before"
+
+
+def test_who_cannot_be_reached_is_left_out_by_name_and_caught_up_when_the_link_is_back() -> None:
+    world, trainer, near, far = three_hosts()
+    publish(world, trainer)
+    world.cuts |= {frozenset((TRAINER, FAR)), frozenset((NEAR, FAR))}
+    took, end = publish(world, trainer)
+    assert took <= 5.0
+    assert members(end) == ["rollout/0/0"]
+    assert end.receipt is not None
+    assert end.receipt.lost == ("rollout/1/0",)
+    assert "nobody who has it reaches rollout/1/0" in end.receipt.reasons["rollout/1/0"]
+    for _ in range(5):
+        took, end = publish(world, trainer)
+        assert (took, members(end)) == (0.5, ["rollout/0/0"])
+        world.advance(7.0)
+    latest = max(near.held)
+    assert latest not in far.held
+    world.cuts.clear()
+    world.advance(5.0)
+    assert latest in far.held
+    world.advance(1.0)
+    assert members(publish(world, trainer)[1]) == ["rollout/0/0", "rollout/1/0"]
+
+
+def test_the_only_link_of_a_source_fails_the_publish_soon_and_names_its_ends() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0", machine="a", address=TRAINER)
+    target = world.join("rollout/0/0", machine="b", address=NEAR)
+    world.advance(1.0)
+    publish(world, trainer)
+    world.cuts.add(frozenset((TRAINER, NEAR)))
+    took, end = publish(world, trainer)
+    assert took <= 5.0
+    assert end.error is not None
+    assert "trainer/0/0" in end.error.message
+    assert "rollout/0/0" in end.error.message
+    assert quarantined(world) == []
+    world.cuts.clear()
+    world.advance(4.0)
+    assert members(publish(world, trainer)[1]) == ["rollout/0/0"]
+    assert target.commits == [1, 3]
+
+
+def test_a_joiner_behind_a_broken_link_is_caught_up_over_somebody_else() -> None:
+    world, trainer, _, _ = three_hosts()
+    publish(world, trainer)
+    world.lose(trainer)
+    world.cuts.add(frozenset((NEAR, "10.0.0.4")))
+    late = world.join("rollout/2/0", machine="d", address="10.0.0.4")
+    world.advance(2.0)
+    assert late.held == {1}
+
+
+def test_a_version_in_parts_goes_round_a_broken_link() -> None:
+    config = channel_config(sources=(Party("trainer", "all"),))
+    world = World(config, {"trainer": GroupShape(world_size=2)})
+    trainers = [world.join(f"trainer/0/{rank}", world_size=2, machine="a", address=TRAINER) for rank in range(2)]
+    near = world.join("rollout/0/0", machine="b", address=NEAR)
+    far = world.join("rollout/1/0", machine="c", address=FAR)
+    world.advance(1.0)
+    world.cuts.add(frozenset((TRAINER, FAR)))
+    numbers = [trainer.publish() for trainer in trainers]
+    for trainer, number, manifest in zip(trainers, numbers, PARTS, strict=True):
+        trainer.pack(number, manifest=manifest)
+    world.advance(5.0)
+    assert near.held == far.held == {1}
+
+
+def test_a_link_over_which_groups_form_and_nothing_moves_is_left_alone_for_longer_each_time() -> None:
+    """As one on which large packets are lost."""
+    world, trainer, _, _ = three_hosts()
+    publish(world, trainer)
+    world.holes.add(frozenset((TRAINER, FAR)))
+    suffered = 0
+    for _ in range(100):
+        took, end = publish(world, trainer)
+        assert members(end) == ["rollout/0/0", "rollout/1/0"]
+        assert took <= 5.0
+        suffered += took > 1.0
+        world.advance(2.0)
+    assert 2 <= suffered <= 8, "it is tried again, and seldom"
