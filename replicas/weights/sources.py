@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 
 from replicas.errors import ManifestMismatch
-from replicas.messages.bounds import plain
+from replicas.messages.bounds import plain, shown
 from replicas.weights.dtensor import is_dtensor
 
 __all__ = ["Declared", "Ties", "can_be_walked", "declared", "known_values", "streamed_values", "unwrapped"]
@@ -52,26 +52,28 @@ def declared(weights: object) -> list[Declared] | None:
     """What an object with ``metadata()`` says about the tensors that its iteration will give; None for others.
 
     ``metadata()`` gives a mapping of names to tensors (meta tensors will do) or ``(dtype, shape)``, or an iterable of
-    ``(name, tensor)`` or ``(name, dtype, shape)``.
+    ``(name, tensor)``, ``(name, dtype, shape)`` or objects with these three as attributes (vLLM's ``ParamMeta``).
     """
     metadata = getattr(weights, "metadata", None)
     if isinstance(weights, (torch.nn.Module, Mapping)) or not callable(metadata):
         return None
     described: Any = metadata()
     rows = described.items() if isinstance(described, Mapping) else described
-    return [_declared_row(tuple(row)) for row in rows]
+    return [_declared_row(row) for row in rows]
 
 
-def _declared_row(row: tuple[Any, ...]) -> Declared:
-    match row:
-        case (str(name), torch.dtype() as dtype, shape) | (str(name), (torch.dtype() as dtype, shape)):
+def _declared_row(row: object) -> Declared:
+    match (row.name, row) if hasattr(row, "name") else tuple(row) if isinstance(row, Iterable) else ():
+        case (
+            (str(name), torch.dtype() as dtype, shape)
+            | (str(name), (torch.dtype() as dtype, shape))
+            | (str(name), object(dtype=torch.dtype() as dtype, shape=shape))
+        ):
             return plain(name), dtype, tuple(int(extent) for extent in shape)
-        case (str(name), value) if hasattr(value, "dtype") and hasattr(value, "shape"):
-            return plain(name), value.dtype, tuple(value.shape)
         case _:
             raise ManifestMismatch(
-                f"metadata() gave {row!r}",
-                hint="give a mapping of names to (dtype, shape), or (name, dtype, shape) rows",
+                f"metadata() gave {shown(row)}",
+                hint="give a mapping of names to (dtype, shape), or rows with name, dtype and shape",
             )
 
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -183,6 +184,21 @@ class Described:
             yield name, tensor
 
 
+@dataclass(frozen=True)
+class ParamMeta:
+    """As vLLM's."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
+class ParamRow(NamedTuple):
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+
 TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(1, dtype=torch.int64)}
 
 
@@ -193,6 +209,8 @@ TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(1, dtype=torch.i
         {name: tensor.to("meta") for name, tensor in TENSORS.items()},
         [(name, tensor.dtype, list(tensor.shape)) for name, tensor in TENSORS.items()],
         list(TENSORS.items()),
+        [ParamMeta(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()],
+        [ParamRow(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in TENSORS.items()],
     ],
 )
 def test_metadata_is_a_plan(described: Any) -> None:
@@ -203,9 +221,10 @@ def test_metadata_is_a_plan(described: Any) -> None:
     assert all(same(found[name], value) for name, value in TENSORS.items())
 
 
-def test_metadata_of_another_form_is_refused() -> None:
+@pytest.mark.parametrize("row", [("a", 3), 3, ParamMeta("a", "float32", (1,)), ParamMeta(3, torch.int8, ())])  # type: ignore[arg-type]  # on purpose
+def test_metadata_of_another_form_is_refused(row: object) -> None:
     with pytest.raises(ManifestMismatch, match=r"metadata\(\) gave"):
-        plan(Described(TENSORS, [("a", 3)]))
+        plan(Described(TENSORS, [row]))
 
 
 @pytest.mark.parametrize(
