@@ -14,6 +14,7 @@ and torch's scalars will do, and a bool, a text or a complex number will not. Ta
 
 from __future__ import annotations
 
+import math
 import numbers
 import operator
 import urllib.parse
@@ -30,13 +31,14 @@ from replicas.messages.bounds import (
     INTEGER_MAX,
     META_NBYTES,
     SECONDS_MAX,
+    VERSION_MAX,
     encodable,
     is_name,
     plain,
     shown,
 )
 
-__all__ = ["endpoint", "flag", "integer", "meta", "name", "patience", "seconds", "text", "texts", "token"]
+__all__ = ["bound", "endpoint", "flag", "integer", "meta", "name", "patience", "seconds", "text", "texts", "token"]
 
 _TOKEN_LENGTH = 4096
 
@@ -78,6 +80,21 @@ def patience(what: str, value: object) -> float | None:
             "pass None to wait as long as it takes",
         )
     return max(0.0, found)
+
+
+def bound(what: str, value: object) -> tuple[int | float, str]:
+    """A version's number, or a number by its name in ``meta``: the number, and the name or an empty text. None: no bound."""
+    if value is None:
+        return 0, ""
+    if not isinstance(value, (tuple, list)):
+        return integer(what, value, least=0, most=VERSION_MAX), ""
+    if len(value) != 2 or not isinstance(value[0], str) or not value[0]:
+        _refuse(f"{what} must be a version's number or a pair of a key of meta and a number, not {shown(value)}")
+    key, number = value
+    found = _scalar(what, number)
+    if isinstance(found, (bool, str)) or found is None or not math.isfinite(found):
+        _refuse(f"{what}: the bound of meta[{shown(key)}] must be a finite number, not {shown(number)}")
+    return found, text(f"{what}: a key", key)
 
 
 def _float(value: object) -> float | None:

@@ -23,7 +23,7 @@ from replicas.channel.operations import Operations
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.publish import Publisher
 from replicas.channel.publish_job import PublishJob
-from replicas.channel.receive import Receiver
+from replicas.channel.receive import Bound, Receiver
 from replicas.channel.results import Operation
 from replicas.channel.session import Session
 from replicas.channel.transfers import Transfers
@@ -225,20 +225,31 @@ class Channel(Collectives):
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise self._usage(f"{what}: dtype must be a torch.dtype, not {shown(dtype)}", "pass e.g. torch.bfloat16")
 
-    def receive(self, *, deadline: float | None = None) -> Pending[Update]:
+    def receive(
+        self, *, deadline: float | None = None, at_least: int | tuple[str, float] | None = None
+    ) -> Pending[Update]:
         """The newest committed version, newer than the one loaded here, and the same for all ranks of this replica.
 
         A second call before the update was taken returns the same Pending. It may be called ahead of time: as long as
         nobody has waited for the update, it is replaced by each newer version (``done()`` is False for a moment then). One
         that was handed out keeps its memory from being used again until it has ended, and with it a publish may wait.
 
+        A replica that was started again in the middle of a commit would be given the version before it: where that is too
+        old, say which one is needed. Pass the same ``at_least`` on all ranks of a replica: of several, the highest counts
+        for all that wait, and one that is above what another rank has begun to load waits until that rank asks again.
+
         :param deadline: seconds; None (the default): wait for the next commit as long as it takes.
-        :raises replicas.errors.UsageError: the last update is still open, or this rank is no target.
+        :param at_least: a version's number, or ``(key, number)`` of the ``meta`` that its publisher gave, such as
+            ``("step", 100)``: no version below it is taken, nor one without such a number. A call with another bound takes
+            the place of the receive that is under way, which ends with UsageError.
+        :raises replicas.errors.UsageError: the last update is still open, or this rank is no target. The Pending raises
+            DeadlineExceeded.
         """
         self._check_open()
         if self.role not in ("target", "both"):
             raise self._usage(f"receive: this rank is a {self.role} of the channel", "receive in a target group")
-        return self._receiver.receive(None if deadline is None else self._deadline_s(deadline))
+        bound = Bound(*arguments.bound("receive: at_least", at_least))
+        return self._receiver.receive(None if deadline is None else self._deadline_s(deadline), bound)
 
     def committed(self, *, after: int | None = None, deadline: float | None = None) -> Pending[int]:
         """Resolves with the newest committed version as soon as it is newer than ``after`` (default: the latest now)."""

@@ -12,6 +12,10 @@ all ranks load that. So whoever asks ahead of time holds nobody up, and finds th
 An update that was handed out, and that nobody has looked into, is not taken yet either: whoever waited for it may have been
 interrupted (a cancelled task, Ctrl-C) between the two. The next receive hands it out again, or asks for a newer one.
 
+*At least.* Which version is enough for all ranks of the replica is up to the coordinator (:mod:`replicas.core.rounds`). What
+is granted because another rank has begun with it, and is not enough here, is declined: a newer one is asked for. A receive
+with another bound takes the place of the one under way, unless somebody has been handed its update.
+
 A new coordinator hears of an open ask again; what was granted and not delivered is granted anew. An open update stays
 open, and is reported to the new coordinator, as is a load that failed and was not made good since.
 """
@@ -21,17 +25,28 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from replicas import errors
 from replicas.channel.hub import Hub
 from replicas.channel.pending import Pending
 from replicas.channel.update import Update
-from replicas.messages import Loaded, LoadFailed, ReceiveAsk, ReceiveCancel, ReceiveGrant, WireError
+from replicas.core.rounds import is_enough
+from replicas.messages import Loaded, LoadFailed, Meta, ReceiveAsk, ReceiveCancel, ReceiveGrant, WireError
 from replicas.messages.bounds import text_of
 from replicas.weights.arena import Slot
 
-__all__ = ["Receiver"]
+__all__ = ["Bound", "Receiver"]
+
+
+class Bound(NamedTuple):
+    """What a version must be: of this number, or with a ``key`` this number by that name in its ``meta``, or more."""
+
+    least: int | float = 0
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"at_least=({self.key!r}, {self.least})" if self.key else f"at_least={self.least}" if self.least else ""
 
 
 class Receiver:
@@ -42,7 +57,10 @@ class Receiver:
         self._lock = threading.Lock()
         self._pending: Pending[Update] | None = None
         self._update: Update | None = None
+        self._bound = Bound()
         self._asks = 0
+        self._asked_bound = Bound()
+        self._declined = 0
         self._asked: Pending[Update] | None = None
         self._granted = 0
         self._failure: LoadFailed | None = None
@@ -55,26 +73,37 @@ class Receiver:
 
     # ------------------------------------------------------------ caller's thread
 
-    def receive(self, deadline_s: float | None) -> Pending[Update]:
+    def receive(self, deadline_s: float | None, bound: Bound = Bound()) -> Pending[Update]:
         with self._lock:
-            pending = self._pending
+            pending, update, replaced = self._pending, self._update, None
             if pending is not None and not (pending.done() and pending._observed):
-                return pending
-            update = self._update
-            if update is not None and not update.ended:
-                overtaken = self._hub.latest > update.version
-                if pending is not None and not update.touched and not (overtaken and update.withdraw()):
+                if bound == self._bound:
                     return pending
-                if not update.ended:
-                    raise self._hub.error(
-                        errors.UsageError,
-                        f"the update of version {update.version} is still open",
-                        version=update.version,
-                        hint="leave its `with` block, or call its loaded() or failed(), before the next receive",
-                    )
+                if pending._take_back() and update is not None:
+                    update.withdraw()
+                replaced = pending
+            elif pending is not None and update is not None and not update.touched:
+                if self._hub.latest <= update.version and self._is_enough(update.version, update.meta, bound):
+                    return pending
+                update.withdraw()
+            if replaced is None and update is not None and not update.ended:
+                raise self._still_open(update)
             pending = self._pending = Pending(f"receive on {self._hub.name}")
-        self._hub.call(self._ask, pending, deadline_s)
+            self._bound = bound
+        self._hub.call(self._ask, pending, deadline_s, bound, replaced)
         return pending
+
+    @staticmethod
+    def _is_enough(version: int, meta: Meta, bound: Bound) -> bool:
+        return is_enough(bound.least, bound.key, version, meta)
+
+    def _still_open(self, update: Update) -> errors.ReplicasError:
+        return self._hub.error(
+            errors.UsageError,
+            f"the update of version {update.version} is still open",
+            version=update.version,
+            hint="leave its `with` block, or call its loaded() or failed(), before the next receive",
+        )
 
     def loaded(self, version: int, load_s: float) -> None:
         """This rank serves ``version`` now."""
@@ -121,12 +150,28 @@ class Receiver:
     def session_down(self, error: errors.ReplicasError) -> None:
         self._give_up(error)
 
-    def _ask(self, pending: Pending[Update], deadline_s: float | None) -> None:
+    def _ask(
+        self, pending: Pending[Update], deadline_s: float | None, bound: Bound, replaced: Pending[Update] | None
+    ) -> None:
         if self._hub.over is not None:
             pending._fail(self._hub.over)
             return
-        self._deadline_s = deadline_s
+        if replaced is not None:
+            self._end_replaced(replaced, bound)
+        if self._update is not None and not self._update.ended:
+            pending._fail(self._still_open(self._update))  # another thread was handed it meanwhile
+            return
+        self._deadline_s, self._asked_bound = deadline_s, bound
         self._ask_for(pending)
+
+    def _end_replaced(self, pending: Pending[Update], bound: Bound) -> None:
+        """It may have been given an update since."""
+        if pending._take_back() and self._update is not None:
+            self._update.withdraw()
+        if self._asked is pending:
+            self._end_ask()
+        text = f"a receive({bound}) took the place of this one"
+        pending._fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next"))
 
     def _ask_for(self, pending: Pending[Update]) -> None:
         self._asked = pending
@@ -136,7 +181,7 @@ class Receiver:
 
     def _send_ask(self) -> None:
         self._asks += 1
-        self._hub.send(ReceiveAsk(self._asks, self._hub.loaded))
+        self._hub.send(ReceiveAsk(self._asks, max(self._hub.loaded, self._declined), *self._asked_bound))
 
     def _grant(self, message: ReceiveGrant) -> None:
         if message.ask != self._asks or self._asked is None:
@@ -157,8 +202,14 @@ class Receiver:
                 self._granted = 0
                 self._send_ask()
             return
+        meta, bound = hub.holdings.meta(version), self._asked_bound
+        if not self._is_enough(version, meta, bound):
+            hub.arena.unpin(slot)
+            self._granted, self._declined = 0, version
+            self._send_ask()
+            return
         try:
-            update = Update(self, slot, version, hub.holdings.meta(version))
+            update = Update(self, slot, version, meta)
         except BaseException:
             hub.arena.unpin(slot)
             raise
@@ -185,13 +236,19 @@ class Receiver:
         self._ask_for(pending)
 
     def _end_ask(self) -> None:
-        self._asked, self._granted = None, 0
+        self._asked, self._granted, self._declined = None, 0, 0
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
 
     def _overdue(self, deadline_s: float) -> None:
-        self._give_up(self._hub.no_answer("the receive", deadline_s))
+        hub, found = self._hub, ""
+        if self._asked_bound != Bound():
+            found = f" (the newest version is {hub.latest})"
+        if self._declined:
+            others = f"other ranks of {hub.member.replica_name}"
+            found = f" ({others} have begun with version {self._declined}, and not asked again)"
+        self._give_up(hub.no_answer(f"receive({self._asked_bound}){found}", deadline_s))
 
     def _give_up(self, error: errors.ReplicasError) -> None:
         pending = self._asked

@@ -230,7 +230,7 @@ def _number_problem(value: msgspec.Struct) -> str | None:
 _SIGNED = {"deadline_s", "step", "after", "found"}
 """A deadline may have passed, a host may not be found; the others are the user's own numbers, of which the state machine says
 what is wrong."""
-_JUDGED_LATER = {"replica", "rank", "world_size"}
+_JUDGED_LATER = {"replica", "rank", "world_size", "at_least"}
 
 
 def _numbers_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, bool], ...]:

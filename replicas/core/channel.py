@@ -325,8 +325,9 @@ class ChannelState:
         self.keeping.look(self.commits.latest)
         self._admit(now)
         self.commits.advance(now)
-        for group, replica in self.rounds.take_due(self.commits.latest):
-            self.rounds.advance(self.view(group, replica), self.commits.latest, self.out)
+        newest = self.commits.newest
+        for group, replica in self.rounds.take_due(newest):
+            self.rounds.advance(self.view(group, replica), newest, self.out)
         if self.config.peers:
             self.operations.advance(now)
         self.drains.advance()

@@ -26,6 +26,7 @@ from replicas.core.manifests import Manifests
 from replicas.core.payload import Payload
 from replicas.core.publishes import Publish, Publishes
 from replicas.core.roster import MemberState
+from replicas.core.rounds import Newest
 from replicas.core.transfers import Transfer
 from replicas.messages import ReceiptData, WireError
 from replicas.status import SyncRecord
@@ -67,6 +68,11 @@ class Commits:
     @property
     def moving(self) -> bool:
         return self.main is not None
+
+    @property
+    def newest(self) -> Newest:
+        """The newest committed version, for those who ask for one."""
+        return Newest(self.latest, self.committed.meta if self.committed is not None else None)
 
     @property
     def transfers(self) -> list[Transfer]:

@@ -14,6 +14,12 @@ A rank that asks has no update open: with its ask it *gives back* what it was gr
 that asks ahead of time neither keeps an old version in memory nor gets it. As long as no rank has looked at the version of
 a round, or loaded it, the round may take a newer one.
 
+*At least.* A rank may ask for a version whose number, or a number in whose publisher's ``meta``, is not below a bound. A
+round opens only with a version that is enough for **every** rank that waits by then: with unequal bounds the highest counts,
+so that all ranks are alike. A rank for which the version that others have begun with is not enough *declines* it: it asks
+again, for a newer one, and waits. When all ranks ask, so that none of them is at work with it, the next round opens. While
+the ``meta`` of the newest version is not known here (a coordinator that has just started), no bound on it is met.
+
 A round can move on only where a rank asks, and only when something about that replica, or the newest version, has changed:
 such replicas are *due* (:meth:`Rounds.take_due`), the others are not looked at.
 """
@@ -21,7 +27,7 @@ such replicas are *due* (:meth:`Rounds.take_due`), the others are not looked at.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -31,7 +37,7 @@ from replicas.core.membership import ROUND, RoundEvent, RoundState
 from replicas.core.roster import MemberState
 from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
 
-__all__ = ["ReplicaView", "Round", "Rounds"]
+__all__ = ["Newest", "ReplicaView", "Round", "Rounds", "is_enough"]
 
 
 @dataclass(slots=True)
@@ -62,6 +68,23 @@ class Round:
         self.taken.add(member)
 
 
+class Newest(NamedTuple):
+    """The newest committed version (0: none), and what its publisher said of it; None while that is not known."""
+
+    version: int
+    meta: Mapping[str, object] | None = None
+
+    def is_enough(self, ask: ReceiveAsk) -> bool:
+        """For the bound of this ask, whichever version the rank has."""
+        return is_enough(ask.at_least, ask.key, self.version, self.meta or {})
+
+
+def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object]) -> bool:
+    """Whether the number of a version, or with a ``key`` the number by that name in its ``meta``, is ``at_least``."""
+    found = meta.get(key) if key else version
+    return isinstance(found, (int, float)) and not isinstance(found, bool) and found >= at_least
+
+
 class ReplicaView(NamedTuple):
     """The members of one target replica that carry bytes, and how many of them there must be."""
 
@@ -76,7 +99,7 @@ class Rounds:
         self._channel = channel
         self._rounds: dict[tuple[str, int], Round] = {}
         self._due: set[tuple[str, int]] = set()
-        self._due_latest = 0
+        self._due_newest = Newest(0)
         self._loaded: Counter[int] = Counter()
         """How many of the ranks that carry bytes serve each version."""
         self._counted: dict[Member, int] = {}
@@ -94,10 +117,10 @@ class Rounds:
         if round_ is not None and round_.asks:
             self._due.add(key)
 
-    def take_due(self, latest: int) -> list[tuple[str, int]]:
+    def take_due(self, newest: Newest) -> list[tuple[str, int]]:
         """Replicas whose round may move on, in order; each once."""
-        if latest != self._due_latest:
-            self._due_latest = latest
+        if newest != self._due_newest:
+            self._due_newest = newest
             self._due |= {key for key, round_ in self._rounds.items() if round_.asks}
         due, self._due = sorted(self._due), set()
         return due
@@ -223,8 +246,9 @@ class Rounds:
             round_.loaded = loaded
             out.append(Emit(ReplicaLoaded(self._channel, member.group, member.replica, loaded)))
 
-    def advance(self, view: ReplicaView, latest: int, out: list[Effect]) -> None:
+    def advance(self, view: ReplicaView, newest: Newest, out: list[Effect]) -> None:
         """Open a round if one is due, and grant what was asked."""
+        latest = newest.version
         if not view.ranks or not latest:
             return
         round_ = self.of(view.ranks[0].member.group, view.ranks[0].member.replica)
@@ -232,7 +256,8 @@ class Rounds:
             round_.move("given_back")
         if round_.state != "loading" and any(state.draining for state in view.ranks):
             return  # what some of its ranks have begun to load, the others may load too; nothing new
-        wanted = any(ask.after < latest for ask in round_.asks.values())
+        asks = round_.asks.values()
+        wanted = any(ask.after < latest for ask in asks) and all(newest.is_enough(ask) for ask in asks)
         if wanted and round_.version != latest and not self._in_progress(round_, view):
             if len(view.ranks) < view.expected or not all(latest in state.held for state in view.ranks):
                 return
@@ -246,7 +271,13 @@ class Rounds:
         waiting = [state for state in view.ranks if state.loaded != round_.version]
         if round_.state in ("idle", "loaded") or not waiting or not Rounds._begun(round_, view):
             return False
-        return bool(round_.taken) or (not round_.partial and all(round_.version in state.held for state in waiting))
+        if round_.taken:
+            return True
+        asks = [round_.asks.get(state.member) for state in waiting]
+        declined = all(ask is not None and ask.after >= round_.version for ask in asks)
+        if declined and all(state.member in round_.asks for state in view.ranks):
+            return False
+        return not round_.partial and all(round_.version in state.held for state in waiting)
 
     @staticmethod
     def _begun(round_: Round, view: ReplicaView) -> bool:

@@ -251,10 +251,15 @@ class Dropped(_FromMember, frozen=True):
 
 
 class ReceiveAsk(_FromMember, frozen=True):
-    """Grant me a committed version newer than ``after`` (and than the replica's loaded one)."""
+    """Grant me a committed version newer than ``after`` (and than the replica's loaded one).
+
+    ``at_least``: its number, or with a ``key`` the number by that name in its publisher's ``meta``, is that or more.
+    """
 
     ask: int
     after: int
+    at_least: int | float = 0
+    key: str = ""
 
 
 class ReceiveCancel(_FromMember, frozen=True):

@@ -79,6 +79,8 @@ async def test_numbers_of_no_use_fail_alone() -> None:
             calls += [partial(trainer.loaded, odd), partial(trainer.committed, after=odd)]
         for odd in (math.inf, 1e10, 0, "x"):
             calls.append(partial(rollout.receive, deadline=odd))
+        for odd in (1.5, -1, "x", ("step",), ("step", math.nan), ("step", "x")):
+            calls.append(partial(rollout.receive, at_least=odd))
         for call in calls:
             with pytest.raises(errors.UsageError):
                 call()

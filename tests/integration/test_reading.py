@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 
+from replicas import errors
 from replicas.channel import Channel, Receipt
 from replicas.coordinator import GroupShape
 from tests.support.channels import channel_world, wait_until
@@ -50,3 +53,53 @@ async def test_nor_does_one_rank_of_two_and_both_get_the_same() -> None:
         for update in (late, again):
             update.loaded()
         assert await trainer.loaded(late.version) == late.version
+
+
+async def test_at_least_makes_a_replica_that_was_started_again_wait_for_the_version_that_is_committing() -> None:
+    async with channel_world({"deadline": "30s"}) as world:
+        trainer, old, other = await world.trainer_and_rollouts(2)
+        await publish(trainer, 1, meta={"step": 10})
+        go_on = threading.Event()
+
+        def walk() -> Iterator[tuple[str, torch.Tensor]]:
+            yield from weights(2).items()
+            assert go_on.wait(60)
+
+        committing = asyncio.create_task(asyncio.to_thread(trainer.publish, walk(), meta={"step": 20}))
+        await asyncio.to_thread(old.close, wait=False)
+        again = await world.join("rollout", 0)
+        with pytest.raises(errors.DeadlineExceeded, match=r"at_least=2.*newest version is 1"):
+            await again.receive(at_least=2, deadline=0.3)
+        by_step, any_version = again.receive(at_least=("step", 20)), other.receive()
+        assert (await any_version).version == 1
+        assert not by_step.done()
+        go_on.set()
+        assert (await (await committing)).version == 2
+        with await by_step as update:
+            assert (update.version, update.meta) == (2, {"step": 20})
+
+
+async def test_at_least_counts_for_all_ranks_of_a_replica() -> None:
+    async with channel_world(rollout=GroupShape(replicas=1, world_size=2)) as world:
+        trainer = await world.join("trainer")
+        ranks = [await world.join("rollout", 0, rank, 2) for rank in range(2)]
+        await publish(trainer, 1)
+        rounds = world.coordinator.engine.channels["policy"].rounds
+        higher = ranks[1].receive(at_least=2)
+        await wait_until(lambda: rounds.asks(ranks[1].member), "the higher bound is known")
+        lower = ranks[0].receive(at_least=1)
+        await wait_until(lambda: rounds.asks(ranks[0].member), "so is the lower one")
+        assert not lower.done()
+        await publish(trainer, 2)
+        for ask in (lower, higher):
+            with await ask as update:
+                assert update.version == 2
+        await publish(trainer, 3)
+        begun = await ranks[0].receive()
+        with pytest.raises(errors.DeadlineExceeded, match="other ranks of rollout/0 have begun with version 3"):
+            await ranks[1].receive(at_least=4, deadline=0.3)
+        higher = ranks[1].receive(at_least=4)
+        begun.loaded()
+        lower = ranks[0].receive()
+        await publish(trainer, 4)
+        assert [(await ask).version for ask in (lower, higher)] == [4, 4]

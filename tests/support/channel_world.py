@@ -69,7 +69,8 @@ class SimMember:
     ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte, and its sidecar says so
     unless it is ``quiet``. ``breaks``: its process
     groups form (unless ``World.bad_pairs`` says otherwise) and fail as soon as bytes move. ``loads``: as soon as it is
-    granted a version, else when it looks at it. ``granted``: versions, in order, without those that it gave back.
+    granted a version, else when it looks at it; less than ``at_least`` it refuses. ``granted``: versions, in order, without
+    those that it gave back.
     """
 
     member: Member
@@ -100,6 +101,8 @@ class SimMember:
     """Since when it has moved nothing in a lane."""
     loads: bool = True
     unlooked: int = 0
+    at_least: int = 0
+    declined: int = 0
     refuse: wire.WireError | None = None
     bad_digest: bool = False
     breaks: bool = False
@@ -140,10 +143,16 @@ class SimMember:
         self.published.add(version)
         self.outbox.append(wire.Filled(publish, 0.1, f"digest-{version}", 0.01, place))
 
-    def ask(self) -> None:
+    def ask(self, at_least: int = 0) -> None:
         if not self.asked:
-            self.asked = True
+            self.asked, self.at_least, self.declined = True, at_least, 0
             self.ask_again()
+
+    def give_up(self) -> None:
+        """Ask no more."""
+        if self.asked:
+            self.asked = False
+            self.outbox.append(wire.ReceiveCancel(self.asks))
 
     def look(self) -> None:
         """Load what it was granted."""
@@ -183,7 +192,8 @@ class SimMember:
 
     def ask_again(self) -> None:
         self.asks += 1
-        self.outbox.append(wire.ReceiveAsk(self.asks, max(self.granted, default=0)))
+        after = max(self.declined, *self.granted, 0)
+        self.outbox.append(wire.ReceiveAsk(self.asks, after, self.at_least))
 
     # ---------------------------------------------------------- what its library does
 
@@ -233,6 +243,11 @@ class SimMember:
             case wire.ReceiveGrant():
                 assert message.version in self.held, f"granted {message.version}, holds {self.held}"
                 assert message.version > max(self.granted, default=0)
+                if message.version < self.at_least:
+                    self.declined = message.version  # another rank has begun with it
+                    self.asked = True
+                    self.ask_again()
+                    return
                 self.granted.append(message.version)
                 self.asked = False
                 self.unlooked = message.version

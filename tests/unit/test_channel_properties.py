@@ -98,11 +98,12 @@ class Channel(RuleBasedStateMachine):
                     else:
                         sim.fill(number)
 
-    @rule(data=st.data())
-    def ask(self, data: st.DataObject) -> None:
+    @rule(data=st.data(), more=st.sampled_from((None, None, 0, 1, 2)))
+    def ask(self, data: st.DataObject, more: int | None) -> None:
+        """``more``: for so many more than the newest version, at least; all ranks of a replica may do so, or one."""
         targets = [sim for sim in self._sims() if sim.member.group == "rollout"]
         if targets:
-            data.draw(st.sampled_from(targets)).ask()
+            data.draw(st.sampled_from(targets)).ask(0 if more is None else self.world.state.commits.latest + more)
 
     @precondition(lambda self: self._sims())
     @rule(data=st.data(), what=st.sampled_from(("hesitate", "look", "give back", "give up")))
@@ -117,9 +118,8 @@ class Channel(RuleBasedStateMachine):
                 sim.look()
             case "give back":
                 sim.give_back()
-            case "give up" if sim.asked:
-                sim.asked = False
-                sim.outbox.append(wire.ReceiveCancel(sim.asks))
+            case "give up":
+                sim.give_up()
 
     @precondition(lambda self: self._sims())
     @rule(data=st.data(), count=st.integers(1, 12))
@@ -251,7 +251,8 @@ class Channel(RuleBasedStateMachine):
         for sim in self.world.members.values():
             if sim.member.group == "rollout":
                 assert verdict.receipt.version in sim.held
-                sim.ask()
+                sim.give_up()
+                sim.ask(verdict.receipt.version)
         self.world.advance(1.0)
         for sim in self.world.members.values():
             if sim.member.group == "rollout":

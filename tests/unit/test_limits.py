@@ -107,6 +107,7 @@ def test_no_time_that_a_member_reports_is_anything_but_a_time() -> None:
     for kind in get_args(wire.FromMember):
         fields = msgspec.structs.fields(kind)
         times = [field.name for field in fields if float in (get_args(field.type) or (field.type,))]
+        times = [name for name in times if name != "at_least"]  # any number of a user's
         needed = [field.name for field in fields if times and field.required and field.name not in times]
         plain = {name: _SAMPLES[name] for name in needed}
         for name in times:

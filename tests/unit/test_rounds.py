@@ -12,7 +12,7 @@ from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
 from replicas.core.identity import Member, ProcessIdentity
 from replicas.core.membership import ROUND
 from replicas.core.roster import MemberState
-from replicas.core.rounds import ReplicaView, Rounds
+from replicas.core.rounds import Newest, ReplicaView, Rounds
 from replicas.core.tables import InvalidStep
 
 HELLO = wire.Hello(1, "", "policy", "rollout", 0, 0, 2, "", 1, ProcessIdentity(1, 2, "b", 3))
@@ -27,6 +27,7 @@ class Replica:
         self.ranks: dict[int, MemberState] = {}
         self.out: list[Effect] = []
         self.latest = 0
+        self.meta: dict[str, object] | None = {}
         self.incarnations = 0
 
     @property
@@ -62,10 +63,10 @@ class Replica:
             state.held[self.latest] = "digest"
         self.advance()
 
-    def ask(self, *ranks: int) -> None:
+    def ask(self, *ranks: int, after: int = 0, at_least: float = 0, key: str = "") -> None:
         for rank in ranks:
             state = self.ranks[rank]
-            self.rounds.ask(state.member, wire.ReceiveAsk(1, state.loaded))
+            self.rounds.ask(state.member, wire.ReceiveAsk(1, max(after, state.loaded), at_least, key))
         self.advance()
 
     def loaded(self, rank: int, version: int) -> None:
@@ -77,7 +78,7 @@ class Replica:
         self.advance()
 
     def advance(self) -> None:
-        self.rounds.advance(self.view(), self.latest, self.out)
+        self.rounds.advance(self.view(), Newest(self.latest, self.meta), self.out)
 
     def granted(self) -> dict[int, int]:
         """The newest grant of each rank."""
@@ -255,6 +256,85 @@ def test_a_replica_that_has_given_everything_back_is_not_loading(replica: Replic
     assert replica.granted() == {0: 1}, "it is granted nothing new while it is drained"
 
 
+def test_at_least_a_number(replica: Replica) -> None:
+    """Of a replica that was started again while version 2 was committing."""
+    replica.commit()
+    replica.ask(0, 1, at_least=2)
+    assert replica.granted() == {}
+    replica.commit()
+    assert replica.granted() == {0: 2, 1: 2}
+
+
+def test_at_least_a_number_in_what_the_publisher_said(replica: Replica) -> None:
+    replica.ask(0, 1, at_least=10.5, key="step")
+    for said in (10, "11", True, None, float("nan")):
+        replica.meta = {"step": said, "other": 99}
+        replica.commit()
+        assert replica.granted() == {}, said
+    replica.meta = {"step": 11}
+    replica.commit()
+    assert replica.granted() == {0: replica.latest, 1: replica.latest}
+
+
+def test_with_unequal_bounds_the_highest_counts_for_all(replica: Replica) -> None:
+    replica.ask(0, at_least=1)
+    replica.ask(1, at_least=3)
+    replica.commit()
+    replica.commit()
+    assert replica.granted() == {}
+    replica.commit()
+    assert replica.granted() == {0: 3, 1: 3}
+
+
+def test_a_bound_that_is_given_up_holds_nobody_up(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(1, at_least=9)
+    replica.ask(0)
+    assert replica.granted() == {}
+    replica.rounds.cancel_ask(replica.ranks[1].member, 1)
+    replica.advance()
+    assert replica.granted() == {0: 1}
+
+
+def test_a_rank_may_decline_what_another_one_has_begun_with_and_the_next_is_for_both(replica: Replica) -> None:
+    replica.commit()
+    replica.ask(0)
+    replica.ask(1, at_least=2)
+    assert replica.granted() == {0: 1, 1: 1}
+    replica.ask(1, at_least=2, after=1)
+    replica.commit()
+    assert replica.granted() == {0: 1, 1: 1}, "the other rank may be loading it"
+    replica.loaded(0, 1)
+    assert replica.granted() == {0: 1, 1: 1}, "the other rank may be at work with it"
+    replica.ask(0)
+    assert replica.granted() == {0: 2, 1: 2}
+
+
+def test_a_rank_that_runs_ahead_asks_for_the_next_round(replica: Replica) -> None:
+    """Its bound is not that of the round which the others have yet to load."""
+    replica.commit()
+    replica.ask(0, at_least=1)
+    replica.loaded(0, 1)
+    replica.ask(0, at_least=2)
+    replica.ask(1, at_least=1)
+    assert replica.granted() == {0: 1, 1: 1}
+    replica.loaded(1, 1)
+    replica.commit()
+    assert replica.granted() == {0: 2, 1: 1}
+
+
+def test_what_the_publisher_said_may_become_known_later() -> None:
+    """To a coordinator that has started again, which asks a holder."""
+    rounds = Rounds("policy")
+    newest = Newest(4)
+    assert not newest.is_enough(wire.ReceiveAsk(1, 0, -5, "step"))
+    rounds.take_due(newest)
+    rounds.ask(Member("rollout", 0, 0, "a"), wire.ReceiveAsk(1, 0, 3, "step"))
+    assert rounds.take_due(newest) == [("rollout", 0)]
+    assert rounds.take_due(newest) == []
+    assert rounds.take_due(Newest(4, {"step": 3})) == [("rollout", 0)]
+
+
 def test_without_ranks_it_is_over_and_the_next_ones_begin_anew(replica: Replica) -> None:
     replica.commit()
     replica.ask(0, 1)
@@ -296,7 +376,7 @@ def test_any_history_has_its_rows(seed: int) -> None:
             case "commit":
                 replica.commit()
             case "ask" if rank in replica.ranks:
-                replica.ask(rank)
+                replica.ask(rank, at_least=choose.choice((0, 0, replica.latest, replica.latest + 1)))
             case "loaded" if rank in replica.ranks:
                 replica.loaded(rank, version)
             case "failed" if rank in replica.ranks and choose.random() < 0.3:

@@ -26,6 +26,10 @@ class Raising:
     __index__ = __float__ = __repr__ = __str__ = __iter__ = __len__ = _raise
 
 
+def repr_of(value: object) -> str:
+    return type(value).__name__
+
+
 def refused(what: str, function: Any, *given: Any, **more: Any) -> None:
     with pytest.raises(errors.UsageError, match=what):
         function(what, *given, **more)
@@ -78,6 +82,38 @@ def test_deadlines_are_to_come_and_waits_may_be_over() -> None:
         assert arguments.patience("timeout", value) == 0.0
     assert arguments.patience("timeout", None) is None
     assert arguments.seconds("timeout", 0, zero=True) == 0.0
+
+
+def test_bounds_are_numbers_or_keys_with_numbers() -> None:
+    assert arguments.bound("at_least", None) == (0, "")
+    assert arguments.bound("at_least", np.int64(3)) == (3, "")
+    assert arguments.bound("at_least", ("step", torch.tensor(3))) == (3, "step")
+    assert arguments.bound("at_least", ["loss", np.float32(-0.5)]) == (-0.5, "loss")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        *(
+            -1,
+            1.5,
+            "step",
+            True,
+            VERSION_MAX + 1,
+            (),
+            ("step",),
+            ("step", 1, 2),
+            ("", 1),
+            (3, 1),
+            ("step", "1"),
+            Raising(),
+        ),
+        *(("step", True), ("step", None), ("step", math.nan), ("step", math.inf), ("step", Raising()), ("\ud800", 1)),
+    ],
+    ids=repr_of,
+)
+def test_what_is_no_bound(value: object) -> None:
+    refused("at_least", arguments.bound, value)
 
 
 def test_flags() -> None:

@@ -14,6 +14,7 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.channel import update as update_module
 from replicas.channel.pending import Pending
+from replicas.channel.receive import Bound
 from replicas.channel.update import Update
 from replicas.weights.packing import load_into
 from tests.support.scripted import World
@@ -28,9 +29,9 @@ async def target() -> AsyncIterator[World]:
     await world.end()
 
 
-async def asked(target: World, version: int, **options: Any) -> Pending[Update]:
+async def asked(target: World, version: int, bound: Bound = Bound()) -> Pending[Update]:
     """A receive that was granted ``version``, which is here, and at which nobody has looked."""
-    pending = target.receiver.receive(None, **options)
+    pending = target.receiver.receive(None, bound)
     target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, version))
     assert pending.done()
     return pending
@@ -159,3 +160,69 @@ async def test_a_load_keeps_the_memory_when_another_thread_ends_the_update(
     await asyncio.sleep(0)
     assert pins(target)[3] == 0
     assert model["w"].tolist() == [7.0] * 4
+
+
+# ---------------------------------------------------------------- at least
+
+
+async def test_the_bound_is_told_also_to_a_new_coordinator(target: World) -> None:
+    target.receiver.receive(None, Bound(7))
+    ask = await target.session.next(wire.ReceiveAsk)
+    assert (ask.at_least, ask.key) == (7, "")
+    target.new_coordinator()
+    ask = await target.session.next(wire.ReceiveAsk)
+    assert (ask.at_least, ask.key) == (7, "")
+
+
+@pytest.mark.parametrize("bound", [Bound(4), Bound(4, "n"), Bound(0, "other")])
+async def test_less_than_the_bound_is_declined(target: World, bound: Bound) -> None:
+    """The coordinator grants it when another rank has begun with it."""
+    await target.hold(3)
+    pending = target.receiver.receive(0.5, bound)
+    ask = await target.session.next(wire.ReceiveAsk)
+    target.tell(wire.ReceiveGrant(ask.ask, 3))
+    again = await target.session.next(wire.ReceiveAsk)
+    assert (again.ask, again.after) == (ask.ask + 1, 3)
+    assert pins(target)[3] == 0
+    with pytest.raises(errors.DeadlineExceeded, match="other ranks of rollout/0 have begun with version 3"):
+        await pending
+    assert (await (await asked(target, 3, Bound(3, "n")))).meta == {"n": 3}
+
+
+async def test_the_deadline_says_what_was_asked_for_and_what_there_is(target: World) -> None:
+    await target.hold(3)
+    with pytest.raises(errors.DeadlineExceeded, match=r"receive\(at_least=\('step', 7\)\) \(the newest version is 3\)"):
+        await target.receiver.receive(0.05, Bound(7, "step"))
+
+
+async def test_another_bound_takes_the_place_of_the_receive_under_way(target: World) -> None:
+    await target.hold(3)
+    first = target.receiver.receive(None)
+    assert target.receiver.receive(None) is first
+    second = target.receiver.receive(None, Bound(3))
+    with pytest.raises(errors.UsageError, match=r"receive\(at_least=3\) took the place"):
+        await first
+    await target.session.next(wire.ReceiveAsk)
+    target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 3))
+    third = target.receiver.receive(None, Bound(4))  # nobody has looked at what the second one was given
+    with pytest.raises(errors.UsageError, match=r"receive\(at_least=4\) took the place"):
+        await second
+    ask = await target.session.next(wire.ReceiveAsk)
+    await target.hold(4)
+    target.tell(wire.ReceiveGrant(ask.ask, 4))
+    with await third as update:
+        assert update.version == 4
+        with pytest.raises(errors.UsageError, match="version 4 is still open"):
+            target.receiver.receive(None, Bound(5))
+    assert pins(target) == {3: 0, 4: 1}
+    await asyncio.sleep(0)
+    assert pins(target) == {3: 0, 4: 0}
+
+
+async def test_what_was_handed_out_to_nobody_is_handed_out_again_if_it_is_enough(target: World) -> None:
+    await target.hold(3)
+    lost = await (await asked(target, 3))
+    assert await target.receiver.receive(None, Bound(3)) is lost
+    pending = target.receiver.receive(None, Bound(4))
+    assert not pending.done()
+    assert lost.ended
