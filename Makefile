@@ -33,7 +33,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all unit integration properties chaos chaos-tree gpu gpu-wheels check format bench bench-peers diagrams clean
+.PHONY: help demo test test-all unit integration properties chaos chaos-tree scene gpu gpu-wheels check format bench bench-peers diagrams clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -85,6 +85,9 @@ chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=
 chaos-tree: $(VENV)/.dev ## the same for the supervisor alone: make chaos-tree ROUNDS=300 SEED=3
 	@CHAOS_ROUNDS=$(or $(ROUNDS),100) CHAOS_SEED=$(or $(SEED),1) CHAOS_AT_ONCE=$(or $(AT_ONCE),3) \
 	  $(PYTEST) -s --timeout 0 tests/chaos/test_supervisor.py
+
+scene: $(VENV)/.dev ## a training run under an operator who does anything at any time: make scene MINUTES=30 SEED=2
+	@SCENE_MINUTES=$(or $(MINUTES),5) SCENE_SEED=$(or $(SEED),1) $(PYTEST) -s --timeout 0 tests/chaos/test_scene.py
 
 gpu: ## on a machine with one GPU, without network: run its tests and its benchmark (tests/gpu/README.md)
 	@$(GPU_PYTHON) tests/gpu/prepare.py --site $(GPU_SITE) --wheels $(GPU_WHEELS)

@@ -156,6 +156,10 @@ class Run:
         assert self._popen is not None
         return self._popen.pid
 
+    @property
+    def running(self) -> bool:
+        return self._popen is not None and self._popen.poll() is None
+
     def wait_line(self, text: str, *, timeout_s: float = 30.0) -> str:
         """The next line of its stderr with ``text`` in it."""
         deadline = time.monotonic() + timeout_s
