@@ -9,6 +9,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import cast
 
 import torch
 import xxhash
@@ -17,7 +18,7 @@ import replicas
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy())
+    return xxhash.xxh3_128_hexdigest(tensor.contiguous().view(torch.uint8).numpy().data)
 
 
 def main(out: str) -> None:
@@ -26,7 +27,7 @@ def main(out: str) -> None:
     with replicas.join("policy") as channel, (Path(out) / name).open("a") as lines:
         while True:
             with channel.receive(deadline=3600).wait() as update:
-                digests = update.meta["digests"]
+                digests = cast("dict[str, str]", update.meta["digests"])
                 found = {name: digest(tensor) for name, tensor in update}
                 wrong = sorted(name for name in digests.keys() | found.keys() if digests.get(name) != found.get(name))
             print(json.dumps({"version": update.version, "wrong": wrong}), file=lines, flush=True)

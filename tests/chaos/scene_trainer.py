@@ -29,7 +29,7 @@ def whole(parameter: torch.Tensor) -> torch.Tensor:
 
 
 def digest(tensor: torch.Tensor) -> str:
-    return xxhash.xxh3_128_hexdigest(tensor.detach().contiguous().view(torch.uint8).numpy())
+    return xxhash.xxh3_128_hexdigest(tensor.detach().contiguous().view(torch.uint8).numpy().data)
 
 
 def main(out: str) -> None:
@@ -46,7 +46,7 @@ def main(out: str) -> None:
         while True:
             tokens = torch.randint(0, 509, (8, 16))
             optimizer.zero_grad()
-            nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()
+            nn.functional.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten()).backward()  # type: ignore[no-untyped-call]  # torch leaves it untyped
             optimizer.step()
             digests = {name: digest(whole(value.detach())) for name, value in model.named_parameters()}
             began = time.monotonic()
