@@ -152,6 +152,7 @@ class ChannelState:
         if state.is_target:
             self.rounds.joined(state, self.view(member.group, member.replica), self.out)
         self.out.append(Emit(MemberJoined(self.config.name, state.member)))
+        self._doubt(state, now)
         self._settle(now)
         return state, older
 
@@ -294,13 +295,22 @@ class ChannelState:
         if state is None or state.standing == "quarantined" or not (state.is_target or state.is_peer):
             return  # who only gives takes part in nothing that it could be kept out of
         state.failures += 1
-        wait_s = min(QUARANTINE_MAX_S, QUARANTINE_S * 2 ** min(state.failures, 10))
+        count = self.roster.note_isolation(member.name, now)
+        count = count if state.is_peer else max(count, state.failures)
+        wait_s = min(QUARANTINE_MAX_S, QUARANTINE_S * 2 ** min(count, 10))
         self.roster.isolate(state, why, now + wait_s)
         state.retry_at, state.served = now + min(wait_s, SERVED_MAX_S), False
         self.commits.quarantined(state)
         if state.is_peer:
             self.operations.set_aside(member, why, now)
         self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
+
+    def _doubt(self, state: MemberState, now: float) -> None:
+        """A new process of a peer that was quarantined is tried beside the others, too, and at once."""
+        why = self.roster.was_isolated(state.member.name)
+        if why:
+            self.roster.isolate(state, why, now)
+            self.out.append(Emit(MemberQuarantined(self.config.name, state.member, why)))
 
     def apart(self, member: Member) -> None:
         """It cannot map the memory of others: it is sent what it needs from now on."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from replicas.core.effects import Effect
+from replicas.core.identity import Member
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.preflight import nccl_works
 from replicas.core.roster import MemberState, Roster
@@ -12,18 +13,22 @@ from replicas.messages import Backend
 
 __all__ = ["DomainLanes"]
 
+_Whose = int | tuple[Member, ...]
+"""A domain, or a pair of its members apart from the others."""
+
 
 class DomainLanes:
     """A lane serves the members that it was formed of; when others are wanted, there is a new one.
 
-    One that is not wanted any more is *retired*, and closed when nothing runs in it.
+    One that is not wanted any more is *retired*, and closed when nothing runs in it. So is that of a pair as soon as its
+    whole domain has one that works.
     """
 
     def __init__(self, roster: Roster, lanes: Lanes, out: Callable[[Effect], None]) -> None:
         self._roster = roster
         self._lanes = lanes
         self._out = out
-        self._current: dict[tuple[int, Backend], Lane] = {}
+        self._current: dict[tuple[_Whose, Backend], Lane] = {}
         self._retired: list[Lane] = []
 
     def __iter__(self) -> Iterator[Lane]:
@@ -35,17 +40,20 @@ class DomainLanes:
         wanted: Sequence[MemberState],
         *,
         within: bool,
+        apart: bool,
         on_device: bool,
         now: float,
         timeout_s: float,
     ) -> Lane:
         """The lane of exactly the members ``wanted`` (``within``: or of more, all of them live), or a new one.
 
+        :param apart: one of their own, not that of the domain.
         :param on_device: the tensors are on CUDA devices.
         """
         backend = self.backend(wanted, on_device=on_device)
         members = tuple(state.member for state in wanted)
-        lane = self._current.get((domain, backend))
+        key: tuple[_Whose, Backend] = (members if apart else domain, backend)
+        lane = self._current.get(key)
         if lane is not None and lane.state != "dead":
             live = {state.member for state in self._roster.live}
             if lane.members == members or (within and set(members) <= set(lane.members) <= live):
@@ -54,8 +62,12 @@ class DomainLanes:
         effects: list[Effect] = []
         lane = self._lanes.open(self._roster.epoch, wanted, backend, now, timeout_s, effects)
         self._emit(effects)
-        self._current[domain, backend] = lane
+        self._current[key] = lane
         return lane
+
+    def parted(self, pair: tuple[Member, ...]) -> bool:
+        """Whether the two have a lane of their own: their whole domain had none in time, or it failed."""
+        return any(whose == pair and lane.state == "formed" for (whose, _), lane in self._current.items())
 
     def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:
         """``nccl`` for tensors on GPUs where NCCL takes them all, as configured or by itself."""
@@ -78,12 +90,20 @@ class DomainLanes:
         self._emit(effects)
 
     def close_idle(self, busy: set[str]) -> None:
-        """Close what is retired, or has members that are not live any more, and is not named in ``busy``."""
+        """Close what is not wanted any more, or has members that are not live, and is not named in ``busy``."""
         live = {state.member for state in self._roster.live}
+        wanted = [lane for (whose, _), lane in self._current.items() if not self._spared(whose)]
         for lane in list(self):
-            unwanted = lane in self._retired or lane.state == "dead" or not set(lane.members) <= live
+            unwanted = lane not in wanted or lane.state == "dead" or not set(lane.members) <= live
             if unwanted and lane.name not in busy:
                 self.close(lane, "")
+
+    def _spared(self, whose: _Whose) -> bool:
+        """Whether it is a pair whose whole domain has a lane."""
+        if not isinstance(whose, tuple):
+            return False
+        whole = [lane for (other, _), lane in self._current.items() if not isinstance(other, tuple)]
+        return any(lane.state == "formed" and set(whose) <= set(lane.members) for lane in whole)
 
     def _emit(self, effects: Sequence[Effect]) -> None:
         for effect in effects:

@@ -10,8 +10,8 @@ These are the whole of what a channel can be in; :class:`~replicas.core.channel.
 A target that did not get a version that the others committed is *behind*: still a member, caught up beside the others, and
 admitted again when it has that version or a newer one. One with which no process group works (found by probing pairs), or
 that keeps dying right after it joined, is *quarantined*: it takes part in nothing with others, is served alone, at growing
-intervals, and released when that has worked. *Observers* take part in nothing. Every way ends in *gone*; a process that
-comes back is another member.
+intervals, and released when that has worked; a peer, when pairs with the others have (:mod:`replicas.core.stuck`).
+*Observers* take part in nothing. Every way ends in *gone*; a process that comes back is another member.
 
 *A publish* is *packing* while the ranks of its replica fill their slots, *queued* until its turn comes, *moving* while a
 transfer carries it, and has then exactly one verdict.

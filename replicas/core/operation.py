@@ -20,7 +20,8 @@ class Operation:
     """One operation.
 
     ``posts``: of those that take part now; ``first``: whom the callers reckoned with. ``left_out``: why, by name.
-    ``gone``: the attempt was sent off. ``failures``: of attempts with these members.
+    ``gone``: the attempt was sent off. ``failures``: of attempts with these members; ``problem``: the last one's.
+    ``apart``: of a pair that does not take the lane of its whole domain.
     """
 
     number: int
@@ -37,6 +38,8 @@ class Operation:
     parked: bool = False
     ran_at: float = 0.0
     failures: int = 0
+    problem: str = ""
+    apart: bool = False
     lane: Lane | None = None
     done: set[Member] = field(default_factory=set)
     left_out: dict[str, str] = field(default_factory=dict)
@@ -136,5 +139,6 @@ class Operation:
             what = "had no process group"
             answered = self.lane.formed_by if self.lane is not None else set()
         missing = [member.name for member in self.participants if member not in answered]
-        text = f"{what} by its deadline: no answer from {', '.join(missing)}"
+        before = f"; the attempt before failed: {self.problem}" if self.problem else ""
+        text = f"{what} by its deadline: no answer from {', '.join(missing)}{before}"
         return self.error(errors.DeadlineExceeded, text, members=missing)

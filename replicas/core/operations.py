@@ -19,8 +19,14 @@ silent for longer than the suspicion time: these become *behind*, get ``Gone`` f
 
 **A lane fails** with everybody alive: its operations run again once, in a new lane. At the second failure
 :attr:`Operations.on_stuck` may take over: the operation is *parked* until :meth:`Operations.resume`, a change of its members,
-or its deadline. **A member refuses** (a tensor that does not fit, no memory): trying again cannot help, and everyone gets
-that error. Operations that share a lane with one that failed, or ended too late, are run again, for no fault of theirs.
+or its deadline. So it may at once when members that have worked together cannot reach each other any more, or no byte has
+moved for some seconds (:mod:`replicas.core.pace`); :mod:`replicas.core.operation_faults` decides. **A member refuses** (a
+tensor that does not fit, no memory), or members that never worked cannot reach each other: trying again cannot help, and
+everyone gets that error. Operations that share a lane with one that failed, or ended too late, are run again, for no fault
+of theirs.
+
+**A pair** takes the lane of its whole domain, where that forms in time. Where it does not, or fails, the pair gets a lane of
+its own: a third member, or a link of it, is not its business. When it fails there, too, that is the verdict of the two.
 
 A verdict goes to everyone that takes part, the same to all. Those that were left out have had theirs.
 """
@@ -35,6 +41,7 @@ from replicas.core.effects import Effect, Emit, OperationEnded, Send
 from replicas.core.identity import Member
 from replicas.core.lanes import Lane, Lanes, form_timeout
 from replicas.core.operation import Operation
+from replicas.core.operation_faults import Faults
 from replicas.core.pairing import Due, Pairing
 from replicas.core.posts import Post
 from replicas.core.roster import MemberState, Roster
@@ -43,8 +50,10 @@ from replicas.messages import Backend, OperationEnd, OperationPost, ReceiptData,
 
 __all__ = ["Operation", "Operations"]
 
-ATTEMPT_MIN_S = 0.2
-"""With less time than this left, a failed attempt is the last one."""
+LATE_S = 1.0
+"""Sidecars give a process group up by themselves at its deadline; so much later it is given up here."""
+PAIR_PATIENCE_S = 2.0
+"""So long a pair waits for others to form a lane with them."""
 
 
 def _nobody(operation: Operation, error: errors.ReplicasError, now: float) -> bool:
@@ -78,6 +87,7 @@ class Operations:
         self.pairing = Pairing(roster, self._settling, out, self.reply, self._is_running)
         self._running: dict[int, Operation] = {}
         self._vanished: dict[Member, str] = {}
+        self.faults = Faults(roster)
         self.totals: dict[str, int] = {}
         self.on_stuck: Callable[[Operation, errors.ReplicasError, float], bool] = _nobody
 
@@ -139,18 +149,21 @@ class Operations:
             return
         operation.gone = True
         operation.ran_at = now
+        lane.pace.begin()
         for post in operation.posts:
             self._out(Send(post.member, operation.go(post, lane, now)))
 
     def _lane_for(self, operation: Operation, now: float) -> Lane:
         wanted = [state for member in operation.participants if (state := self._roster.get(member)) is not None]
-        if operation.pairwise:  # in the lane of the whole domain, as far as that can be heard
+        operation.apart = operation.apart or (operation.pairwise and self._lanes.parted(operation.participants))
+        if operation.pairwise and not operation.apart:  # in the lane of the whole domain, as far as that can be heard
             live = self.pairing.live(operation.due.domain)
             wanted = [s for s in live if s in wanted or not self._roster.suspect(s, now)]
         return self._lanes.take(
             operation.due.domain,
             wanted,
             within=operation.pairwise,
+            apart=operation.apart,
             on_device=self._on_device(operation),
             now=now,
             timeout_s=form_timeout(max(0.001, operation.deadline - now)),
@@ -159,7 +172,11 @@ class Operations:
     def backend_of(self, operation: Operation) -> Backend:
         """The backend of the lane that it takes."""
         states = [state for member in operation.participants if (state := self._roster.get(member)) is not None]
-        return self._lanes.backend(states, on_device=self._on_device(operation))
+        return self.backend_for(states, on_device=self._on_device(operation))
+
+    def backend_for(self, states: Sequence[MemberState], *, on_device: bool = False) -> Backend:
+        """The backend of a lane of these."""
+        return self._lanes.backend(states, on_device=on_device)
 
     @staticmethod
     def _on_device(operation: Operation) -> bool:
@@ -186,25 +203,29 @@ class Operations:
         if self._lanes.owns(lane):
             self._broken(lane, [op for op in self.running if op.lane is lane], error, now)
 
-    def _broken(self, lane: Lane | None, blamed: Sequence[Operation], error: errors.ReplicasError, now: float) -> None:
-        """The lane is dead; ``blamed`` may have been the cause."""
-        refused = isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go"
+    def _broken(
+        self,
+        lane: Lane | None,
+        blamed: Sequence[Operation],
+        error: errors.ReplicasError,
+        now: float,
+        *,
+        final: bool = False,
+    ) -> None:
+        """The lane is dead; ``blamed`` may have been the cause. ``final``: another attempt would end in the same way."""
         for operation in blamed:
             operation.failures += 1
+            operation.problem = error.message
         if lane is not None:
             self.close_lane(lane, "failed", now)
         for operation in [op for op in blamed if op.number in self._running]:
-            if refused:
-                self._end(operation, error, now)
-            elif operation.deadline - now < ATTEMPT_MIN_S:
-                text = f"did not end by its deadline: {error.message}"
-                self._end(operation, operation.error(errors.DeadlineExceeded, text, phase=error.phase), now)
-            elif operation.failures > 1 and not self.on_stuck(operation, error, now):
-                text = f"failed twice with all its members alive: {error.message}"
-                kind = errors.InternalError if isinstance(error, errors.InternalError) else errors.SyncError
-                self._end(operation, operation.error(kind, text, phase=error.phase, hint=error.hint), now)
-            elif operation.failures > 1:
-                operation.parked = True
+            verdict = self.faults.verdict(operation, lane, error, now, final=final)
+            if verdict.kind == "apart":
+                operation.apart, operation.failures = True, 0
+            elif verdict.kind == "stuck":
+                operation.parked = self.on_stuck(operation, error, now)
+            if verdict.kind == "end" or (verdict.kind == "stuck" and not operation.parked):
+                self._end(operation, verdict.error, now)
 
     def resume(self, operation: Operation, now: float) -> None:
         """Try a parked operation again."""
@@ -278,6 +299,7 @@ class Operations:
             self.pairing.end(post)
         if error is None and not operation.pairwise:
             self.pairing.passed(operation.due.domain, operation.posts[0].message.step)
+            self.faults.succeeded(operation)
         for post in operation.posts:
             self.reply(post, error, receipt)
         outcome = "ok" if error is None else type(error).__name__
@@ -297,6 +319,7 @@ class Operations:
         """The member is gone (already out of the roster). ``why``: in a few words."""
         if self._running:
             self._vanished[member] = why
+        self.faults.lost(member)
         self._without(member, why, "lost", now)
         self.pairing.lost(member, why)
 
@@ -331,9 +354,24 @@ class Operations:
         for operation in self.running:
             if operation.number in self._running and now > operation.deadline:
                 self._end(operation, operation.overdue(), now)
+        for lane in [lane for lane in self._lanes if lane.state == "forming" and now > lane.deadline + LATE_S]:
+            late = [member.name for member in lane.members if member not in lane.formed_by]
+            text = f"the process group did not form in {now - lane.opened_at:.1f} s; missing: {', '.join(late)}"
+            self.lane_failed(lane, errors.DeadlineExceeded(text, phase="form", members=late), now)
         self._leave_silent(now)
+        for operation in self.running:
+            if operation.number in self._running and operation.gone and operation.lane is not None:
+                self._end_standstill(operation, operation.lane, now)
         self.pairing.tick(now)
         self._lanes.close_idle({op.lane.name for op in self.running if op.lane is not None})
+
+    def _end_standstill(self, operation: Operation, lane: Lane, now: float) -> None:
+        """No byte of it moves any more, though everybody is there."""
+        awaited = [member for member in operation.participants if member not in operation.done]
+        if lane.pace.stands_still(awaited, now):
+            names = ", ".join(member.name for member in awaited)
+            text = f"no byte has moved for {lane.pace.still_s():.1f} s between {names}"
+            self._broken(lane, [operation], errors.SyncError(text, phase="transfer"), now, final=True)
 
     def _leave_silent(self, now: float) -> None:
         """Those that a running collective waits for, and that cannot be heard, are left behind."""
@@ -343,7 +381,7 @@ class Operations:
             if operation.number not in self._running:
                 continue
             if operation.pairwise:
-                self._avoid_silent(operation, now)
+                self._part_from_others(operation, now)
                 continue
             awaited = [member for member in operation.participants if member not in operation.done]
             states = [state for member in awaited if (state := self._roster.get(member)) is not None]
@@ -355,11 +393,14 @@ class Operations:
                 why = f"silent for {now - state.last_seen:.0f} s"
                 self.leave(state, why, "frozen", now)
 
-    def _avoid_silent(self, operation: Operation, now: float) -> None:
+    def _part_from_others(self, operation: Operation, now: float) -> None:
         """A pair must not wait for a third member to form their lane."""
         lane = operation.lane
-        if lane is None or lane.state != "forming":
+        if lane is None or lane.state != "forming" or len(lane.members) == 2:
             return
         third = [state for m in lane.members if m not in operation.participants and (state := self._roster.get(m))]
         if any(self._roster.suspect(state, now) for state in third):
             self.close_lane(lane, "frozen", now)
+        elif now > lane.opened_at + PAIR_PATIENCE_S:
+            operation.apart, operation.lane = True, None
+            self._run(operation, now)

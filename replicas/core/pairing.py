@@ -215,7 +215,7 @@ class Pairing:
 
     def _joins_wait(self, now: float) -> bool:
         """Whether somebody waits for the moment at which no collective runs."""
-        out = [s for s in self._roster if MEMBER.allows(s.standing, "admitted") or s.standing == "quarantined"]
+        out = [state for state in self._roster if MEMBER.allows(state.standing, "admitted")]
         return any(state.is_peer and self._roster.admissible(state, now) for state in out)
 
     def _pairable(self, member: Member) -> list[Post]:

@@ -40,7 +40,7 @@ class ProbeContext(Protocol):
 
 
 class Probe:
-    """One round of pairs. ``on_end(culprits, now)`` is called once: why, by member."""
+    """One round of pairs. ``on_end(culprits, now)`` is called once: why, by member. ``pairs``: those to try."""
 
     def __init__(
         self,
@@ -49,6 +49,8 @@ class Probe:
         backend: Backend,
         now: float,
         on_end: Callable[[Mapping[Member, str], float], None],
+        *,
+        pairs: Sequence[tuple[Member, Member]] | None = None,
     ) -> None:
         self._context = context
         self._members = tuple(member for member in members if member in context.roster)
@@ -57,7 +59,7 @@ class Probe:
         self._open: dict[str, Lane] = {}
         self._bad: dict[tuple[Member, Member], str] = {}
         self.over = False
-        for pair in self._pairs():
+        for pair in self._pairs() if pairs is None else pairs:
             states = [context.roster.get(member) for member in pair]
             lane = context.lanes.open(
                 context.roster.epoch,

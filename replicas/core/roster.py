@@ -38,6 +38,8 @@ __all__ = ["GroupShape", "MemberState", "Roster"]
 
 FLAPS = 3
 FLAP_WINDOW_S = 60.0
+ISOLATION_WINDOW_S = 600.0
+"""For so long a quarantine makes the next one of the same identity longer."""
 CUT_S = 1.5
 """A member whose connection breaks dials again at once, and is back long before."""
 PROBATION_S = 1.0
@@ -170,6 +172,9 @@ class Roster:
         self.left: dict[str, tuple[int, float]] = {}
         """Generation of those that left in good order, and when, by name, until they join again."""
         self._losses: dict[str, deque[float]] = {}
+        self._isolations: dict[str, deque[float]] = {}
+        self._isolated: dict[str, str] = {}
+        """Why identities were quarantined that are not there now, and have not been tried again."""
 
     def __iter__(self) -> Iterator[MemberState]:
         return iter(self._members.values())
@@ -260,20 +265,27 @@ class Roster:
         self.index.remove(state)
         if state.live:
             self.epoch += 1
+        if state.standing == "quarantined" and state.is_peer:
+            self._isolated[member.name] = state.note
         state.step("lost")
         return state
+
+    def was_isolated(self, name: str) -> str:
+        """Why the last one of this identity was quarantined when it went, if it was; asked once."""
+        return self._isolated.pop(name, "")
 
     def note_loss(self, name: str, now: float) -> None:
         """An identity was lost, and not in good order."""
         self._losses.setdefault(name, deque(maxlen=16)).append(now)
 
-    def _forget_losses(self, now: float) -> None:
-        """Those of long ago."""
-        for name, times in list(self._losses.items()):
-            while times and now - times[0] > FLAP_WINDOW_S:
-                times.popleft()
-            if not times:
-                del self._losses[name]
+    def _forget_old(self, now: float) -> None:
+        """Losses and quarantines of long ago."""
+        for known, window_s in ((self._losses, FLAP_WINDOW_S), (self._isolations, ISOLATION_WINDOW_S)):
+            for name, times in list(known.items()):
+                while times and now - times[0] > window_s:
+                    times.popleft()
+                if not times:
+                    del known[name]
 
     def _probation_end(self, name: str, now: float) -> float:
         recent = [at for at in self._losses.get(name, ()) if now - at <= FLAP_WINDOW_S]
@@ -287,9 +299,6 @@ class Roster:
 
     def admit(self, now: float) -> bool:
         """Make every member that waits for it live, in one new epoch; False when there was none."""
-        for state in self.index.apart.values():
-            if state.standing == "quarantined" and state.is_peer and now >= state.not_before:
-                state.step("released")  # nothing can be proven beside the others: it is tried again with them
         waiting = self.waiting(now)
         for state in waiting:
             state.step("admitted")
@@ -321,6 +330,17 @@ class Roster:
         state.note, state.missed = why, missed
         self.index.apart[state.member] = state
         self.epoch += 1
+
+    def note_isolation(self, name: str, now: float) -> int:
+        """An identity is about to be quarantined: how often that has been so lately, this time included."""
+        times = self._isolations.setdefault(name, deque(maxlen=16))
+        times.append(now)
+        return len(times)
+
+    def release(self, state: MemberState) -> None:
+        """It works again: it is admitted at the next boundary."""
+        state.step("released")
+        state.not_before = 0.0
 
     def isolate(self, state: MemberState, why: str, not_before: float) -> None:
         """Quarantine it: no process group with it works."""
@@ -394,7 +414,7 @@ class Roster:
 
     def keep_time(self, now: float) -> None:
         """Time passes: what is long past is forgotten."""
-        self._forget_losses(now)
+        self._forget_old(now)
         self._heartbeats.tick(self.heartbeat_interval_s, now)
 
     def expired(self, now: float) -> list[MemberState]:

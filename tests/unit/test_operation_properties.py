@@ -108,6 +108,12 @@ class Peers(RuleBasedStateMachine):
         sim = self._draw(data)
         sim.stuck, sim.breaks = trouble == "stuck", trouble == "breaks"
 
+    @rule(data=st.data())
+    def link(self, data: st.DataObject) -> None:
+        """The link of two breaks, or is mended."""
+        pair = frozenset(data.draw(st.permutations(NAMES))[:2])
+        self.world.bad_pairs ^= {pair}
+
     def _post(self, sim: SimMember, kind: str, **more: object) -> int:
         known = {"applied": tuple(self.applied[sim][-16:]), "unsettled": tuple(self.unsettled[sim])}
         return sim.post(kind, **known, **more)  # type: ignore[arg-type]  # by name
@@ -283,6 +289,7 @@ class Peers(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         """The faults stop."""
+        self.world.bad_pairs.clear()
         self._calm()
         self.world.advance(65.0)
         self._note()
