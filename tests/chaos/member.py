@@ -11,9 +11,10 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self, TypeVar
+from typing import Any, NoReturn, Self, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -21,13 +22,16 @@ import torch.distributed as dist
 import replicas
 from tests.chaos.signals import EXIT, RAISE, REJOIN, REJOIN_OUTER
 
-__all__ = ["NAME", "OUT", "RANK", "Log", "Ordered", "Orders", "agreed", "endpoint", "wait"]
+__all__ = ["NAME", "OUT", "RANK", "REJOINS", "Log", "Ordered", "Orders", "agreed", "endpoint", "joined", "wait"]
 
 OUT = Path(os.environ.get("CHAOS_OUT", "."))
 """Where the programs write."""
 
 RANK = int(os.environ.get("RANK", "0"))
 NAME = f"{os.environ.get('REPLICAS_GROUP', 'none')}-{os.environ.get('REPLICA_ID', '0')}"
+
+REJOINS = "CHAOS_REJOINS" in os.environ
+"""Who is fenced, or finds no coordinator, joins again, in place of dying of it."""
 
 T = TypeVar("T")
 
@@ -84,6 +88,18 @@ class Log:
 def endpoint() -> str:
     """The proxy through which this replica's sessions pass."""
     return str(json.loads((OUT / "proxies.json").read_text())[NAME])
+
+
+def joined(work: Callable[[replicas.Channel], None], log: Log) -> NoReturn:
+    """Join ``policy`` and work there, again and again."""
+    while True:
+        try:
+            with replicas.join("policy", endpoint=endpoint()) as channel:
+                work(channel)
+        except (replicas.errors.Fenced, replicas.errors.Disconnected) as error:
+            if not REJOINS:
+                raise
+            log.tell(apart=type(error).__name__, text=str(error))
 
 
 def wait(pending: replicas.Pending[T], orders: Orders) -> T:

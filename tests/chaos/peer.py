@@ -13,7 +13,7 @@ import time
 import torch
 
 import replicas
-from tests.chaos.member import NAME, OUT, RANK, Log, Orders, endpoint
+from tests.chaos.member import NAME, OUT, RANK, REJOINS, Log, Orders, endpoint
 from tests.chaos.signals import REJOIN_OUTER
 
 __all__ = ["PEERS", "start_peer"]
@@ -37,8 +37,13 @@ def _run(orders: Orders) -> None:
     log = Log(".outer")
     try:
         while True:
-            with replicas.join("outer", endpoint=endpoint()) as channel:
-                _reduce_for_ever(channel, log, orders)
+            try:
+                with replicas.join("outer", endpoint=endpoint()) as channel:
+                    _reduce_for_ever(channel, log, orders)
+            except replicas.errors.Disconnected as error:
+                if not REJOINS:
+                    raise
+                log.tell(apart=type(error).__name__, text=str(error))
     except BaseException as error:
         if orders.ending:
             return  # the program ends

@@ -20,6 +20,7 @@ from tests.chaos.anatomy import Anatomy, Unfinished
 from tests.chaos.gateway import Gateway
 from tests.chaos.guest import Guest
 from tests.chaos.moments import moments_of
+from tests.chaos.written import GUEST
 from tests.support.runs import Run, eventually, running
 
 __all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "Tail", "World", "open_world"]
@@ -29,7 +30,6 @@ LEASE_S = 4.0
 LOAD_DEADLINE_S = 15.0
 """More than a replica needs to be ready again, on a machine that is busy with other things, too."""
 HERE = Path(__file__).parent
-GUEST = "serve-9"
 HOLDS = {"serve-1": 1.0, GUEST: 2.5}
 """Slow readers: up to how many seconds these keep some updates open, and then read them again."""
 SLOTS = 3
@@ -144,6 +144,23 @@ class World:
         self._tails: dict[Path, Tail] = {}
 
     # ------------------------------------------------------------ what shows
+
+    @property
+    def deadline_s(self) -> float:
+        return DEADLINE_S
+
+    @property
+    def peers(self) -> list[str]:
+        return self.shape.peers
+
+    def sources(self) -> list[str]:
+        """The logs of everyone who publishes."""
+        return list(self.logs(["trainer-0"]))
+
+    @staticmethod
+    def runs(name: str, pid: int) -> bool:
+        """Whether the process that wrote this pid into its log still runs."""
+        return Path(f"/proc/{pid}").exists()
 
     def replicas(self) -> dict[str, ReplicaStatus]:
         """By ``group-replica``."""

@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 import replicas
-from tests.chaos.member import NAME, Log, Orders, agreed, endpoint
+from tests.chaos.member import NAME, Log, Orders, agreed, joined
 from tests.chaos.peer import start_peer
 
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
@@ -48,30 +48,33 @@ def keep_open(update: replicas.Update, tensors: Sequence[torch.Tensor], orders: 
         tensor.fill_(-1)
 
 
+def serve(channel: replicas.Channel, log: Log, orders: Orders) -> None:
+    """Until it is ordered to join again."""
+    log.tell(joined=channel.latest)
+    while not orders.rejoin():
+        pending = channel.receive()
+        try:
+            update = pending.wait(0.05)
+        except TimeoutError:
+            orders.obey()
+            continue
+        with update:
+            tensors = [tensor for _, tensor in update]
+            values = read(tensors, orders)
+            if HOLDS_S and random.random() < HOLD_RATE:
+                keep_open(update, tensors, orders, log)
+        del tensors
+        log.tell(version=update.version, stamp=update.meta["stamp"], values=values)
+        log.tell(own=update.version, works=agreed(update.version) == update.version)
+
+
 def main() -> None:
     log = Log()
     with Orders() as orders:
         if WORLD > 1:
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         start_peer(orders)
-        while True:
-            with replicas.join("policy", endpoint=endpoint()) as channel:
-                log.tell(joined=channel.latest)
-                while not orders.rejoin():
-                    pending = channel.receive()
-                    try:
-                        update = pending.wait(0.05)
-                    except TimeoutError:
-                        orders.obey()
-                        continue
-                    with update:
-                        tensors = [tensor for _, tensor in update]
-                        values = read(tensors, orders)
-                        if HOLDS_S and random.random() < HOLD_RATE:
-                            keep_open(update, tensors, orders, log)
-                    del tensors
-                    log.tell(version=update.version, stamp=update.meta["stamp"], values=values)
-                    log.tell(own=update.version, works=agreed(update.version) == update.version)
+        joined(lambda channel: serve(channel, log, orders), log)
 
 
 if __name__ == "__main__":

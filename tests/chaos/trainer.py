@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 import replicas
-from tests.chaos.member import RANK, Log, Orders, agreed, endpoint, wait
+from tests.chaos.member import RANK, REJOINS, Log, Orders, agreed, joined, wait
 from tests.chaos.peer import start_peer
 
 NBYTES = int(os.environ.get("CHAOS_NBYTES", str(4 * 2**20)))
@@ -37,27 +37,32 @@ def weights(stamp: int, orders: Orders) -> Iterator[tuple[str, object]]:
             yield f"part{part}", torch.full((total,), value)
 
 
+def publish_for_ever(channel: replicas.Channel, log: Log, orders: Orders) -> None:
+    while True:
+        stamp = agreed(time.monotonic_ns() // 1000)
+        log.tell(began=stamp)
+        try:
+            pending = channel.publish(weights(stamp, orders), meta={"stamp": stamp})
+            receipt = wait(pending, orders)
+            log.tell(ended=stamp, version=receipt.version, lost=receipt.lost)
+        except replicas.errors.ReplicasError as error:
+            fenced = isinstance(error, replicas.errors.Fenced)
+            if not fenced or REJOINS:
+                log.tell(ended=stamp, error=type(error).__name__, text=str(error), unanimous=error.unanimous)
+            if fenced:
+                raise
+        log.tell(own=stamp, works=agreed(stamp) == stamp)
+        orders.obey()
+        time.sleep(0.05 + stamp % 50 / 1000)
+
+
 def main() -> None:
     log = Log()
     with Orders() as orders:
         if WORLD > 1:
             dist.init_process_group("gloo", timeout=timedelta(seconds=60))
         start_peer(orders)
-        with replicas.join("policy", endpoint=endpoint()) as channel:
-            while True:
-                stamp = agreed(time.monotonic_ns() // 1000)
-                log.tell(began=stamp)
-                try:
-                    pending = channel.publish(weights(stamp, orders), meta={"stamp": stamp})
-                    receipt = wait(pending, orders)
-                    log.tell(ended=stamp, version=receipt.version, lost=receipt.lost)
-                except replicas.errors.Fenced:
-                    raise
-                except replicas.errors.ReplicasError as error:
-                    log.tell(ended=stamp, error=type(error).__name__, text=str(error), unanimous=error.unanimous)
-                log.tell(own=stamp, works=agreed(stamp) == stamp)
-                orders.obey()
-                time.sleep(0.05 + stamp % 50 / 1000)
+        joined(lambda channel: publish_for_ever(channel, log, orders), log)
 
 
 if __name__ == "__main__":
