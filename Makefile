@@ -33,7 +33,8 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all unit integration properties chaos chaos-tree scene gpu gpu-wheels check format bench bench-peers diagrams clean
+.PHONY: help demo test test-all unit integration properties chaos chaos-links chaos-tree scene gpu gpu-wheels check format bench \
+	bench-peers diagrams clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -80,7 +81,11 @@ properties: $(VENV)/.dev ## look for histories that break an invariant of the co
 	  $(PYTEST) $(SIDE_BY_SIDE) tests/integration/test_properties.py
 
 chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=500 SEED=3
-	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(PYTEST) -s --timeout 0 tests/chaos/test_chaos.py
+	@CHAOS_ROUNDS=$(or $(ROUNDS),40) CHAOS_SEED=$(or $(SEED),1) $(PYTEST) -s --timeout 0 \
+	  $(or $(FILES),tests/chaos/test_chaos.py tests/chaos/test_link_chaos.py)
+
+chaos-links: $(VENV)/.dev ## every broken, slow and lossy link between hosts, one after the other (needs root): make chaos-links ONLY="host A"
+	@CHAOS_LINKS=all $(PYTEST) -s tests/chaos/test_links.py $(if $(ONLY),-k "$(ONLY)")
 
 chaos-tree: $(VENV)/.dev ## the same for the supervisor alone: make chaos-tree ROUNDS=300 SEED=3
 	@CHAOS_ROUNDS=$(or $(ROUNDS),100) CHAOS_SEED=$(or $(SEED),1) CHAOS_AT_ONCE=$(or $(AT_ONCE),3) \

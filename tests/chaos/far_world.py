@@ -28,7 +28,7 @@ from tests.support.networks import Machine
 from tests.support.runs import ROOT, eventually
 from tests.support.switch import MBIT_NBYTES, Shape, Switch, switched_hosts
 
-__all__ = ["A", "B", "C", "D", "FarWorld", "Scene", "far_world"]
+__all__ = ["PLACES", "A", "B", "C", "D", "FarWorld", "Scene", "far_world"]
 
 A, B, C, D = range(4)
 HERE = Path(__file__).parent
@@ -81,6 +81,8 @@ class _Process:
         self.popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        """After the one before has ended, if there was one."""
+        self.close()
         self.generation += 1
         env = {**os.environ, **self._env, environ.GENERATION: str(self.generation)}
         with self.log.open("ab") as log:
@@ -112,7 +114,8 @@ class _Process:
     def close(self) -> None:
         if self.popen is not None:
             self.popen.kill()
-            self.popen.communicate(timeout=20)
+            with self.popen:  # waits for it, and closes its pipes
+                pass
 
 
 class FarWorld:
@@ -180,14 +183,12 @@ class FarWorld:
         for name in names:
             os.kill(self.members[name].pid, signal.SIGKILL)
         for name in names:
-            popen = self.members[name].popen
-            assert popen is not None
-            popen.wait(20)
             self.members[name].start()
 
-    def signal(self, host: int, signum: int) -> None:
-        """To all processes on a host but its first, which holds it."""
-        for pid in self.switch.hosts[host].processes():
+    def send(self, host: int, signum: int) -> None:
+        """To all processes on a host but those that hold it."""
+        machine = self.switch.hosts[host]
+        for pid in {*machine.processes()} - {*machine.processes("sh"), *machine.processes("cat")}:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signum)
 
@@ -196,7 +197,7 @@ class FarWorld:
         self.switch.heal()
         self.switch.shape_all(self.scene.shape)
         for host in range(len(self.switch.hosts)):
-            self.signal(host, signal.SIGCONT)
+            self.send(host, signal.SIGCONT)
 
     def close(self) -> None:
         for process in (*self.members.values(), self.coordinator):
@@ -279,6 +280,27 @@ class FarWorld:
 
     def _met_at(self, since: float) -> float:
         return min((at for at, _, members in self.reduced(since) if set(members) == set(self.peers)), default=0.0)
+
+    def story(self, since: float) -> str:
+        """What the programs said from a little before this time on, by seconds from it, and what the coordinator says now."""
+        names = [*(f"{name}.0" for name in self.scene.places), *(f"{peer}.0.outer" for peer in self.peers)]
+        lines = [{**line, "from": name} for name in names for line in self.log(name) if line["at"] > since - 3.0]
+        telling = {"ended", "error", "members", "apart", "joined", "version"}
+        dull = ("at", "pid", "generation", "values", "touched", "unanimous", "mean_step", "step", "ended", "stamp")
+        rows = [
+            f"{line['at'] - since:7.1f} " + " ".join(f"{key}={value}" for key, value in line.items() if key not in dull)
+            for line in sorted(lines, key=lambda line: float(line["at"]))
+            if telling & line.keys()
+        ]
+        shown = rows if len(rows) < 160 else [*rows[:120], "...", *rows[-40:]]
+        events = [
+            f"{line['at'] - since:7.1f} {line}"
+            for line in self.log("events")
+            if line["at"] > since - 3.0 and line["event"] not in ("OperationEnded", "ReplicaLoaded", "EpochStarted")
+        ]
+        return "\n".join(
+            ("", *shown, "events:", *events[:60], f"deaths: {self.deaths}", f"now: {self.status()['channels']}")
+        )
 
     def reduced(self, since: float) -> list[tuple[float, str, list[str]]]:
         """When, who and with whom: collectives that began after this time and succeeded, by time."""
