@@ -26,6 +26,7 @@ from websockets.uri import parse_uri
 from bench.rank import Driver, Handler
 from bench.shapes import FULL, shapes
 from replicas import messages as wire
+from replicas.core.fetching import pieces
 from replicas.core.identity import ProcessIdentity
 from replicas.core.manifest import PartManifest, TensorSpec
 
@@ -187,6 +188,10 @@ class Member(asyncio.Protocol):
         self.crowd.verdicts.append(message)
         self.crowd.news()
 
+    def asked(self, message: wire.ManifestAsk) -> None:
+        for piece in pieces(message, self.crowd.encoded):
+            self.say(piece)
+
     def watched(self, message: wire.WatchEnd) -> None:
         self.crowd.watched = max(self.crowd.watched, message.version)
         self.crowd.news()
@@ -204,6 +209,7 @@ _REACTIONS: Mapping[type[Any], Callable[[Member, Any], None]] = {
     wire.ReceiveGrant: Member.grant,
     wire.PublishEnd: Member.ended,
     wire.WatchEnd: Member.watched,
+    wire.ManifestAsk: Member.asked,
 }
 
 
@@ -225,6 +231,7 @@ class Crowd:
         self._changed = asyncio.Event()
         specs = tuple(TensorSpec(name, "bfloat16", shape) for name, shape in shapes(FULL))
         self._manifest = PartManifest(specs)
+        self.encoded = self._manifest.encode()
         self.source: Member | None = None
 
     def news(self) -> None:
@@ -327,8 +334,6 @@ class Crowd:
         number, part = self.published, self._manifest
         began = time.monotonic()
         source.say(wire.PublishBegin(number, None, 100.0))
-        if number == 1:
-            source.say(wire.UploadManifest(part.hash, part.encode()))
         source.say(wire.Packed(number, part.hash, 1 << 28, "cpu", 0.0, 0.0, DIGEST, self.place))
         version = source.committed + 1
         committed = await self.until(

@@ -19,6 +19,7 @@ from replicas.channel.arena_like import arena_like
 from replicas.channel.collectives import Collectives
 from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
 from replicas.channel.lanes import Lanes
+from replicas.channel.manifests import Manifests
 from replicas.channel.operations import Operations
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.publish import Publisher
@@ -56,14 +57,15 @@ class Channel(Collectives):
         self._lock = threading.Lock()
         self._closed = False
         self._lanes = Lanes(hub)
-        self._transfers = Transfers(hub, self._lanes)
         self._publisher = Publisher(hub)
+        self._manifests = Manifests(hub, self._publisher.manifest_of)
+        self._transfers = Transfers(hub, self._lanes, self._manifests)
         self._receiver = Receiver(hub)
         self._watches = Watches(hub)
         self._operations = Operations(hub, self._lanes)
         session = Session(hub.loop, endpoint, token, hello, hub)
-        parts = (self._publisher, self._receiver, self._watches, self._operations, self._transfers, self._lanes)
-        hub.start(session, parts)
+        weights = (self._publisher, self._receiver, self._watches, self._transfers, self._manifests)
+        hub.start(session, (*weights, self._operations, self._lanes))
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else f"version={self.version} latest={self.latest} epoch={self.epoch}"

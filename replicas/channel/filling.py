@@ -11,7 +11,7 @@ from replicas.channel.free_slot import free_slot
 from replicas.channel.hub import Hub
 from replicas.channel.publish_job import PublishJob
 from replicas.channel.under_way import CopiesUnderWay
-from replicas.core.manifest import PartManifest
+from replicas.core.manifest import PartManifest, check_size
 from replicas.weights.accelerator import device_of
 from replicas.weights.arena import Slot
 from replicas.weights.packing import DeviceCopies, Feed, Manner, Packer, Packing, stage
@@ -71,6 +71,7 @@ class Filling:
                 "publish: this slot is one of another channel, or of an earlier session of this one",
                 hint="publish it on the channel whose arena_like made it",
             )
+        check_size(written.manifest)
         job.fills = True
         feed.take_known()
         job.slot = written.take()
@@ -86,6 +87,7 @@ class Filling:
         if staged is not None:
             manifest = staged.manifest
         assert manifest is not None
+        check_size(manifest)
         self._expect(feed)
         slot = self._take_slot(job, manifest)
         begun = partial(self._copies_begun, job)

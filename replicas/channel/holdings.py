@@ -115,9 +115,9 @@ class Holdings:
         """All that a new coordinator must know to have it sent to others."""
         image = self.arena.images().get(version)
         if image is None:
-            return Described(version, "", "", b"", {}, "cpu")
+            return Described(version, "", "", {}, "cpu")
         device = "cuda" if self._device else self._devices.get(version, "cpu")
-        return Described(version, self.digest(version), image.hash, image.encode(), self.meta(version), device)
+        return Described(version, self.digest(version), image.hash, self.meta(version), device)
 
     def note(
         self, version: int, *, meta: Meta | None = None, digest: str | None = None, device: str | None = None

@@ -12,7 +12,7 @@ that called, because walking the weights may be made of collectives of the user'
     wait until admitted                  ◀── PublishAdmitted (the version's number)
     wait for a slot, walk the weights
     into it (or only walk) ───────────────▶  pin; when the digest, which is made behind the
-    return the Pending                       copy, is there: UploadManifest, Packed ──▶
+    return the Pending                       copy, is there: Packed ──▶
                                              ...
                                          ◀── PublishEnd: unpin, resolve
 
@@ -60,7 +60,7 @@ from replicas.channel.hub import GRACE_S, Hub, as_wire_error
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.publish_job import PublishJob
 from replicas.core.manifest import PartManifest
-from replicas.messages import PackFailed, PublishAdmitted, PublishEnd, UploadManifest
+from replicas.messages import PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import text_of
 from replicas.weights.packing import Feed, Mode
 
@@ -77,7 +77,6 @@ class Publisher:
         self._hub = hub
         self._jobs: dict[int, PublishJob] = {}
         self._unsettled: dict[int, PublishJob] = {}
-        self._uploaded = ""
         self._busy = threading.Lock()
         self._filling = Filling(hub, self._begun_to_fill, self._grown)
         self.copies = self._filling.copies
@@ -174,7 +173,6 @@ class Publisher:
         return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
 
     def new_term(self) -> None:
-        self._uploaded = ""
         for job in self._in_order():
             job.streaming = job.told = False  # the new coordinator hears of it when it is packed
             self._hub.send(job.begin(job.left_s if job.number in self._jobs else LATE_S))
@@ -289,23 +287,21 @@ class Publisher:
             return  # it is told when it is packed, as a whole
         job.streaming = True
         self._hub.filled_up_to(job.version, 0)
-        self._upload(manifest)
+        job.manifest = manifest
         self._hub.send(job.begun_to_fill(manifest, device))
 
     def _grown(self, job: PublishJob, nbytes: int) -> None:
         if job.streaming:
             self._hub.filled_up_to(job.version, nbytes)
 
-    def _upload(self, manifest: PartManifest) -> None:
-        if manifest.hash != self._uploaded:
-            self._uploaded = manifest.hash
-            self._hub.send(UploadManifest(manifest.hash, manifest.encode()))
+    def manifest_of(self, manifest_hash: str) -> bytes | None:
+        """The encoding of the manifest with this hash, of a publish that has no verdict; None: there is none."""
+        known = (job.manifest for job in self._in_order() if job.manifest is not None)
+        found = next((manifest for manifest in known if manifest.hash == manifest_hash), None)
+        return found.encode() if found is not None else None
 
     def _send_packed(self, job: PublishJob) -> None:
         job.told = True
-        manifest = job.manifest
-        if manifest is not None:
-            self._upload(manifest)
         self._hub.send(job.filled())
 
     def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:

@@ -29,6 +29,7 @@ import msgspec
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
 from replicas.channel.lanes import Lane, Lanes
+from replicas.channel.manifests import Manifests
 from replicas.channel.on_device import copy_image, copy_part
 from replicas.core.manifest import Manifest
 from replicas.messages import (
@@ -50,7 +51,6 @@ logger = logging.getLogger("replicas.channel")
 
 MARGIN_S = 0.5
 """A receiver without a slot says so this much before the offer's deadline."""
-KEPT_MANIFESTS = 16
 KEPT_FILLED = 8
 """Of so many versions it is remembered how far they were filled: several publishes may be under way."""
 BEAT_S = 0.03
@@ -75,12 +75,11 @@ class _Transfer:
 class Transfers:
     """The transfers of one channel in this process."""
 
-    def __init__(self, hub: Hub, lanes: Lanes) -> None:
+    def __init__(self, hub: Hub, lanes: Lanes, manifests: Manifests) -> None:
         self._hub = hub
         self._lanes = lanes
+        self._manifests = manifests
         self._transfers: dict[int, _Transfer] = {}
-        self._manifests: dict[str, bytes] = {}
-        self._decoded: tuple[str, Manifest] | None = None
         self._filled: dict[int, int] = {}
         hub.on_fill(self._filled_up_to)
 
@@ -90,7 +89,6 @@ class Transfers:
     def new_term(self) -> None:
         for number in list(self._transfers):
             self._cancel(number)
-        self._manifests.clear()
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         self.new_term()
@@ -107,10 +105,10 @@ class Transfers:
     async def _prepare(self, transfer: _Transfer) -> None:
         offer = transfer.offer
         try:
-            transfer.manifest = self._manifest_of(offer)
+            transfer.manifest = await self._manifests.get(offer.manifest_hash)
             if transfer.sends:
                 self._pin(transfer)
-            else:
+            elif not transfer.cancelled:
                 await self._reserve(transfer)
         except (OSError, RuntimeError, errors.ReplicasError) as error:
             self._failed(transfer, error, phase="offer")
@@ -124,7 +122,7 @@ class Transfers:
         """Have the version where it lies. Once it is mapped it is certainly that version, however late the offer was."""
         offer, hub, started = transfer.offer, self._hub, time.monotonic()
         try:
-            manifest = await self._decode(offer, self._manifest_of(offer))
+            manifest = await self._manifests.decoded(offer.manifest_hash)
             if transfer.cancelled:
                 return
             slot = self._adopt(offer, manifest)
@@ -147,7 +145,6 @@ class Transfers:
         """Have the version in a slot of our own, from one who has it on the same GPU."""
         offer, hub = transfer.offer, self._hub
         try:
-            transfer.manifest = self._manifest_of(offer)
             place = self._place_of(offer)
             await self._reserve(transfer)
             slot = transfer.slot
@@ -193,24 +190,6 @@ class Transfers:
         finally:
             self._hub.arena.unpin(slot)
 
-    async def _decode(self, offer: TransferOffer, encoded: bytes) -> Manifest:
-        """The manifest; that of the last offer is kept, for it is mostly the same."""
-        if self._decoded is None or self._decoded[0] != offer.manifest_hash:
-            self._decoded = (offer.manifest_hash, await asyncio.to_thread(Manifest.decode, encoded))
-        return self._decoded[1]
-
-    def _manifest_of(self, offer: TransferOffer) -> bytes:
-        if offer.manifest is not None:
-            self._manifests.pop(offer.manifest_hash, None)
-            self._manifests[offer.manifest_hash] = offer.manifest
-            while len(self._manifests) > KEPT_MANIFESTS:
-                del self._manifests[next(iter(self._manifests))]
-            return offer.manifest
-        known = self._manifests.get(offer.manifest_hash)
-        if known is None:
-            raise self._hub.error(errors.InternalError, f"manifest {offer.manifest_hash} was never sent here")
-        return known
-
     def _pin(self, transfer: _Transfer) -> None:
         offer = transfer.offer
         if offer.streaming and (filling := self._hub.arena.find_filling(offer.version)) is not None:
@@ -238,7 +217,7 @@ class Transfers:
     async def _reserve(self, transfer: _Transfer) -> None:
         hub, offer = self._hub, transfer.offer
         until = time.monotonic() + max(0.0, offer.deadline_s - MARGIN_S)
-        manifest = await self._decode(offer, transfer.manifest)
+        manifest = await self._manifests.decoded(offer.manifest_hash)
         hub.holdings.overtake(offer.version)
         while not transfer.cancelled:
             changed = hub.holdings.event()
@@ -273,7 +252,8 @@ class Transfers:
         lane: Lane | None = None
         try:
             if go.places:
-                await asyncio.to_thread(self._copy_parts, transfer, slot, go.places)
+                manifest = await self._manifests.decoded(transfer.offer.manifest_hash)
+                await asyncio.to_thread(self._copy_parts, manifest, slot, go.places)
             if go.lane:
                 lane = self._lanes.get(go.lane)
                 done = await self._through(lane, transfer, slot, go)
@@ -344,9 +324,8 @@ class Transfers:
         digest = await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
         return TransferDone(transfer.offer.transfer, digest, {}, 0.0, time.monotonic() - started)
 
-    def _copy_parts(self, transfer: _Transfer, slot: Slot, places: tuple[SlotPlace, ...]) -> None:
+    def _copy_parts(self, manifest: Manifest, slot: Slot, places: tuple[SlotPlace, ...]) -> None:
         """Worker thread: put the parts that lie on this host into the image."""
-        manifest = Manifest.decode(transfer.manifest)
         for place in places:
             copy_part(self._hub.arena, manifest, place, slot, self._hub.device)
 

@@ -33,11 +33,13 @@ from replicas.core.effects import (
     LetGo,
     MemberLost,
     MemberQuarantined,
+    Read,
     Record,
     Send,
     Sweep,
 )
 from replicas.core.identity import Member
+from replicas.core.manifests import Joined, read
 from replicas.core.roster import GroupShape
 from replicas.core.silence import Silence
 from replicas.memory.beacon import own_beacon
@@ -112,6 +114,7 @@ class Engine:
         self._due: deque[tuple[ChannelState, Effect]] = deque()
         self._encoded = Encoded()
         self._silence = Silence()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._applying = False
         self._disk_problem = ""
         self.lag_s = 0.0
@@ -298,6 +301,8 @@ class Engine:
 
     def close(self) -> None:
         """Let go of the memory that is kept for others."""
+        for task in self._tasks:
+            task.cancel()
         self._keeper.close()
 
     def refused(self, reason: str) -> None:
@@ -349,6 +354,10 @@ class Engine:
             case Keep():
                 place = self._keeper.keep((effect.channel, effect.owner), effect.place, effect.version)
                 channel.kept(effect.owner, effect.version, place)
+            case Read():
+                task = asyncio.create_task(self._read(channel, effect), name="manifest")
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
             case LetGo():
                 self._keeper.let_go((effect.channel, effect.owner))
             case Emit():
@@ -359,6 +368,18 @@ class Engine:
                         "%s: %s is quarantined: %s", channel.config.name, effect.event.member, effect.event.reason
                     )
                 self.emit(effect.event)
+
+    async def _read(self, channel: ChannelState, effect: Read) -> None:
+        found: Joined | errors.ReplicasError
+        try:
+            found = await asyncio.to_thread(read, effect)
+        except errors.ReplicasError as error:
+            found = error
+        except Exception as error:
+            log.exception("a bug: a manifest of channel %s could not be read", channel.config.name)
+            found = errors.InternalError(f"{type(error).__name__}: {error}")
+        channel.read(effect, found, self._now())
+        self._apply(channel)
 
     def _on_lost(self, event: MemberLost) -> None:
         log.info("%s: %s is lost (%s)", event.channel, event.member, event.reason)

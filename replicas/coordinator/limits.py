@@ -5,8 +5,9 @@ Theory of operation
 
 Whoever has the run's token can open a session, and then be mad: flood, send anything, read nothing. None of it may reach
 the state machines or hold up the loop that serves everybody. So each message passes here first, cheapest check first: its
-size by kind (before it is decoded: only manifests may be large), its form (msgspec, a closed set of types), its values (no
-negative numbers, nothing that is not finite, names that can be shown and compared), and only then the engine.
+size by kind (before it is decoded: manifests come in small pieces, only the shapes of an operation may be large), its form
+(msgspec, a closed set of types), its values (no negative numbers, nothing that is not finite, names that can be shown and
+compared), and only then the engine.
 
 *Fairness* is counted in the time for which the loop was busy with somebody (by the cheap clock: the thread's own costs as
 much as a small message; whoever is charged for a moment in which this process did not run has a reserve). A session has a
@@ -32,7 +33,6 @@ from replicas.messages.bounds import (
     INFO_ENTRIES,
     INFO_LENGTH,
     INTEGER_MAX,
-    LARGE_NBYTES,
     NAME_LENGTH,
     OTHER_NBYTES,
     RANKS_MAX,
@@ -48,7 +48,6 @@ __all__ = [
     "FRAME_NBYTES",
     "HELLO_NBYTES",
     "HELLO_TIMEOUT_S",
-    "LARGE_NBYTES",
     "MALFORMED_MAX",
     "MESSAGES_WAITING",
     "OUTBOX_MESSAGES",

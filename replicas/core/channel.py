@@ -36,6 +36,7 @@ from replicas.core.effects import (
     MemberJoined,
     MemberLost,
     MemberQuarantined,
+    Read,
     Retried,
     Send,
 )
@@ -44,6 +45,7 @@ from replicas.core.identity import Member
 from replicas.core.keeping import Keeping
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.links import Links
+from replicas.core.manifests import Joined
 from replicas.core.marks import Marks
 from replicas.core.operations import Operations
 from replicas.core.recovery import Recovery
@@ -237,6 +239,11 @@ class ChannelState:
             self.stuck.tick(now)
         self._settle(now)
 
+    def read(self, effect: Read, found: Joined | errors.ReplicasError, now: float) -> None:
+        """The shell has done what :class:`~replicas.core.effects.Read` says."""
+        self.commits.manifests.read(effect, found)
+        self._settle(now)
+
     def kept(self, owner: Member, version: int, place: wire.SlotPlace | None) -> None:
         """The shell has done what :class:`~replicas.core.effects.Keep` says; None: it cannot."""
         self.keeping.kept(owner, version, place)
@@ -331,7 +338,7 @@ class ChannelState:
         """Do everything that has become possible."""
         if self.recovery.active:
             return
-        self.recovery.advance()
+        self.recovery.advance(now)
         self.keeping.look(self.commits.latest)
         self._admit(now)
         self.commits.advance(now)
@@ -406,8 +413,10 @@ class ChannelState:
         """Publishes, transfers and receives."""
         commits, member = self.commits, state.member
         match message:
-            case wire.UploadManifest():
-                commits.upload(state, message)
+            case wire.ManifestAsk():
+                commits.asked(state, message, now)
+            case wire.ManifestPiece():
+                commits.piece(state, message, now)
             case wire.PublishBegin():
                 commits.begin(state, message, now)
             case wire.Packed():

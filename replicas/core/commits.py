@@ -20,12 +20,13 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.core.catch_up import CatchUp
 from replicas.core.effects import CommitDecision, Emit, Record, Send, SyncEnded
+from replicas.core.fetching import pieces
 from replicas.core.identity import Member
 from replicas.core.lanes import Lane
 from replicas.core.manifests import Manifests
 from replicas.core.payload import Payload
 from replicas.core.publishes import Publish, Publishes
-from replicas.core.roster import MemberState
+from replicas.core.roster import MemberState, Reading
 from replicas.core.rounds import Newest
 from replicas.core.transfers import Transfer
 from replicas.messages import ReceiptData, WireError
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Commits"]
 
+READING_S = 2.0
+"""For so long nobody judges how fast a member reads a manifest."""
 LAST_WORDS_S = 0.4
 """A rank that gives up at its deadline knows better why (no free slot, say): its word is waited for so long."""
 
@@ -57,7 +60,9 @@ class Commits:
         self.main: Transfer | None = None
         self.catch_up = CatchUp(channel)
         self.kept_lane: Lane | None = None
-        self._manifests = Manifests(config.name)
+        self.manifests = Manifests(config.name, channel.out)
+        self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
+        """Words about publishes whose manifest is not here yet, in order."""
         self.totals: dict[str, int] = {}
         self.bytes_total = 0
         self.last: SyncRecord | None = None
@@ -78,10 +83,6 @@ class Commits:
     def transfers(self) -> list[Transfer]:
         known = (self.main, self.catch_up.transfer)
         return [transfer for transfer in known if transfer is not None]
-
-    def upload(self, state: MemberState, message: wire.UploadManifest) -> None:
-        if state.is_source:
-            self._manifests.upload(state.member, message)
 
     def begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
         out, member = self._channel.out, state.member
@@ -116,20 +117,23 @@ class Commits:
             return
         known = self.publishes.get(state.member, message.publish)
         if message.manifest_hash and known is not None and not known.over:
+            encoded = self.manifests.get(message.manifest_hash)
+            if encoded is None:
+                self._unread.append((state, message))
+                self.manifests.fetch(state.member, message.manifest_hash, now)
+                return
+            known.manifests[state.member] = encoded
             state.parts.add(known.version)
             state.lent.add(known.version)
             if message.place is not None:
                 state.places[known.version] = message.place
-        publish = self.publishes.packed(state.member, message, state.hello.world_size, now)
-        if publish is None:
-            return
-        try:
-            self._prepare(publish)
-        except errors.ReplicasError as exc:
-            self._fail(publish, exc, now)
+        self.publishes.packed(state.member, message, state.hello.world_size, now)
 
     def filled(self, state: MemberState, message: wire.Filled, now: float) -> None:
         """What was sent while it was packed is all there now."""
+        if any(one is state and earlier.publish == message.publish for one, earlier in self._unread):
+            self._unread.append((state, message))
+            return
         publish = self.publishes.filled(state.member, message)
         if publish is None or publish.payload is None:
             return
@@ -160,17 +164,56 @@ class Commits:
 
     # ------------------------------------------------------------ from packed to moving
 
-    def _prepare(self, publish: Publish) -> None:
-        payload, carriers = self._manifests.prepare(publish)
-        publish.payload = payload
-        if not payload.part_owners:
-            state = self._channel.roster.get(carriers[0])
+    def asked(self, state: MemberState, ask: wire.ManifestAsk, now: float) -> None:
+        """A member wants the manifest of what it was offered."""
+        known = [transfer.payload for transfer in self.transfers] + ([self.committed] if self.committed else [])
+        found = next((one.encoded for one in known if one.manifest_hash == ask.manifest_hash), None)
+        if found is not None:
+            before = state.reading
+            goes_on = before is not None and before.manifest_hash == ask.manifest_hash and ask.offset > before.nbytes
+            since = before.since if before is not None and goes_on else now
+            state.reading = Reading(ask.manifest_hash, since, now, ask.offset, len(found))
+        self._channel.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
+
+    def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> None:
+        """Of a manifest that was asked for here."""
+        try:
+            if self.manifests.add(state.member, piece, now):
+                self._read_on(now)
+        except errors.ReplicasError as error:
+            failed = [m.publish for s, m in self._unread if s is state and _hash_of(m) == piece.manifest_hash]
+            for publish in filter(None, (self.publishes.get(state.member, number) for number in failed)):
+                self._fail(publish, errors.ManifestMismatch(f"{state.member}: {error.message}", hint=error.hint), now)
+            self._channel.recovery.undescribed(state)
+            self._read_on(now)
+
+    def _read_on(self, now: float) -> None:
+        """What waited for a manifest may wait no longer."""
+        unread, self._unread = self._unread, []
+        for state, message in unread:
+            if self._channel.roster.get(state.member) is not state:
+                continue
+            if isinstance(message, wire.Packed):
+                self.packed(state, message, now)
+            else:
+                self.filled(state, message, now)
+
+    def _prepare(self, publish: Publish, now: float) -> None:
+        try:
+            publish.payload = payload = self.manifests.payload(publish)
+        except errors.ReplicasError as exc:
+            self._fail(publish, exc, now)
+            return
+        if payload is not None and not payload.part_owners:
+            state = self._channel.roster.get(publish.carriers[0])
             if state is not None:
                 state.held.setdefault(publish.version, payload.digest)
                 state.parts.discard(publish.version)
 
     def advance(self, now: float) -> None:
         """Start what can start: the next publish in the queue, and catch-up."""
+        for publish in [publish for publish in self.publishes.queue if publish.payload is None]:
+            self._prepare(publish, now)
         for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
             self._overtaken(publish, now)
         if self.main is None and self.publishes.queue and self._target_replicas() >= self._channel.config.min_targets:
@@ -208,8 +251,7 @@ class Commits:
     def _start_next(self, now: float) -> None:
         publish = self.publishes.queue[0]
         if publish.payload is None:
-            self._fail(publish, errors.InternalError(f"version {publish.version} has no bytes"), now)
-            return
+            return  # its manifest is being read
         self.publishes.take(publish, now)
         targets = self._channel.roster.targets
         needers = [s.member for s in targets if publish.version not in s.held and not s.draining]
@@ -258,7 +300,7 @@ class Commits:
         digest = payload.digest or self._held_digest(payload.version)
         self._vouch(payload.version, digest)
         payload.digest, payload.filling = digest, None  # of a publisher that has not said that it is full
-        self._manifests.committed(payload)
+        self.manifests.current = payload.manifest
         self._decide(publish.version, digest, payload)
         self._decided_here = True
         seconds = now - publish.began_at
@@ -366,8 +408,7 @@ class Commits:
 
     def restore(self, payload: Payload) -> None:
         """The bytes of the newest committed version are known again."""
-        payload.nbytes = self._manifests.committed(payload).data_nbytes
-        self.committed = payload
+        self.manifests.current, self.committed = payload.manifest, payload
 
     def fail_resumed(self, publish: Publish, why: str, now: float) -> None:
         """It had ended before the coordinator started again."""
@@ -435,7 +476,8 @@ class Commits:
     def lost(self, state: MemberState, now: float) -> None:
         """A member is gone (already out of the roster)."""
         member = state.member
-        self._manifests.lost(member)
+        self.manifests.lost(member)
+        self._unread = [(one, message) for one, message in self._unread if one is not state]
         if self.kept_lane is not None and member in self.kept_lane.members:
             self._close_kept()
         for publish in self.publishes.open():
@@ -452,7 +494,7 @@ class Commits:
         for transfer in self.transfers:
             transfer.tick(now)
         for publish in self.publishes.open():
-            if publish.state == "moving" and now > publish.laggard_time():
+            if publish.state == "moving" and now > publish.moving_at + READING_S:
                 self._leave_laggards(publish, now)
             grace = LAST_WORDS_S if publish.state == "packing" else 0.0
             if not publish.over and now > publish.deadline + grace:
@@ -460,12 +502,15 @@ class Commits:
         self.catch_up.tick(now)
 
     def _leave_laggards(self, publish: Publish, now: float) -> None:
-        """Some are not even ready to receive: go on without them, if others are."""
+        """Some are not ready to receive in half of the time, or will not have read the manifest by then: go on without them,
+        if others are.
+        """
         transfer = publish.transfer
         if transfer is None or self._channel.config.on_lost == "raise":
             return
-        laggards = transfer.unready
-        others = laggards < transfer.needers or (transfer.state == "moving" and transfer.verified)
+        half = publish.laggard_time()
+        laggards = transfer.unready if now > half else transfer.slow_readers(half)
+        others = laggards < transfer.needers or transfer.verified
         if laggards and others:
             waited = f"{now - publish.moving_at:.1f} s"
             transfer.exclude(laggards, now, reason="refused", why=f"it was not ready to receive within {waited}")
@@ -479,6 +524,9 @@ class Commits:
             self._fail(publish, errors.DeadlineExceeded(text, phase="pack", members=missing), now)
         elif publish.state == "queued" and self._channel.recovery.active:
             text = f"version {publish.version} waited {waited} for the members to come back to a new coordinator"
+            self._fail(publish, errors.DeadlineExceeded(text, phase="queue"), now)
+        elif publish.state == "queued" and publish.payload is None:
+            text = f"version {publish.version}: its manifest was still being read after {waited}"
             self._fail(publish, errors.DeadlineExceeded(text, phase="queue"), now)
         elif publish.state == "queued" and self.main is None:
             text = (
@@ -523,6 +571,10 @@ class Commits:
         lane, self.kept_lane = self.kept_lane, None
         if lane is not None:
             self._channel.close_lane(lane)
+
+
+def _hash_of(message: wire.Packed | wire.Filled) -> str:
+    return message.manifest_hash if isinstance(message, wire.Packed) else ""
 
 
 def _accounted(publish: Publish, now: float) -> float:

@@ -22,6 +22,7 @@ __all__ = [
     "MemberLost",
     "MemberQuarantined",
     "OperationEnded",
+    "Read",
     "Record",
     "ReplicaIdle",
     "ReplicaLoaded",
@@ -176,8 +177,18 @@ class LetGo(msgspec.Struct, frozen=True):
     owner: Member
 
 
+class Read(msgspec.Struct, frozen=True):
+    """Decode these manifests and put them together (:func:`replicas.core.manifests.read`): beside the loop, as many tensors
+    take seconds. ``key``: what the result is called when it is handed in. ``whole``: it is one, and put together already.
+    """
+
+    key: str
+    encoded: tuple[bytes, ...]
+    whole: bool
+
+
 class Emit(msgspec.Struct, frozen=True):
     event: Event
 
 
-Effect = Send | Record | Sweep | Keep | LetGo | Emit
+Effect = Send | Record | Sweep | Keep | LetGo | Read | Emit

@@ -19,7 +19,6 @@ Everything here is pure and knows torch's dtypes by name only.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from math import prod
@@ -42,6 +41,7 @@ from replicas.core.tensor_specs import (
     segment_layout,
 )
 from replicas.errors import ManifestMismatch
+from replicas.messages.bounds import MANIFEST_NBYTES, MANIFEST_TENSORS
 
 __all__ = [
     "ALIGNMENT_NBYTES",
@@ -51,6 +51,7 @@ __all__ = [
     "Piece",
     "SegmentLike",
     "TensorSpec",
+    "check_size",
     "difference",
     "item_nbytes",
     "merge_parts",
@@ -83,6 +84,14 @@ _SAFETENSORS = {
 _T = TypeVar("_T")
 
 
+class _Entry(msgspec.Struct):
+    """Of a safetensors header."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    data_offsets: tuple[int, int]
+
+
 def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
     try:
         return decoder.decode(data)
@@ -108,14 +117,28 @@ class PartManifest(msgspec.Struct, frozen=True, dict=True):
     @classmethod
     def decode(cls, data: bytes | memoryview) -> PartManifest:
         """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything malformed or inconsistent."""
-        part = _decode(data, _part_decoder)
+        part = cls.decode_only(data)
         part.validate()
         return part
+
+    @classmethod
+    def decode_only(cls, data: bytes | memoryview) -> PartManifest:
+        """For who validates it, as :func:`merge_parts` does."""
+        return _decode(data, _part_decoder)
 
     @cached_property
     def hash(self) -> str:
         """xxh3-128 of the encoding, in hex."""
-        return xxhash.xxh3_128_hexdigest(self.encode())
+        return self._sealed[0]
+
+    @property
+    def encoded_nbytes(self) -> int:
+        return self._sealed[1]
+
+    @cached_property
+    def _sealed(self) -> tuple[str, int]:
+        encoded = self.encode()
+        return xxhash.xxh3_128_hexdigest(encoded), len(encoded)
 
     @cached_property
     def nbytes(self) -> int:
@@ -173,7 +196,16 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     @cached_property
     def hash(self) -> str:
         """xxh3-128 of the encoding, in hex."""
-        return xxhash.xxh3_128_hexdigest(self.encode())
+        return self._sealed[0]
+
+    @property
+    def encoded_nbytes(self) -> int:
+        return self._sealed[1]
+
+    @cached_property
+    def _sealed(self) -> tuple[str, int]:
+        encoded = self.encode()
+        return xxhash.xxh3_128_hexdigest(encoded), len(encoded)
 
     @cached_property
     def content_hash(self) -> str:
@@ -195,17 +227,17 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
         raw = {spec.name: spec.dtype for spec in self.tensors if spec.dtype not in _SAFETENSORS}
         metadata = {"format": "pt"}
         if self.aliases:
-            metadata["replicas.aliases"] = json.dumps(dict(self.aliases))
+            metadata["replicas.aliases"] = msgspec.json.encode(dict(self.aliases)).decode()
         if raw:
-            metadata["replicas.dtypes"] = json.dumps(raw)
+            metadata["replicas.dtypes"] = msgspec.json.encode(raw).decode()
         entries: dict[str, object] = {"__metadata__": metadata}
-        for index in sorted(range(len(self.tensors)), key=self.offsets.__getitem__):
-            spec, start = self.tensors[index], self.offsets[index]
+        offsets = self.offsets
+        for index in sorted(range(len(self.tensors)), key=offsets.__getitem__):
+            spec, start = self.tensors[index], offsets[index]
             code = _SAFETENSORS.get(spec.dtype)
             shape = spec.shape if code else (*spec.shape, item_nbytes(spec.dtype))
-            offsets = [start, start + spec.nbytes]
-            entries[spec.name] = {"dtype": code or "U8", "shape": shape, "data_offsets": offsets}
-        body = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+            entries[spec.name] = _Entry(code or "U8", shape, (start, start + spec.nbytes))
+        body = msgspec.json.encode(entries)
         body += b" " * (-(8 + len(body)) % ALIGNMENT_NBYTES)
         return len(body).to_bytes(8, "little") + body
 
@@ -276,6 +308,17 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
     merged = Manifest(tuple(tensors.values()), tuple(aliases.items()), tuple(owned))
     merged.validate()
     return merged
+
+
+def check_size(manifest: Manifest | PartManifest) -> None:
+    """Raise :class:`ManifestMismatch` for one that nobody would take."""
+    tensors, nbytes = len(manifest.tensors) + len(manifest.aliases), manifest.encoded_nbytes
+    if nbytes > MANIFEST_NBYTES or tensors > MANIFEST_TENSORS:
+        raise ManifestMismatch(
+            f"a manifest of {tensors:,} tensors and {nbytes:,} bytes: at most {MANIFEST_TENSORS:,} tensors "
+            f"and {MANIFEST_NBYTES:,} bytes can be published together",
+            hint="publish them stacked, with shorter names, or over several channels",
+        )
 
 
 def _merge_names(number: int, part: PartManifest, tensors: dict[str, TensorSpec], aliases: dict[str, str]) -> None:

@@ -1,7 +1,8 @@
 """The manifests that members announce, and the one that the channel has.
 
-A model keeps its tensors from version to version, and a manifest of 100,000 tensors takes half a second to decode, join and
-hash: what was made of the same uploads the last time is used again.
+A model keeps its tensors from version to version, and one manifest of 100,000 tensors takes half a second to decode, join
+and hash. So that is done beside the loop (:class:`~replicas.core.effects.Read`), and what was made of the same ones is used
+again.
 """
 
 from __future__ import annotations
@@ -10,65 +11,135 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from replicas import errors
+from replicas.core.effects import Effect, Read, Send
+from replicas.core.fetching import Cache, Fetch
 from replicas.core.identity import Member
-from replicas.core.manifest import Manifest, PartManifest, difference, merge_parts
+from replicas.core.manifest import Manifest, PartManifest, check_size, difference, merge_parts
 from replicas.core.payload import Payload
 from replicas.core.publishes import Publish
-from replicas.messages import Meta, UploadManifest
+from replicas.messages import ManifestPiece, Meta
 
-__all__ = ["Manifests"]
+__all__ = ["Joined", "Manifests", "read"]
 
-KEPT_NBYTES = 64 * 2**20
-"""Of one member's manifests: beyond it only the newest is kept (nobody has so many)."""
+JOINED_NBYTES = 32 * 2**20
+"""Of manifests, as they are encoded: so much is kept decoded, too."""
 
 
-class _Joined(NamedTuple):
-    """What was made of these uploads."""
+class Joined(NamedTuple):
+    """What was made of the manifests of all ranks."""
 
-    uploads: tuple[bytes, ...]
     manifest: Manifest
     encoded: bytes
+
+
+def read(effect: Read) -> Joined:
+    """Do what the effect says; all that is slow about a manifest is done in it.
+
+    :raises replicas.errors.ManifestMismatch: they are malformed, do not fit each other, or are too large together.
+    """
+    if effect.whole:
+        encoded = effect.encoded[0]
+        manifest = Manifest.decode(encoded)
+    else:
+        manifest = merge_parts([PartManifest.decode_only(part) for part in effect.encoded])
+        encoded = manifest.encode()
+    check_size(manifest)
+    _ = manifest.hash, manifest.data_nbytes  # kept in it from now on
+    return Joined(manifest, encoded)
 
 
 class Manifests:
     """Of one channel. ``current``: that of its newest commit."""
 
-    def __init__(self, channel: str) -> None:
+    def __init__(self, channel: str, out: list[Effect]) -> None:
         self._channel = channel
-        self._uploads: dict[Member, dict[str, bytes]] = {}
+        self._out = out
+        self._encoded: Cache[bytes] = Cache()
+        self._fetches: dict[Member, Fetch] = {}
+        self._joined: Cache[Joined] = Cache(JOINED_NBYTES)
+        self._being_read: set[str] = set()
+        self._failed: dict[str, errors.ReplicasError] = {}
         self.current: Manifest | None = None
-        self._joined: _Joined | None = None
 
-    def upload(self, member: Member, message: UploadManifest) -> None:
-        """Keep it for the member's session."""
-        kept = self._uploads.setdefault(member, {})
-        kept.pop(message.manifest_hash, None)
-        kept[message.manifest_hash] = message.manifest
-        while len(kept) > 1 and sum(map(len, kept.values())) > KEPT_NBYTES:
-            del kept[next(iter(kept))]
+    # ------------------------------------------------------------ on their way
+
+    def get(self, manifest_hash: str) -> bytes | None:
+        """It, encoded, if it is known here."""
+        return self._encoded.get(manifest_hash)
+
+    def fetch(self, member: Member, manifest_hash: str, now: float) -> None:
+        """Have it sent by the member, one after another: when one has come, or cannot, the others are asked for again."""
+        if member not in self._fetches:
+            self._fetches[member] = fetch = Fetch(manifest_hash)
+            self._out.append(Send(member, fetch.ask(now)))
+
+    def add(self, member: Member, piece: ManifestPiece, now: float) -> bool:
+        """Whether a manifest is known now that was not before.
+
+        :raises replicas.errors.ReplicasError: it cannot be had from this member.
+        """
+        fetch = self._fetches.get(member)
+        if fetch is None or fetch.manifest_hash != piece.manifest_hash:
+            return False
+        try:
+            answer = fetch.add(piece, now)
+        except errors.ReplicasError:
+            del self._fetches[member]
+            raise
+        if isinstance(answer, bytes):
+            del self._fetches[member]
+            self._encoded.put(piece.manifest_hash, answer, len(answer))
+            return True
+        if answer is not None:
+            self._out.append(Send(member, answer))
+        return False
 
     def lost(self, member: Member) -> None:
-        self._uploads.pop(member, None)
+        self._fetches.pop(member, None)
 
-    def prepare(self, publish: Publish) -> tuple[Payload, Sequence[Member]]:
-        """Join what the ranks packed into one payload; also the members that have its bytes.
+    # ------------------------------------------------------------ put together
+
+    def joined(self, key: str, encoded: Sequence[bytes], *, whole: bool = False) -> Joined | None:
+        """What was made of them; None while that is under way.
+
+        :raises replicas.errors.ManifestMismatch: nothing can be.
+        """
+        if key in self._failed:
+            raise self._failed.pop(key)
+        found = self._joined.get(key)
+        if found is None and key not in self._being_read:
+            self._being_read.add(key)
+            self._out.append(Read(key, tuple(encoded), whole))
+        return found
+
+    def read(self, effect: Read, found: Joined | errors.ReplicasError) -> None:
+        """The shell has done what the effect says."""
+        self._being_read.discard(effect.key)
+        if isinstance(found, Joined):
+            self._joined.put(effect.key, found, len(found.encoded))
+        else:
+            self._failed[effect.key] = found
+
+    def payload(self, publish: Publish) -> Payload | None:
+        """What the ranks packed, as one; None while their manifests are being put together.
 
         :raises errors.ManifestMismatch: the parts do not fit each other, or the channel's manifest.
         """
-        carriers = sorted(member for member, packed in publish.packed.items() if packed.manifest_hash)
+        carriers = publish.carriers
         if not carriers:
             raise errors.InternalError(f"publish {publish.number} of {publish.replica_name} has no bytes")
-        uploads = [self._uploads.get(one, {}).get(publish.packed[one].manifest_hash) for one in carriers]
-        if None in uploads:
-            raise errors.InternalError("a manifest was announced and never sent")
-        joined = self._join(tuple(cast("list[bytes]", uploads)))
+        key = "+".join(publish.packed[one].manifest_hash for one in carriers)
+        joined = self.joined(key, [publish.manifests[one] for one in carriers])
+        if joined is None:
+            return None
         manifest = joined.manifest
         if not publish.new_manifest:
             self._check(manifest, publish.version)
-        payload = Payload(
+        return Payload(
             version=publish.version,
             manifest_hash=manifest.hash,
-            manifest=joined.encoded,
+            manifest=manifest,
+            encoded=joined.encoded,
             nbytes=manifest.data_nbytes,
             device="cuda" if any(packed.device == "cuda" for packed in publish.packed.values()) else "cpu",
             meta=cast("Meta", publish.meta),
@@ -77,13 +148,6 @@ class Manifests:
             filling=next((one for one in carriers if publish.packed[one].streaming), None),
             part_digests={one: publish.packed[one].digest for one in carriers} if manifest.parts is not None else {},
         )
-        return payload, carriers
-
-    def _join(self, uploads: tuple[bytes, ...]) -> _Joined:
-        if self._joined is None or self._joined.uploads != uploads:
-            manifest = merge_parts([PartManifest.decode(upload) for upload in uploads])
-            self._joined = _Joined(uploads, manifest, manifest.encode())
-        return self._joined
 
     def _check(self, manifest: Manifest, version: int) -> None:
         if self.current is None or manifest.hash == self.current.hash:
@@ -95,10 +159,3 @@ class Manifests:
                 channel=self._channel,
                 version=version,
             )
-
-    def committed(self, payload: Payload) -> Manifest:
-        """This is the channel's manifest from now on."""
-        joined = self._joined
-        known = joined is not None and joined.encoded == payload.manifest
-        self.current = joined.manifest if joined and known else Manifest.decode(payload.manifest)
-        return self.current

@@ -46,7 +46,7 @@ class Offers:
     def _alike(
         self, plan: Plan, transfer: int, role: Literal["send", "receive", "map"], remaining_s: float, digest: str
     ) -> list[TransferOffer]:
-        """The offer, without and with the manifest."""
+        """The offer, in a list: the last one made of it."""
         payload = self._payload
         offer = TransferOffer(
             transfer=transfer,
@@ -54,26 +54,21 @@ class Offers:
             role=role,
             mode=plan.mode,
             manifest_hash=payload.manifest_hash,
-            manifest=None,
             meta=payload.meta,
             deadline_s=remaining_s,
             digest=digest,
             streaming=role == "send" and payload.filling is not None,
         )
-        return [offer, msgspec.structs.replace(offer, manifest=payload.manifest)]
+        return [offer]
 
     def _send(
-        self, member: Member, offers: list[TransferOffer], place: SlotPlace | None = None, *, sharing: int = 1
+        self, member: Member, last: list[TransferOffer], place: SlotPlace | None = None, *, sharing: int = 1
     ) -> None:
-        state = self._context.roster.get(member)
-        if state is None:
+        if member not in self._context.roster:
             return
-        known = self._payload.manifest_hash in state.manifests
-        state.manifests.add(self._payload.manifest_hash)
-        offer = offers[0 if known else 1]
-        if (offer.place, offer.sharing) != (place, sharing):
-            offer = offers[0 if known else 1] = msgspec.structs.replace(offer, place=place, sharing=sharing)
-        self._context.out.append(Send(member, offer))
+        if (last[0].place, last[0].sharing) != (place, sharing):
+            last[0] = msgspec.structs.replace(last[0], place=place, sharing=sharing)
+        self._context.out.append(Send(member, last[0]))
 
     def go(self, plan: Plan, go: TransferGo, lane: Lane | None) -> None:
         """All have what they need: move the bytes."""

@@ -10,6 +10,7 @@ from replicas.core.identity import Member
 from replicas.core.keeping import Keeping
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.links import Links
+from replicas.core.manifest import Manifest
 from replicas.core.roster import Roster
 from replicas.messages import Backend, Meta
 
@@ -18,14 +19,16 @@ __all__ = ["Payload", "TransferContext"]
 
 @dataclass(slots=True)
 class Payload:
-    """One version's bytes. ``digest`` is empty until somebody with the whole image has computed it.
+    """One version's bytes. ``encoded``: its manifest, as it is sent. ``digest`` is empty until somebody with the whole image
+    has computed it.
 
     ``filling``: who still fills its slot with it, while it is sent already.
     """
 
     version: int
     manifest_hash: str
-    manifest: bytes
+    manifest: Manifest
+    encoded: bytes
     nbytes: int
     device: str
     meta: Meta

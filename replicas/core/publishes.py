@@ -52,6 +52,8 @@ class Publish:
     state: PublishState = "packing"
     begun: set[Member] = field(default_factory=set)
     packed: dict[Member, Packed] = field(default_factory=dict)
+    manifests: dict[Member, bytes] = field(default_factory=dict)
+    """Of those who have packed bytes, encoded; until the verdict."""
     packed_at: float = 0.0
     moving_at: float = 0.0
     lost: dict[str, str] = field(default_factory=dict)
@@ -68,6 +70,11 @@ class Publish:
     @property
     def replica_name(self) -> str:
         return f"{self.group}/{self.replica}"
+
+    @property
+    def carriers(self) -> list[Member]:
+        """Who has packed bytes for it, in order."""
+        return sorted(member for member, packed in self.packed.items() if packed.manifest_hash)
 
     def laggard_time(self) -> float:
         """When to go on without those who do not get ready."""
@@ -258,6 +265,7 @@ class Publishes:
 
     def end(self, publish: Publish, *, committed: bool) -> None:
         """It has its verdict."""
+        publish.manifests.clear()
         publish.state = PUBLISH.next(publish.state, "decided" if committed else "fail")
         if publish in self.queue:
             self.queue.remove(publish)

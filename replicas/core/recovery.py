@@ -18,7 +18,7 @@ Then, for each version that is held and not committed:
 * its source is gone: committed, if every target that is here holds it with one digest; else discarded, and the source is to
   publish again. Its number is not used again.
 
-The bytes' manifest comes from any holder of the newest committed version (``Describe``).
+What the newest committed version looks like is told by any holder of it (``Describe``), and its manifest fetched from there.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from replicas import errors
 from replicas import messages as wire
 from replicas.core.effects import Send
 from replicas.core.identity import Member
@@ -49,6 +50,7 @@ class Recovery:
         self._aborted = aborted
         self._started: float | None = None
         self._described: Member | None = None
+        self._answer: wire.Described | None = None
         self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
         self._done = not decided[0]
         """Nothing to recover until somebody from before comes."""
@@ -167,16 +169,18 @@ class Recovery:
 
     # ------------------------------------------------------------ the bytes of the committed version
 
-    def advance(self) -> None:
+    def advance(self, now: float) -> None:
         """Ask a holder what the committed version looks like, if that is not known."""
         channel = self._channel
         version = channel.commits.latest
         if self.active or not version or channel.commits.committed is not None:
             return
         if self._described is not None and self._described in channel.roster:
+            if self._answer is not None:
+                self._read(self._described, self._answer, now)
             return
         holder = min((state.member for state in channel.roster.holders(version)), default=None)
-        self._described = holder
+        self._described, self._answer = holder, None
         if holder is not None:
             channel.out.append(Send(holder, wire.Describe(version)))
 
@@ -185,20 +189,48 @@ class Recovery:
         commits = self._channel.commits
         if state.member != self._described:
             return
-        self._described = None
         if message.version != commits.latest or commits.committed is not None:
+            self._described = None
             return
         wrong = message.digest and commits.decided and message.digest != commits.decided
-        if not message.manifest or wrong:
-            state.forget(message.version)
+        if not message.manifest_hash or wrong:
+            self.undescribed(state)
+            return
+        self._answer = message
+
+    def undescribed(self, state: MemberState) -> None:
+        """What it holds is of no use: somebody else is asked."""
+        if state.member == self._described:
+            self._described = self._answer = None
+            state.forget(self._channel.commits.latest)
+
+    def _read(self, holder: Member, answer: wire.Described, now: float) -> None:
+        """Have the manifest, and read it: the bytes of the version are known then."""
+        commits, wanted = self._channel.commits, answer.manifest_hash
+        if answer.version != commits.latest:
+            self._described = self._answer = None
+            return
+        encoded = commits.manifests.get(wanted)
+        if encoded is None:
+            commits.manifests.fetch(holder, wanted, now)
+            return
+        try:
+            joined = commits.manifests.joined(wanted, [encoded], whole=True)
+        except errors.ManifestMismatch:
+            if (state := self._channel.roster.get(holder)) is not None:
+                self.undescribed(state)
+            return
+        if joined is None:
             return
         payload = Payload(
-            version=message.version,
-            manifest_hash=message.manifest_hash,
-            manifest=message.manifest,
-            nbytes=0,
-            device=message.device,
-            meta=message.meta,
-            digest=commits.decided or message.digest,
+            version=answer.version,
+            manifest_hash=wanted,
+            manifest=joined.manifest,
+            encoded=joined.encoded,
+            nbytes=joined.manifest.data_nbytes,
+            device=answer.device,
+            meta=answer.meta,
+            digest=commits.decided or answer.digest,
         )
+        self._described = self._answer = None
         commits.restore(payload)

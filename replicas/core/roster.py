@@ -34,7 +34,7 @@ from replicas.core.preflight import carries_bytes, check_join
 from replicas.core.roster_index import Held, RosterIndex, preflight_shape
 from replicas.messages import ChannelSettings, Hello, SlotPlace
 
-__all__ = ["GroupShape", "MemberState", "Roster"]
+__all__ = ["GroupShape", "MemberState", "Reading", "Roster"]
 
 FLAPS = 3
 FLAP_WINDOW_S = 60.0
@@ -60,6 +60,22 @@ class GroupShape:
     heartbeat_timeout_s: float = 30.0
 
 
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How far a member had a manifest when it asked for more of it. Times of the monotonic clock."""
+
+    manifest_hash: str
+    since: float
+    at: float
+    nbytes: int
+    total_nbytes: int
+
+    @property
+    def ends_at(self) -> float:
+        """When it will have it, as it goes on as until now."""
+        return self.since + (self.at - self.since) * self.total_nbytes / max(1, self.nbytes)
+
+
 @dataclass(slots=True, eq=False)
 class MemberState:
     """What the coordinator knows of one member.
@@ -72,6 +88,7 @@ class MemberState:
     :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
     :ivar cut_at: when its connection ended; 0 while it has one.
     :ivar host: number of the host that it is on (:mod:`replicas.core.hosts`); 0: not known yet.
+    :ivar reading: the manifest that it has asked for last.
     :ivar places: where the slots lie that it has filled for a publish, by version.
     :ivar lent: versions in memory of its own that others of its host may have mapped.
     """
@@ -94,7 +111,7 @@ class MemberState:
     carries: bool = True
     held: Held = field(default_factory=Held)
     parts: set[int] = field(default_factory=set)
-    manifests: set[str] = field(default_factory=set)
+    reading: Reading | None = None
     loaded: int = 0
     progressed_at: float = 0.0
     retry_at: float = 0.0

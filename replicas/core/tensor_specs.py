@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 
 from replicas.errors import ManifestMismatch
-from replicas.messages.bounds import encodable
+from replicas.messages.bounds import MANIFEST_TENSORS, encodable
 
 __all__ = [
     "ITEM_NBYTES",
@@ -118,28 +118,43 @@ def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
 
 
 def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, str]]) -> None:
-    names: set[str] = set()
+    if len(tensors) + len(aliases) > MANIFEST_TENSORS:
+        raise ManifestMismatch(
+            f"{len(tensors) + len(aliases):,} tensors: at most {MANIFEST_TENSORS:,} can be published together",
+            hint="publish them stacked, or over several channels",
+        )
     total = 0
     for spec in tensors:
-        if spec.name in names or spec.name == "__metadata__":
-            what = "is reserved by safetensors" if spec.name == "__metadata__" else "appears twice"
-            raise ManifestMismatch(f"tensor name {spec.name!r} {what}", hint="give each tensor a name of its own")
         if not spec.name.isascii() and not encodable(spec.name):
             hint = "name it by characters that UTF-8 can say"
             raise ManifestMismatch(f"tensor name {spec.name!a} cannot travel", hint=hint)
-        if any(extent < 0 for extent in spec.shape):
-            raise ManifestMismatch(f"tensor {spec.name!r} has a negative extent: {list(spec.shape)}", hint="")
-        names.add(spec.name)
-        total += spec.nbytes
+        nbytes = item_nbytes(spec.dtype)
+        for extent in spec.shape:
+            if extent < 0:
+                raise ManifestMismatch(f"tensor {spec.name!r} has a negative extent: {list(spec.shape)}", hint="")
+            nbytes *= extent
+        total += nbytes
     if total >= MAX_NBYTES:
         raise ManifestMismatch(f"the tensors add up to {total} bytes", hint="that is more than any machine has")
-    seen: set[str] = set()
+    names = {spec.name for spec in tensors}
+    if len(names) < len(tensors) or "__metadata__" in names:
+        _refuse_name([spec.name for spec in tensors])
+    seen = {alias for alias, _ in aliases}
+    if len(seen) < len(aliases) or not seen.isdisjoint(names) or "__metadata__" in seen:
+        _refuse_name([*names, *(alias for alias, _ in aliases)])
     for alias, target in aliases:
-        if alias in names or alias in seen or alias == "__metadata__":
-            raise ManifestMismatch(f"tensor name {alias!r} appears twice", hint="give each tensor a name of its own")
         if target not in names:
             raise ManifestMismatch(f"tensor {alias!r} shares storage with unknown tensor {target!r}", hint="")
-        seen.add(alias)
+
+
+def _refuse_name(names: Iterable[str]) -> None:
+    """Raise for the first that is not one of its own."""
+    seen = {"__metadata__"}
+    for name in names:
+        if name in seen:
+            what = "is reserved by safetensors" if name == "__metadata__" else "appears twice"
+            raise ManifestMismatch(f"tensor name {name!r} {what}", hint="give each tensor a name of its own")
+        seen.add(name)
 
 
 def piece_end(piece: Piece, tensors: Sequence[TensorSpec]) -> int:

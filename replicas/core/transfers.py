@@ -135,7 +135,20 @@ class Transfer:
         """Those who wait for a slot, as far as is known here."""
         if self.state == "offering":
             return self.laggards
-        return set(self._mapping) if self._copies else set()
+        return set(self._mapping) if self._copies else self._readers & self._mapping
+
+    @property
+    def _readers(self) -> set[Member]:
+        """Those of the present attempt who have asked for its manifest."""
+        states = (state for state in map(self._context.roster.get, self.concerned) if state is not None)
+        wanted = self.payload.manifest_hash
+        return {state.member for state in states if state.reading is not None and state.reading.manifest_hash == wanted}
+
+    def slow_readers(self, until: float) -> set[Member]:
+        """Those who still read the manifest, and will not have it by then."""
+        waited = self._mapping if self.state == "moving" else self._mapping | (set(self._movers) - self._ready)
+        states = [self._context.roster.get(member) for member in waited & self._readers & self.needers]
+        return {s.member for s in states if s is not None and s.reading is not None and s.reading.ends_at > until}
 
     def lane_formed_or_none(self) -> bool:
         """Whether what an offered transfer waits for is slots, and not its process group."""
@@ -394,7 +407,7 @@ class Transfer:
         """It stays in need, and its turn comes in the next attempt; unless it has no memory, slot or descriptor left."""
         self._mapping.discard(member)
         self._misses[member] = self._misses.get(member, 0) + 1
-        if isinstance(error, errors.NoCapacity | errors.Busy):
+        if isinstance(error, errors.NoCapacity | errors.Busy | errors.InternalError):
             self.refused[member] = error
             self.why[member] = error.message
             self.needers.discard(member)

@@ -30,6 +30,8 @@ In between the coordinator moves the version with *transfers*:
   soon as its slot is there, :class:`Filled` when it is full. Only then is it mapped, compared and committed.
 * Where all members are on one host nobody has a sidecar; :class:`LaneAhead` says that this has changed.
 * Who is on which host: a newcomer tries to open the beacons that :class:`Locate` names → :class:`Located`.
+* Manifests are named by their hash. Who lacks one, asks (:class:`ManifestAsk` → :class:`ManifestPiece`, one or more): a
+  member for what it was offered, the coordinator for what was packed, or described (:mod:`replicas.core.fetching`).
 * When every live target verified the version: :class:`Commit`, to everyone. :class:`Discard` takes a number back.
 
 **Receiving.** :class:`ReceiveAsk` → :class:`ReceiveGrant` with a committed version, the same for all ranks of the replica;
@@ -112,7 +114,6 @@ from replicas.messages.member import (
     TransferDone,
     TransferFailed,
     TransferReady,
-    UploadManifest,
     WatchLoaded,
 )
 from replicas.messages.values import (
@@ -120,6 +121,8 @@ from replicas.messages.values import (
     Beacon,
     ChannelSettings,
     HeldVersion,
+    ManifestAsk,
+    ManifestPiece,
     Meta,
     OperationKind,
     Ranks,
@@ -159,6 +162,8 @@ __all__ = [
     "Loaded",
     "Locate",
     "Located",
+    "ManifestAsk",
+    "ManifestPiece",
     "MemberFrame",
     "Meta",
     "OperationDone",
@@ -192,7 +197,6 @@ __all__ = [
     "TransferGo",
     "TransferOffer",
     "TransferReady",
-    "UploadManifest",
     "View",
     "WatchEnd",
     "WatchLoaded",
@@ -205,7 +209,7 @@ __all__ = [
     "encode_frame",
 ]
 
-PROTOCOL = 4
+PROTOCOL = 5
 """Number of this protocol; a Hello with another one is refused."""
 
 

@@ -12,7 +12,8 @@ __all__ = [
     "INFO_ENTRIES",
     "INFO_LENGTH",
     "INTEGER_MAX",
-    "LARGE_NBYTES",
+    "MANIFEST_NBYTES",
+    "MANIFEST_TENSORS",
     "META_NBYTES",
     "NAME_LENGTH",
     "OPERATION_NBYTES",
@@ -42,17 +43,19 @@ INFO_LENGTH = 4096
 TEXT_LENGTH = 16 * 2**10
 """Characters of a text of an error; what is longer is cut."""
 
-FRAME_NBYTES = 32 * 2**20
+FRAME_NBYTES = 8 * 2**20
 """Hard limit of the WebSocket; a message between this and its own limit gets a proper error."""
-LARGE_NBYTES = 16 * 2**20
-"""A manifest (of some 250,000 tensors)."""
+MANIFEST_NBYTES = 64 * 2**20
+"""A manifest as it is encoded: of one rank, and of all ranks of a source together. It comes in pieces, each far smaller."""
+MANIFEST_TENSORS = 500_000
+"""Tensors of one manifest, aliases included."""
 OPERATION_NBYTES = 4 * 2**20
 HELLO_NBYTES = 256 * 2**10
 OTHER_NBYTES = 2**20
 META_NBYTES = OTHER_NBYTES - 2**12
 """What a publisher says of its weights, as it is encoded, in a message that says little else."""
 
-_MOST_NBYTES = {"UploadManifest": LARGE_NBYTES, "Described": LARGE_NBYTES, "OperationPost": OPERATION_NBYTES}
+_MOST_NBYTES = {"OperationPost": OPERATION_NBYTES}
 
 
 def most_nbytes(kind: str) -> int:

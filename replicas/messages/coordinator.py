@@ -11,6 +11,8 @@ from replicas.messages.values import (
     Backend,
     Beacon,
     ChannelSettings,
+    ManifestAsk,
+    ManifestPiece,
     Meta,
     ReceiptData,
     Segment,
@@ -139,8 +141,7 @@ class LaneDrop(_FromCoordinator, frozen=True):
 
 
 class TransferOffer(_FromCoordinator, frozen=True):
-    """Get ready to send or to receive ``version``, or map it at once. ``manifest``: the bytes, or None when you have had
-    this hash.
+    """Get ready to send or to receive ``version``, or map it at once. Ask for its manifest if you lack it.
 
     A sender of mode ``"parts"`` sends its own publish slot, one of mode ``"image"`` a whole version that it holds. A mapper
     opens ``place`` and answers ``TransferDone`` at once. ``digest``: of the image's data (or of the sender's part), where
@@ -153,7 +154,6 @@ class TransferOffer(_FromCoordinator, frozen=True):
     role: Literal["send", "receive", "map"]
     mode: Literal["image", "parts"]
     manifest_hash: str
-    manifest: bytes | None
     meta: Meta
     deadline_s: float
     digest: str = ""
@@ -281,4 +281,6 @@ FromCoordinator = (
     | OperationEnd
     | OperationSettled
     | Describe
+    | ManifestAsk
+    | ManifestPiece
 )

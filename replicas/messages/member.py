@@ -8,6 +8,8 @@ from replicas.core.identity import ProcessIdentity
 from replicas.messages.values import (
     Beacon,
     HeldVersion,
+    ManifestAsk,
+    ManifestPiece,
     Meta,
     OperationKind,
     ReduceOp,
@@ -43,7 +45,6 @@ __all__ = [
     "TransferDone",
     "TransferFailed",
     "TransferReady",
-    "UploadManifest",
     "WatchLoaded",
 ]
 
@@ -100,15 +101,11 @@ class Resumed(_FromMember, frozen=True):
 
 
 class Described(_FromMember, frozen=True):
-    """Answer to :class:`Describe`: a whole version that is held here. ``manifest`` is ``Manifest.encode()``.
-
-    An empty ``manifest``: it is not held any more.
-    """
+    """Answer to :class:`Describe`: a whole version that is held here. An empty ``manifest_hash``: it is not any more."""
 
     version: int
     digest: str
     manifest_hash: str
-    manifest: bytes
     meta: Meta
     device: str
 
@@ -127,13 +124,6 @@ class Bye(_FromMember, frozen=True):
     """The member leaves in good order."""
 
     reason: str = ""
-
-
-class UploadManifest(_FromMember, frozen=True):
-    """``manifest`` is :meth:`replicas.core.manifest.PartManifest.encode`; once for each hash and session."""
-
-    manifest_hash: str
-    manifest: bytes
 
 
 class PublishBegin(_FromMember, frozen=True):
@@ -321,7 +311,8 @@ FromMember = (
     | Heartbeat
     | Progress
     | Bye
-    | UploadManifest
+    | ManifestAsk
+    | ManifestPiece
     | PublishBegin
     | Packed
     | Filled

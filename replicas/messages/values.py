@@ -15,6 +15,8 @@ __all__ = [
     "Beacon",
     "ChannelSettings",
     "HeldVersion",
+    "ManifestAsk",
+    "ManifestPiece",
     "Meta",
     "OperationKind",
     "Ranks",
@@ -123,6 +125,23 @@ class HeldVersion(msgspec.Struct, frozen=True):
     digest: str
     manifest_hash: str = ""
     place: SlotPlace | None = None
+
+
+class ManifestAsk(msgspec.Struct, frozen=True, tag=True):
+    """Said by both sides: send ``nbytes`` of this manifest from ``offset`` on, in pieces (:mod:`replicas.core.fetching`)."""
+
+    manifest_hash: str
+    offset: int
+    nbytes: int
+
+
+class ManifestPiece(msgspec.Struct, frozen=True, tag=True):
+    """Answer to :class:`ManifestAsk`: what lies at ``offset`` of a manifest of ``total_nbytes``. No data: it is not here."""
+
+    manifest_hash: str
+    offset: int
+    total_nbytes: int
+    data: bytes
 
 
 class ChannelSettings(msgspec.Struct, frozen=True):

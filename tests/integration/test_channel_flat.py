@@ -46,7 +46,7 @@ def census(*channels: Channel) -> dict[str, int]:
             "jobs": channel._publisher._jobs,
             "unsettled": channel._publisher._unsettled,
             "transfers": channel._transfers._transfers,
-            "manifests": channel._transfers._manifests,
+            "manifests": channel._manifests._fetches,
             "lanes": channel._lanes._lanes,
             "watches": channel._watches._loads,
             "failures": channel._hub._failures,

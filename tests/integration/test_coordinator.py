@@ -23,6 +23,7 @@ from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.coordinator.limits import MALFORMED_MAX
 from replicas.core.effects import CommitDecision, MemberLost, StoreChanged
+from replicas.core.fetching import pieces
 from replicas.core.identity import ProcessIdentity
 from replicas.core.manifest import PartManifest, TensorSpec
 from tests.support.members import Client
@@ -497,8 +498,9 @@ async def test_nobody_hears_of_a_commit_that_is_not_on_disk(
     trainer = Client(coordinator, group="trainer", incarnation="t")
     await trainer.join()
     await trainer.say(wire.PublishBegin(1, None, 30.0))
-    await trainer.say(wire.UploadManifest(manifest.hash, manifest.encode()))
     await trainer.say(wire.Packed(1, manifest.hash, 16, "cpu", 0.0, 0.0, "digest"))
+    (piece,) = pieces(await trainer.until(wire.ManifestAsk), manifest.encode())
+    await trainer.say(piece)
     async with asyncio.timeout(5):
         await refused.wait()
     with pytest.raises(TimeoutError):

@@ -283,7 +283,7 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
     "pings": lambda _: framed(b"ping", opcode=9),
     "progress": numbered(wire.Progress),
     "asks": numbered(lambda number: wire.ReceiveAsk(number, 0)),
-    "manifests": numbered(lambda number: wire.UploadManifest(str(number), b"x" * (4 * 2**20))),
+    "manifests": numbered(lambda number: wire.ManifestPiece(str(number), 0, 1 << 30, b"x" * (3 * 2**18))),
 }
 
 
@@ -328,11 +328,10 @@ async def test_a_member_that_never_reads_is_cut_off(
     hostile = await asyncio.to_thread(raw_session, coordinator)
     trainer = Client(coordinator, group="trainer", incarnation="t")
     await trainer.join()
-    manifest = b"x" * 2**19
     member = next(one for one in coordinator.engine._sessions if one.name == "rollout/0/0")
     session = coordinator.engine._sessions[member]
     (channel,) = coordinator.engine.channels.values()
-    offer = wire.TransferOffer(1, 1, "receive", "image", "hash", manifest, {}, 1.0)
+    offer = wire.TransferOffer(1, 1, "receive", "image", "hash", {"note": "x" * 2**19}, 1.0)
     ticks = 0
     while not count(coordinator, "overflow") and ticks < 100:
         ticks += 1

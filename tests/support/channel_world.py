@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from replicas import errors
 from replicas import messages as wire
 from replicas.config import ChannelConfig, Party
 from replicas.core.channel import ChannelState
@@ -23,12 +24,15 @@ from replicas.core.effects import (
     Keep,
     LetGo,
     MemberLost,
+    Read,
     Record,
     Send,
     Sweep,
 )
+from replicas.core.fetching import pieces
 from replicas.core.identity import Member, ProcessIdentity
 from replicas.core.manifest import PartManifest, TensorSpec
+from replicas.core.manifests import read
 from replicas.core.roster import GroupShape
 
 COORDINATOR = 99_999
@@ -109,6 +113,7 @@ class SimMember:
     epoch: int = 0
     assigned: int = 0
     open: dict[int, OpenPublish] = field(default_factory=dict)
+    manifests: dict[str, bytes] = field(default_factory=dict)
     seen: list[wire.FromCoordinator] = field(default_factory=list)
 
     # ---------------------------------------------------------- what the user does
@@ -125,13 +130,13 @@ class SimMember:
         if manifest is None:
             self.outbox.append(wire.Packed(publish, "", 0, "cpu", 0.0, 0.0))
             return
-        self.outbox.append(wire.UploadManifest(manifest.hash, manifest.encode()))
+        self.manifests[manifest.hash] = manifest.encode()
         kind = "digest" if manifest.pieces is None else "part"
         self.outbox.append(wire.Packed(publish, manifest.hash, 16, "cpu", 0.0, 0.1, kind))
 
     def stream(self, publish: int) -> None:
         """Begin to fill the slot, and have it sent meanwhile."""
-        self.outbox.append(wire.UploadManifest(MANIFEST.hash, MANIFEST.encode()))
+        self.manifests[MANIFEST.hash] = MANIFEST.encode()
         self.outbox.append(wire.Packed(publish, MANIFEST.hash, 16, "cpu", 0.0, 0.0, streaming=True))
 
     def fill(self, publish: int) -> None:
@@ -225,9 +230,11 @@ class SimMember:
                 self.assigned = message.version
             case wire.Describe():
                 held = message.version in self.held
-                manifest = MANIFEST.encode() if held else b""
-                digest = f"digest-{message.version}" if held else ""
-                self.outbox.append(wire.Described(message.version, digest, MANIFEST.hash, manifest, {}, "cpu"))
+                digest, image = (f"digest-{message.version}", MANIFEST.whole.hash) if held else ("", "")
+                self.manifests[MANIFEST.whole.hash] = MANIFEST.whole.encode()
+                self.outbox.append(wire.Described(message.version, digest, image, {}, "cpu"))
+            case wire.ManifestAsk():
+                self.outbox.extend(pieces(message, self.manifests.get(message.manifest_hash)))
             case wire.Commit():
                 if message.version in self.commits:
                     return
@@ -535,8 +542,11 @@ class World:
         self._collect()
 
     def _collect(self) -> None:
+        reads: list[Read] = []
         for effect in self.state.drain():
             match effect:
+                case Read():
+                    reads.append(effect)
                 case Send():
                     if isinstance(effect.message, wire.LaneForm):
                         self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.rank
@@ -565,6 +575,17 @@ class World:
                 case LetGo():
                     self.kept.pop(effect.owner, None)
 
+        for one in reads:
+            self._read(one)
+
+    def _read(self, effect: Read) -> None:
+        """As the shell does, but at once."""
+        try:
+            self.state.read(effect, read(effect), self.now)
+        except errors.ReplicasError as error:
+            self.state.read(effect, error, self.now)
+        self._collect()
+
     def _newest_known(self) -> int:
         """The newest commit that anybody can know of: what died with a lost log and with all who had seen it is gone."""
         if not self.log_lost:
@@ -587,6 +608,14 @@ class World:
         self.state.receive(sim.member, message, self.now)
         self._collect()
         return True
+
+    def say_all(self, sim: SimMember) -> None:
+        """Deliver all that the member says, also of its manifest when it is asked for it; and nothing else to it."""
+        while self.up(sim):
+            asks = [message for message in sim.inbox if isinstance(message, wire.ManifestAsk)]
+            for ask in asks:
+                sim.inbox.remove(ask)
+                sim.handle(ask)
 
     def _numbered(self, sim: SimMember, packed: wire.Packed) -> wire.Packed:
         """A test may have it packed before it is admitted: now its number is known, by which digests are told apart."""

@@ -42,7 +42,7 @@ def _field(name: str, wild: bool) -> st.SearchStrategy[Any]:
         "observe": st.booleans(),
         "error": _ERRORS,
         "meta": st.dictionaries(_TEXTS, st.none() | st.booleans() | st.integers(0, 9)),
-        "manifest": st.sampled_from([b"", b"nonsense", MANIFEST.encode(), MANIFEST.encode()[:-3]]),
+        "data": st.sampled_from([b"", b"nonsense", MANIFEST.encode(), MANIFEST.encode()[:-3]]),
         "part_digests": st.dictionaries(_TAME_INTEGERS, _TEXTS, max_size=3),
         "segments": st.lists(_SEGMENTS, max_size=3).map(tuple),
         "kind": st.sampled_from(get_args(wire.OperationKind)),

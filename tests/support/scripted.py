@@ -13,11 +13,13 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.channel.hub import Hub
 from replicas.channel.lanes import Lanes
+from replicas.channel.manifests import Manifests
 from replicas.channel.operations import Operations
 from replicas.channel.publish import Publisher
 from replicas.channel.receive import Receiver
 from replicas.channel.transfers import Transfers
 from replicas.channel.watches import Watches
+from replicas.core.fetching import pieces
 from replicas.core.identity import Member, ProcessIdentity
 from replicas.core.manifest import Manifest, TensorSpec
 from replicas.sidecar.client import CollectiveSpec, GroupSpec, SidecarDied, TransferResult, TransferSpec
@@ -107,8 +109,12 @@ class Session:
         self.endpoint = "coordinator"
         self.term = 1
         self._news = asyncio.Event()
+        self.on_ask: Callable[[wire.ManifestAsk], None] = lambda ask: None
 
     def send(self, message: wire.FromMember) -> None:
+        if isinstance(message, wire.ManifestAsk) and message.manifest_hash == MANIFEST.hash:
+            self.on_ask(message)
+            return
         self.sent.append(message)
         self._news.set()
 
@@ -133,15 +139,21 @@ class World:
         self.hello = wire.Hello(1, "", "policy", "rollout", 0, 0, 1, "abc", 1, ProcessIdentity(1, 2, "b", 3))
         self.hub = hub = Hub(self.loop, self.hello, None, "policy")  # type: ignore[arg-type]  # a fake
         self.session = Session()
+        self.session.on_ask = self._answer
         self.lanes = Lanes(hub)
-        self.transfers = Transfers(hub, self.lanes)
         self.publisher, self.receiver = Publisher(hub), Receiver(hub)
+        self.manifests = Manifests(hub, self.publisher.manifest_of)
+        self.transfers = Transfers(hub, self.lanes, self.manifests)
         self.watches, self.operations = Watches(hub), Operations(hub, self.lanes)
-        parts = (self.publisher, self.receiver, self.watches, self.operations, self.transfers, self.lanes)
-        hub.start(self.session, parts)  # type: ignore[arg-type]  # a fake
+        weights = (self.publisher, self.receiver, self.watches, self.transfers, self.manifests)
+        hub.start(self.session, (*weights, self.operations, self.lanes))  # type: ignore[arg-type]  # a fake
         settings = wire.ChannelSettings(role, 5.0, slots, "leader", "leader", "auto", 1.0)  # type: ignore[arg-type]  # a valid role
         self.welcome = wire.Welcome(1, settings, 0, 1, "127.0.0.1")
         hub.welcomed(self.welcome, False)
+
+    def _answer(self, ask: wire.ManifestAsk) -> None:
+        for piece in pieces(ask, MANIFEST.encode()):
+            self.loop.call(self.tell, piece)
 
     def tell(self, *messages: wire.FromCoordinator) -> None:
         for message in messages:
@@ -170,8 +182,7 @@ class World:
         return self.loop.sidecars[-1]
 
     def offer(self, number: int, version: int, deadline_s: float = 10.0) -> None:
-        encoded = MANIFEST.encode()
-        self.tell(wire.TransferOffer(number, version, "receive", "image", "hash", encoded, {"n": version}, deadline_s))
+        self.tell(wire.TransferOffer(number, version, "receive", "image", MANIFEST.hash, {"n": version}, deadline_s))
 
     async def hold(self, version: int, *, commit: bool = True) -> None:
         """Receive a version, as if nobody else were in the lane."""

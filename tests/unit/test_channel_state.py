@@ -204,8 +204,7 @@ def test_a_silent_source_is_waited_for_unless_somebody_waits_for_its_end(waits: 
     world.run()
     number = trainer.publish()
     trainer.pack(number)
-    while world.up(trainer):
-        pass
+    world.say_all(trainer)
     if waits == "publisher":
         publish(world, other)
     elif waits == "newcomer":

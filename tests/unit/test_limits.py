@@ -38,14 +38,14 @@ def frame(body: wire.FromMember, seq: int = 1) -> bytes:
 # ------------------------------------------------------------ sizes
 
 
-def test_only_manifests_may_be_large() -> None:
-    big = b"x" * (2 * 2**20)
-    assert size_problem(frame(wire.UploadManifest("hash", big))) is None
-    assert size_problem(frame(wire.Described(1, "d", "hash", big, {}, "cpu"))) is None
-    assert size_problem(frame(wire.Bye("x" * len(big)))) == "message of 2,097,177 bytes: at most 1,048,576 are taken"
-    assert size_problem(frame(wire.Bye(big.decode() + "\xa4type\xaeUploadManifest"))) is not None
-    huge = frame(wire.UploadManifest("hash", b"x" * limits.LARGE_NBYTES))
-    assert str(size_problem(huge)).startswith("UploadManifest of 16,777,")
+def test_only_the_shapes_of_an_operation_may_be_large() -> None:
+    many = wire.OperationPost(1, "all_reduce", (wire.Segment("float32", (1,)),) * 50_000, 1.0)
+    assert 2**20 < len(frame(many)) < limits.OPERATION_NBYTES
+    assert size_problem(frame(many)) is None
+    assert size_problem(frame(wire.Bye("x" * 2**21))) == "message of 2,097,177 bytes: at most 1,048,576 are taken"
+    assert size_problem(frame(wire.Bye("x" * 2**21 + "\xa4type\xadOperationPost"))) is not None
+    huge = msgspec.structs.replace(many, segments=many.segments * 5)
+    assert str(size_problem(frame(huge))).startswith("OperationPost of ")
 
 
 def test_a_hello_is_small() -> None:

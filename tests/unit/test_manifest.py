@@ -59,8 +59,8 @@ def test_the_header_is_padded_to_a_page_and_says_where_everything_lies() -> None
     assert json.loads(header[8:]) == {
         "__metadata__": {
             "format": "pt",
-            "replicas.aliases": '{"tied": "weight"}',
-            "replicas.dtypes": '{"scale": "float8_e8m0fnu"}',
+            "replicas.aliases": '{"tied":"weight"}',
+            "replicas.dtypes": '{"scale":"float8_e8m0fnu"}',
         },
         "weight": {"dtype": "F32", "shape": [4, 6], "data_offsets": [0, 96]},
         "bias": {"dtype": "BF16", "shape": [4], "data_offsets": [96, 104]},

@@ -44,9 +44,7 @@ def fill(arena: Arena, version: int) -> Slot:
 
 
 def offer(number: int, version: int, place: wire.SlotPlace | None, digest: str = "digest") -> wire.TransferOffer:
-    return wire.TransferOffer(
-        number, version, "map", "image", "hash", MANIFEST.encode(), {"n": version}, 5.0, digest, place
-    )
+    return wire.TransferOffer(number, version, "map", "image", MANIFEST.hash, {"n": version}, 5.0, digest, place)
 
 
 async def mapped(world: World, slot: Slot, number: int = 1) -> wire.TransferDone:

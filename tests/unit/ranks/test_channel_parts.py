@@ -17,6 +17,7 @@ from replicas.channel.publish_job import PublishJob
 from replicas.channel.results import Operation
 from replicas.channel.update import Update
 from replicas.core.identity import Member
+from replicas.core.manifest import PartManifest
 from replicas.messages import Segment
 from replicas.weights.arena import Slot
 from replicas.weights.packing import Feed
@@ -290,9 +291,11 @@ async def test_publish_packs_pins_and_lets_go() -> None:
     begin = await world.session.next(wire.PublishBegin)
     assert (begin.publish, begin.meta) == (1, {"a": 1})
     world.tell(wire.PublishAdmitted(1, 5))
-    upload = await world.session.next(wire.UploadManifest)
     packed = await world.session.next(wire.Packed)
-    assert packed.manifest_hash == upload.manifest_hash
+    world.tell(wire.ManifestAsk(packed.manifest_hash, 0, 1000))
+    piece = await world.session.next(wire.ManifestPiece)
+    assert (piece.manifest_hash, piece.total_nbytes) == (packed.manifest_hash, len(piece.data))
+    assert PartManifest.decode(piece.data).tensors == MANIFEST.tensors
     pending = await publishing
     assert [(slot.version, slot.pins) for slot in world.hub.arena.slots if slot.state == "held"] == [(5, 1)]
     world.tell(

@@ -82,14 +82,14 @@ async def outcome(pending: Pending[Receipt]) -> Receipt | BaseException:
 async def test_a_packed_publish_is_announced_again_and_gets_its_receipt(source: World) -> None:
     job = await packed(source, 5)
     hello = source.new_coordinator()
-    begun, upload, full, resumed = source.session.sent
+    begun, full, resumed = source.session.sent
     assert isinstance(full, wire.Packed)
     assert (hello.publishes, hello.held) == (1, (wire.HeldVersion(5, full.digest, MANIFEST.hash, full.place),))
     assert isinstance(begun, wire.PublishBegin)
     assert (begun.publish, begun.version, begun.resumed, begun.meta) == (1, 5, True, {"a": 1})
     assert 20 < begun.deadline_s < 30
-    assert isinstance(upload, wire.UploadManifest)
-    assert full.manifest_hash == upload.manifest_hash
+    source.tell(wire.ManifestAsk(full.manifest_hash, 0, 1000))
+    assert (await source.session.next(wire.ManifestPiece)).manifest_hash == full.manifest_hash
     assert resumed == wire.Resumed()
     assert pins(source) == {5: 1}
     source.tell(wire.PublishAdmitted(1, 5), wire.PublishEnd(1, receipt(5)))
@@ -189,7 +189,7 @@ async def test_a_late_verdict_settles_what_was_unknown(
         source.new_coordinator()
         begun = await source.session.next(wire.PublishBegin)
         assert (begun.publish, begun.version, begun.resumed) == (1, 5, True)
-        assert isinstance(source.session.sent[1], wire.Packed)
+        assert isinstance(source.session.sent[0], wire.Packed)
     source.tell(wire.Commit(5, source.hub.holdings.digest(5), "h"), wire.PublishEnd(1, receipt(5)))
     assert (await pending).nbytes == 16
     assert (source.hub.loaded, pins(source)) == (5, {5: 0})
@@ -318,9 +318,12 @@ async def test_describe(target: World) -> None:
     target.tell(wire.Describe(3), wire.Describe(8))
     known, unknown = [await target.session.next(wire.Described) for _ in range(2)]
     assert (known.version, known.digest, known.meta, known.device) == (3, "digest", {"n": 3}, "cpu")
-    assert Manifest.decode(known.manifest) == MANIFEST
     assert known.manifest_hash == MANIFEST.hash
-    assert (unknown.version, unknown.manifest) == (8, b"")
+    assert (unknown.version, unknown.manifest_hash) == (8, "")
+    target.tell(wire.ManifestAsk(MANIFEST.hash, 0, 1000), wire.ManifestAsk("unknown", 0, 1000))
+    known, unknown = [await target.session.next(wire.ManifestPiece) for _ in range(2)]
+    assert Manifest.decode(known.data) == MANIFEST
+    assert (unknown.total_nbytes, unknown.data) == (0, b"")
 
 
 @pytest.mark.parametrize("resumed", [False, True])

@@ -332,7 +332,7 @@ def test_the_model_counts_the_messages_of_a_real_publish() -> None:
 
     def counted(member: Member, message: wire.FromMember, now: float) -> None:
         nonlocal received
-        received += not isinstance(message, wire.UploadManifest)
+        received += not isinstance(message, wire.ManifestPiece)
         receive(member, message, now)
 
     world.state.receive = counted  # type: ignore[method-assign]  # to count

@@ -1,0 +1,113 @@
+"""Manifests on their way: whoever lacks one asks for it, a window of pieces at a time.
+
+Theory of operation
+===================
+
+A manifest of many tensors has tens of megabytes. It never travels in a message about something else: an offer, or a word
+about what was packed, names it by its hash, and who has not got it (any more) asks with :class:`ManifestAsk`. Both sides do
+the same, each with a bounded :class:`Cache` of what was used last, so that neither needs to know what the other remembers.
+
+Pieces are small, and no more of them are asked for at once than the link carries in a moment (:class:`Fetch` finds out how
+many). So what is said meanwhile waits for a fraction of a second, a slow member holds up nobody, and nothing piles up for it.
+The pieces are numbered messages of the session: a connection that breaks costs none of what has arrived.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Generic, TypeVar
+
+import xxhash
+
+from replicas.errors import Gone, ManifestMismatch
+from replicas.messages import ManifestAsk, ManifestPiece
+from replicas.messages.bounds import MANIFEST_NBYTES
+
+__all__ = ["CACHE_NBYTES", "PIECE_NBYTES", "WINDOW_MAX_NBYTES", "Cache", "Fetch", "pieces"]
+
+PIECE_NBYTES = 64 * 2**10
+WINDOW_MIN_NBYTES = 16 * 2**10
+WINDOW_MAX_NBYTES = 4 * 2**20
+FAST_S = 0.25
+SLOW_S = 1.0
+"""A window that took less is doubled, one that took more halved."""
+CACHE_NBYTES = 2 * MANIFEST_NBYTES
+
+_T = TypeVar("_T")
+
+
+class Cache(Generic[_T]):
+    """What was used last, by hash, up to ``limit_nbytes`` in all; the newest always."""
+
+    def __init__(self, limit_nbytes: int = CACHE_NBYTES) -> None:
+        self._limit_nbytes = limit_nbytes
+        self._nbytes = 0
+        self._kept: OrderedDict[str, tuple[_T, int]] = OrderedDict()
+
+    def get(self, key: str) -> _T | None:
+        if key not in self._kept:
+            return None
+        self._kept.move_to_end(key)
+        return self._kept[key][0]
+
+    def put(self, key: str, value: _T, nbytes: int) -> None:
+        self._nbytes += nbytes - self._kept.pop(key, (value, 0))[1]
+        self._kept[key] = value, nbytes
+        while self._nbytes > self._limit_nbytes and len(self._kept) > 1:
+            _, (_, freed) = self._kept.popitem(last=False)
+            self._nbytes -= freed
+
+
+def pieces(ask: ManifestAsk, manifest: bytes | None) -> list[ManifestPiece]:
+    """The answer. ``manifest`` None: it is not here."""
+    if manifest is None or not 0 <= ask.offset < len(manifest):
+        return [ManifestPiece(ask.manifest_hash, 0, 0, b"")]
+    end = min(len(manifest), ask.offset + max(1, min(ask.nbytes, WINDOW_MAX_NBYTES)))
+    return [
+        ManifestPiece(ask.manifest_hash, start, len(manifest), manifest[start : min(end, start + PIECE_NBYTES)])
+        for start in range(ask.offset, end, PIECE_NBYTES)
+    ]
+
+
+class Fetch:
+    """One manifest that is being asked for. Times in seconds of a monotonic clock."""
+
+    def __init__(self, manifest_hash: str) -> None:
+        self.manifest_hash = manifest_hash
+        self._data = bytearray()
+        self._window_nbytes = PIECE_NBYTES
+        self._window_end = 0
+        self._asked_at = 0.0
+
+    def ask(self, now: float) -> ManifestAsk:
+        """The question for the next window."""
+        self._asked_at = now
+        self._window_end = len(self._data) + self._window_nbytes
+        return ManifestAsk(self.manifest_hash, len(self._data), self._window_nbytes)
+
+    def add(self, piece: ManifestPiece, now: float) -> bytes | ManifestAsk | None:
+        """A piece has come: the whole manifest, the next question, or None while more of this window is to come.
+
+        :raises replicas.errors.ReplicasError: it cannot be had there.
+        """
+        if not piece.data:
+            raise Gone(f"manifest {self.manifest_hash} is not there any more", hint="")
+        if piece.total_nbytes > MANIFEST_NBYTES:
+            text = f"a manifest of {piece.total_nbytes:,} bytes: at most {MANIFEST_NBYTES:,} are taken"
+            raise ManifestMismatch(text, hint="publish fewer tensors, or shorter names")
+        if piece.offset != len(self._data):
+            return None  # of an earlier question
+        self._data += piece.data
+        if len(self._data) >= piece.total_nbytes:
+            whole = bytes(self._data)
+            if xxhash.xxh3_128_hexdigest(whole) != self.manifest_hash:
+                raise ManifestMismatch(f"what came for manifest {self.manifest_hash} is another one", hint="")
+            return whole
+        if len(self._data) < self._window_end:
+            return None
+        took_s = now - self._asked_at
+        if took_s < FAST_S:
+            self._window_nbytes = min(WINDOW_MAX_NBYTES, 2 * self._window_nbytes)
+        elif took_s > SLOW_S:
+            self._window_nbytes = max(WINDOW_MIN_NBYTES, self._window_nbytes // 2)
+        return self.ask(now)
