@@ -24,6 +24,8 @@ class Proxy:
         self._flowing.set()
         self.delay_s = 0.0
         """How long each piece is held back, in order; by it nothing is lost."""
+        self.nbytes_per_s = 0.0
+        """How fast each direction of each connection is; 0: without a limit."""
         self.connections = 0
         self.endpoint = ""
 
@@ -96,7 +98,9 @@ class Proxy:
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
-            while data := await reader.read(65536):
+            while data := await reader.read(4096 if self.nbytes_per_s else 65536):
+                if self.nbytes_per_s:
+                    await asyncio.sleep(len(data) / self.nbytes_per_s)
                 if self.delay_s:
                     await asyncio.sleep(self.delay_s)
                 await self._flowing.wait()
