@@ -14,8 +14,8 @@ from replicas.core.fetching import (
     Fetch,
     pieces,
 )
-from replicas.core.manifest import MANIFEST_NBYTES
 from replicas.messages import ManifestAsk, ManifestPiece
+from replicas.messages.bounds import MANIFEST_NBYTES
 
 
 def manifest_of(nbytes: int) -> tuple[str, bytes]:

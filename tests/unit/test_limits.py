@@ -14,7 +14,7 @@ from replicas import messages as wire
 from replicas.coordinator import limits
 from replicas.coordinator.limits import Pace, hello_problem, message_problem, size_problem
 from replicas.core.identity import ProcessIdentity
-from replicas.messages.bounds import VERSION_MAX
+from replicas.messages.bounds import OPERATION_NBYTES, VERSION_MAX
 from tests.support.hostile import any_message
 
 HELLO = wire.Hello(
@@ -40,7 +40,7 @@ def frame(body: wire.FromMember, seq: int = 1) -> bytes:
 
 def test_only_the_shapes_of_an_operation_may_be_large() -> None:
     many = wire.OperationPost(1, "all_reduce", (wire.Segment("float32", (1,)),) * 50_000, 1.0)
-    assert 2**20 < len(frame(many)) < limits.OPERATION_NBYTES
+    assert 2**20 < len(frame(many)) < OPERATION_NBYTES
     assert size_problem(frame(many)) is None
     assert size_problem(frame(wire.Bye("x" * 2**21))) == "message of 2,097,177 bytes: at most 1,048,576 are taken"
     assert size_problem(frame(wire.Bye("x" * 2**21 + "\xa4type\xadOperationPost"))) is not None
