@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import structs
 
 from replicas import config_values
 from replicas.control.cli_base import (
@@ -23,14 +24,13 @@ from replicas.control.cli_base import (
     place_of,
 )
 from replicas.control.find import Place
+from replicas.core.ordering import GOOD, enough, is_good
 from replicas.errors import DeadlineExceeded, Disconnected, UsageError, WorldError
-from replicas.status import ReplicaStatus, RunStatus
+from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 
 __all__ = ["chosen", "unready", "wait"]
 
 _LOOK_AGAIN_S = 0.2
-_OVER = ("failed", "finished", "drained")
-"""States in which nothing comes by itself."""
 
 
 def wait(
@@ -54,7 +54,14 @@ def wait(
         began = time.monotonic()
         found = _until_ready(place, name, began + seconds, timeout)
     if as_json:
-        print(json_text({"ready": [one.name for one in found], "seconds": round(time.monotonic() - began, 3)}))
+        print(
+            json_text(
+                {
+                    "ready": [one.name for one in found if one.state in GOOD],
+                    "seconds": round(time.monotonic() - began, 3),
+                }
+            )
+        )
     else:
         print(f"{name or 'the run'}: ready")
 
@@ -82,7 +89,7 @@ def _until_ready(place: Place, target: str | None, until: float, words: str) -> 
             else:
                 missing = unready(status, target)
                 if not missing:
-                    return chosen(status, target)
+                    return tuple(one for group in chosen(status, target) for one in group.replicas)
                 if spinner is not None:
                     spinner.update(f"waiting for {_named(missing)} ...")
             if time.monotonic() >= until:
@@ -91,40 +98,37 @@ def _until_ready(place: Place, target: str | None, until: float, words: str) -> 
             time.sleep(_LOOK_AGAIN_S)
 
 
-def chosen(status: RunStatus, target: str | None) -> tuple[ReplicaStatus, ...]:
-    """The replicas that are meant; None: all of the run.
+def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
+    """The groups that are meant, or of one the replica that is meant; None: all of the run.
 
     :raises UsageError: there is no such group or replica.
     """
     group, _, index = (target or "").partition("/")
-    groups = [one for one in status.groups if target is None or one.name == group]
-    found = tuple(one for each in groups for one in each.replicas if not index or one.name == target)
-    if not groups or (index and not found):
+    found = tuple(one for one in status.groups if target is None or one.name == group)
+    if index:
+        replicas = tuple(one for each in found for one in each.replicas if one.name == target)
+        found = tuple(structs.replace(one, replicas=replicas, min_ready=None) for one in found if replicas)
+    if not found:
         known = ", ".join(one.name for one in status.groups)
         raise UsageError(f'run "{status.run}" has no "{target}"', hint=f"its groups: {known}")
     return found
 
 
 def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
-    """Those that are not ready yet. A program that has done its work is waited for no longer.
+    """Those that are waited for. A group is ready with ``min_ready`` of its replicas; one that is done counts as ready.
 
-    :raises WorldError: one of them will not be ready by itself.
+    :raises WorldError: too few of them will be ready by themselves.
     """
-    found = [one for one in chosen(status, target) if one.state != "ready" and not _is_done(one)]
-    lost = next((one for one in found if one.state in _OVER), None)
-    if lost is not None:
-        raise WorldError(f"{lost.name} {_why(lost)}", hint=f"replicas logs {lost.name}")
-    return found
-
-
-def _is_done(one: ReplicaStatus) -> bool:
-    return one.state == "finished" and one.reason != "stopped"
-
-
-def _why(one: ReplicaStatus) -> str:
-    if one.state == "failed":
-        return f"has failed: {one.reason}"
-    return "was drained"
+    missing: list[ReplicaStatus] = []
+    for group in chosen(status, target):
+        if is_good([one.state for one in group.replicas], group.min_ready):
+            continue
+        lost = [one for one in group.replicas if one.state in ("failed", "drained")]
+        if len(group.replicas) - len(lost) < enough(group.min_ready, len(group.replicas)):
+            why = f"has failed: {lost[0].reason}" if lost[0].state == "failed" else "was drained"
+            raise WorldError(f"{lost[0].name} {why}", hint=f"see: replicas logs {lost[0].name}")
+        missing += [one for one in group.replicas if one.state not in GOOD]
+    return missing
 
 
 def _named(found: list[ReplicaStatus]) -> str:

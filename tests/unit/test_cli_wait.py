@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from replicas.control import cli, cli_wait
@@ -56,13 +57,22 @@ def test_what_is_waited_for() -> None:
     ("lost", "words"),
     [
         (one("rollout/1", "failed", "no restart is left"), "rollout/1 has failed: no restart is left"),
-        (one("rollout/1", "finished", "stopped"), "rollout/1 was drained"),
+        (one("rollout/1", "drained"), "rollout/1 was drained"),
     ],
 )
 def test_what_will_not_come_is_not_waited_for(lost: ReplicaStatus, words: str) -> None:
     with pytest.raises(WorldError, match=words):
         cli_wait.unready(run_of(READY, lost), "rollout")
     assert cli_wait.unready(run_of(READY, lost), "rollout/0") == []
+
+
+def test_a_group_is_ready_with_as_many_as_it_needs() -> None:
+    lost = one("rollout/1", "failed", "no restart is left")
+    group = msgspec.structs.replace(run_of(READY, lost).groups[0], min_ready=1)
+    status = msgspec.structs.replace(run_of(READY), groups=(group,))
+    assert cli_wait.unready(status, "rollout") == []
+    with pytest.raises(WorldError, match="rollout/1 has failed"):
+        cli_wait.unready(status, "rollout/1")
 
 
 def test_who_is_not_there_is_named() -> None:
