@@ -34,8 +34,10 @@ class Generation:
         self.nodes: list[ShimHandle] = []
         self.records: list[ShimRecord] = []
         """How the shims are found by another supervisor."""
+        self.noted = False
+        """Whether the end of its main processes has been noted."""
         self.told = False
-        """Whether the end of its programs has been told."""
+        """Whether the coordinator has been told of the end of its ranks."""
         self.gone_by: float | None = None
         """When it must be gone, once it has been told to end."""
         self._pressed_at: float | None = None

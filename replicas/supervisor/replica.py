@@ -427,11 +427,20 @@ class Replica:
             self._end_processes(self.group.stop_timeout_s)
         if generation.ended:
             generation.be_gone_soon()
-            if not generation.told:
-                generation.told = True
+            if not generation.noted:
+                generation.noted = True
                 self._note_exit(generation.reports)
+            if not generation.told and not self._may_say_goodbye:
+                generation.told = True
                 name = (self.group.name, self.index, self.life.generation)
                 self._host.overseer.replica_ended(*name, self.last_exit or "finished")
+
+    @property
+    def _may_say_goodbye(self) -> bool:
+        """Whether ranks that are children of the main process may still be ending, as they were asked to: not lost."""
+        asked = bool(self._ending) or (self._cause is not None and self._cause.reason in FREE_REASONS)
+        generation = self._generation
+        return asked and not generation.gone and generation.remains is None
 
     def _note_exit(self, reports: list[ExitReport]) -> None:
         own = verdict(reports)

@@ -344,11 +344,11 @@ class Shim:
             self._tell(found.message())
 
     def _begin_sweep(self) -> None:
-        self._take_stock()
         self._sweeping = True
+        signal_own(signal.SIGTERM, but=self._pump())  # before they learn from others that they are lost
+        self._take_stock()
         if self._forkserver is not None:
             self._forkserver.kill()
-        signal_own(signal.SIGTERM, but=self._pump())
         if self._kill_at is None:
             self._kill_at = time.monotonic() + SWEEP_GRACE_S
 

@@ -413,6 +413,23 @@ async def test_stopped_by_hand_it_rests_until_it_is_asked_to_start(tmp_path: Pat
 
 
 @pytest.mark.anyio
+@pytest.mark.parametrize("asked", [True, False])
+async def test_ranks_that_may_still_say_goodbye_are_not_declared_lost(tmp_path: Path, asked: bool) -> None:
+    """Children of the main process that end after it, as they were asked to."""
+    async with living(tmp_path) as (replica, world):
+        world.shims[0].started()
+        if asked:
+            replica.halt()
+        world.shims[0].ended(ExitReport("stopped" if asked else "failed", ranks=(RankExit(0, 1),)), gone=False)
+        await settle()
+        assert [reason for *_, reason in world.ended] == ([] if asked else ["rank 0 exited with code 1"])
+        world.shims[0].gone.set()
+        world.shims[0].poke()
+        await settle()
+        assert [reason for *_, reason in world.ended] == (["stopped"] if asked else ["rank 0 exited with code 1"])
+
+
+@pytest.mark.anyio
 async def test_a_change_of_mind_while_it_drains(tmp_path: Path) -> None:
     async with living(tmp_path, on_channel=True) as (replica, world):
         world.at_work = "policy: loads version 1"
