@@ -31,7 +31,8 @@ _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that come from outside: the program's last line of output says nothing about them."""
 
 
-_ENDED = r" (?:exited with code \d+|was killed by (?:SIG\w+|signal \d+))"
+_KILLED = r"was killed by (?:SIG\w+|signal \d+)"
+_ENDED = rf" (?:exited with code \d+|{_KILLED})(?: after its process \d+ \([^)]*\) {_KILLED})?"
 _OUTPUT = re.compile(rf"(rank \d+{_ENDED}|torchrun of node \d+(?:{_ENDED})?): .*", re.DOTALL)
 """How a cause begins that goes on with the last words of a program (here, or in an exit report)."""
 
@@ -45,7 +46,7 @@ def _words(rank: RankExit) -> str:
     if rank.code < 0:
         what = f"rank {rank.rank} was killed by {signal_name(-rank.code)}"
         return what if -rank.code in _SENT or not rank.text else f"{what}: {rank.text}"
-    what = f"rank {rank.rank} exited with code {rank.code}"
+    what = f"rank {rank.rank} exited with code {rank.code}{' after ' if rank.after else ''}{rank.after}"
     return f"{what}: {rank.text}" if rank.text else what
 
 

@@ -150,7 +150,8 @@ class Group:
     @property
     def hopeless(self) -> bool:
         """Whether it cannot become ready before somebody resets what has failed."""
-        return is_lost(self.staying, enough(self.config.min_ready, len(self.staying)))
+        states = list(self.states.values())
+        return is_lost(states, enough(self.config.min_ready, len(states)))
 
     def words_of_failure(self) -> str:
         """What has failed here, and why."""

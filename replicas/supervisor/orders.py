@@ -132,6 +132,7 @@ class RankExit(NamedTuple):
     :param text: its last words in one line, if any.
     :param error: the traceback that torchelastic's ``record`` wrote, unless it is in ``lines`` anyway.
     :param lines: the last lines of its log; only the rank that failed first has them.
+    :param after: what died before it, in words, such as ``its process 12 (engine) was killed by SIGKILL``.
     """
 
     rank: int
@@ -141,6 +142,7 @@ class RankExit(NamedTuple):
     at: float = 0.0
     error: str = ""
     lines: tuple[str, ...] = ()
+    after: str = ""
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> RankExit:

@@ -46,12 +46,13 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Stocktaking
+from replicas.supervisor.deaths import DeathWatch
 from replicas.supervisor.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
 from replicas.supervisor.endings import exit_report
 from replicas.supervisor.keeper import ForkserverKeeper
@@ -94,6 +95,7 @@ class Shim:
         self._cgroup: Path | None = None
         self._stock: Stocktaking | None = None
         self._stacks: Stacks | None = None
+        self._deaths: DeathWatch | None = None
         self._tee = tee
         self._logs: LogKeeper | None = None
         self._starter: Starter | None = None
@@ -154,6 +156,8 @@ class Shim:
                 orders.send(self._launcher, message)
         elif message["type"] == "ping":
             self._tell({"type": "pong"})
+            if self._deaths is not None and not self._stopping:
+                self._deaths.look()
             if self._logs is not None:
                 self._logs.look(time.monotonic())
         else:
@@ -220,6 +224,7 @@ class Shim:
             return
         self._stock = Stocktaking(self._own, time.monotonic())
         self._stacks = Stacks(Path(spec.log_dir), self._save_stacks)
+        self._deaths = DeathWatch(self._selector, self._own, self._helpers, time.monotonic)
         try:
             self._logs = LogKeeper(spec, self._selector, self._tee, self._on_loss)
             self._starter = Starter(spec, self._logs)
@@ -311,7 +316,14 @@ class Shim:
         """Its last lines are in the log: say how it ended."""
         assert self.spec is not None
         assert self._logs is not None
-        report = exit_report(self.spec, main, self._report, self._logs.last_lines, stopping=self._stopping)
+        report = exit_report(
+            self.spec,
+            main,
+            self._report,
+            self._logs.last_lines,
+            stopping=self._stopping,
+            first_death=self._first_death,
+        )
         if self._broken:
             report = ExitReport("lost", text=self._broken)
         path = Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"
@@ -321,6 +333,15 @@ class Shim:
             note(f"{path} cannot be written: {error.strerror}")
         self._tell(report.message())
         self._begin_sweep()
+
+    def _first_death(self, before: Iterable[int]) -> str:
+        death = self._deaths.first(before=before) if self._deaths is not None else None
+        return "" if death is None else str(death)
+
+    def _helpers(self) -> frozenset[int]:
+        """Processes of ours below this one."""
+        forkserver = frozenset() if self._forkserver is None else frozenset({self._forkserver.pid} - {0})
+        return self._pump() | forkserver
 
     def _show_stacks(self, then: Callable[[], None] | None = None) -> None:
         """Save the stacks of all ranks to their logs, and tell them."""

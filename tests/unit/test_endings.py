@@ -20,7 +20,7 @@ from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
 from replicas.supervisor.processes import Child
 from replicas.supervisor.shim import Shim
 
-BOOM = ("step 7", "Traceback (most recent call last):", "ValueError: boom", "")
+BOOM = ("step 7", "Traceback (most recent call last):", '  File "a.py", line 3, in <module>', "ValueError: boom", "")
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +71,56 @@ def test_a_crash_is_named_by_what_faulthandler_says(child: Child) -> None:
     stacks = ("Fatal Python error: Segmentation fault", "Thread 0x1 (most recent call first):", '  File "x", line 3')
     report = exit_report(spec("exec"), child, None, lines(rank_0=stacks), stopping=False)
     assert report.ranks[0].text == "Fatal Python error: Segmentation fault"
+
+
+LEAKED = (
+    "/usr/lib/python3.11/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 leaked",
+    "  warnings.warn('resource_tracker: There appear to be %d '",
+)
+ENGINE = (
+    '(APIServer pid=7)   File "/x/core.py", line 12, in get_output',
+    "(APIServer pid=7)     raise EngineDeadError",
+    "(Worker pid=9) INFO bye",
+    "(APIServer pid=7) vllm.EngineDeadError: EngineCore is dead",
+    "(APIServer pid=7) INFO: Shutting down",
+)
+
+
+@pytest.mark.parametrize(
+    ("code", "printed", "text"),
+    [
+        (1, (*BOOM, *LEAKED), "ValueError: boom"),
+        (1, (*ENGINE, *LEAKED), "vllm.EngineDeadError: EngineCore is dead"),
+        (1, ("a.py: cannot go on", *LEAKED), "a.py: cannot go on"),
+        (
+            1,
+            ('  File "a.py", line 3', "    x = = 3", "        ^", "SyntaxError: invalid syntax"),
+            "SyntaxError: invalid syntax",
+        ),
+        (3, (*BOOM, "giving up"), "giving up"),
+        (1, LEAKED, LEAKED[1].strip()),
+    ],
+)
+def test_a_failure_is_named_by_its_exception_and_not_by_what_was_said_last(
+    child: Child, code: int, printed: tuple[str, ...], text: str
+) -> None:
+    child.code = code
+    report = exit_report(spec("exec"), child, None, lines(rank_0=printed), stopping=False)
+    assert report.ranks[0].text == text
+
+
+def test_what_died_first_is_named_and_shown_to_everybody(child: Child) -> None:
+    child.code = 1
+    died = "its process 12 (VLLM::EngineCor) was killed by SIGKILL"
+    report = exit_report(spec("exec"), child, None, lines(rank_0=ENGINE), stopping=False, first_death=lambda _: died)
+    cause = verdict([ExitReport.of(report.message()["report"])])
+    assert cause is not None
+    shown = f"rank 0 exited with code 1 after {died}"
+    assert cause.text == f"{shown}: vllm.EngineDeadError: EngineCore is dead"
+    assert without_output(cause.text) == shown
+    child.code = -signal.SIGTERM
+    killed = exit_report(spec("exec"), child, None, lines(), stopping=False, first_death=lambda _: died)
+    assert killed.ranks[0].after == ""
 
 
 def test_what_torchelastic_wrote_is_told_only_where_the_log_does_not_have_it(child: Child) -> None:

@@ -1,0 +1,130 @@
+"""Which process of a replica a signal killed before the main process ended: that one died first. Standard library only.
+
+The shim is no parent of them, and is told nothing. It opens a pidfd for each process that it sees below it, and asks the
+kernel how one has ended when that becomes readable: of a zombie by ``/proc``, of one that was waited for already by
+``PIDFD_GET_INFO`` (Linux 6.15; before that, an end that its parent has taken notice of at once stays unknown).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import itertools
+import os
+import selectors
+import signal
+import struct
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+from replicas.supervisor.processes import parents, signal_name
+
+__all__ = ["Death", "DeathWatch"]
+
+RECENT_S = 60.0
+"""How long before the end of the main process one may have died to be named with it."""
+_CRASHES = frozenset(
+    (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
+)
+"""The others are the usual ways to end a process."""
+_MAX_WATCHED = 256
+_GET_INFO = 0xC040FF0B
+_INFO_NBYTES, _EXIT_AT = 64, 60
+_INFO_EXIT = 1 << 3
+
+
+class Death(NamedTuple):
+    """A process that has ended. ``name``: what it called itself. ``signum``: what killed it; 0: nothing that is known of."""
+
+    pid: int
+    name: str
+    signum: int
+    at: float
+
+    def __str__(self) -> str:
+        return f"its process {self.pid} ({self.name}) was killed by {signal_name(self.signum)}"
+
+
+class DeathWatch:
+    """See the module's header.
+
+    :param pids: gives the processes of the replica. :param now: reads the clock.
+    :param helpers: processes of ours: they, and their children, come and go.
+    """
+
+    def __init__(
+        self,
+        selector: selectors.BaseSelector,
+        pids: Callable[[], Iterable[int]],
+        helpers: Callable[[], frozenset[int]],
+        now: Callable[[], float],
+    ) -> None:
+        self._selector = selector
+        self._pids = pids
+        self._helpers = helpers
+        self._now = now
+        self._watched: dict[int, int] = {}
+        self._names: dict[int, str] = {}
+        self._deaths: list[Death] = []
+
+    def look(self) -> None:
+        """Watch those that are new."""
+        helpers = self._helpers()
+        for pid in self._pids():
+            known = pid in self._names or len(self._watched) >= _MAX_WATCHED
+            if not known and helpers.isdisjoint((pid, *parents(pid)[:1])):
+                self._watch(pid)
+
+    def _watch(self, pid: int) -> None:
+        try:
+            pidfd = os.pidfd_open(pid)
+            self._names[pid] = _name(pid)
+        except OSError:
+            return  # it has ended
+        self._watched[pid] = pidfd
+        self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._ended(pid))
+
+    def _ended(self, pid: int) -> None:
+        pidfd = self._watched.pop(pid)
+        self._selector.unregister(pidfd)
+        signum = _killed_by(pid, pidfd)
+        os.close(pidfd)
+        self._deaths.append(Death(pid, self._names.pop(pid), signum, self._now()))
+        del self._deaths[:-_MAX_WATCHED]
+
+    def first(self, *, before: Iterable[int]) -> Death | None:
+        """The first that crashed lately, before one of these has ended."""
+        since, those = self._now() - RECENT_S, frozenset(before)
+        recent = itertools.takewhile(lambda one: one.pid not in those, (d for d in self._deaths if d.at >= since))
+        return next((one for one in recent if one.signum in _CRASHES), None)
+
+
+def _name(pid: int) -> str:
+    text = Path(f"/proc/{pid}/comm").read_bytes().decode(errors="replace").strip()
+    return "".join(one if one.isalnum() or one in "._:/-" else "_" for one in text)
+
+
+def _killed_by(pid: int, pidfd: int) -> int:
+    """The signal that killed a process which has ended; 0: none, or it is not known."""
+    return (_of_zombie(pid) or _of_gone(pidfd)) & 0x7F
+
+
+def _of_zombie(pid: int) -> int:
+    """Its wait status; 0: it is none any more."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[49]) if fields[0] == b"Z" else 0
+
+
+def _of_gone(pidfd: int) -> int:
+    """Its wait status, for a process that was waited for; 0: an older kernel, which does not tell."""
+    info = bytearray(_INFO_NBYTES)
+    struct.pack_into("Q", info, 0, _INFO_EXIT)
+    try:
+        fcntl.ioctl(pidfd, _GET_INFO, info)
+    except OSError:
+        return 0
+    known = struct.unpack_from("Q", info, 0)[0] & _INFO_EXIT
+    return int(struct.unpack_from("i", info, _EXIT_AT)[0]) if known else 0
