@@ -6,8 +6,8 @@ Theory of operation
 A publish is known by (group, replica, number); the number counts the replica's publishes. The first rank that begins it
 fixes the version. It is *packing* until every contributing rank (the leader, or all of them) has filled its slot, then it
 waits its turn: one version moves at a time, in the order in which they were packed. It ends in exactly one verdict, which
-every rank of the replica gets, also one that begins late (the last few verdicts are kept). The states are those of
-:data:`replicas.core.membership.PUBLISH`.
+every rank of the replica gets, also one that begins late (the last few verdicts of each replica are kept). The states are
+those of :data:`replicas.core.membership.PUBLISH`.
 
 One that was begun under another coordinator comes *resumed*, with the number that it had there.
 
@@ -115,6 +115,7 @@ class Publishes:
         self.numbered = floor
         """The newest version number ever given out."""
         self._known: OrderedDict[tuple[str, int, int], Publish] = OrderedDict()
+        self._made: dict[tuple[str, int], int] = {}
         self._bases: dict[tuple[str, int], tuple[int, set[int]]] = {}
         self._counts: dict[Member, int] = {}
         self.queue: list[Publish] = []
@@ -122,7 +123,7 @@ class Publishes:
 
     def count(self, group: str, replica: int) -> int:
         """Publishes that a replica has made so far."""
-        return max((key[2] for key in self._known if key[:2] == (group, replica)), default=0)
+        return self._made.get((group, replica), 0)
 
     def joined(self, member: Member, *, first: bool) -> None:
         """A rank of a replica joined; ``first``: no other rank of it is there.
@@ -150,6 +151,7 @@ class Publishes:
         base, ranks = self._bases.get(replica, (0, set()))
         self._bases[replica] = (max(base, made), ranks)
         self._counts[member] = made
+        self._made[replica] = max(made, self.count(*replica))
 
     def made(self, member: Member) -> int:
         """Number from which this member counts its publishes."""
@@ -192,7 +194,8 @@ class Publishes:
                 resumed=message.resumed,
             )
             self._known[(member.group, member.replica, message.publish)] = publish
-            self._forget_old()
+            self._made[member.group, member.replica] = max(message.publish, self.count(member.group, member.replica))
+            self._forget_old(member.group, member.replica)
         elif not self._agrees(publish, message):
             raise errors.RanksDisagree(
                 f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "
@@ -210,8 +213,9 @@ class Publishes:
             return message.version == publish.version or (message.version is None and not message.resumed)
         return message.version == publish.asked_version
 
-    def _forget_old(self) -> None:
-        over = [key for key, publish in self._known.items() if publish.over]
+    def _forget_old(self, group: str, replica: int) -> None:
+        """Each replica's last verdicts are kept: another one may publish many times meanwhile."""
+        over = [key for key, publish in self._known.items() if publish.over and key[:2] == (group, replica)]
         for key in over[:-KEPT_VERDICTS]:
             del self._known[key]
 

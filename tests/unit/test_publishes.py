@@ -1,0 +1,74 @@
+"""Numbers and verdicts of the publishes of several source replicas."""
+
+from __future__ import annotations
+
+from replicas import messages as wire
+from replicas.core.identity import Member
+from replicas.core.publishes import KEPT_VERDICTS, Publish, Publishes
+
+
+class Sources:
+    """Replicas of two ranks each."""
+
+    def __init__(self, replicas: int = 2) -> None:
+        self.publishes = Publishes("policy", "all", 0)
+        for replica in range(replicas):
+            for rank in range(2):
+                self.publishes.joined(self.rank(replica, rank), first=not rank)
+
+    @staticmethod
+    def rank(replica: int, rank: int, incarnation: str = "a") -> Member:
+        return Member("trainer", replica, rank, incarnation)
+
+    def begin(self, member: Member, number: int) -> Publish:
+        return self.publishes.begin(member, wire.PublishBegin(number, None, 60.0), 0.0)
+
+    def publish(self, replica: int, number: int) -> Publish:
+        """By both of its ranks, to its verdict."""
+        for rank in range(2):
+            publish = self.begin(self.rank(replica, rank), number)
+        self.publishes.end(publish, committed=False)
+        return publish
+
+
+def test_a_rank_that_joins_again_counts_on_however_often_others_have_published() -> None:
+    sources = Sources()
+    sources.publish(0, 1)
+    for number in range(1, KEPT_VERDICTS + 3):
+        sources.publish(1, number)
+    again = sources.rank(0, 1, "b")
+    sources.publishes.left(sources.rank(0, 1))
+    sources.publishes.joined(again, first=False)
+    assert sources.publishes.made(again) == 1
+    first = sources.begin(sources.rank(0, 0), 2)
+    assert sources.begin(again, 2) is first
+
+
+def test_a_rank_that_begins_late_gets_its_own_verdict_however_often_others_have_published() -> None:
+    sources = Sources()
+    early = sources.begin(sources.rank(0, 0), 1)
+    sources.publishes.end(early, committed=False)
+    for number in range(1, KEPT_VERDICTS + 3):
+        sources.publish(1, number)
+    sources.begin(sources.rank(0, 0), 2)
+    assert sources.begin(sources.rank(0, 1), 1) is early
+
+
+def test_each_replica_leaves_so_many_verdicts_behind() -> None:
+    sources = Sources()
+    for number in range(1, 101):
+        sources.publish(0, number)
+    assert len(sources.publishes._known) <= KEPT_VERDICTS + 1
+    assert sources.publishes.count("trainer", 0) == 100
+
+
+def test_who_was_a_member_under_another_coordinator_goes_on_with_its_number() -> None:
+    sources = Sources(0)
+    for rank in range(2):
+        member = sources.rank(0, rank)
+        sources.publishes.joined(member, first=not rank)
+        sources.publishes.came_back(member, 7)
+    sources.publishes.left(sources.rank(0, 1))
+    again = sources.rank(0, 1, "b")
+    sources.publishes.joined(again, first=False)
+    assert sources.publishes.made(again) == 7
