@@ -37,6 +37,7 @@ from replicas.core.effects import (
     Record,
     Send,
     Sweep,
+    SyncEnded,
 )
 from replicas.core.identity import Member
 from replicas.core.manifests import Joined, read
@@ -71,6 +72,15 @@ PAUSE_S = 1.0
 """A tick this much late is a pause of this process, and nobody's fault."""
 SETTLE_S = 0.5
 """After a pause: from the first turn of the loop to the first judgement."""
+
+
+class _Outlet:
+    """The effects of one channel that are due, in order; what waits there for the disk holds up no other channel."""
+
+    def __init__(self) -> None:
+        self.due: deque[Effect] = deque()
+        self.applying = False
+        self.disk_problem = ""
 
 
 class Engine:
@@ -111,12 +121,10 @@ class Engine:
         self._sessions: dict[Member, Session] = {}
         self._channel_of: dict[Member, ChannelState] = {}
         self._callbacks: list[Callable[[Event], None]] = []
-        self._due: deque[tuple[ChannelState, Effect]] = deque()
+        self._outlets = {name: _Outlet() for name in channels}
         self._encoded = Encoded()
         self._silence = Silence()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._applying = False
-        self._disk_problem = ""
         self.lag_s = 0.0
         self.refusals: dict[str, int] = {}
         self.tap: Callable[[ChannelState, Effect | FromMember], None] | None = None
@@ -312,31 +320,33 @@ class Engine:
     # ------------------------------------------------------------ effects
 
     def _apply(self, channel: ChannelState) -> None:
-        self._due.extend((channel, effect) for effect in channel.drain())
-        if self._applying:
+        outlet = self._outlets[channel.config.name]
+        outlet.due.extend(channel.drain())
+        if outlet.applying:
             return
-        self._applying = True
+        outlet.applying = True
         try:
-            while self._due:
-                source, effect = self._due[0]
-                if isinstance(effect, Record) and not self._recorded(effect):
+            while outlet.due:
+                effect = outlet.due[0]
+                if isinstance(effect, Record) and not self._recorded(channel, outlet, effect):
                     return
-                self._due.popleft()
-                self._do(source, effect)
+                outlet.due.popleft()
+                self._do(channel, effect)
         finally:
-            self._applying = False
+            outlet.applying = False
 
-    def _recorded(self, effect: Record) -> bool:
-        """Whether the decision is on disk. If not, nothing behind it happens: the next tick tries again."""
+    def _recorded(self, channel: ChannelState, outlet: _Outlet, effect: Record) -> bool:
+        """Whether the decision is on disk. If not, nothing behind it happens on its channel: the next tick tries again."""
+        decision = effect.decision
         try:
-            self.decisions.append(effect.decision)
+            self.decisions.append(decision)
         except OSError as exc:
-            if self._disk_problem != str(exc):
-                self._disk_problem = str(exc)
-                decision = effect.decision
+            if outlet.disk_problem != str(exc):
+                outlet.disk_problem = str(exc)
                 log.error("%s: version %d waits to be recorded: %s", decision.channel, decision.version, exc)
             return False
-        self._disk_problem = ""
+        outlet.disk_problem = ""
+        channel.told.recorded(decision)
         return True
 
     def _do(self, channel: ChannelState, effect: Effect) -> None:
@@ -348,7 +358,7 @@ class Engine:
                 if session is not None and not session.send(effect.message, self._encoded.of(effect.message)):
                     self.refused("overflow")
                     channel.lose(effect.member, "overflow", self._now())
-                    self._due.extend((channel, later) for later in channel.drain())
+                    self._apply(channel)
             case Sweep():
                 self._sweep(effect.prefix)
             case Keep():
@@ -363,6 +373,8 @@ class Engine:
             case Emit():
                 if isinstance(effect.event, MemberLost):
                     self._on_lost(effect.event)
+                elif isinstance(effect.event, SyncEnded):
+                    channel.told.ended(effect.event.record)
                 elif isinstance(effect.event, MemberQuarantined):
                     log.warning(
                         "%s: %s is quarantined: %s", channel.config.name, effect.event.member, effect.event.reason

@@ -90,7 +90,7 @@ class ReadinessBook:
 
     def _behind(self, channel: ChannelState, group: str, replica: int, generation: int) -> list[str]:
         key = (channel.config.name, group, replica)
-        latest, loaded = channel.commits.latest, channel.rounds.of(group, replica).loaded
+        latest, loaded = channel.told.latest, channel.rounds.of(group, replica).loaded
         if channel.rounds.of(group, replica).partial:
             self._was_ready.pop(key, None)
             return [f"{channel.config.name}: version {latest} is loaded by a part of its ranks"]

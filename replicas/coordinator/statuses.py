@@ -10,19 +10,19 @@ __all__ = ["channel_status"]
 
 
 def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
-    commits = channel.commits
-    last = channel.commits.decided
+    commits, told = channel.commits, channel.told
+    digest = commits.decided if commits.latest == told.latest else told.digest  # it may have become known since
     return ChannelStatus(
         name=channel.config.name,
         epoch=channel.roster.epoch,
-        committed_version=commits.latest,
-        digest=last,
+        committed_version=told.latest,
+        digest=digest,
         members=tuple(_member(state, now) for state in sorted(channel.roster, key=lambda s: s.member)),
-        syncs=dict(commits.totals),
+        syncs=dict(told.syncs),
         retries=dict(commits.retries),
-        bytes_total=commits.bytes_total,
+        bytes_total=told.nbytes,
         operations=dict(channel.operations.totals),
-        last_sync=commits.last,
+        last_sync=told.last,
     )
 
 

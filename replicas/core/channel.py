@@ -52,6 +52,7 @@ from replicas.core.recovery import Recovery
 from replicas.core.roster import GroupShape, MemberState, Roster
 from replicas.core.rounds import ReplicaView, Rounds
 from replicas.core.stuck import StuckOperations
+from replicas.core.told import Told
 from replicas.messages import Backend, FromMember
 
 __all__ = ["ChannelState"]
@@ -113,6 +114,7 @@ class ChannelState:
         self.rounds = Rounds(config.name)
         self.roster.index.on_held = self.rounds.touch
         self.commits = Commits(self, floor, decided)
+        self.told = Told(*decided)
         self.recovery = Recovery(self, decided=decided, aborted=aborted)
         self.operations = Operations(
             self.roster, self.lanes, self.out.append, self.next_id, term=term, retried=self.retried
@@ -154,6 +156,8 @@ class ChannelState:
         if state.is_target:
             self.rounds.joined(state, self.view(member.group, member.replica), self.out)
         self.out.append(Emit(MemberJoined(self.config.name, state.member)))
+        if self.commits.latest > self.told.latest:  # its Welcome goes past the record of that decision
+            self.out.append(Send(member, self.commits.commit_message()))
         self._doubt(state, now)
         self._settle(now)
         return state, older
@@ -165,7 +169,7 @@ class ChannelState:
             received=received,
             epoch=self.roster.epoch,
             address=state.address,
-            latest=self.commits.latest,
+            latest=self.told.latest,
             publishes=self.commits.publishes.made(state.member),
         )
 

@@ -63,9 +63,6 @@ class Commits:
         self.manifests = Manifests(config.name, channel.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
         """Words about publishes whose manifest is not here yet, in order."""
-        self.totals: dict[str, int] = {}
-        self.bytes_total = 0
-        self.last: SyncRecord | None = None
         self.retries: dict[str, int] = {}
 
     # ------------------------------------------------------------ what members say
@@ -320,7 +317,6 @@ class Commits:
             if state is not None:
                 state.failures = 0  # it works with the others
         moved_nbytes = payload.nbytes * max(1, len(transfer.verified))
-        self.bytes_total += moved_nbytes
         self._verdict(publish, "committed", now, moved_nbytes=moved_nbytes)
         channel.marks.version(publish.group, publish.replica, publish.version)
         self._keep_lane(transfer)
@@ -467,8 +463,6 @@ class Commits:
             members=len(receipt.members) if receipt is not None else 0,
             lost=tuple(publish.lost),
         )
-        self.last = record
-        self.totals[outcome] = self.totals.get(outcome, 0) + 1
         channel.out.append(Emit(SyncEnded(channel.config.name, record)))
 
     # ------------------------------------------------------------ losses and time

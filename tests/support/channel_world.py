@@ -557,6 +557,7 @@ class World:
                     if not forgotten or all(old.version != version for old in self.decisions):
                         self.aborted.add(version)  # else its number is used a second time
                 case Record():
+                    self.state.told.recorded(effect.decision)
                     assert effect.decision.version not in self.aborted
                     again = [old for old in self.decisions if old.version == effect.decision.version]
                     if again:  # learned from a member by a coordinator that has lost its log
