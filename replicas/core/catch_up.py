@@ -5,6 +5,10 @@ are quarantined are served one by one, when nobody else waits; one that was serv
 longer each time. After a failure the next attempt comes later, and from another holder if there is one. Whom nobody who
 has the version reaches is served as soon as somebody does.
 
+Those behind slow links have a catch-up of their own, which holds up nobody, and takes its time as long as bytes move. No host
+gets two versions at once: a publish that serves all who are being caught up ends that, and nobody is caught up on a host to
+which a newer version is on its way.
+
 A catch-up that is slower than the publishing ends all the same: its members are admitted at the next boundary, the next
 version waits for them, and once they have that one nobody needs the old one any more.
 """
@@ -33,10 +37,11 @@ PATIENCE_S = 5.0
 
 
 class CatchUp:
-    """The catch-up of one channel."""
+    """A catch-up of one channel. ``slow``: of those that would hold up the others (:mod:`replicas.core.pacing`)."""
 
-    def __init__(self, channel: ChannelState) -> None:
+    def __init__(self, channel: ChannelState, *, slow: bool = False) -> None:
         self._channel = channel
+        self._slow = slow
         self.transfer: Transfer | None = None
         self._bad_holder: Member | None = None
         self._unready: set[Member] = set()
@@ -53,7 +58,8 @@ class CatchUp:
         if self.transfer is not None:
             return
         busy = main.concerned | main.needers if main is not None and main.payload is payload else frozenset()
-        waiting = [state for state in self._lacking(version, now) if state.member not in busy]
+        hosts = self._served_hosts(main)
+        waiting = [s for s in self._lacking(version, now) if s.member not in busy and s.host not in hosts]
         alone = [state for state in waiting if state.standing == "quarantined"]
         needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
         held = any(version in s.held or version in s.parts for s in self._channel.roster)
@@ -76,6 +82,22 @@ class CatchUp:
         self.transfer = transfer
         self._unready, self._waits_since = set(), now
         self.transfer.start(now)
+
+    def _served_hosts(self, main: Transfer | None) -> set[int]:
+        """Hosts to which a newer version is on its way: that is all that should be."""
+        members = main.plan.receivers if main is not None else ()
+        return {state.host for state in map(self._channel.roster.get, members) if state is not None}
+
+    def served_by(self, main: Transfer, now: float) -> None:
+        """All for whom an older version is under way get this newer one."""
+        transfer = self.transfer
+        if (
+            transfer is not None
+            and transfer.payload.version < main.payload.version
+            and transfer.needers <= main.needers
+        ):
+            transfer.stop(complete=True)
+            self._ended(transfer, None, now)
 
     def _release(self, payload: Payload | None, now: float) -> None:
         """Who has been kept out for its time, and was served or lacks nothing, is tried again with the others."""
@@ -100,14 +122,15 @@ class CatchUp:
     def _lacks(self, state: MemberState, version: int, now: float) -> bool:
         """Whether it is to be served now."""
         wants = state.is_target and state.carries and version not in state.held and now >= state.retry_at
-        return wants and (state.standing == "quarantined" or self._channel.roster.admissible(state, now))
+        may = state.standing == "quarantined" or state.slow or now >= state.not_before
+        return wants and state.slow == self._slow and may and self._channel.roster.available(state, now)
 
     def tick(self, now: float) -> None:
         """Give up at the deadline, and on those who do not get ready while others wait."""
         transfer = self.transfer
         if transfer is None:
             return
-        if now > transfer.deadline:
+        if now > transfer.deadline and not transfer.gets_on(now):
             transfer.stop(complete=False)
             self._ended(transfer, errors.DeadlineExceeded("catch-up", phase="transfer"), now)
         elif transfer.unready and now > self._waits_since + PATIENCE_S:

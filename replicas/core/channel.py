@@ -64,6 +64,8 @@ VIEWS_PER_S = 5_000
 VIEWS_AT_ONCE = 2_000
 QUARANTINE_S = 1.0
 QUARANTINE_MAX_S = 300.0
+SLOW_S = 2.0
+SLOW_MAX_S = 300.0
 SERVED_MAX_S = 30.0
 """One that is quarantined is served alone after so much of its time."""
 LOSS_WORDS = {
@@ -322,6 +324,13 @@ class ChannelState:
         if why:
             self.roster.isolate(state, why, now)
             self.out.append(Emit(MemberQuarantined(self.config.name, state.member, why)))
+
+    def slow(self, member: Member, now: float) -> None:
+        """It would hold up the others: it is caught up at its own pace, and with them again later, longer each time."""
+        state = self.roster.get(member)
+        if state is not None:
+            state.failures += 1
+            state.slow, state.not_before = True, now + min(SLOW_MAX_S, SLOW_S * 2 ** min(state.failures, 10))
 
     def apart(self, member: Member) -> None:
         """It cannot map the memory of others: it is sent what it needs from now on."""

@@ -58,7 +58,7 @@ class Commits:
         self._decided_here = False
         """Whether the newest commit is of a publish under this coordinator: then it is no other source's of that number."""
         self.main: Transfer | None = None
-        self.catch_up = CatchUp(channel)
+        self.catch_ups = (CatchUp(channel), CatchUp(channel, slow=True))
         self.kept_lane: Lane | None = None
         self.manifests = Manifests(config.name, channel.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
@@ -78,7 +78,7 @@ class Commits:
 
     @property
     def transfers(self) -> list[Transfer]:
-        known = (self.main, self.catch_up.transfer)
+        known = (self.main, *(catch_up.transfer for catch_up in self.catch_ups))
         return [transfer for transfer in known if transfer is not None]
 
     def begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
@@ -215,7 +215,8 @@ class Commits:
             self._overtaken(publish, now)
         if self.main is None and self.publishes.queue and self._target_replicas() >= self._channel.config.min_targets:
             self._start_next(now)
-        self.catch_up.advance(self.committed, self.main, now)
+        for catch_up in self.catch_ups:
+            catch_up.advance(self.committed, self.main, now)
 
     def _target_replicas(self) -> int:
         """Target replicas with a live member: a version waits in the queue until there are ``min_targets``."""
@@ -255,6 +256,8 @@ class Commits:
         publish.transfer = self.main = Transfer(
             self._channel, publish.payload, needers, kind="main", deadline=publish.deadline, on_end=self._main_ended
         )
+        for catch_up in self.catch_ups:
+            catch_up.served_by(self.main, now)
         self.main.start(now)
 
     # ------------------------------------------------------------ the end of a publish
@@ -315,7 +318,7 @@ class Commits:
         )
         for state in map(channel.roster.get, transfer.verified):
             if state is not None:
-                state.failures = 0  # it works with the others
+                state.failures, state.slow = 0, False  # it works with the others
         moved_nbytes = payload.nbytes * max(1, len(transfer.verified))
         self._verdict(publish, "committed", now, moved_nbytes=moved_nbytes)
         channel.marks.version(publish.group, publish.replica, publish.version)
@@ -493,7 +496,8 @@ class Commits:
             grace = LAST_WORDS_S if publish.state == "packing" else 0.0
             if not publish.over and now > publish.deadline + grace:
                 self._deadline(publish, now)
-        self.catch_up.tick(now)
+        for catch_up in self.catch_ups:
+            catch_up.tick(now)
 
     def _leave_laggards(self, publish: Publish, now: float) -> None:
         """Some are not ready to receive in half of the time, or will not have read the manifest by then: go on without them,
@@ -534,7 +538,7 @@ class Commits:
             transfer.stop(complete=True)
             self._main_ended(transfer, None, now)
         else:
-            late = sorted(member.name for member in transfer.laggards)
+            late = transfer.pacing.slowest() or sorted(member.name for member in transfer.laggards)
             kind = (
                 errors.Busy
                 if transfer.state == "offering" and transfer.lane_formed_or_none()

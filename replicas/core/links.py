@@ -12,8 +12,8 @@ it was in doubt, and a transfer over it has stood still again. Nothing uses it b
 again soon and then a little later each time, until one works. No publish suffers from finding that out, and a link is in
 use again within seconds after it was healed.
 
-A link is *in doubt* when bytes were under way over it in a transfer that stood still: other ways are taken as long as there
-are any. Each time that happens the doubt is longer. Versions that went over a link put an end to it.
+A link is *in doubt* when bytes were under way over it in a transfer that stood still, or that it slowed down: other ways are
+taken as long as there are any. Each time that happens the doubt is longer. Versions that went over a link put an end to it.
 """
 
 from __future__ import annotations
@@ -96,6 +96,11 @@ class Links:
         for link in links:
             self._found(link, why, now)
         self.broke([(min(link), max(link)) for link in again], why, now)
+
+    def slow(self, pairs: Pairs, why: str, now: float) -> None:
+        """Bytes went so slowly between these addresses that others had to wait."""
+        for link in {frozenset(pair) for pair in pairs if len(set(pair)) == 2}:
+            self._found(link, why, now)
 
     def proved(self, pairs: Pairs) -> None:
         """A version has gone over these."""

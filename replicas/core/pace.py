@@ -8,8 +8,8 @@ failure. A member that says nothing proves nothing; its silence is judged elsewh
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Collection, Iterable
 
 from replicas.core.identity import Member
 from replicas.messages import LaneMoved
@@ -22,23 +22,55 @@ STILL_TRIPS = 3.0
 """On a link with long round trips: so many of them."""
 FRESH_S = 2.5
 """What was said longer ago proves nothing any more."""
+REPORTS = 4
+"""So many of a member are kept."""
+RATE_S = 0.7
+"""A rate is that over at least so much time,"""
+RATE_TRIPS = 10.0
+"""and so many round trips: a connection needs them to find its rate."""
 
 
-@dataclass(slots=True)
-class _Report:
-    at: float
-    message: LaneMoved
+class _Reports:
+    """The last ones of one member, each with the time when it came."""
+
+    def __init__(self) -> None:
+        self.all: deque[tuple[float, LaneMoved]] = deque(maxlen=REPORTS)
+        self.first_at = 0.0
+
+    @property
+    def at(self) -> float:
+        return self.all[-1][0]
+
+    @property
+    def last(self) -> LaneMoved:
+        return self.all[-1][1]
 
     @property
     def still(self) -> bool:
-        return self.message.still_s >= max(STILL_S, STILL_TRIPS * self.message.rtt_s)
+        return self.last.still_s >= max(STILL_S, STILL_TRIPS * self.last.rtt_s)
+
+    def held_up(self) -> frozenset[str]:
+        """By whom it was held up the last two times that it said something."""
+        if len(self.all) < 2 or self.at - self.first_at < RATE_TRIPS * self.last.rtt_s:
+            return frozenset()
+        return frozenset(self.all[-1][1].held_up) & frozenset(self.all[-2][1].held_up)
+
+    def rate(self) -> float | None:
+        """Bytes a second that it receives: the most that was seen over some time; None: not known."""
+        found = [
+            (later.received - earlier.received) / (end - start)
+            for (start, earlier), (end, later) in zip(self.all, list(self.all)[1:], strict=False)
+            if end - start >= RATE_S / 2
+        ]
+        known = self.at - self.first_at >= max(RATE_S, RATE_TRIPS * self.last.rtt_s)
+        return max(found, default=None) if known else None
 
 
 class Pace:
     """Of one attempt in one group."""
 
     def __init__(self) -> None:
-        self._reports: dict[Member, _Report] = {}
+        self._reports: dict[Member, _Reports] = {}
 
     def begin(self) -> None:
         """Something else is moved from now on."""
@@ -46,17 +78,46 @@ class Pace:
 
     def moved(self, member: Member, message: LaneMoved, now: float) -> None:
         """A member says how far it is."""
-        self._reports[member] = _Report(now, message)
+        reports = self._reports.setdefault(member, _Reports())
+        reports.first_at = reports.first_at or now
+        reports.all.append((now, message))
 
     def stands_still(self, awaited: Collection[Member], now: float) -> bool:
         """Whether nothing moves any more. ``awaited``: members that have not said that they are done."""
-        reports = [self._reports.get(member) for member in awaited]
-        return bool(reports) and all(one is not None and one.still and now - one.at <= FRESH_S for one in reports)
+        return bool(awaited) and all(one is not None and one.still for one in map(self._fresh(now).get, awaited))
+
+    def gets_on(self, awaited: Iterable[Member], now: float) -> bool:
+        """Whether some of those that are awaited say that something moves."""
+        fresh = self._fresh(now)
+        return any(member in fresh and not fresh[member].still for member in awaited)
+
+    def bottleneck(self, awaited: Iterable[Member], now: float) -> set[tuple[Member, str]]:
+        """The member in front of the one link that holds up all of those that are awaited, and the address behind it.
+
+        Empty when there is none, or all links are equally busy.
+        """
+        fresh = self._fresh(now)
+        found = {(member, address) for member in awaited if member in fresh for address in fresh[member].held_up()}
+        others = {(member, address) for member in awaited if member in fresh for address in fresh[member].last.held_up}
+        return found if found == others and len({address for _, address in found}) == 1 else set()
 
     def held_up(self) -> set[tuple[Member, str]]:
         """Members with bytes under way that the network does not take, and to which address."""
-        return {(member, address) for member, one in self._reports.items() for address in one.message.held_up}
+        return {(member, address) for member, one in self._reports.items() for address in one.last.held_up}
 
     def still_s(self) -> float:
         """For how long nothing has moved, by what was said last."""
-        return min((one.message.still_s for one in self._reports.values()), default=0.0)
+        return min((one.last.still_s for one in self._reports.values()), default=0.0)
+
+    def received(self, member: Member) -> int:
+        """Bytes that it has received."""
+        reports = self._reports.get(member)
+        return reports.last.received if reports is not None else 0
+
+    def rate(self, member: Member) -> float | None:
+        """Bytes a second that it receives; None: not known."""
+        reports = self._reports.get(member)
+        return reports.rate() if reports is not None else None
+
+    def _fresh(self, now: float) -> dict[Member, _Reports]:
+        return {member: one for member, one in self._reports.items() if now - one.at <= FRESH_S}

@@ -83,6 +83,7 @@ class MemberState:
     :ivar note: why it is behind or quarantined.
     :ivar missed: the version without which it was left behind: it is with the others again when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
+    :ivar slow: the others went on without it, because it would have held them up.
     :ivar served: it was caught up since it was quarantined.
     :ivar draining: it is being ended: it may finish what it has begun, and takes no part in anything new.
     :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
@@ -117,6 +118,7 @@ class MemberState:
     retry_at: float = 0.0
     failures: int = 0
     served: bool = False
+    slow: bool = False
     view_epoch: int = 0
     """The last epoch of which it was told."""
 
@@ -339,7 +341,11 @@ class Roster:
 
     def admissible(self, state: MemberState, now: float) -> bool:
         """Whether it may be with the others now: it is known where it is, can be heard, may be trusted, and will stay."""
-        return state.host != 0 and now >= state.not_before and not state.draining and not self.suspect(state, now)
+        return now >= state.not_before and self.available(state, now)
+
+    def available(self, state: MemberState, now: float) -> bool:
+        """Whether it is known where it is, it can be heard, and it will stay."""
+        return state.host != 0 and not state.draining and not self.suspect(state, now)
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
         """Out of the epoch, but still a member: it is caught up and admitted again at a boundary."""

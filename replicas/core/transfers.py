@@ -37,6 +37,7 @@ from replicas.core.identity import Member
 from replicas.core.lanes import Lane, form_timeout
 from replicas.core.membership import TRANSFER, TransferState
 from replicas.core.offers import Offers
+from replicas.core.pacing import Pacing
 from replicas.core.paths import Plan, Works, plan
 from replicas.core.payload import Payload, TransferContext
 from replicas.core.preflight import nccl_works
@@ -49,6 +50,8 @@ from replicas.messages import (
 
 __all__ = ["Transfer"]
 
+LONGEST_S = 3600.0
+"""A catch-up may take so long, as long as bytes move."""
 MAP_TRIES = 2
 """How often a member may find nothing where it should map, until it is sent the bytes."""
 
@@ -83,6 +86,7 @@ class Transfer:
         self.why: dict[Member, str] = {}
         """Why members were left out."""
         self.blame = Blame(context, self)
+        self.pacing = Pacing(context, self)
         self._offers = Offers(context, payload)
         self._copies = context.roster.config.staging == "device"
         """Whether those that map copy what they find."""
@@ -95,6 +99,8 @@ class Transfer:
         """Members of the present attempt."""
         self.asked = frozenset(needers)
         """Everyone who needed it when it began."""
+        self.sent_to: set[Member] = set()
+        """Those who got it over a lane."""
         self.unreached: set[Member] = set()
         """Those whom nobody who has it reaches."""
         self._started = False
@@ -129,6 +135,20 @@ class Transfer:
         if self.state == "offering" and len(self._ready) < len(self._movers):
             return (set(self._movers) - self._ready) | self._mapping
         return self.needers - self.verified
+
+    @property
+    def at_work(self) -> list[Member]:
+        """Members of its lane that have not said that they are done."""
+        return [member for member in self.plan.lane if member not in self._done]
+
+    @property
+    def drops(self) -> bool:
+        """Whether others may go on without those that are slow."""
+        return self.kind == "main" and self._context.roster.config.on_lost == "drop"
+
+    def gets_on(self, now: float) -> bool:
+        """Whether bytes move."""
+        return self.state == "moving" and self.lane is not None and self.lane.pace.gets_on(self.at_work, now)
 
     @property
     def unready(self) -> set[Member]:
@@ -279,7 +299,8 @@ class Transfer:
             self.form_s += lane.formed_s if self._forms_lane else 0.0
             routes = tuple(tuple(lane.rank(member) for member in route) for route in self.plan.routes)
         name = lane.name if lane is not None else ""
-        go = TransferGo(self.id, name, routes, max(0.0, self.deadline - now))
+        left_s = max(0.0, self.deadline - now)
+        go = TransferGo(self.id, name, routes, left_s if self.kind == "main" else max(left_s, LONGEST_S))
         self._offers.go(self.plan, go, lane)
         self._end_attempt_if_done(now)
 
@@ -324,7 +345,7 @@ class Transfer:
         if wrong:
             names = sorted(str(member) for member in wrong)
             error = errors.SyncError(f"digests differ at {', '.join(names)}", phase="verify", members=names)
-            self._failed_all_alive(error, now)
+            self.failed_all_alive(error, now)
         elif self.needers:
             self.start(now)
         elif self._copies and self.refused and not self.verified:
@@ -352,7 +373,9 @@ class Transfer:
             if digest != payload.digest:
                 self._forget_held(sender)
                 good = set()
-        self._keep({m: self._done[m] for m in good if self._done[m].image_digest == payload.digest}, lent=True)
+        good = {member for member in good if self._done[member].image_digest == payload.digest}
+        self.sent_to |= good
+        self._keep({member: self._done[member] for member in good}, lent=True)
         if self._context.links:
             self._context.links.proved(
                 pair for route in self.plan.routes for pair in pairwise(map(self._address, route))
@@ -401,7 +424,7 @@ class Transfer:
                 self._forget_held(member)
             self.again("refused", now)
         else:
-            self._failed_all_alive(error, now)
+            self.failed_all_alive(error, now)
 
     def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
         """It stays in need, and its turn comes in the next attempt; unless it has no memory, slot or descriptor left."""
@@ -421,14 +444,14 @@ class Transfer:
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
         if lane is self.lane and not self.over and self.plan.lane:
-            self._failed_all_alive(error, now)
+            self.failed_all_alive(error, now)
         elif lane is self.lane:
             self._close_lane("failed")
         elif self.blame.probing is not None:
             self.blame.probing.failed(lane, error, now)
 
-    def _failed_all_alive(self, error: errors.ReplicasError, now: float) -> None:
-        """Nobody was lost, and yet it failed."""
+    def failed_all_alive(self, error: errors.ReplicasError, now: float) -> None:
+        """Nobody was lost, and yet the attempt failed."""
         proven = error.phase == "verify" and self._received  # the sender's bytes were right for others
         wrong = self.needers & set(self.plan.receivers) if proven else set()
         suspects, givers = self._suspects(self.concerned, now), self.givers
@@ -517,6 +540,12 @@ class Transfer:
         self._context.retried(reason)
         self._end_attempt_if_done(now)
 
+    def leave_slow(self, late: Mapping[Member, str], now: float) -> None:
+        """Go on without those that are slow; they are caught up at their own pace."""
+        self.why |= late
+        self.needers -= late.keys()
+        self.again("slow", now)
+
     def tick(self, now: float) -> None:
         """Replace the attempt when someone in it no longer gives a sign of life, or its lane does not form in time."""
         if self.over:
@@ -531,32 +560,9 @@ class Transfer:
             late = sorted(m.name for m in self.lane.members if m not in self.lane.formed_by)
             message = f"the process group did not form in {self.lane.deadline - self.lane.opened_at:.1f} s; missing: "
             error = errors.DeadlineExceeded(message + ", ".join(late), phase="form", members=late)
-            self._failed_all_alive(error, now)
-        elif self._stands_still(now):
-            self._stood_still(now)
-
-    def _stands_still(self, now: float) -> bool:
-        """Whether bytes are on their way over the lane, and none moves any more, though everybody is there."""
-        if self.state != "moving" or self.lane is None:
-            return False
-        return self.lane.pace.stands_still([m for m in self.plan.lane if m not in self._done], now)
-
-    def _stood_still(self, now: float) -> None:
-        """Where bytes were under way, the links are to blame: others are taken. Else it is as any failure of the lane."""
-        lane, links = self.lane, self._context.links
-        assert lane is not None
-        pairs = {(self._address(member), other) for member, other in lane.pace.held_up()}
-        names = [
-            member.name for member in self.plan.lane if {self._address(member)} & {a for pair in pairs for a in pair}
-        ]
-        names = names or [member.name for member in self.plan.lane]
-        text = f"no byte has moved for {lane.pace.still_s():.1f} s between {', '.join(names)}"
-        links.doubt(pairs, text, now)
-        if any(len(set(pair)) == 2 for pair in pairs):
-            self.again("link", now)
+            self.failed_all_alive(error, now)
         else:
-            error = errors.SyncError(text, version=self.payload.version, phase="transfer", members=names)
-            self._failed_all_alive(error, now)
+            self.pacing.tick(now)
 
     def _in_vain_without(self, silent: set[Member], now: float) -> bool:
         """Whether nobody else has what is published, and nobody waits for its end: then its source may take its time."""

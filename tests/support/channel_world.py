@@ -10,6 +10,8 @@ import itertools
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import NamedTuple
 
 import msgspec
 
@@ -35,9 +37,19 @@ from replicas.core.manifest import PartManifest, TensorSpec
 from replicas.core.manifests import read
 from replicas.core.roster import GroupShape
 
+NBYTES = 16
+"""Of a version."""
 COORDINATOR = 99_999
 """Its pid."""
 MANIFEST = PartManifest(tensors=(TensorSpec("weight", "float32", (4,)),), aliases=(), pieces=None)
+
+
+class Hop(NamedTuple):
+    """From one address to the next one of a chain. ``rate``: bytes a second."""
+
+    before: str
+    behind: str
+    rate: float
 
 
 def channel_config(**changes: object) -> ChannelConfig:
@@ -90,6 +102,8 @@ class SimMember:
     published: set[int] = field(default_factory=set)
     incoming: dict[int, wire.TransferOffer] = field(default_factory=dict)
     granted: list[int] = field(default_factory=list)
+    received: list[int] = field(default_factory=list)
+    """Versions that came over a lane."""
     verdicts: dict[int, wire.PublishEnd] = field(default_factory=dict)
     ends: dict[int, wire.OperationEnd] = field(default_factory=dict)
     goes: list[wire.OperationGo] = field(default_factory=list)
@@ -101,8 +115,8 @@ class SimMember:
     mute: bool = False
     stuck: bool = False
     quiet: bool = False
-    at_work: dict[str, float] = field(default_factory=dict)
-    """Since when it has moved nothing in a lane."""
+    at_work: dict[str, tuple[float, wire.TransferGo]] = field(default_factory=dict)
+    """Since when it has been at work in a lane, and at what."""
     loads: bool = True
     unlooked: int = 0
     at_least: int = 0
@@ -306,14 +320,19 @@ class SimMember:
             case wire.TransferGo() if self.breaks or self.world.broken(message.lane):
                 offer = self.incoming.pop(message.transfer)
                 self.outbox.append(wire.TransferFailed(offer.transfer, wire.WireError("SyncError", "connection reset")))
-            case wire.TransferGo() if self.stuck or self.world.blocked_in(message.lane):
-                self.at_work[message.lane] = self.world.now
+            case wire.TransferGo() if (
+                self.stuck or self.world.blocked_in(message.lane) or self.world.slow_hop(message.lane)
+            ):
+                self.at_work[message.lane] = (self.world.now, message)
             case wire.TransferGo():
                 self._transfer(self.incoming.pop(message.transfer), message)
             case wire.LaneDrop():
                 self.at_work.pop(message.lane, None)
             case wire.TransferCancel():
                 self.incoming.pop(message.transfer, None)
+                self.at_work = {
+                    lane: work for lane, work in self.at_work.items() if work[1].transfer != message.transfer
+                }
             case wire.OperationGo() if self.world.broken(message.lane):
                 error = wire.WireError("SyncError", "connection reset", phase="transfer")
                 self.outbox.append(wire.OperationFailed(message.operation, error))
@@ -326,12 +345,22 @@ class SimMember:
                     self.outbox.append(wire.OperationDone(message.operation, 0.01))
 
     def tell_pace(self) -> None:
-        """What its sidecars say about once a second, if they are at work."""
-        for lane, since in self.at_work.items():
-            cut = [pair for pair in self.world.blocked_in(lane) if self.address in pair]
-            held_up = tuple(address for pair in cut for address in pair if address != self.address)
+        """What its sidecars say about once a second, if they are at work; over slow links bytes arrive in the end."""
+        for lane, (since, go) in list(self.at_work.items()):
+            elapsed, hop = self.world.now - since, self.world.slow_hop(lane)
+            blocked = [link for link in self.world.blocked_in(lane) if self.address in link]
+            held_up = tuple(address for link in blocked for address in link if address != self.address)
+            if hop is None or self.stuck or self.world.blocked_in(lane):
+                message = wire.LaneMoved(lane, 0, 0, elapsed, 0.001, held_up)
+            elif (done := int(elapsed * hop.rate)) >= NBYTES and go.transfer in self.incoming:
+                del self.at_work[lane]
+                self._transfer(self.incoming.pop(go.transfer), go)
+                continue
+            else:
+                held_up = (hop.behind,) if hop.before == self.address else ()
+                message = wire.LaneMoved(lane, done, done, 0.0, 0.001, held_up)
             if not self.quiet:
-                self.outbox.append(wire.LaneMoved(lane, 0, 0, self.world.now - since, 0.001, held_up))
+                self.outbox.append(message)
 
     def _transfer(self, offer: wire.TransferOffer, go: wire.TransferGo) -> None:
         digest = f"digest-{offer.version}"
@@ -351,6 +380,7 @@ class SimMember:
             assert place.device == self.gpu, "a part that lies on another GPU"
         if offer.role == "receive":
             self.held.add(offer.version)
+            self.received.append(offer.version)
         self.outbox.append(wire.TransferDone(go.transfer, image, parts, 0.1, 0.01, self.place(offer.version)))
 
     def _map(self, offer: wire.TransferOffer) -> None:
@@ -407,6 +437,8 @@ class World:
         """Names of members between which nothing goes: neither a probe nor a transfer with both of them."""
         self.cuts: set[frozenset[str]] = set()
         """Pairs of addresses between which no byte goes any more: who is at work does not fail, and nothing moves."""
+        self.rates: dict[frozenset[str], float] = {}
+        """Bytes a second of slow links, by their addresses; a version has :data:`NBYTES`."""
         self.holes: set[frozenset[str]] = set()
         """Those between which groups form, and nothing moves."""
         self.terms = itertools.count(2)
@@ -435,6 +467,13 @@ class World:
         """Whether two members of the lane cannot reach each other."""
         names = {member.name for member in self._lanes.get(lane, {})}
         return any(pair <= names for pair in self.bad_pairs)
+
+    def slow_hop(self, lane: str) -> Hop | None:
+        """The slowest link between two neighbours of a lane, which is a chain."""
+        sims = [self.members.get(member) for member in self._lanes.get(lane, {})]
+        chain = [sim.address for sim in sims if sim is not None]
+        hops = [Hop(one, other, self.rates.get(frozenset((one, other)), 0.0)) for one, other in pairwise(chain)]
+        return min((hop for hop in hops if hop.rate), key=lambda hop: hop.rate, default=None)
 
     def blocked_in(self, lane: str) -> list[frozenset[str]]:
         """Links between members of a lane over which nothing moves."""

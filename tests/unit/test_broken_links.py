@@ -21,7 +21,7 @@ class MeetingMember(SimMember):
     def _answer(self, message: wire.FromCoordinator) -> None:
         if isinstance(message, wire.OperationGo) and (self.slow or self.world.broken(message.lane)):
             self.goes.append(message)
-            self.at_work[message.lane] = self.world.now
+            self.at_work[message.lane] = (self.world.now, wire.TransferGo(0, message.lane, (), 0.0))
             return
         if isinstance(message, wire.LaneForm):
             bad = [pair for pair in self.world.bad_pairs if pair <= frozenset(message.names)]

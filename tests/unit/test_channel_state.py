@@ -657,7 +657,7 @@ def test_a_catch_up_that_is_slower_than_the_publishing_ends() -> None:
     slow = world.join("rollout/1/0")
     slow.stuck = True  # in its catch-up: gets ready, and no byte moves
     world.run()
-    running = world.state.commits.catch_up.transfer
+    running = world.state.commits.catch_ups[0].transfer
     assert running is not None
     slow.stuck = False
     publish(world, trainer)

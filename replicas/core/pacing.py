@@ -1,0 +1,147 @@
+"""A transfer that stands still, and one that is slowed down by one of its links.
+
+Theory of operation
+===================
+
+A lane is a chain, so one broken or slow link stops or slows down all of its members; only the member in front of that link
+says that bytes are held up (:mod:`replicas.core.pace`).
+
+*It stands still*: a failure with everybody alive. Where bytes were held up the link falls into doubt, and the next attempt
+takes another way (:mod:`replicas.core.links`); where nobody knows why, it is up to :mod:`replicas.core.blame`.
+
+*One link is slow*, the others could do much more, and there is long to go: the next attempt takes other ways, so that those
+behind the others have it soon; who can be reached over slow links alone gets it afterwards. A slow link is no failure: those
+behind it are waited for, but with ``on_lost = "drop"`` no longer than by some multiple of what the others took. By what they
+take, it is soon known that they will not make it. They are caught up at their own pace, and are with the others again after a
+while, longer each time.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from typing import TYPE_CHECKING
+
+from replicas import errors
+from replicas.core.identity import Member
+from replicas.core.lanes import Lane
+from replicas.core.payload import TransferContext
+
+if TYPE_CHECKING:
+    from replicas.core.transfers import Transfer
+
+__all__ = ["Pacing"]
+
+LONG_S = 4.0
+"""With less to go than this, nobody is sent another way."""
+PATIENCE = 2.0
+"""The slow are waited for by so many times what the others took,"""
+PATIENCE_S = 3.0
+"""or for so long."""
+FAR = 3.0
+"""Who was so many times too slow in an earlier attempt is not measured again."""
+
+
+class Pacing:
+    """Of one transfer. ``rates``: bytes a second, by address, of those who were seen to be slow."""
+
+    def __init__(self, context: TransferContext, transfer: Transfer) -> None:
+        self._context = context
+        self._transfer = transfer
+        self.rates: dict[str, float] = {}
+        self._began_at = 0.0
+        self._others_at: float | None = None
+
+    def tick(self, now: float) -> None:
+        """Look how it gets on, and begin another attempt if that is better."""
+        transfer = self._transfer
+        if transfer.state != "moving" or transfer.lane is None:
+            return
+        awaited = transfer.at_work
+        self._began_at = self._began_at or now
+        if self._others_at is None and (transfer.sent_to or set(transfer.plan.receivers) - set(awaited)):
+            self._others_at = now
+        if transfer.lane.pace.stands_still(awaited, now):
+            self._stood_still(transfer.lane, now)
+        elif not self._go_round(transfer.lane, awaited, now):
+            self._leave_slow(transfer.lane, awaited, now)
+
+    def _stood_still(self, lane: Lane, now: float) -> None:
+        pairs = {(self._address(member), other) for member, other in lane.pace.held_up()}
+        ends = {address for pair in pairs for address in pair}
+        names = [member.name for member in lane.members if self._address(member) in ends]
+        names = names or [member.name for member in lane.members]
+        text = f"no byte has moved for {lane.pace.still_s():.1f} s between {', '.join(names)}"
+        self._context.links.doubt(pairs, text, now)
+        if any(len(set(pair)) == 2 for pair in pairs):
+            self._transfer.again("link", now)
+        else:
+            version = self._transfer.payload.version
+            self._transfer.failed_all_alive(
+                errors.SyncError(text, version=version, phase="transfer", members=names), now
+            )
+
+    # ------------------------------------------------------------ slow links
+
+    def _go_round(self, lane: Lane, awaited: Collection[Member], now: float) -> bool:
+        """Whether one link slows down all, so that another way is taken."""
+        transfer, pace = self._transfer, lane.pace
+        slow = {(self._address(member), other) for member, other in pace.bottleneck(awaited, now)}
+        addresses = {address for pair in slow for address in pair}
+        receivers = [member for member in transfer.plan.receivers if member in awaited]
+        if not slow or len(receivers) < 2 or addresses >= {self._address(member) for member in lane.members}:
+            return False
+        behind = [member for member in receivers if self._address(member) in {other for _, other in slow}]
+        left = {member: self._left_s(lane, member) for member in behind}
+        if not behind or min(left.values()) < LONG_S:
+            return False
+        for member in behind:
+            self.rates[self._address(member)] = pace.rate(member) or 0.0
+        names = ", ".join(f"{member.name} takes {pace.rate(member) or 0.0:,.0f} bytes/s" for member in behind)
+        self._context.links.slow(slow, f"a link is slow: {names}", now)
+        transfer.again("slow", now)
+        return True
+
+    def _leave_slow(self, lane: Lane, awaited: Collection[Member], now: float) -> None:
+        """Go on without those who still lack it, if they would take too long."""
+        transfer = self._transfer
+        if self._others_at is None or not transfer.drops:
+            return
+        patience = max(PATIENCE_S, PATIENCE * (self._others_at - self._began_at))
+        late: dict[Member, str] = {}
+        for member in [member for member in transfer.plan.receivers if member in awaited]:
+            left_s = self._left_s(lane, member)
+            far = FAR if lane.pace.rate(member) is None else 1.0
+            if now + left_s > self._others_at + far * patience:
+                rate, waited_s = transfer.payload.nbytes / left_s, now - self._others_at
+                late[member] = f"it is slow: {rate:,.0f} bytes/s, and the others have had it for {waited_s:.1f} s"
+        hosts = {self._host(member) for member in late}
+        late |= {m: "its host is slow" for m in transfer.needers if m not in late and self._host(m) in hosts}
+        if late:
+            for member in late:
+                self._context.slow(member, now)
+            transfer.leave_slow(late, now)
+
+    def _left_s(self, lane: Lane, member: Member) -> float:
+        """How long it still takes, by what was seen; 0 where nothing was."""
+        nbytes = max(0, self._transfer.payload.nbytes - lane.pace.received(member))
+        rate = lane.pace.rate(member)
+        rate = self.rates.get(self._address(member)) if rate is None else rate
+        if rate is None or not nbytes:
+            return 0.0
+        return nbytes / rate if rate else math.inf
+
+    def slowest(self) -> list[str]:
+        """Names of those who still need it and were seen to be slow, or are behind a link that holds up the others."""
+        lane = self._transfer.lane
+        behind = {address for _, address in lane.pace.held_up()} if lane is not None else set()
+        slow = [member for member in self._transfer.needers if self._address(member) in {*self.rates, *behind}]
+        return sorted(member.name for member in slow)
+
+    def _address(self, member: Member) -> str:
+        state = self._context.roster.get(member)
+        return state.address if state is not None else ""
+
+    def _host(self, member: Member) -> int:
+        state = self._context.roster.get(member)
+        return state.host if state is not None else 0

@@ -1,0 +1,147 @@
+"""One slow link: the fast go on, whoever is behind it gets every version that it can, and nobody waits for a deadline."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas import messages as wire
+from tests.support.channel_world import NBYTES, SimMember, World, channel_config
+
+TRAINER, NEAR, FAR = "10.0.0.1", "10.0.0.2", "10.0.0.3"
+
+
+def three_hosts(**config: object) -> tuple[World, SimMember, SimMember, SimMember]:
+    world = World(channel_config(**config))
+    trainer = world.join("trainer/0/0", machine="a", address=TRAINER)
+    near = world.join("rollout/0/0", machine="b", address=NEAR)
+    far = world.join("rollout/1/0", machine="c", address=FAR)
+    world.run()
+    world.advance(1.0)
+    return world, trainer, near, far
+
+
+def slow_host(world: World, address: str, seconds: float) -> None:
+    """All links to it: a version takes so long."""
+    for other in (TRAINER, NEAR, FAR):
+        if other != address:
+            world.rates[frozenset((other, address))] = NBYTES / seconds
+
+
+def publish(world: World, trainer: SimMember, deadline_s: float = 40.0) -> tuple[float, wire.PublishEnd]:
+    number, began = trainer.publish(deadline_s=deadline_s), world.now
+    trainer.pack(number)
+    while number not in trainer.verdicts:
+        world.advance(0.5)
+    return world.now - began, trainer.verdicts[number]
+
+
+def members(end: wire.PublishEnd) -> list[str]:
+    assert end.receipt is not None, end.error
+    return [member.name for member in end.receipt.members]
+
+
+@pytest.mark.parametrize("seconds", [12.0, 200.0])
+@pytest.mark.parametrize("slow", [NEAR, FAR])
+def test_the_fast_go_on_and_the_slow_are_caught_up_at_their_own_pace(slow: str, seconds: float) -> None:
+    world, trainer, near, far = three_hosts()
+    publish(world, trainer)
+    slow_host(world, slow, seconds)
+    fast, late = (near, far) if slow == FAR else (far, near)
+    took, end = publish(world, trainer, deadline_s=20.0)
+    assert took <= 5.0
+    assert members(end) == [fast.member.name]
+    assert end.receipt is not None
+    assert "slow" in end.receipt.reasons[late.member.name]
+    suffered = 0
+    for _ in range(100):
+        took, end = publish(world, trainer, deadline_s=20.0)
+        assert took <= 6.0
+        assert fast.member.name in members(end)
+        suffered += took > 1.0
+        world.advance(4.0)
+    assert suffered <= 8, "it is tried again, and more and more seldom"
+    assert len(late.received) >= 0.5 * 500 / seconds, "no attempt of its own is cut off by a deadline"
+    world.rates.clear()
+    world.advance(600.0)
+    assert members(publish(world, trainer)[1]) == ["rollout/0/0", "rollout/1/0"]
+
+
+def test_a_slow_link_between_two_targets_loses_nobody() -> None:
+    world, trainer, _, _ = three_hosts()
+    publish(world, trainer)
+    world.rates[frozenset((NEAR, FAR))] = NBYTES / 200.0
+    took, end = publish(world, trainer)
+    assert took <= 5.0
+    assert members(end) == ["rollout/0/0", "rollout/1/0"]
+    took, end = publish(world, trainer)
+    assert took <= 1.0, "it goes round it at once"
+    assert members(end) == ["rollout/0/0", "rollout/1/0"]
+
+
+def test_one_that_is_only_a_little_slower_is_waited_for() -> None:
+    world, trainer, _, far = three_hosts()
+    slow_host(world, FAR, 3.5)
+    took, end = publish(world, trainer)
+    assert members(end) == ["rollout/0/0", "rollout/1/0"]
+    assert took <= 4.5
+    assert world.state.roster.get(far.member) is not None
+
+
+def test_who_must_not_be_dropped_is_waited_for() -> None:
+    world, trainer, _, _ = three_hosts(on_lost="raise")
+    slow_host(world, FAR, 12.0)
+    took, end = publish(world, trainer, deadline_s=20.0)
+    assert members(end) == ["rollout/0/0", "rollout/1/0"]
+    assert took <= 16.0
+
+
+def test_where_all_are_equally_slow_all_are_waited_for() -> None:
+    world = World()
+    trainer = world.join("trainer/0/0", machine="a", address=TRAINER)
+    world.join("rollout/0/0", machine="b", address=NEAR)
+    world.advance(1.0)
+    slow_host(world, TRAINER, 12.0)
+    took, end = publish(world, trainer, deadline_s=20.0)
+    assert members(end) == ["rollout/0/0"]
+    assert took <= 13.0
+
+
+def test_the_deadline_names_the_slow() -> None:
+    world, trainer, _, _ = three_hosts(on_lost="raise")
+    slow_host(world, FAR, 200.0)
+    took, end = publish(world, trainer, deadline_s=20.0)
+    assert end.error is not None
+    assert end.error.members == ("rollout/1/0",)
+    assert took <= 21.0
+
+
+def test_no_host_gets_two_versions_at_once() -> None:
+    """Those who are being caught up when a newer version is published that serves them all."""
+    world, trainer, near, _ = three_hosts()
+    publish(world, trainer)
+    slow_host(world, FAR, 12.0)
+    joined = [world.join(f"rollout/{index}/0", machine="c", address=FAR) for index in (2, 3)]
+    world.advance(1.0)
+    for _ in range(4):
+        took, end = publish(world, trainer, deadline_s=20.0)
+        assert took <= 6.0
+        assert near.member.name in members(end)
+        for sim in joined:
+            versions = [
+                sim.incoming[go.transfer].version for _, go in sim.at_work.values() if go.transfer in sim.incoming
+            ]
+            assert len(versions) <= 1
+        world.advance(1.0)
+    world.advance(60.0)
+    assert all(max(sim.held) >= 4 for sim in joined)
+
+
+def test_those_who_map_what_is_on_their_host_hurry_nobody() -> None:
+    world, trainer, _, _ = three_hosts()
+    world.join("rollout/2/0", machine="a", address=TRAINER)
+    world.advance(1.0)
+    slow_host(world, NEAR, 8.0)
+    slow_host(world, FAR, 8.0)
+    took, end = publish(world, trainer)
+    assert members(end) == ["rollout/0/0", "rollout/1/0", "rollout/2/0"]
+    assert took >= 8.0
