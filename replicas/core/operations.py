@@ -374,9 +374,12 @@ class Operations:
             self._broken(lane, [operation], errors.SyncError(text, phase="transfer"), now, final=True)
 
     def _leave_silent(self, now: float) -> None:
-        """Those that a running collective waits for, and that cannot be heard, are left behind."""
+        """Those that a collective waits for, and that cannot be heard, are left behind."""
         if self._roster.config.on_lost == "raise":
             return
+        busy = {operation.due.domain for operation in self.running if not operation.pairwise}
+        for late in self.pairing.held_up_by(busy, now):
+            self.leave(late, f"silent for {now - late.last_seen:.0f} s", "frozen", now)
         for operation in self.running:
             if operation.number not in self._running:
                 continue

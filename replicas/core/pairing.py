@@ -12,7 +12,8 @@ different peers do not wait for each other, but none overtakes a collective.
 ``step`` tags: a collective pairs equal tags only. A member that posts a tag that the stream has passed gets ``Gone``,
 members that post different new tags get ``RanksDisagree``.
 
-A member that is behind or quarantined is not waited for. What the others do without it, it has missed: its own post for
+A member that is behind or quarantined is not waited for; with ``on_lost = "drop"`` neither is one that cannot be heard while
+all the others wait for its call (:meth:`Pairing.held_up_by`). What the others do without it, it has missed: its own post for
 that, or else its next one without a tag, gets ``Gone``, once, and pairs with nothing. After that it pairs with whatever the
 others do next. So no post of before is ever paired with a later one of the others.
 
@@ -21,7 +22,7 @@ Before a collective starts, operations of unknown outcome are settled (:mod:`rep
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
 
 import msgspec
@@ -357,6 +358,23 @@ class Pairing:
         for posts in list(self._streams.values()):
             for post in [post for post in posts if not post.started and now > post.deadline]:
                 self._refuse(post, self._late(post, now))
+
+    def held_up_by(self, running: Set[int], now: float) -> list[MemberState]:
+        """Members that cannot be heard, and for whose call a collective of all the others waits. Its root is waited for.
+
+        :param running: domains of which a collective runs.
+        """
+        found: list[MemberState] = []
+        for domain in {self.domain_of(member) for member in self._streams} - running:
+            live = self.live(domain)
+            silent = [state for state in live if self._roster.suspect(state, now) and not self._unstarted(state.member)]
+            posts = [next(iter(self._unstarted(state.member)), None) for state in live if state not in silent]
+            waiting = [post for post in posts if post is not None and not post.pairwise]
+            if not waiting or len(waiting) < len(posts) or self._awaited(domain):
+                continue
+            roots = {post.message.root for post in waiting}
+            found += [state for state in silent if state.member.name not in roots]
+        return found
 
     def _late(self, post: Post, now: float) -> errors.ReplicasError:
         if post.pairwise:

@@ -217,6 +217,36 @@ def test_the_others_go_on_without_a_frozen_member() -> None:
     assert len(receipt(sims[0], 3).members) == 3
 
 
+@pytest.mark.parametrize(("changes", "found"), [({}, "ok"), ({"on_lost": "raise"}, "")])
+def test_the_others_do_not_wait_for_the_call_of_one_that_cannot_be_heard(
+    changes: dict[str, object], found: str
+) -> None:
+    world, sims = peers(3, **changes)
+    world.advance(5.0, frozen=(sims[1],))
+    sims[0].post("all_reduce")
+    world.advance(1.0, frozen=(sims[1],))
+    assert not sims[0].ends, "it waits for one that can be heard"
+    sims[2].post("all_reduce")
+    world.advance(1.0, frozen=(sims[1],))
+    assert {verdict(sim, 1) if sim.ends else "" for sim in (sims[0], sims[2])} == {found}
+    if found:
+        assert [member.name for member in receipt(sims[0], 1).members] == ["peer/0/0", "peer/2/0"]
+        sims[1].post("all_reduce")
+        world.advance(1.0)
+        assert verdict(sims[1], 1) == "Gone"
+
+
+def test_a_root_that_cannot_be_heard_is_waited_for_before_it_has_called() -> None:
+    world, sims = peers(3)
+    for sim in (sims[0], sims[2]):
+        sim.post("broadcast", root="peer/1")
+    world.advance(8.0, frozen=(sims[1],))
+    assert not sims[0].ends
+    sims[1].post("broadcast", root="peer/1")
+    world.advance(1.0)
+    assert [verdict(sim, 1) for sim in sims] == ["ok"] * 3
+
+
 def test_what_a_frozen_member_had_posted_ahead_is_not_paired_with_later_calls() -> None:
     world, sims = peers(3)
     sims[1].post("all_reduce", shape=(2,))
