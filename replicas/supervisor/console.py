@@ -88,7 +88,7 @@ class Console:
 
 
 class _Handler(logging.Handler):
-    """Warnings and worse, as :data:`logging.lastResort` shows them."""
+    """Warnings and worse, with the time as all other lines."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -96,6 +96,6 @@ class _Handler(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
-            self._console.write(self.format(record))
+            self._console.say(self.format(record))
         except Exception:  # noqa: BLE001  # what every handler does: a message that cannot be formatted ends nothing
             self.handleError(record)

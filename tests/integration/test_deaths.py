@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import selectors
 import signal
@@ -49,8 +50,11 @@ def known(watch: DeathWatch) -> int:
 
 def watched_by(pid: int) -> set[int]:
     """The processes for which it has pidfds."""
-    texts = [path.read_text() for path in Path(f"/proc/{pid}/fdinfo").iterdir()]
-    return {int(line.split()[1]) for text in texts for line in text.splitlines() if line.startswith("Pid:")}
+    found = set()
+    for path in Path(f"/proc/{pid}/fdinfo").iterdir():
+        with contextlib.suppress(OSError):  # closed meanwhile
+            found |= {int(line.split()[1]) for line in path.read_text().splitlines() if line.startswith("Pid:")}
+    return found
 
 
 @pytest.mark.parametrize("waited_for", [False, True])

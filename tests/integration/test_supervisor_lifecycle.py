@@ -7,6 +7,7 @@ import socket
 import time
 from pathlib import Path
 
+from replicas.events import RunEnded, decode
 from replicas.status import GroupStatus
 from tests.support.programs import DAEMONIZES, IGNORES, SLEEPS, group
 from tests.support.runs import alive, eventually, running
@@ -40,6 +41,11 @@ def test_a_replica_is_restarted_with_backoff_until_the_budget_is_spent(tmp_path:
         "bad/0: failed: rank 0 exited with code 1: ValueError: boom; no restart is left of 2 in 600 s; logs: " in lines
     )
     assert "group bad failed: replica bad/0" in lines
+    last = decode((run.state_dir / "events.jsonl").read_bytes().splitlines()[-1]).event
+    assert isinstance(last, RunEnded)
+    assert last.reason.startswith(
+        "group bad failed: replica bad/0: rank 0 exited with code 1: ValueError: boom; no restart"
+    )
     assert run.log("bad/0", generation=3).read_text().endswith("ValueError: boom\n")
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from replicas import errors
 from replicas.config import Dependency, GroupConfig
-from replicas.core.lifecycle import Event, Transition
+from replicas.core.lifecycle import Event, Lifecycle, Transition
 from replicas.core.ordering import start_levels
 from replicas.events import RunEnded, RunStarted
 from replicas.supervisor import orders
@@ -103,6 +103,24 @@ def test_lines_name_the_log() -> None:
     )
     text = line(step, resume_in_s=1.5, logs=Path("/run/logs"))
     assert text == "a/1: rank 0 died; starting again in 1.5 s; logs: /run/logs/a/1/gen-2"
+
+
+def test_the_last_word_on_a_healthy_replica_is_that_it_is_ready() -> None:
+    life = Lifecycle("a", 1, now=0.0)
+    said = [
+        line(life.apply(event, now=1.0, reason=reason), resume_in_s=0.0, logs=Path("/run/logs"))
+        for event, reason in (
+            (Event.START, ""),
+            (Event.READY, ""),
+            (Event.UNREADY, "has version 1, version 2 is committed"),
+            (Event.READY, ""),
+        )
+    ]
+    assert said[1:] == [
+        "a/1: ready after 0.0 s",
+        "a/1: not ready: has version 1, version 2 is committed",
+        "a/1: ready again",
+    ]
 
 
 def test_one_supervisor_of_a_state_folder(tmp_path: Path) -> None:
