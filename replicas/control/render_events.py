@@ -19,7 +19,7 @@ _BAD = "bold red"
 
 def event_line(record: happened.Record) -> Text:
     """``20:07:51     12  rollout/1          ready after 2.1 s``."""
-    who, what, style = _words(record.event)
+    who, what, style = _words(record.event, record.at)
     clock = time.strftime("%H:%M:%S", time.localtime(record.at))
     return Text.assemble((f"{clock} {record.seq:>6}  ", "dim"), (f"{who:18} ", "bold"), (what, style))
 
@@ -45,8 +45,8 @@ def _subject(event: happened.Event) -> str:
     return f"{group}/{replica}" if isinstance(replica, int) and replica >= 0 else group
 
 
-def _words(event: happened.Event) -> tuple[str, str, str]:
-    """Whom it concerns, what happened, and a style for it."""
+def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
+    """Whom it concerns, what happened (``at``, in seconds since 1970), and a style for it."""
     who = _subject(event)
     match event:
         case happened.Transition():
@@ -76,6 +76,10 @@ def _words(event: happened.Event) -> tuple[str, str, str]:
             return "config", f"not reloaded: {'; '.join(event.problems)}", _BAD
         case happened.ReplicaExited():
             return who, f"generation {event.generation} ended: {event.outcome}{_because(event.reason)}", _outcome(event)
+        case happened.HeldUp():
+            fate = "no longer waits for" if event.gave_up else "waits for"
+            since = f", killed {duration_text(max(0.0, at - event.since))} ago" if event.pid else ""
+            return who, f"{fate} {event.what}: {event.holder}{since}", "yellow"
         case happened.LeftoverFound():
             fate = "killed" if event.swept else "NOT killed"
             return who or "run", f"left over by a dead run: process {event.pid} ({event.command}), {fate}", "yellow"

@@ -43,6 +43,7 @@ from replicas.supervisor.processes import (
     start_time,
 )
 from replicas.supervisor.run_state import Saved, ShimRecord
+from replicas.supervisor.sweeping import Grace
 
 __all__ = ["find", "lock_holders", "sweep"]
 
@@ -74,12 +75,14 @@ def sweep(saved: Saved | None, token_file: Path, timeout_s: float = 5.0) -> list
     """
     deadline = time.monotonic() + timeout_s
     seen: dict[tuple[int, int], LeftoverFound] = {}
-    quiet = 0
+    quiet, grace = 0, Grace()
     while quiet < (_QUIET_SCANS if seen else 1) and time.monotonic() < deadline:
         found = find(saved, token_file)
+        spared = grace.spared((one.pid for one in found), time.monotonic())
         for one in found:
             seen.setdefault((one.pid, one.start_time), one)
-            _kill(one)
+            if one.pid not in spared:
+                _kill(one)
         quiet = 0 if found else quiet + 1
         if seen:
             time.sleep(_INTERVAL_S)  # they are not our children: nothing tells of their end

@@ -88,6 +88,7 @@ class Replica:
         self._waits_for = ""
         self._hold_ups = HoldUps(host, (group.name, index, generation))
         self._run_over = False
+        self._ran_s = 0.0
 
     def _now(self) -> float:
         return self._loop.time()
@@ -429,6 +430,7 @@ class Replica:
             generation.be_gone_soon()
             if not generation.noted:
                 generation.noted = True
+                self._ran_s = self.life.starting_s(self._now())
                 self._note_exit(generation.reports)
             if not generation.told and not self._may_say_goodbye:
                 generation.told = True
@@ -491,8 +493,8 @@ class Replica:
         if cause is not None and cause.reason in FREE_REASONS:
             return Verdict(self._restarts.resume_in_s(now) if cause.reason == "group" else 0.0)
         progressed = self._host.progressed(self.group.name, self.index)
-        ran_s = self.life.starting_s(now)
-        return self._restarts.ended(self.index, ok=cause is None, progressed=progressed, ran_s=ran_s, now=now)
+        ok, ran_s = cause is None, self._ran_s  # and not how long the last process of it took to die
+        return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)
 
     async def stacks(self) -> dict[str, str]:
         """The stacks of its ranks, by name."""

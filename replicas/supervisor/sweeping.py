@@ -53,9 +53,8 @@ class Grace:
         """Those of ``there``, all that is to be killed now, that are to live for a moment."""
         there = frozenset(there)
         trackers = frozenset(pid for pid in there if is_resource_tracker(pid))
-        if self._last is None:
-            self._last = now + TRACKERS_MAX_S
-        if there != trackers:
+        first, self._last = self._last is None, self._last or now + TRACKERS_MAX_S
+        if first or there != trackers:  # the others may have died just before the first look
             self._until = min(now + TRACKERS_S, self._last)
         return trackers if now < self._until else frozenset()
 

@@ -53,7 +53,14 @@ TOLD: list[tuple[events.Event, str, str]] = [
     (
         events.HeldUp(group="a", replica=0, generation=1, what="port :80", holder="process 7"),
         "a/0",
-        "held up: generation 1, what port :80, holder process 7",
+        "waits for port :80: process 7",
+    ),
+    (
+        events.HeldUp(
+            group="a", replica=0, generation=1, what="the end of a process", holder="process 7", pid=7, since=40.0
+        ),
+        "a/0",
+        "waits for the end of a process: process 7, killed 1m ago",
     ),
     (
         events.LeftoverFound(pid=7, start_time=1, command="sleep 9", how="mark", group="a", replica=0),
