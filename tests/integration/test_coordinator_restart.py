@@ -81,7 +81,7 @@ async def world_of(state_dir: Path | None, config: dict[str, Any] | None = None,
 
 
 MOMENTS = [
-    ("auto", True, ["publish begun", "admitting", "packed", "mapping"]),
+    ("auto", True, ["publish begun", "admitting", "packed", "reading", "mapping"]),
     ("auto", True, ["first done", "decided", "telling", "told"]),
     ("auto", False, ["packed", "mapping", "decided", "telling"]),
     ("group", True, ["packed", "going", "first done"]),

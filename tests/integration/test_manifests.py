@@ -132,6 +132,22 @@ async def test_a_manifest_over_a_slow_link_holds_up_nobody_and_arrives() -> None
         assert last.version == 4
 
 
+async def test_a_source_behind_a_slow_link_is_alive_all_the_while() -> None:
+    """What it says takes longer than its lease, in messages large and small."""
+    groups = {"trainer": GroupShape(1, 1, heartbeat_timeout_s=2.5)}
+    async with channel_world({"deadline": "60s"}, rollout=1, **groups) as world, Proxy(world.endpoint) as link:
+        endpoint, world.endpoint = world.endpoint, link.endpoint
+        trainer = await world.join("trainer")
+        world.endpoint = endpoint
+        rollout = await world.join("rollout")
+        link.nbytes_per_s = SLOW_NBYTES_PER_S
+        receipt = await publish(trainer, named(300, 3_200), meta={"note": "x" * 1_000_000})
+        assert receipt.seconds > 2 * 2.5
+        with await rollout.receive() as update:
+            assert len(str(update.meta["note"])) == 1_000_000
+        assert link.connections == 1
+
+
 async def test_a_connection_that_breaks_costs_no_piece_that_has_arrived() -> None:
     async with channel_world({"deadline": "30s"}, rollout=1) as world, Proxy(world.endpoint) as link:
         trainer = await world.join("trainer")

@@ -37,6 +37,7 @@ MOMENTS: dict[str, Callable[[object], bool]] = {
     "publish begun": _hears(wire.PublishBegin),
     "admitting": _sends(wire.PublishAdmitted),
     "packed": _hears(wire.Packed),
+    "reading": _hears(wire.ManifestPiece),
     "locating": _sends(wire.Locate),
     "going": _sends(wire.TransferGo),
     "mapping": lambda what: _sends(wire.TransferOffer)(what) and what.message.role == "map",  # type: ignore[attr-defined]  # a Send
