@@ -306,7 +306,8 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
                 mine.append(Piece(number, piece.offsets, piece.shape, piece.source_offset))
         owned.append(tuple(mine))
     merged = Manifest(tuple(tensors.values()), tuple(aliases.items()), tuple(owned))
-    merged.validate()
+    check_tensors(merged.tensors, merged.aliases)
+    check_cover(merged.tensors, owned)  # that each piece lies in its tensor was seen in its part
     return merged
 
 

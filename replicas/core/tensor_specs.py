@@ -79,7 +79,7 @@ class SegmentLike(Protocol):
     def shape(self) -> tuple[int, ...]: ...
 
 
-class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
+class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """One tensor: ``dtype`` is torch's name without ``torch.``; ``shape`` is the global shape."""
 
     name: str
@@ -94,7 +94,7 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         return f"{self.dtype}{list(self.shape)}"
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A box of a tensor: ``shape`` elements from ``offsets`` on, of tensor number ``tensor`` of its manifest.
 
     ``source_offset``: where its bytes (contiguous, row-major) start in its owner's packed part.
