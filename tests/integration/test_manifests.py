@@ -134,8 +134,8 @@ async def test_a_manifest_over_a_slow_link_holds_up_nobody_and_arrives() -> None
 
 async def test_a_source_behind_a_slow_link_is_alive_all_the_while() -> None:
     """What it says takes longer than its lease, in messages large and small."""
-    groups = {"trainer": GroupShape(1, 1, heartbeat_timeout_s=2.5)}
-    async with channel_world({"deadline": "60s"}, rollout=1, **groups) as world, Proxy(world.endpoint) as link:
+    shape = GroupShape(1, 1, heartbeat_timeout_s=2.5)
+    async with channel_world({"deadline": "60s"}, rollout=1, trainer=shape) as world, Proxy(world.endpoint) as link:
         endpoint, world.endpoint = world.endpoint, link.endpoint
         trainer = await world.join("trainer")
         world.endpoint = endpoint
