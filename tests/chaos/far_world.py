@@ -193,11 +193,13 @@ class FarWorld:
                 os.kill(pid, signum)
 
     def heal(self) -> None:
-        """All links are as they were, and nobody is stopped."""
+        """All links are as they were, nobody is stopped, and there is a coordinator."""
         self.switch.heal()
         self.switch.shape_all(self.scene.shape)
         for host in range(len(self.switch.hosts)):
             self.send(host, signal.SIGCONT)
+        if self.coordinator.ended is not None:
+            self.start_coordinator()
 
     def close(self) -> None:
         for process in (*self.members.values(), self.coordinator):
@@ -253,6 +255,10 @@ class FarWorld:
         """When this target first served that version or a newer one; 0 if it has not."""
         lines = self.log(f"{name}.0")
         return next((line["at"] for line in lines if "stamp" in line and line.get("version", 0) >= version), 0.0)
+
+    def joined(self, name: str, since: float) -> bool:
+        """Whether this target has joined again since then."""
+        return any("joined" in line and line["at"] > since for line in self.log(f"{name}.0"))
 
     def fenced(self, since: float) -> set[str]:
         """Who was told so."""

@@ -37,7 +37,7 @@ SEED = int(os.environ.get("CHAOS_SEED", "7"))
 ONLY = os.environ.get("CHAOS_LINK_ONLY", "")
 REACH_S = 8.0
 RECOVERY_S = 30.0
-"""Both are multiplied by what a process that computes is held up meanwhile. The table shows what it really took."""
+"""On a machine that has time for it (:meth:`tests.support.load.Load.bar_s`). The table shows what it really took."""
 STORE_KEYS = 600
 SIDECARS = 3
 """Of each rank on a channel, at most, once all is whole."""
@@ -65,14 +65,13 @@ class Rounds:
         hit = done(trouble, world, world.tend)
         healed = time.monotonic()
         seconds = self._recovered(healed, what)
-        factor = self._load.factor(began)
-        print(f": whole {seconds:.1f} s after the heal (held up {factor:.1f} times)", flush=True)
+        print(f": whole {seconds:.1f} s after the heal (held up {self._load.factor(began):.1f} times)", flush=True)
         self.report.rounds += 1
         for link in trouble.links:
             self.report.by_fault[link.kind].append(seconds)
         self.report.by_moment[trouble.process.kind if trouble.process else "none"].append(seconds)
         self.written.check(what)
-        self._went_on(trouble, floor, began, healed, factor, what)
+        self._went_on(trouble, floor, began, healed, what)
         self._nobody_else(trouble, hit, began, dead, what)
         self._nothing_piles_up(what)
         self._events(what)
@@ -83,7 +82,7 @@ class Rounds:
         while not (at := world.whole_at(healed)) or not self._all_live():
             world.tend()
             seconds = time.monotonic() - healed
-            if seconds > RECOVERY_S * self._load.factor(healed):
+            if seconds > self._load.bar_s(RECOVERY_S, healed):
                 pytest.fail(f"{what}: I4: not whole {seconds:.0f} s after the heal\n{world.story(healed)}")
             time.sleep(0.05)
         return at - healed
@@ -91,14 +90,14 @@ class Rounds:
     def _all_live(self) -> bool:
         return set(self.world.standings().values()) == {"live"}
 
-    def _went_on(self, trouble: Trouble, floor: int, began: float, healed: float, factor: float, what: str) -> None:
+    def _went_on(self, trouble: Trouble, floor: int, began: float, healed: float, what: str) -> None:
         """I4: whoever the fault does not touch serves a newer version soon."""
         touched = {host for link in trouble.links for host in link.hosts}
-        if trouble.process is not None or {A, B} & touched or healed - began < REACH_S * factor:
+        if trouble.process is not None or {A, B} & touched or healed - began < self._load.bar_s(REACH_S, began):
             return
         for name in self.world.scene.on(*({C, D} - touched)):
             at = self.world.served(name, floor + 1)
-            assert 0 < at < began + REACH_S * factor, (
+            assert 0 < at < began + self._load.bar_s(REACH_S, began), (
                 what,
                 "I4: not reached",
                 name,
@@ -112,6 +111,14 @@ class Rounds:
         may = {name for name, host in world.scene.places.items() if host in apart} | {hit}
         fenced = {name.removesuffix(".outer") for name in world.fenced(began)}
         assert fenced <= may, (what, "I4: healthy and fenced", fenced - may, world.story(began))
+        lost = {"-".join(name.split("/")[:2]) for line in world.commits(began) for name in line["lost"]}
+        whole_hosts = {link.one for link in trouble.links if link.other < 0}
+        touched = {A, B, C, D} if {A, B} & whole_hosts else {host for link in trouble.links for host in link.hosts}
+        may = {name for name, host in world.scene.places.items() if host in touched} | {hit}
+        if trouble.process is None or trouble.process.kind.endswith(
+            "rank"
+        ):  # without the others nobody may have time to tell
+            assert lost <= may, (what, "I4: healthy and lost", lost - may, world.story(began))
         assert world.deaths[dead:] == [], (what, "I1: it died", world.deaths[dead:], world.story(began))
 
     def _nothing_piles_up(self, what: str) -> None:

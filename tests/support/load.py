@@ -1,11 +1,12 @@
 """How busy this machine is: by what factor a process that computes is held up.
 
 Bars of tests that measure real processes are meant for a machine that has time for them. On one that has not, they are
-multiplied by what was measured meanwhile.
+moved by what was measured meanwhile (:meth:`Load.bar_s`).
 """
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from types import TracebackType
@@ -35,6 +36,10 @@ class Load:
     ) -> None:
         self._over.set()
         self._thread.join()
+
+    def bar_s(self, seconds: float, since: float = 0.0) -> float:
+        """So many on a machine that has time. Some part of what takes them is waiting, which load does not draw out."""
+        return seconds * math.sqrt(self.factor(since))
 
     def factor(self, since: float = 0.0) -> float:
         """The mean since then (of ``time.monotonic``), at least 1."""
