@@ -248,7 +248,7 @@ def _channel_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     )
     yield _counter(
         "sync_bytes_total",
-        "Bytes of weights that were committed.",
+        "Bytes of weights that were sent to members, also to latecomers; what is mapped on one host does not move.",
         ("channel",),
         [((one.name,), one.bytes_total) for one in channels],
     )

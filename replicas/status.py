@@ -89,7 +89,8 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One finished publish. ``outcome``: ``committed`` or the name of an error, in snake case.
 
-    ``nbytes``: size of the version; ``moved_nbytes``: that for each target which has verified it.
+    ``nbytes``: size of the version; ``moved_nbytes``: what was sent of it to members, through process
+    groups: what is mapped on one host does not move.
     """
 
     version: int

@@ -263,7 +263,7 @@ def _replica_row(replica: ReplicaStatus) -> tuple[str | Text, ...]:
 
 def _table_of_channel_states(channels: Iterable[ChannelStatus]) -> Table:
     table = _new_table(
-        "Channels", "channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "bytes"
+        "Channels", "channel", "epoch", "version", "live ranks", "synced", "failed", "last sync", "moved"
     )
     for channel in channels:
         last = channel.last_sync

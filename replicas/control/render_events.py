@@ -114,6 +114,9 @@ def _channel_words(who: str, event: happened.Event) -> tuple[str, str, str]:
             lost = f", without {', '.join(sync.lost)}" if sync.lost else ""
             what = f"version {sync.version} {sync.outcome} in {duration_text(sync.seconds)}, {size_text(sync.nbytes)}"
             return event.channel, f"{what}, {sync.members} members{lost}", "" if sync.outcome == "committed" else "red"
+        case effects.CaughtUp():
+            names = ", ".join(member.name for member in event.members)
+            return event.channel, f"version {event.version} fetched later by {names}", "dim"
         case effects.ReplicaLoaded():
             what = f"serves version {event.version}" if event.version else "serves no whole version any more"
             return who, f"{what} of {event.channel}", ""

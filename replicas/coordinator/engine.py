@@ -26,6 +26,7 @@ from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.sessions import Connection, Encoded, ProcessWatch, Session
 from replicas.core.channel import ChannelState
 from replicas.core.effects import (
+    CaughtUp,
     Effect,
     Emit,
     Event,
@@ -375,6 +376,8 @@ class Engine:
                     self._on_lost(effect.event)
                 elif isinstance(effect.event, SyncEnded):
                     channel.told.ended(effect.event.record)
+                elif isinstance(effect.event, CaughtUp):
+                    channel.told.nbytes += effect.event.moved_nbytes
                 elif isinstance(effect.event, MemberQuarantined):
                     log.warning(
                         "%s: %s is quarantined: %s", channel.config.name, effect.event.member, effect.event.reason

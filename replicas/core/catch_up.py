@@ -18,6 +18,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicas import errors
+from replicas.core.effects import CaughtUp, Emit
 from replicas.core.identity import Member
 from replicas.core.payload import Payload
 from replicas.core.roster import MemberState
@@ -157,6 +158,11 @@ class CatchUp:
             transfer.lane = None
         self._bad_holder = transfer.givers[0] if error is not None and transfer.givers else None
         channel.commits.assembled(transfer.payload)
+        if transfer.verified:
+            served = tuple(sorted(transfer.verified))
+            channel.out.append(
+                Emit(CaughtUp(channel.config.name, transfer.payload.version, served, transfer.moved_nbytes))
+            )
         for state in channel.roster:
             if state.member in transfer.verified:
                 state.served = True

@@ -319,7 +319,7 @@ class Commits:
         for state in map(channel.roster.get, transfer.verified):
             if state is not None:
                 state.failures, state.slow = 0, False  # it works with the others
-        moved_nbytes = payload.nbytes * max(1, len(transfer.verified))
+        moved_nbytes = transfer.moved_nbytes
         self._verdict(publish, "committed", now, moved_nbytes=moved_nbytes)
         channel.marks.version(publish.group, publish.replica, publish.version)
         self._keep_lane(transfer)

@@ -11,6 +11,7 @@ from replicas.messages import FromCoordinator, SlotPlace
 from replicas.status import SyncRecord
 
 __all__ = [
+    "CaughtUp",
     "CommitDecision",
     "Effect",
     "Emit",
@@ -70,6 +71,15 @@ class SyncEnded(msgspec.Struct, frozen=True, tag=True):
     record: SyncRecord
 
 
+class CaughtUp(msgspec.Struct, frozen=True, tag=True):
+    """Members that had missed a version have it now. ``moved_nbytes``: what went through process groups for it."""
+
+    channel: str
+    version: int
+    members: tuple[Member, ...]
+    moved_nbytes: int
+
+
 class Retried(msgspec.Struct, frozen=True, tag=True):
     """A transfer begins another attempt.
 
@@ -124,6 +134,7 @@ Event = (
     | MemberQuarantined
     | EpochStarted
     | SyncEnded
+    | CaughtUp
     | Retried
     | SidecarReplaced
     | ReplicaLoaded

@@ -13,7 +13,7 @@ from itertools import accumulate
 
 import msgspec
 
-from replicas.core.effects import EpochStarted, Retried, SidecarReplaced, SyncEnded
+from replicas.core.effects import CaughtUp, EpochStarted, Retried, SidecarReplaced, SyncEnded
 from replicas.core.lifecycle import Transition
 from replicas.events import ConnectionsRefused, Event, EventsLost, LogLinesDropped, Reloaded, ReloadRefused, RunStarted
 from replicas.status import ChannelStatus, GroupStatus, RunStatus
@@ -72,6 +72,8 @@ class Tally(msgspec.Struct):
                 self._moved(event)
             case SyncEnded():
                 self._synced(event)
+            case CaughtUp():
+                _add(self.sync_nbytes, event.channel, event.moved_nbytes)
             case Retried(channel, reason):
                 _add(self.retries.setdefault(channel, {}), reason)
             case SidecarReplaced():

@@ -110,6 +110,8 @@ class Transfer:
         self._mapping: set[Member] = set()
         """Those who were offered a place, and have not answered."""
         self._misses: dict[Member, int] = {}
+        self.moved_nbytes = 0
+        """Bytes of weights that went through process groups and were right."""
         self._received: set[Member] = set()
         """Those of the verified that got it over a lane."""
 
@@ -375,7 +377,7 @@ class Transfer:
                 good = set()
         good = {member for member in good if self._done[member].image_digest == payload.digest}
         self.sent_to |= good
-        self._keep({member: self._done[member] for member in good}, lent=True)
+        self._keep_received({member: self._done[member] for member in good})
         if self._context.links:
             self._context.links.proved(
                 pair for route in self.plan.routes for pair in pairwise(map(self._address, route))
@@ -402,6 +404,14 @@ class Transfer:
             self.needers.discard(member)
         if lent:
             self._received |= replies.keys()
+
+    def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
+        """These got it over the lane, but for the parts that they copied on their own host."""
+        for member in replies:
+            owners = [self._offers.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
+            places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
+            self.moved_nbytes += self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
+        self._keep(replies, lent=True)
 
     def filled(self, now: float) -> None:
         """Its publisher has filled its slot: the digest is known, and the slot can be mapped."""
@@ -610,7 +620,7 @@ class Transfer:
         self.payload.digest = self.payload.digest or vouched
         if self.payload.digest:
             right = {m: reply for m, reply in received.items() if reply.image_digest == self.payload.digest}
-            self._keep(right, lent=True)
+            self._keep_received(right)
 
     # ------------------------------------------------------------ ends
 

@@ -88,6 +88,8 @@ def counted(run: Run) -> dict[tuple[str, ...], float]:
                     found["sync_bytes_total", channel] += sync["moved_nbytes"]
                     for phase in (*sync["phases"], "total"):
                         found["sync_phase_seconds_count", channel, phase] += 1
+            case "CaughtUp":
+                found["sync_bytes_total", event["channel"]] += event["moved_nbytes"]
             case "Retried":
                 found["sync_retries_total", event["channel"], event["reason"]] += 1
             case "SidecarReplaced":

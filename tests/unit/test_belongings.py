@@ -90,6 +90,7 @@ def test_a_driver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
     stuck.kill()
     stuck.wait()
     smi.write_text("#!/bin/sh\n")
+    monkeypatch.setattr(remains, "_SMI_TIMEOUT_S", 60.0)
     assert held([Belongings(gpu=True)]) == []
     assert smi_stuck == []
 

@@ -6,6 +6,7 @@ import pytest
 
 from replicas import messages as wire
 from replicas.config import Party
+from replicas.core.effects import CaughtUp, SyncEnded
 from replicas.core.hosts import LOCATE_S
 from replicas.core.identity import Member
 from replicas.core.manifest import PartManifest, Piece, TensorSpec
@@ -62,6 +63,28 @@ def test_members_of_one_host_map_and_form_no_group() -> None:
     assert end.receipt.phases["map"] == 0.001
     assert kinds(trainer) == [], "a publisher's slot is pinned, and nothing is asked of it"
     assert [kinds(target) for target in targets] == [["map"], ["map"]]
+
+
+def test_bytes_are_what_moved() -> None:
+    """To targets of the publisher's host nothing is sent, to each other host once; and once more to who comes later there."""
+    world = World()
+
+    def sent() -> list[int]:
+        return [event.record.moved_nbytes for event in world.events if isinstance(event, SyncEnded)]
+
+    trainer = world.join("trainer/0/0", machine="a")
+    world.join("rollout/0/0", machine="a")
+    world.run()
+    assert publish(world, trainer) is not None
+    assert sent() == [0]
+    for number in (1, 2):
+        world.join(f"rollout/{number}/0", machine="b")
+    world.run()
+    served = [event for event in world.events if isinstance(event, CaughtUp)]
+    assert sum(event.moved_nbytes for event in served) == 16
+    assert sorted(member.name for event in served for member in event.members) == ["rollout/1/0", "rollout/2/0"]
+    assert publish(world, trainer) is not None
+    assert sent() == [0, 16]
 
 
 def test_a_host_gets_every_byte_once() -> None:

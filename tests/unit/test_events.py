@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from replicas.core.effects import (
+    CaughtUp,
     EpochStarted,
     MemberJoined,
     MemberLost,
@@ -77,6 +78,7 @@ EVERYTHING: list[Event] = [
     EpochStarted("p", 4, (RANK,)),
     SyncEnded("p", SYNC),
     SyncEnded("p", SyncRecord(version=0, outcome="busy", seconds=1.0, nbytes=0)),
+    CaughtUp("p", 3, (RANK,), 10),
     Retried("p", "lost"),
     SidecarReplaced("p", "lost", 2),
     ReplicaLoaded("p", "a", 0, 3),
@@ -131,7 +133,7 @@ def test_the_counters_are_the_fold_of_the_events() -> None:
     assert tally.starts["a"].cumulative()[-1] == 2
     assert tally.recoveries["a"].total_s == 2.0
     assert tally.syncs == {"p": {"committed": 1, "busy": 1}}
-    assert tally.sync_nbytes == {"p": 20}
+    assert tally.sync_nbytes == {"p": 30}
     assert {phase: spread.total_s for phase, spread in tally.sync_phases["p"].items()} == {"pack": 0.1, "total": 0.2}
     assert tally.retries == {"p": {"lost": 1}}
     assert tally.sidecars == {"lost": 2}
@@ -167,7 +169,7 @@ def test_a_status_shows_the_counters_of_the_events() -> None:
     shown = tally.shown_in(status)
     assert shown.groups[0].restarts == {"signal": 1}
     assert shown.channels[0].syncs == {"committed": 1, "busy": 1}
-    assert shown.channels[0].bytes_total == 20
+    assert shown.channels[0].bytes_total == 30
     assert shown.refused == {"origin": 0, "token": 3}
     assert shown.sidecar_replacements == {"lost": 2}
 
