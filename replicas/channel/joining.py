@@ -59,7 +59,8 @@ def join(
     :param group: name of this rank's group (``REPLICAS_GROUP``).
     :param replica: index of this rank's replica in the group (``REPLICA_ID``).
     :param rank: this rank (``RANK``, else 0). :param world_size: ranks of the replica (``WORLD_SIZE``, else 1).
-    :param observe: only watch: commits, loads and members, but no bytes; needs no identity.
+    :param observe: only watch: commits, loads and members, but no bytes. It needs no identity, and takes nobody's place:
+        several may have one name, also that of a rank.
     :param info: short texts for status pages and routers, such as ``{"url": "http://..."}``.
     :param timeout: seconds until there must be a session; default 30.
     :raises replicas.errors.UsageError: something is missing or wrong (also: a token that is not accepted).

@@ -272,8 +272,8 @@ class Roster:
     def insert(self, state: MemberState) -> None:
         self._members[state.member] = state
         self.index.insert(state)
-        self.left.pop(state.member.name, None)
         if not state.observes:
+            self.left.pop(state.member.name, None)
             self.seen.add(state.member.name)
 
     def remove(self, member: Member) -> MemberState | None:
@@ -489,6 +489,8 @@ class Roster:
 
     def _check(self, hello: Hello) -> None:
         where = f"{hello.group}/{hello.replica}/{hello.rank}"
+        if hello.observe and min(hello.rank, hello.replica) >= 0:
+            return  # it takes nobody's place, whatever it calls itself
         if hello.world_size < 1 or not 0 <= hello.rank < hello.world_size:
             raise errors.UsageError(
                 f"{where}: rank {hello.rank} is not in a world of {hello.world_size}",

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+import replicas
 from replicas import errors
 from replicas.channel import Channel, Receipt
 from replicas.coordinator import GroupShape
@@ -103,3 +104,24 @@ async def test_at_least_counts_for_all_ranks_of_a_replica() -> None:
         lower = ranks[0].receive()
         await publish(trainer, 4)
         assert [(await ask).version for ask in (lower, higher)] == [4, 4]
+
+
+async def test_an_observer_needs_no_identity_also_inside_a_replica_of_several_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with channel_world(rollout=GroupShape(replicas=1, world_size=2)) as world:
+        trainer = await world.join("trainer")
+        ranks = [await world.join("rollout", 0, rank, 2) for rank in range(2)]
+        where: dict[str, Any] = {"endpoint": world.endpoint, "token": world.coordinator.token, "observe": True}
+        nobody = await asyncio.to_thread(replicas.join, "policy", **where)
+        world.joined.append(nobody)
+        for name, value in {"REPLICAS_GROUP": "rollout", "REPLICA_ID": "0", "RANK": "3"}.items():
+            monkeypatch.setenv(name, value)
+        for more in ({}, {"group": "rollout"}, {"rank": 0}):
+            world.joined.append(await asyncio.to_thread(replicas.join, "policy", **where, **more))
+        await publish(trainer, 1)
+        for observer in world.joined[3:]:
+            await wait_until(lambda observer=observer: observer.latest == 1, "it hears of the commit")  # type: ignore[misc]  # bound in the loop
+        assert nobody.role == "observer"
+        asks = [rank.receive() for rank in ranks]
+        assert [(await ask).version for ask in asks] == [1, 1], "nobody was fenced"

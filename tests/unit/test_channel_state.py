@@ -626,6 +626,24 @@ def test_a_group_without_a_part_in_the_channel_may_only_observe() -> None:
     assert [one.observes for one in world.events if isinstance(one, MemberLost)] == [True, False]
 
 
+def test_an_observer_takes_nobodys_place_and_its_world_is_not_asked_about() -> None:
+    """It may be in a replica of several ranks, or say nothing of itself."""
+    world = World()
+    ranks = [world.join(f"rollout/0/{rank}", world_size=2) for rank in range(2)]
+    world.lose(ranks[1], "left")
+    observers = [
+        world.join("rollout/0/0", observe=True),
+        world.join("rollout/0/1", observe=True),
+        world.join("rollout/0/7", observe=True),
+        world.join("rollout/0/7", observe=True),
+    ]
+    world.run()
+    assert all(one.member in world.state.roster for one in (ranks[0], *observers))
+    assert "rollout/0/1" in world.state.roster.left, "that rank has left, whoever looks on"
+    with pytest.raises(errors.UsageError, match="replica must be 0 or more"):
+        world.join("rollout/-1/0", observe=True)
+
+
 def test_only_sources_publish() -> None:
     world = World()
     target = world.join("rollout/0/0")
