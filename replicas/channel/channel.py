@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from replicas import arguments, errors
+from replicas import arguments, errors, own_loop
 from replicas.channel.arena_like import arena_like
 from replicas.channel.collectives import Collectives
 from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
@@ -178,6 +178,7 @@ class Channel(Collectives):
     ) -> PublishJob:
         """What is asked for, checked."""
         self._check_open()
+        own_loop.must_not_block("publish")
         number = None if version is None else arguments.integer("publish: version", version, least=1, most=VERSION_MAX)
         said = arguments.meta("publish: meta", meta)
         renewed = arguments.flag("publish: new_manifest", new_manifest)
@@ -278,13 +279,16 @@ class Channel(Collectives):
     def close(self, *, wait: bool = True) -> None:
         """Leave the channel: say good-bye, end the sidecars, free the memory. Closing again does nothing.
 
-        It blocks: call it in a worker thread if the coordinator runs on this thread's event loop.
+        It blocks: call it in a worker thread if a coordinator runs on this thread's event loop.
 
         :param wait: first let publishes and operations that are under way end, by their own deadlines.
+        :raises replicas.errors.UsageError: one does; the channel is still open then.
         :raises replicas.errors.ReplicasError: one of them failed and nobody had waited for it.
         """
         if self._pid != os.getpid():
             return  # a forked child has nothing to close
+        if self._hub.over is None and not self._closed:
+            own_loop.must_not_block("close")
         with self._lock:
             if self._closed:
                 return

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from replicas import errors
+from replicas import errors, own_loop
 from replicas.channel.hub import Hub
 from replicas.core.manifest import PartManifest
 from replicas.weights.arena import Slot
@@ -36,6 +36,7 @@ def free_slot(
         if slot is not None:
             return slot
         check()
+        own_loop.must_not_block("waiting for a free slot")
         left = until - time.monotonic()
         if left <= 0:
             raise hub.error(

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 import torch
 
-from replicas import arguments, environ, errors, stacks
+from replicas import arguments, environ, errors, own_loop, stacks
 from replicas.channel.channel import Channel
 from replicas.channel.hub import GRACE_S, Hub
 from replicas.channel.loop import session_loop
@@ -63,12 +63,14 @@ def join(
         several may have one name, also that of a rank.
     :param info: short texts for status pages and routers, such as ``{"url": "http://..."}``.
     :param timeout: seconds until there must be a session; default 30.
-    :raises replicas.errors.UsageError: something is missing or wrong (also: a token that is not accepted).
+    :raises replicas.errors.UsageError: something is missing or wrong (also: a token that is not accepted); or a coordinator
+        runs on this thread's event loop.
     :raises replicas.errors.UnknownChannel: no such channel, or the group has no part in it.
     :raises replicas.errors.Preflight: it cannot work with the members that are there; or the channel's slots are in GPU
         memory (``staging = "device"``), and this process has none that its sidecar could use, which is tried here.
     :raises replicas.errors.Disconnected: nobody answered in time.
     """
+    own_loop.must_not_block("join")
     channel = arguments.name("join: channel", channel)
     timeout = arguments.seconds("join: timeout", timeout, zero=True)
     observe = arguments.flag("join: observe", observe)

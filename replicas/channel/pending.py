@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
-from replicas import arguments, errors
+from replicas import arguments, errors, own_loop
 from replicas.core.identity import Member
 from replicas.messages import ReceiptData
 from replicas.waits import Latch, locked
@@ -144,7 +144,8 @@ class Pending(Generic[T]):
         """The result.
 
         :param timeout: seconds, 0 or less: only look; None (the default) waits until the operation ends by its own deadline.
-        :raises replicas.errors.UsageError: ``timeout`` is no finite number of at most 1e9; or this is a forked child.
+        :raises replicas.errors.UsageError: ``timeout`` is no finite number of at most 1e9; or this is a forked child, or a
+            coordinator runs on this thread's event loop, which would be blocked: await it.
         :raises TimeoutError: the timeout passed; the operation goes on.
         :raises replicas.errors.OutcomeUnknown: it is not known what became of it; wait again later.
         :raises replicas.errors.ReplicasError: the operation failed.
@@ -153,6 +154,8 @@ class Pending(Generic[T]):
         self._check_process()
         until = None if timeout_s is None else time.monotonic() + timeout_s
         while not self._look():
+            if timeout_s != 0:
+                own_loop.must_not_block("wait()")
             left_s = None if until is None else until - time.monotonic()
             if not self._ended.wait(left_s) and not self._look():
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")

@@ -11,7 +11,7 @@ from typing import Any, Self
 
 from starlette.routing import BaseRoute
 
-from replicas import arguments
+from replicas import arguments, own_loop
 from replicas.config import ChannelConfig
 from replicas.config_file import channels_from
 from replicas.coordinator.decisions import DecisionLog
@@ -123,11 +123,13 @@ class Coordinator:
         host, port = listener.getsockname()[:2]
         self.endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
         self._tick = asyncio.create_task(self.engine.tick_forever())
+        own_loop.begin(self)
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        own_loop.end(self)
         if self._tick is not None:
             self._tick.cancel()
             await asyncio.gather(self._tick, return_exceptions=True)

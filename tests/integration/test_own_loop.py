@@ -1,0 +1,74 @@
+"""Calls that block, made on the event loop on which a coordinator runs, which alone could answer them."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import replicas
+from replicas import errors, own_loop
+from tests.support.channels import channel_world
+
+pytestmark = pytest.mark.anyio
+
+AT_ONCE_S = 5.0
+"""Without the check each took its deadline, or 30 s."""
+
+
+def refused(call: Callable[[], object]) -> None:
+    began = time.monotonic()
+    with pytest.raises(errors.UsageError, match=r"would block the event loop on which the coordinator runs.*to_thread"):
+        call()
+    assert time.monotonic() - began < AT_ONCE_S
+
+
+async def test_each_is_refused_at_once_and_the_channel_goes_on() -> None:
+    async with channel_world() as world:
+        where: dict[str, Any] = {"endpoint": world.endpoint, "token": world.coordinator.token}
+        refused(lambda: replicas.join("policy", **where, group="trainer", replica=0))
+        trainer, rollout = await world.trainer_and_rollouts()
+        walked: list[str] = []
+
+        def walk() -> Iterator[tuple[str, torch.Tensor]]:
+            for name in "ab":
+                yield name, torch.ones(1)
+                walked.append(name)
+
+        refused(lambda: trainer.publish(walk()))
+        assert walked == ["a", "b"], "its gathers have other ranks in them"
+        receiving = rollout.receive()
+        refused(receiving.wait)
+        refused(lambda: receiving.wait(1))
+        with pytest.raises(TimeoutError):
+            receiving.wait(0)  # that only looks
+        refused(trainer.close)
+        with trainer.arena_like(walked_weights()), trainer.arena_like(walked_weights()):
+            refused(lambda: trainer.arena_like(walked_weights()))
+        pending = await asyncio.to_thread(trainer.publish, walked_weights())
+        assert (await pending).version == 1
+        assert pending.wait().version == 1, "it has ended: nothing is waited for"
+        with await receiving as update:
+            assert update.version == 1
+        await asyncio.to_thread(trainer.close)
+        trainer.close()
+
+
+def walked_weights() -> dict[str, torch.Tensor]:
+    return {"a": torch.ones(1), "b": torch.ones(1)}
+
+
+async def test_on_another_loop_and_after_its_end_nothing_is_refused() -> None:
+    async with channel_world() as world:
+        trainer, _ = await world.trainer_and_rollouts()
+
+        async def elsewhere() -> int:
+            own_loop.must_not_block("this")
+            return trainer.publish({"w": torch.ones(1)}).wait(20).version
+
+        assert await asyncio.to_thread(asyncio.run, elsewhere()) == 1
+    own_loop.must_not_block("this")
