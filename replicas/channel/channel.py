@@ -8,7 +8,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import TracebackType
 from typing import Any
 
@@ -120,7 +120,7 @@ class Channel(Collectives):
         *,
         version: int | None = None,
         dtype: torch.dtype | None = None,
-        meta: Mapping[str, Any] | None = None,
+        meta: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None = None,
         new_manifest: bool = False,
         deadline: float | None = None,
         hold: bool = True,
@@ -143,7 +143,9 @@ class Channel(Collectives):
             shape, strides and device.
         :param version: its number, greater than every earlier one; None: the next one.
         :param dtype: cast plain floating tensors to this on the way.
-        :param meta: scalars, and lists and dicts of scalars; receivers get it as ``update.meta``.
+        :param meta: scalars, and lists and dicts of scalars; receivers get it as ``update.meta``. Or a function that returns
+            them: it is called on every rank, on this thread, when the weights were walked (a checksum, a norm), and what
+            that of rank 0 returns counts. Other hosts are sent nothing before that.
         :param new_manifest: allow other names, shapes or dtypes than before.
         :param deadline: seconds for the whole publish; default: the channel's.
         :param hold: False: the stream does not wait for the copies of GPU tensors, which another stream makes. You promise
@@ -170,7 +172,7 @@ class Channel(Collectives):
     def _publish_job(
         self,
         version: int | None,
-        meta: Mapping[str, Any] | None,
+        meta: Mapping[str, Any] | Callable[[], Mapping[str, Any]] | None,
         new_manifest: bool,
         deadline: float | None,
         *,
@@ -178,11 +180,11 @@ class Channel(Collectives):
     ) -> PublishJob:
         """What is asked for, checked."""
         self._check_open()
-        own_loop.must_not_block("publish")
         number = None if version is None else arguments.integer("publish: version", version, least=1, most=VERSION_MAX)
-        said = arguments.meta("publish: meta", meta)
+        said = meta if callable(meta) else arguments.meta("publish: meta", meta)
         renewed = arguments.flag("publish: new_manifest", new_manifest)
         held = arguments.flag("publish: hold", hold)
+        own_loop.must_not_block("publish")
         return PublishJob(number, self._deadline_s(deadline), said, renewed, self.name, hold=held)
 
     def fence(self, stream: torch.Stream | None = None) -> None:

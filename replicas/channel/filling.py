@@ -94,7 +94,8 @@ class Filling:
         if staged is not None:
             return manifest, staged.write(slot.data, Manner(slot.buffer, begun=begun))
         progress = None
-        if self._hub.several_hosts and feed.mode == "image" and self._packer.knows(feed, manifest):
+        at_once = feed.mode == "image" and job.late_meta is None  # those who receive it are told its meta first
+        if self._hub.several_hosts and at_once and self._packer.knows(feed, manifest):
             self._hub.call(self._streaming, job, manifest, self.device(feed))
             progress = partial(self._hub.call, self._grown, job)
         return manifest, self._packer.pack(feed, manifest, slot, progress, hold=job.hold, begun=begun)

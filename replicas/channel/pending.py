@@ -57,6 +57,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     :param nbytes: bytes of the weights, or of this member's own tensors.
     :param seconds: from the first call of a member to the verdict.
     :param phases: seconds by phase.
+    :param digest: of the published image, the same for all who hold it (``update.digest``); empty for a collective, and where
+        nobody has put the parts of several ranks together yet.
     :param staging: where the slots of the channel are, ``"host"`` or ``"device"``; empty for a collective.
     :param outputs: ``gather`` and ``all_gather``: each participant's tensors (on the root only, for ``gather``).
     :param tensors: ``scatter``, ``reduce_scatter`` and ``recv``: the tensors received; the caller's own ones where given.
@@ -71,6 +73,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     phases: dict[str, float]
     reasons: dict[str, str] = {}
     staging: str = ""
+    digest: str = ""
     outputs: dict[Member, tuple[torch.Tensor, ...]] = {}
     tensors: tuple[torch.Tensor, ...] = ()
 
@@ -92,6 +95,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
             phases=data.phases,
             reasons=data.reasons,
             staging=data.staging,
+            digest=data.digest,
             outputs=outputs or {},
             tensors=tensors,
         )

@@ -107,7 +107,7 @@ class Publisher:
             self.copies.fence()
             self._fill(job, feed)
         except BaseException as error:
-            users = feed.user_failed or not isinstance(error, Exception)
+            users = feed.user_failed or job.user_failed or not isinstance(error, Exception)
             self._hub.call(self._fill_failed, job, error, users)
             if users or not isinstance(error, Exception):
                 job.pending._told = True
@@ -131,11 +131,13 @@ class Publisher:
             started = time.monotonic()
             feed.drain()
             job.pack_s = time.monotonic() - started
+            job.ask_meta()
             hub.call(self._filled, job, None, feed.device)
             hub.call(self._ready, job)
             return
         started = time.monotonic()
         manifest, packing = self._filling.fill(job, feed)
+        job.ask_meta()
         device = self._filling.device(feed)
 
         def copied(done: Future[float] | None = None) -> None:
@@ -237,6 +239,7 @@ class Publisher:
             arena.hold(job.slot, "")  # not to be evicted before the pin: its version is protected
             arena.pin(job.slot)
             self._hub.holdings.note(job.version, device=device)
+        self._hub.holdings.note(job.version, meta=job.meta)
         job.packed, job.manifest, job.device = True, manifest, device
 
     def _digested(self, job: PublishJob, done: Future[str], digest_s: float) -> None:

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Mapping
+from typing import Any
 
+from replicas import arguments
 from replicas.channel.pending import Pending, Receipt
 from replicas.core.manifest import PartManifest
 from replicas.messages import Filled, Meta, Packed, PackFailed, PublishBegin, SlotPlace
@@ -19,6 +22,8 @@ class PublishJob:
 
     :ivar number: among the replica's publishes; 0 until it has begun.
     :ivar version: the number that the coordinator gave it; 0 until then.
+    :ivar late_meta: says what ``meta`` is once the weights were walked; None: it is known.
+    :ivar user_failed: ``late_meta`` raised.
     :ivar hold: the caller's stream makes the copies, where a device does.
     :ivar copies: what a device has, or had, under way for it.
     :ivar fills: this rank takes a slot for it.
@@ -33,7 +38,7 @@ class PublishJob:
         self,
         version: int | None,
         deadline_s: float,
-        meta: Meta,
+        meta: Meta | Callable[[], Mapping[str, Any]],
         new_manifest: bool,
         channel: str,
         *,
@@ -45,7 +50,9 @@ class PublishJob:
         self.deadline_s = deadline_s
         self.began = time.monotonic()
         self.deadline = self.began + deadline_s
-        self.meta = meta
+        self.late_meta = meta if callable(meta) else None
+        self.user_failed = False
+        self.meta: Meta = {} if callable(meta) else meta
         self.new_manifest = new_manifest
         self.hold = hold
         self.copies: DeviceCopies | None = None
@@ -67,6 +74,20 @@ class PublishJob:
         self.hold_s = 0.0
         self.timer: asyncio.TimerHandle | None = None
         self.settling: asyncio.TimerHandle | None = None
+
+    def ask_meta(self) -> None:
+        """The weights were walked: what is to be said of them? Raises what the user's code raises.
+
+        :raises replicas.errors.UsageError: it is of no use.
+        """
+        if self.late_meta is None:
+            return
+        try:
+            found = self.late_meta()
+        except BaseException:
+            self.user_failed = True
+            raise
+        self.meta = arguments.meta("publish: what meta() returned", found)
 
     @property
     def announced(self) -> bool:
@@ -101,6 +122,7 @@ class PublishJob:
             place=self.slot.place if self.slot is not None else None,
             digest_s=self.digest_s,
             hold_s=self.hold_s,
+            meta=self.meta if self.late_meta is not None else None,
         )
 
     def begun_to_fill(self, manifest: PartManifest, device: str) -> Packed:
@@ -121,6 +143,7 @@ class PublishJob:
             seconds=time.monotonic() - self.began,
             phases={"wait": self.wait_s, "pack": self.pack_s, "hold": self.hold_s},
             staging=staging,
+            digest=self.digest if self.slot is not None and self.slot.image is not None else "",
         )
 
     def stop_timers(self) -> None:

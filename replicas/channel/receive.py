@@ -209,7 +209,7 @@ class Receiver:
             self._send_ask()
             return
         try:
-            update = Update(self, slot, version, meta)
+            update = Update(self, slot, version, meta, hub.holdings.digest(version))
         except BaseException:
             hub.arena.unpin(slot)
             raise
@@ -242,13 +242,14 @@ class Receiver:
             self._timer = None
 
     def _overdue(self, deadline_s: float) -> None:
-        hub, found = self._hub, ""
-        if self._asked_bound != Bound():
-            found = f" (the newest version is {hub.latest})"
+        hub, bound = self._hub, self._asked_bound
+        what, found = "the receive", ""
+        if bound != Bound():
+            what, found = f"receive({bound})", f" (the newest version is {hub.latest})"
         if self._declined:
             others = f"other ranks of {hub.member.replica_name}"
             found = f" ({others} have begun with version {self._declined}, and not asked again)"
-        self._give_up(hub.no_answer(f"receive({self._asked_bound}){found}", deadline_s))
+        self._give_up(hub.no_answer(what + found, deadline_s))
 
     def _give_up(self, error: errors.ReplicasError) -> None:
         pending = self._asked

@@ -43,15 +43,17 @@ class Update:
 
     :ivar version: its number.
     :ivar meta: what the publisher passed as ``meta``.
+    :ivar digest: of its bytes, as in the publisher's receipt.
     :ivar manifest: names, dtypes, shapes and offsets (:class:`replicas.core.manifest.Manifest`).
     """
 
-    def __init__(self, owner: UpdateOwner, slot: Slot, version: int, meta: Meta) -> None:
+    def __init__(self, owner: UpdateOwner, slot: Slot, version: int, meta: Meta, digest: str = "") -> None:
         manifest = slot.image
         if manifest is None:
             raise errors.InternalError(f"version {version} is not a whole image here", version=version)
         self.version = version
         self.meta: Meta = meta
+        self.digest = digest
         self.manifest: Manifest = manifest
         self._path = "" if slot.buffer.device else slot.buffer.path
         self._reads: deque[Event] = deque()

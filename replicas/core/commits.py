@@ -237,6 +237,7 @@ class Commits:
                 phases=publish.phases(now, 0.0) | publish.hold,
                 version=publish.version,
                 staging=channel.config.staging,
+                digest=self.decided,
             )
             if self.committed is None and publish.payload is not None:
                 publish.payload.digest = publish.payload.digest or self.decided
@@ -315,6 +316,7 @@ class Commits:
             phases=phases | publish.hold,
             version=publish.version,
             staging=channel.config.staging,
+            digest=digest,
         )
         for state in map(channel.roster.get, transfer.verified):
             if state is not None:

@@ -230,6 +230,8 @@ class Publishes:
         if publish is None or publish.state != "packing":
             return None
         publish.packed[member] = message
+        if message.meta is not None and member.rank == 0:
+            publish.meta = dict(message.meta)
         have = {(m.group, m.replica, m.rank) for m in publish.packed}
         if not self.contributors(publish, world) <= have:
             return None

@@ -143,7 +143,8 @@ class Packed(_FromMember, frozen=True):
 
     ``manifest_hash`` is empty on a rank that carries no bytes (leader mode, not the leader); ``digest``: of what was packed
     (the data of an image, or a part), ready ``digest_s`` after the copy; ``place``: where it lies; ``hold_s``: how long the
-    caller's CUDA stream was held by the copy, 0 without a GPU.
+    caller's CUDA stream was held by the copy, 0 without a GPU; ``meta``: where it was not known when the publish began (that
+    of the leader counts).
     """
 
     publish: int
@@ -157,6 +158,7 @@ class Packed(_FromMember, frozen=True):
     digest_s: float = 0.0
     streaming: bool = False
     hold_s: float = 0.0
+    meta: Meta | None = None
 
 
 class Filled(_FromMember, frozen=True):

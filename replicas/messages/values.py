@@ -161,7 +161,7 @@ class ReceiptData(msgspec.Struct, frozen=True):
     """The outcome of a successful publish or operation.
 
     ``phases``: seconds by phase. ``reasons``: why each of ``lost`` was lost or left behind, in one line. ``staging``: where
-    the slots of the channel are; empty for an operation.
+    the slots of the channel are; empty for an operation. ``digest``: of the version's image, empty where there is none yet.
     """
 
     epoch: int
@@ -173,6 +173,7 @@ class ReceiptData(msgspec.Struct, frozen=True):
     version: int = 0
     reasons: dict[str, str] = {}
     staging: Literal["", "host", "device"] = ""
+    digest: str = ""
 
 
 class Segment(msgspec.Struct, frozen=True):

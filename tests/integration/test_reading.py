@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +14,7 @@ import replicas
 from replicas import errors
 from replicas.channel import Channel, Receipt
 from replicas.coordinator import GroupShape
+from replicas.weights.digest import digest_of
 from tests.support.channels import channel_world, wait_until
 
 pytestmark = pytest.mark.anyio
@@ -125,3 +126,50 @@ async def test_an_observer_needs_no_identity_also_inside_a_replica_of_several_ra
         assert nobody.role == "observer"
         asks = [rank.receive() for rank in ranks]
         assert [(await ask).version for ask in asks] == [1, 1], "nobody was fenced"
+
+
+async def test_meta_may_be_asked_for_when_the_weights_were_walked() -> None:
+    async with channel_world() as world:
+        trainer, rollout = await world.trainer_and_rollouts()
+        norms: list[float] = []
+
+        def walk() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, value in (("a", 3.0), ("b", 4.0)):
+                yield name, torch.full((1,), value)
+                norms.append(value**2)
+
+        receipt = await publish_with(trainer, walk(), lambda: {"norm": sum(norms) ** 0.5, "count": len(norms)})
+        with await rollout.receive(at_least=("norm", 5)) as update:
+            assert update.meta == {"norm": 5.0, "count": 2}
+            assert update.digest == receipt.digest != ""
+            held = rollout._hub.arena.find(1)
+            assert held is not None
+            assert update.digest == digest_of(held.data, held.digest_kind)
+
+
+async def test_a_meta_that_raises_or_is_of_no_use_fails_that_publish_alone() -> None:
+    async with channel_world() as world:
+        trainer, rollout = await world.trainer_and_rollouts()
+        walked: list[str] = []
+
+        def walk() -> Iterator[tuple[str, torch.Tensor]]:
+            for name in "ab":
+                yield name, torch.ones(1)
+                walked.append(name)
+
+        def fails() -> dict[str, Any]:
+            raise ZeroDivisionError("mine")
+
+        with pytest.raises(ZeroDivisionError, match="mine"):
+            await publish_with(trainer, walk(), fails)
+        for useless in (lambda: {"x": object()}, lambda: 3, lambda: {"x": "y" * 2**20}):
+            with pytest.raises(errors.UsageError, match="what meta\\(\\) returned"):
+                await publish_with(trainer, walk(), useless)
+        assert walked == ["a", "b"] * 4
+        receipt = await publish_with(trainer, walk(), lambda: {"step": 5})
+        with await rollout.receive() as update:
+            assert (update.version, update.meta) == (receipt.version, {"step": 5})
+
+
+async def publish_with(channel: Channel, given: object, meta: Callable[[], Any]) -> Receipt:
+    return await (await asyncio.to_thread(channel.publish, given, meta=meta))

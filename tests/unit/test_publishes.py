@@ -72,3 +72,15 @@ def test_who_was_a_member_under_another_coordinator_goes_on_with_its_number() ->
     again = sources.rank(0, 1, "b")
     sources.publishes.joined(again, first=False)
     assert sources.publishes.made(again) == 7
+
+
+def test_what_is_known_only_when_the_weights_were_walked_is_what_the_leader_says() -> None:
+    sources = Sources(1)
+    for rank in (1, 0):
+        publish = sources.begin(sources.rank(0, rank), 1)
+    assert publish.meta == {}
+    for rank in (0, 1):
+        packed = wire.Packed(1, f"hash {rank}", 4, "cpu", 0.0, 0.0, meta={"norm": rank + 0.5})
+        sources.publishes.packed(sources.rank(0, rank), packed, 2, 0.0)
+    assert publish.state == "queued"
+    assert publish.meta == {"norm": 0.5}

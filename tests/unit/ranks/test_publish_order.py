@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from typing import Any
 
@@ -13,6 +13,7 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.publish_job import PublishJob
+from replicas.messages import Meta
 from replicas.weights.packing import Feed, Packing
 from tests.support.channels import wait_until
 from tests.support.scripted import World
@@ -43,9 +44,9 @@ def digests(source: World, monkeypatch: pytest.MonkeyPatch) -> list[Future[str]]
     return made
 
 
-async def publish(world: World, version: int) -> PublishJob:
+async def publish(world: World, version: int, meta: Callable[[], Meta] | None = None) -> PublishJob:
     """One that has been copied."""
-    job = PublishJob(None, 30.0, {}, False, "policy")
+    job = PublishJob(None, 30.0, meta or {}, False, "policy")
     task = asyncio.create_task(
         asyncio.to_thread(world.publisher.publish, Feed({"w": torch.ones(4)}, mode=world.publisher.mode), job)
     )
@@ -101,3 +102,17 @@ async def test_nothing_is_sent_ahead_of_an_earlier_one(source: World, digests: l
     third = await publish(source, 7)
     assert third.streaming
     assert told(source) == [3]
+
+
+async def test_what_is_not_described_yet_is_not_sent_ahead(source: World, digests: list[Future[str]]) -> None:
+    """Who receives it is told its meta first."""
+    source.hub.several_hosts = True
+    job = await publish(source, 5, lambda: {"norm": 2})
+    assert not job.streaming
+    digests[0].set_result("first")
+    packed = await source.session.next(wire.Packed)
+    assert (packed.streaming, packed.meta) == (False, {"norm": 2})
+    assert source.hub.holdings.meta(5) == {"norm": 2}
+    source.new_coordinator()
+    begun, packed = await source.session.next(wire.PublishBegin), await source.session.next(wire.Packed)
+    assert (begun.meta, packed.meta) == ({"norm": 2}, {"norm": 2})
