@@ -117,7 +117,7 @@ class Rounds:
         may = {name for name, host in world.scene.places.items() if host in touched} | {hit}
         if trouble.process is None or trouble.process.kind.endswith(
             "rank"
-        ):  # without the others nobody may have time to tell
+        ):  # else nobody may be told
             assert lost <= may, (what, "I4: healthy and lost", lost - may, world.story(began))
         assert world.deaths[dead:] == [], (what, "I1: it died", world.deaths[dead:], world.story(began))
 
