@@ -115,9 +115,7 @@ class Rounds:
         whole_hosts = {link.one for link in trouble.links if link.other < 0}
         touched = {A, B, C, D} if {A, B} & whole_hosts else {host for link in trouble.links for host in link.hosts}
         may = {name for name, host in world.scene.places.items() if host in touched} | {hit}
-        if trouble.process is None or trouble.process.kind.endswith(
-            "rank"
-        ):  # else nobody may be told
+        if trouble.process is None or trouble.process.kind.endswith("rank"):  # else nobody may be told
             assert lost <= may, (what, "I4: healthy and lost", lost - may, world.story(began))
         assert world.deaths[dead:] == [], (what, "I1: it died", world.deaths[dead:], world.story(began))
 
