@@ -404,7 +404,7 @@ class Shim:
         left = signal_own(signal.SIGKILL, but=spared)
         if not self._killing_since:
             self._killing_since, self._tell_remains_at = time.time(), now + orders.REMAINS_INTERVAL_S
-        elif now >= self._tell_remains_at:
+        elif left and now >= self._tell_remains_at:
             self._tell_remains_at = now + orders.REMAINS_INTERVAL_S
             processes = tuple((pid, command_line(pid)) for pid in left)
             self._tell(Remains(since=self._killing_since, processes=processes).message())
