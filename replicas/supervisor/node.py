@@ -22,6 +22,7 @@ from replicas import environ
 from replicas.config import GroupConfig
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Belongings
+from replicas.supervisor.logpump import is_pump
 from replicas.supervisor.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
 from replicas.supervisor.processes import MARK, command_line, python_module, send_signal, signal_name
 from replicas.supervisor.sweeping import UNSEEN, Sweep
@@ -324,7 +325,8 @@ class Node:
                 left = [UNSEEN]
             if not left:
                 break
-            self._remains = Remains(since=began, processes=tuple((pid, command_line(pid)) for pid in left))
+            named = tuple((pid, command_line(pid)) for pid in left if not is_pump(pid))  # which has its time
+            self._remains = Remains(since=began, processes=named) if named else None
             self._changed()
             await asyncio.sleep(interval_s)
             interval_s = min(2 * interval_s, _MAX_SWEEP_INTERVAL_S)

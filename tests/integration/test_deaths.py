@@ -90,6 +90,6 @@ def test_the_status_names_the_child_that_was_killed_and_the_exception(tmp_path: 
         shim = parents(int(run.status().groups[0].replicas[0].pid or 0))[0]
         eventually(lambda: core in watched_by(shim), "that its shim knows of the core")
         os.kill(core, signal.SIGKILL)
-        line = run.wait_line("engine/0: failed: ")
+        line = run.wait_line("engine/0: failed: ", timeout_s=90.0)
         assert f"rank 0 exited with code 1 after its process {core} (python" in line
         assert ") was killed by SIGKILL: RuntimeError: the core is dead; " in line

@@ -17,7 +17,7 @@ RULES = 'restart = { initial_delay = "10ms", max_restarts = 30 }\n'
 
 def test_a_rollout_that_keeps_failing_does_not_end_the_trainer(tmp_path: Path) -> None:
     with running(tmp_path, group("trainer", SLEEPS) + group("rollout", FAILS, RULES) + CHANNEL) as run:
-        line = run.wait_line("rollout/0: failed: ")
+        line = run.wait_line("rollout/0: failed: ", timeout_s=90.0)
         assert "rank 0 exited with code 1: no engine; 3 generations in a row without a new step or version" in line
         trainer, rollout = run.status().groups
         assert (rollout.replicas[0].state, rollout.on_failure) == ("failed", "replica")
@@ -27,8 +27,8 @@ def test_a_rollout_that_keeps_failing_does_not_end_the_trainer(tmp_path: Path) -
         (tmp_path / "mended").touch()
         client = Client(f"unix:{run.state_dir}/control.sock", timeout_s=60.0)
         assert client.order(ResetFailed()).result == ["rollout/0"]
-        run.wait_line("reset-failed: starting rollout/0; full restart budget for rollout")
-        run.wait_line("rollout/0: finished")
+        run.wait_line("reset-failed: starting rollout/0; full restart budget for rollout", timeout_s=90.0)
+        run.wait_line("rollout/0: finished", timeout_s=90.0)
         assert run.status().groups[1].no_progress_remaining_ratio == 1.0
         run.signal(signal.SIGTERM)
         assert run.wait() == 0

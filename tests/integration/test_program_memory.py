@@ -81,7 +81,7 @@ def test_shared_memory_of_a_program_is_gone_with_its_generation(tmp_path: Path, 
             assert segments() == {name, f"{name}-worker"}
             inodes = {path: (Path("/dev/shm") / path).stat().st_ino for path in segments()}
             WAYS[way](run, int(run.status().groups[0].replicas[0].pid or 0))
-            run.wait_line("a/0: starting (generation 2)")
+            run.wait_line("a/0: starting (generation 2)", timeout_s=90.0)
             left = {path for path, inode in inodes.items() if inode in inodes_of(segments())}
             assert not left
             assert (tmp_path / "cleaned").exists() == (way == "it is restarted")

@@ -85,7 +85,7 @@ def test_a_process_that_does_not_die_is_named_and_waited_for(tmp_path: Path, cas
         pytest.skip("a process cannot be held so here")
     rules = 'restart = { initial_delay = "10ms" }\nstop_timeout = "500ms"'
     with running(tmp_path, group("trainer", SLEEPS) + group("rollout", code, rules)) as run, ExitStack() as stack:
-        run.wait_line("rollout/0: ready")
+        run.wait_line("rollout/0: ready", timeout_s=90.0)
         trainer, main = pid_of(run, "trainer/0"), pid_of(run, "rollout/0")
         stuck = stack.enter_context(holding(main))
         started = start_time(stuck)
@@ -94,15 +94,15 @@ def test_a_process_that_does_not_die_is_named_and_waited_for(tmp_path: Path, cas
         else:
             order = [*COMMAND, "restart", "rollout/0", "--no-wait", "-c", str(run.config)]
             subprocess.run(order, check=True, cwd=ROOT, capture_output=True)
-        run.wait_line(f"held up by process {stuck} (")
+        run.wait_line(f"held up by process {stuck} (", timeout_s=90.0)
         (rollout,) = next(one.replicas for one in run.status().groups if one.name == "rollout")
         assert (rollout.state, rollout.generation) == ("draining", 1)
         assert f"held up by process {stuck} (" in rollout.reason
         assert start_time(stuck) == started
         stack.close()
-        run.wait_line("rollout/0: starting (generation 2)")
+        run.wait_line("rollout/0: starting (generation 2)", timeout_s=90.0)
         assert not alive(stuck)
-        run.wait_line("rollout/0: ready")
+        run.wait_line("rollout/0: ready", timeout_s=90.0)
         assert pid_of(run, "trainer/0") == trainer
         run.signal(signal.SIGTERM)
         assert run.wait() == 0
