@@ -48,12 +48,12 @@ __all__ = [
     "FRAME_NBYTES",
     "HELLO_NBYTES",
     "HELLO_TIMEOUT_S",
-    "MALFORMED_MAX",
     "MESSAGES_WAITING",
     "OUTBOX_MESSAGES",
     "OUTBOX_NBYTES",
     "READ_NBYTES",
     "REASONS",
+    "REFUSED_MAX",
     "REQUEST_TIMEOUT_S",
     "STRANGERS",
     "Pace",
@@ -96,8 +96,8 @@ OUTBOX_NBYTES = 32 * 2**20
 """What a member may leave unread when something more is to be sent (which may itself be larger: one manifest always fits)."""
 OUTBOX_MESSAGES = 16_384
 
-MALFORMED_MAX = 3
-"""Malformed messages, with no new good one between them, after which a member would only send the same again."""
+REFUSED_MAX = 3
+"""Connections closed for what came through them, with no new good message in between: the member would only go on so."""
 
 LOOP_SHARE = 0.25
 """Part of the loop's time that one session can have for its messages, in the long run."""

@@ -5,7 +5,7 @@ What a connection may do is bounded in three places: :mod:`replicas.coordinator.
 :data:`~replicas.coordinator.limits.CLOSE_TIMEOUT_S`, whether its peer reads or not. A connection that breaks a rule of the
 transport (bytes that are no message, numbers out of order) is closed, and its member may come back with another one:
 something on the way may have spoiled it. A member that says what no member can mean is refused for good, as it would only
-say it again; so is one that has sent :data:`~replicas.coordinator.limits.MALFORMED_MAX` malformed messages in a row.
+say it again; so is one of which :data:`~replicas.coordinator.limits.REFUSED_MAX` connections in a row had to be closed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from replicas.coordinator.limits import (
     CLOSE_TIMEOUT_S,
     FRAME_NBYTES,
     HELLO_TIMEOUT_S,
-    MALFORMED_MAX,
+    REFUSED_MAX,
     hello_problem,
     message_problem,
     size_problem,
@@ -194,9 +194,10 @@ async def _read(engine: Engine, session: Session, websocket: WebSocket, over: as
 
 
 def _refused(engine: Engine, session: Session, refusal: _Refusal) -> None:
+    session.refused += 1
     engine.refused(refusal.reason)
     log.warning("%s is refused: %s", session.member, refusal.text)
-    if refusal.final:
+    if refusal.final or session.refused >= REFUSED_MAX:
         engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
 
 
@@ -207,9 +208,7 @@ def _handle(engine: Engine, session: Session, data: bytes) -> None:
     try:
         frame: MemberFrame = decode_member_frame(data)
     except msgspec.DecodeError as exc:
-        session.malformed += 1
-        final = session.malformed >= MALFORMED_MAX
-        raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA, final=final) from None
+        raise _Refusal("malformed", f"not a message of this protocol: {exc}", BAD_DATA) from None
     if isinstance(frame.body, Hello):
         raise _Refusal("out_of_order", "a second Hello", POLICY_VIOLATION)
     if not session.plausible(frame.ack):

@@ -71,8 +71,8 @@ class Session:
         self.member = member
         self.received = 0
         self.sent = 0
-        self.malformed = 0
-        """What came since the last good message and was none."""
+        self.refused = 0
+        """Connections that were closed for what came through them, since the last good message."""
         self.connection: Connection | None = None
         self.watch: ProcessWatch | None = None
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
@@ -138,7 +138,7 @@ class Session:
         if seq != self.received + 1:
             return None
         self.received = seq
-        self.malformed = 0
+        self.refused = 0
         return True
 
     def _flush_soon(self) -> None:

@@ -21,7 +21,7 @@ import replicas
 from replicas import errors
 from replicas import messages as wire
 from replicas.coordinator import Coordinator, GroupShape
-from replicas.coordinator.limits import MALFORMED_MAX
+from replicas.coordinator.limits import REFUSED_MAX
 from replicas.core.effects import CommitDecision, MemberLost, StoreChanged
 from replicas.core.fetching import pieces
 from replicas.core.identity import ProcessIdentity
@@ -158,7 +158,7 @@ async def test_a_message_that_is_malformed_each_time_ends_the_member(coordinator
     assert isinstance(answer, wire.Refused)
     assert (answer.error.kind, "malformed" in coordinator.engine.refusals) == ("UsageError", True)
     assert "Expected `int`, got `float`" in answer.error.message
-    assert coordinator.engine.refusals["malformed"] == MALFORMED_MAX
+    assert coordinator.engine.refusals["malformed"] == REFUSED_MAX
 
 
 async def test_a_bad_message_of_a_rank_costs_the_others_nothing(coordinator: Coordinator) -> None:
@@ -168,7 +168,7 @@ async def test_a_bad_message_of_a_rank_costs_the_others_nothing(coordinator: Coo
         bad._hub.call(bad._hub.send, wire.Progress(1.5))  # type: ignore[arg-type]  # that is the point
         with pytest.raises(errors.UsageError, match="Expected `int`, got `float`"):
             await asyncio.wait_for(bad.receive(), 20)
-        assert coordinator.engine.refusals == {"malformed": MALFORMED_MAX}
+        assert coordinator.engine.refusals == {"malformed": REFUSED_MAX}
     finally:
         await asyncio.to_thread(bad.close)
 

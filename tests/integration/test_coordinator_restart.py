@@ -81,7 +81,7 @@ async def world_of(state_dir: Path | None, config: dict[str, Any] | None = None,
 
 
 MOMENTS = [
-    ("auto", True, ["publish begun", "admitting", "packed", "reading", "mapping"]),
+    ("auto", True, ["publish begun", "admitting", "packed", "mapping"]),
     ("auto", True, ["first done", "decided", "telling", "told"]),
     ("auto", False, ["packed", "mapping", "decided", "telling"]),
     ("group", True, ["packed", "going", "first done"]),
@@ -112,6 +112,16 @@ async def test_a_publish_outlives_its_coordinator_at_any_moment(
                 with await pending as update:
                     assert (update.version, value_of(update)) == (version, version), moment
             assert await trainer.loaded(version, deadline=20) == version
+
+
+async def test_a_coordinator_that_dies_while_it_reads_a_manifest() -> None:
+    async with world_of(None) as world:
+        trainer, rollout = await world.join("trainer"), await world.join("rollout")
+        await world.coordinator.arm("reading")
+        publishing = asyncio.create_task(publish(trainer, 1))
+        await world.restarted()
+        assert (await publishing).lost == ()
+        assert await load(rollout) == (1, 1.0)
 
 
 @pytest.mark.timeout(300)
