@@ -293,3 +293,12 @@ def test_an_overdue_operation_says_what_went_wrong_before() -> None:
     assert error is not None
     assert error.kind == "DeadlineExceeded"
     assert "the attempt before failed: no byte has moved for" in error.message
+
+
+def test_under_a_new_coordinator_too_the_others_go_on() -> None:
+    world, sims = peers()
+    cut(world, sims[0], sims[1])
+    for sim in world.restart():
+        world.rejoin(sim)
+    world.advance(15.0)
+    assert collective(world, sims) == ["ok", "Gone", "ok"]
