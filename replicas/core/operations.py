@@ -370,7 +370,9 @@ class Operations:
         awaited = [member for member in operation.participants if member not in operation.done]
         if lane.pace.stands_still(awaited, now):
             names = ", ".join(member.name for member in awaited)
-            text = f"no byte has moved for {lane.pace.still_s():.1f} s between {names}"
+            ways = sorted(f"{member.name} to {address}" for member, address in lane.pace.held_up())
+            held_up = f"; held up: {', '.join(ways)}" if ways else ""
+            text = f"no byte has moved for {lane.pace.still_s():.1f} s between {names}{held_up}"
             self._broken(lane, [operation], errors.SyncError(text, phase="transfer"), now, final=True)
 
     def _leave_silent(self, now: float) -> None:

@@ -125,12 +125,16 @@ def test_a_standstill_that_is_nobodys_fault_ends_with_an_error_that_says_so() ->
     for _ in range(60):
         for sim in sims:
             if sim.goes and not sim.ends.get(posts[0]):
-                sim.outbox.append(wire.LaneMoved(sim.goes[-1].lane, 0, 0, 5.0, 0.001))
+                held_up = ("10.0.0.3",) if sim is sims[1] else ()
+                sim.outbox.append(wire.LaneMoved(sim.goes[-1].lane, 0, 0, 5.0, 0.001, held_up))
         world.advance(0.5)
     assert [verdict(sim, 2) for sim in sims] == ["SyncError"] * 3
     error = sims[0].ends[2].error
     assert error is not None
-    assert "no byte has moved for 5.0 s between peer/0/0, peer/1/0, peer/2/0" in error.message
+    assert (
+        "no byte has moved for 5.0 s between peer/0/0, peer/1/0, peer/2/0; held up: peer/1/0 to 10.0.0.3"
+        in error.message
+    )
     assert not quarantined(world)
 
 
