@@ -39,6 +39,8 @@ __all__ = ["Commits"]
 
 READING_S = 2.0
 """For so long nobody judges how fast a member reads a manifest."""
+READY_S = 3.0
+"""How long those of a later attempt have at least to get ready."""
 LAST_WORDS_S = 0.4
 """A rank that gives up at its deadline knows better why (no free slot, say): its word is waited for so long."""
 
@@ -509,6 +511,8 @@ class Commits:
         if transfer is None or self._channel.config.on_lost == "raise":
             return
         half = publish.laggard_time()
+        if transfer.attempts > 1:
+            half = max(half, transfer.attempt_at + READY_S)
         laggards = transfer.unready if now > half else transfer.slow_readers(half)
         others = laggards < transfer.needers or transfer.verified
         if laggards and others:

@@ -60,6 +60,7 @@ class Links:
     def __init__(self, context: ProbeContext) -> None:
         self._context = context
         self._faults: dict[frozenset[str], _Fault] = {}
+        self._usual: dict[str, float] = {}
 
     def __bool__(self) -> bool:
         """Whether anything is known against any of them."""
@@ -79,6 +80,14 @@ class Links:
         """What is known against the links of a member, in words."""
         found = [fault.why for link, fault in self._faults.items() if fault.broken and state.address in link]
         return "; ".join(dict.fromkeys(found))
+
+    def usual(self, address: str) -> float:
+        """Bytes a second that came to there with the last version; 0: not known."""
+        return self._usual.get(address, 0.0)
+
+    def took(self, address: str, nbytes: int, seconds: float) -> None:
+        """A version came to there over a lane in so long."""
+        self._usual[address] = nbytes / max(seconds, 0.05)
 
     # ------------------------------------------------------------ what is found out
 
@@ -121,6 +130,9 @@ class Links:
 
     def tick(self, now: float) -> None:
         """Begin the trials that are due; forget links to where nobody is any more."""
+        if len(self._usual) > 2 * len(self._context.roster):
+            there = {state.address for state in self._context.roster}
+            self._usual = {address: rate for address, rate in self._usual.items() if address in there}
         if not self._faults:
             return
         ends: dict[str, MemberState] = {}

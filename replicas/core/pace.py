@@ -91,15 +91,10 @@ class Pace:
         fresh = self._fresh(now)
         return any(member in fresh and not fresh[member].still for member in awaited)
 
-    def bottleneck(self, awaited: Iterable[Member], now: float) -> set[tuple[Member, str]]:
-        """The member in front of the one link that holds up all of those that are awaited, and the address behind it.
-
-        Empty when there is none, or all links are equally busy.
-        """
+    def held_up_lately(self, awaited: Iterable[Member], now: float) -> list[tuple[Member, str]]:
+        """Of those that are awaited, in their order, who was held up lately, and by the link to which address."""
         fresh = self._fresh(now)
-        found = {(member, address) for member in awaited if member in fresh for address in fresh[member].held_up()}
-        others = {(member, address) for member in awaited if member in fresh for address in fresh[member].last.held_up}
-        return found if found == others and len({address for _, address in found}) == 1 else set()
+        return [(one, address) for one in awaited if one in fresh for address in sorted(fresh[one].held_up())]
 
     def held_up(self) -> set[tuple[Member, str]]:
         """Members with bytes under way that the network does not take, and to which address."""

@@ -9,17 +9,19 @@ says that bytes are held up (:mod:`replicas.core.pace`).
 *It stands still*: a failure with everybody alive. Where bytes were held up the link falls into doubt, and the next attempt
 takes another way (:mod:`replicas.core.links`); where nobody knows why, it is up to :mod:`replicas.core.blame`.
 
-*One link is slow*, the others could do much more, and there is long to go: the next attempt takes other ways, so that those
-behind the others have it soon; who can be reached over slow links alone gets it afterwards. A slow link is no failure: those
-behind it are waited for, but with ``on_lost = "drop"`` no longer than by some multiple of what the others took. By what they
-take, it is soon known that they will not make it. They are caught up at their own pace, and are with the others again after a
-while, longer each time.
+*One link is slow*, and there is long to go: the next attempt takes other ways, so that those behind the others have it soon;
+who can be reached over slow links alone gets it afterwards. That it is one link is known when those before it in the chain
+are idle meanwhile, or when the same members were much faster the last time; else all may be alike, and nothing would be won.
+
+A slow link is no failure: those behind it are waited for, but with ``on_lost = "drop"`` no longer than by some multiple of
+what the others took. By what they take, it is soon known that they will not make it. They are caught up at their own pace,
+and are with the others again after a while, longer each time: in attempts of their own, until they were fast enough in one.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from replicas import errors
@@ -38,6 +40,8 @@ PATIENCE = 2.0
 """The slow are waited for by so many times what the others took,"""
 PATIENCE_S = 3.0
 """or for so long."""
+UNUSUAL = 3.0
+"""So many times more slowly than before: something has happened to one of the links."""
 FAR = 3.0
 """Who was so many times too slow in an earlier attempt is not measured again."""
 
@@ -83,24 +87,35 @@ class Pacing:
 
     # ------------------------------------------------------------ slow links
 
-    def _go_round(self, lane: Lane, awaited: Collection[Member], now: float) -> bool:
+    def _go_round(self, lane: Lane, awaited: Sequence[Member], now: float) -> bool:
         """Whether one link slows down all, so that another way is taken."""
-        transfer, pace = self._transfer, lane.pace
-        slow = {(self._address(member), other) for member, other in pace.bottleneck(awaited, now)}
-        addresses = {address for pair in slow for address in pair}
+        transfer, links = self._transfer, self._context.links
         receivers = [member for member in transfer.plan.receivers if member in awaited]
-        if not slow or len(receivers) < 2 or addresses >= {self._address(member) for member in lane.members}:
+        held_up = lane.pace.held_up_lately(awaited, now)
+        left = {member: self._left_s(lane, member) for member in receivers}
+        if len(receivers) < 2 or not held_up or min(left.values()) < LONG_S:
             return False
-        behind = [member for member in receivers if self._address(member) in {other for _, other in slow}]
-        left = {member: self._left_s(lane, member) for member in behind}
-        if not behind or min(left.values()) < LONG_S:
+        before, behind = held_up[0]  # the chain has no more behind this link than what that lets through
+        if not (self._alone(held_up, lane) or self._unusual(lane, receivers)):
             return False
-        for member in behind:
-            self.rates[self._address(member)] = pace.rate(member) or 0.0
-        names = ", ".join(f"{member.name} takes {pace.rate(member) or 0.0:,.0f} bytes/s" for member in behind)
-        self._context.links.slow(slow, f"a link is slow: {names}", now)
+        slow = [member for member in receivers if self._address(member) == behind]
+        if not slow or len(slow) == len(receivers):
+            return False
+        rate = lane.pace.rate(slow[0]) or 0.0
+        self.rates[behind] = rate
+        links.slow([(self._address(before), behind)], f"{slow[0].name} takes {rate:,.0f} bytes/s", now)
         transfer.again("slow", now)
         return True
+
+    def _alone(self, held_up: Sequence[tuple[Member, str]], lane: Lane) -> bool:
+        """Whether the links before it could let more through."""
+        return len({address for _, address in held_up}) == 1 and held_up[0][0] != lane.members[0]
+
+    def _unusual(self, lane: Lane, receivers: Sequence[Member]) -> bool:
+        """Whether it goes far more slowly than it did before with any of these."""
+        usual = [self._context.links.usual(self._address(member)) for member in receivers]
+        known = [rate for rate in usual if rate]
+        return bool(known) and (lane.pace.rate(receivers[0]) or 0.0) * UNUSUAL < min(known)
 
     def _leave_slow(self, lane: Lane, awaited: Collection[Member], now: float) -> None:
         """Go on without those who still lack it, if they would take too long."""

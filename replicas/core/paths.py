@@ -16,7 +16,7 @@ host; nobody can send it.
 The lane is a chain for each part (:attr:`Plan.routes`): the owner first, then the leaders, in order of their hosts. A process
 group connects each of its members with each, so a link that does not work (:mod:`replicas.core.links`) keeps its two ends out
 of one lane: those that do not fit to the sender and the other leaders wait, and get it in the next attempt from somebody who
-reaches them and has it by then.
+reaches them and has it by then. Those that are slow are in no lane with others that receive, and come last.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def plan(
     :param kept: those of the holders and owners that are lost: only their memory is still there.
     :param works: which links do; None: all.
     """
-    ordered = sorted(needers, key=lambda state: (state.host, state.member))
+    ordered = sorted(needers, key=lambda state: (state.slow, state.host, state.member))
     if holders:
         return _from_holders(version, ordered, holders, filling, kept, works)
     if owners:
@@ -182,6 +182,7 @@ def _fitting(
     senders: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
 ) -> Sequence[MemberState]:
     """Those of the leaders that can be in one lane with the senders, and with each other."""
+    leaders = [leader for leader in leaders if leader.slow == leaders[0].slow]
     if works is None:
         return leaders
     if not all(works(one, other) for one, other in combinations(senders, 2)):

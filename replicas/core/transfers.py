@@ -91,6 +91,7 @@ class Transfer:
         self._copies = context.roster.config.staging == "device"
         """Whether those that map copy what they find."""
         self.attempts = 0
+        self.attempt_at = 0.0
         self.form_s = 0.0
         self.map_s = 0.0
         self.transfer_s = 0.0
@@ -194,6 +195,7 @@ class Transfer:
             self._end(None if self.verified else self._refusal(), now)
             return
         self.id = context.next_id()
+        self.attempt_at = now
         self.attempts += 1
         if self._started:
             self.state = TRANSFER.next(self.state, "again")
@@ -377,6 +379,8 @@ class Transfer:
                 good = set()
         good = {member for member in good if self._done[member].image_digest == payload.digest}
         self.sent_to |= good
+        for member in good:
+            self._context.links.took(self._address(member), payload.nbytes, self._done[member].transfer_s)
         self._keep_received({member: self._done[member] for member in good})
         if self._context.links:
             self._context.links.proved(

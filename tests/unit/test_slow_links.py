@@ -145,3 +145,14 @@ def test_those_who_map_what_is_on_their_host_hurry_nobody() -> None:
     took, end = publish(world, trainer)
     assert members(end) == ["rollout/0/0", "rollout/1/0", "rollout/2/0"]
     assert took >= 8.0
+
+
+def test_the_next_ones_have_time_to_get_ready_also_late() -> None:
+    """Those whose turn comes after half of the deadline."""
+    world, trainer, near, far = three_hosts()
+    world.cuts.add(frozenset((TRAINER, FAR)))
+    slow_host(world, NEAR, 11.0)
+    took, end = publish(world, trainer, deadline_s=40.0)
+    assert members(end) == ["rollout/0/0", "rollout/1/0"]
+    assert 20.0 < took < 28.0
+    assert near.held == far.held
