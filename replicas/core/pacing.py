@@ -92,14 +92,13 @@ class Pacing:
         transfer, links = self._transfer, self._context.links
         receivers = [member for member in transfer.plan.receivers if member in awaited]
         held_up = lane.pace.held_up_lately(awaited, now)
-        left = {member: self._left_s(lane, member) for member in receivers}
-        if len(receivers) < 2 or not held_up or min(left.values()) < LONG_S:
+        if len(receivers) < 2 or not held_up:
             return False
         before, behind = held_up[0]  # the chain has no more behind this link than what that lets through
-        if not (self._alone(held_up, lane) or self._unusual(lane, receivers)):
-            return False
         slow = [member for member in receivers if self._address(member) == behind]
-        if not slow or len(slow) == len(receivers):
+        if not slow or len(slow) == len(receivers) or self._left_s(lane, slow[0]) < LONG_S:
+            return False
+        if not (self._alone(held_up, lane) or self._unusual(lane, slow[0], receivers)):
             return False
         rate = lane.pace.rate(slow[0]) or 0.0
         self.rates[behind] = rate
@@ -111,11 +110,11 @@ class Pacing:
         """Whether the links before it could let more through."""
         return len({address for _, address in held_up}) == 1 and held_up[0][0] != lane.members[0]
 
-    def _unusual(self, lane: Lane, receivers: Sequence[Member]) -> bool:
+    def _unusual(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
         """Whether it goes far more slowly than it did before with any of these."""
         usual = [self._context.links.usual(self._address(member)) for member in receivers]
         known = [rate for rate in usual if rate]
-        return bool(known) and (lane.pace.rate(receivers[0]) or 0.0) * UNUSUAL < min(known)
+        return bool(known) and (lane.pace.rate(slow) or 0.0) * UNUSUAL < min(known)
 
     def _leave_slow(self, lane: Lane, awaited: Collection[Member], now: float) -> None:
         """Go on without those who still lack it, if they would take too long."""

@@ -45,10 +45,11 @@ MANIFEST = PartManifest(tensors=(TensorSpec("weight", "float32", (4,)),), aliase
 
 
 class Hop(NamedTuple):
-    """From one address to the next one of a chain. ``rate``: bytes a second."""
+    """From one address to the next one of a chain, at ``place``. ``rate``: bytes a second."""
 
     before: str
     behind: str
+    place: int
     rate: float
 
 
@@ -358,7 +359,8 @@ class SimMember:
                 continue
             else:
                 held_up = (hop.behind,) if hop.before == self.address else ()
-                message = wire.LaneMoved(lane, done, done, 0.0, 0.001, held_up)
+                received = done if self.world.lane_rank(lane, self.member) >= hop.place else NBYTES
+                message = wire.LaneMoved(lane, done, received, 0.0, 0.001, held_up)
             if not self.quiet:
                 self.outbox.append(message)
 
@@ -472,7 +474,10 @@ class World:
         """The slowest link between two neighbours of a lane, which is a chain."""
         sims = [self.members.get(member) for member in self._lanes.get(lane, {})]
         chain = [sim.address for sim in sims if sim is not None]
-        hops = [Hop(one, other, self.rates.get(frozenset((one, other)), 0.0)) for one, other in pairwise(chain)]
+        hops = [
+            Hop(one, other, place, self.rates.get(frozenset((one, other)), 0.0))
+            for place, (one, other) in enumerate(pairwise(chain), 1)
+        ]
         return min((hop for hop in hops if hop.rate), key=lambda hop: hop.rate, default=None)
 
     def blocked_in(self, lane: str) -> list[frozenset[str]]:
