@@ -184,8 +184,9 @@ class Channel(Collectives):
         said = meta if callable(meta) else arguments.meta("publish: meta", meta)
         renewed = arguments.flag("publish: new_manifest", new_manifest)
         held = arguments.flag("publish: hold", hold)
+        seconds = self._deadline_s(deadline)
         own_loop.must_not_block("publish")
-        return PublishJob(number, self._deadline_s(deadline), said, renewed, self.name, hold=held)
+        return PublishJob(number, seconds, said, renewed, self.name, hold=held)
 
     def fence(self, stream: torch.Stream | None = None) -> None:
         """From now on ``stream`` (default: the current one of this thread) waits for the copies of all publishes.

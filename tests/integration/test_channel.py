@@ -452,7 +452,7 @@ REFUSED: list[tuple[dict[str, Any], type[errors.ReplicasError], str]] = [
     ({"token": "wrong"}, errors.UsageError, "does not accept the token"),
     ({"rank": 3}, errors.UsageError, "rank 3 is not in a world of 1"),
     ({"run": "other"}, errors.UsageError, 'the member belongs to run "other"'),
-    ({"endpoint": "nowhere"}, errors.UsageError, "the endpoint must be host:port, not 'nowhere'"),
+    ({"endpoint": "nowhere"}, errors.UsageError, "join: endpoint must be host:port, not 'nowhere'"),
 ]
 
 
@@ -479,11 +479,11 @@ def test_join_without_an_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 async def test_bad_arguments_of_publish() -> None:
     async with channel_world() as world:
         trainer = await world.join("trainer")
-        with pytest.raises(errors.UsageError, match="version must be 1 or more"):
+        with pytest.raises(errors.UsageError, match="version must be a whole number from 1"):
             trainer.publish({}, version=0)
-        with pytest.raises(errors.UsageError, match="meta cannot travel"):
+        with pytest.raises(errors.UsageError, match="which cannot travel"):
             trainer.publish({}, meta={"model": torch.nn.Linear(1, 1)})
-        with pytest.raises(errors.UsageError, match="deadline must be a positive number"):
+        with pytest.raises(errors.UsageError, match="deadline must be a number of seconds from above 0"):
             trainer.publish({}, deadline=-1)
         with pytest.raises(errors.UsageError, match="publish cannot take a int"):
             await publish(trainer, 3)
