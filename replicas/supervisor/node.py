@@ -34,7 +34,7 @@ log = logging.getLogger("replicas.supervisor")
 _PING_INTERVAL_S = 1.0
 _PAUSE_S = 1.0
 _SWEEP_S = 2.0
-"""How long one sweep may take before it is told what is left."""
+"""How long a sweep may take before it is told what is left; from then on there is a look now and then."""
 _MAX_SWEEP_INTERVAL_S = 1.0
 
 
@@ -316,10 +316,10 @@ class Node:
         """Kill what the shim has left, however long that takes, and say what is still there."""
         groups = [Path(self.spec.cgroup)] if self.spec.cgroup else []
         sweep = Sweep([self.spec.nonce], groups=groups, known=dict(self.belongings.processes))
-        began, interval_s = time.time(), 0.05
+        began, timeout_s, interval_s = time.time(), _SWEEP_S, 0.05
         while True:
             try:
-                left = await anyio.to_thread.run_sync(sweep.run, _SWEEP_S)
+                left = await anyio.to_thread.run_sync(sweep.run, timeout_s)
             except OSError as error:  # such as: no descriptor is left to this process
                 log.error("what is left of %s/%s cannot be swept yet: %s", self.spec.group, self.spec.replica, error)
                 left = [UNSEEN]
@@ -329,7 +329,7 @@ class Node:
             self._remains = Remains(since=began, processes=named) if named else None
             self._changed()
             await asyncio.sleep(interval_s)
-            interval_s = min(2 * interval_s, _MAX_SWEEP_INTERVAL_S)
+            timeout_s, interval_s = 0.0, min(2 * interval_s, _MAX_SWEEP_INTERVAL_S)
         for group in groups:
             cgroups.leave(group)
         self._all_gone()

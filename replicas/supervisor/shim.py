@@ -71,6 +71,9 @@ ORPHAN_GRACE_S = 2.0
 SWEEP_GRACE_S = 1.0
 """From SIGTERM to SIGKILL for what a replica left behind whose end nobody had asked for."""
 _SWEEP_INTERVAL_S = 0.05
+_SWEEP_STEADY_S = 3.0
+_LATE_SWEEP_INTERVAL_S = 0.5
+"""Between two SIGKILLs for what takes long to die of it: the end of a child wakes the shim in any case."""
 
 
 def exit_code(status: int) -> int:
@@ -394,7 +397,8 @@ class Shim:
                 self._kill_at = now + LAST_WORDS_S
                 return
             self._kill(now)
-            self._kill_at = now + _SWEEP_INTERVAL_S
+            steady = time.time() - self._killing_since < _SWEEP_STEADY_S
+            self._kill_at = now + (_SWEEP_INTERVAL_S if steady else _LATE_SWEEP_INTERVAL_S)
 
     def _kill(self, now: float) -> None:
         """SIGKILL for all that is there, and a word about what it does not end."""
