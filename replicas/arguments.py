@@ -38,7 +38,20 @@ from replicas.messages.bounds import (
     shown,
 )
 
-__all__ = ["bound", "endpoint", "flag", "integer", "meta", "name", "patience", "seconds", "text", "texts", "token"]
+__all__ = [
+    "bound",
+    "endpoint",
+    "flag",
+    "integer",
+    "integers",
+    "meta",
+    "name",
+    "patience",
+    "seconds",
+    "text",
+    "texts",
+    "token",
+]
 
 _TOKEN_LENGTH = 4096
 
@@ -58,6 +71,16 @@ def integer(what: str, value: object, *, least: int = -INTEGER_MAX, most: int = 
     if found is None or not least <= found <= most:
         _refuse(f"{what} must be a whole number from {least} to {most}, not {shown(value)}", cause=cause)
     return found
+
+
+def integers(what: str, value: object) -> tuple[int, ...]:
+    """Whole numbers, one for each dimension."""
+    found: tuple[object, ...]
+    try:
+        found = tuple(value)  # type: ignore[arg-type]  # that is the question
+    except Exception as error:  # noqa: BLE001  # somebody else's
+        _refuse(f"{what} must be a sequence of whole numbers, not {shown(value)}", cause=error)
+    return tuple(integer(what, one) for one in found)
 
 
 def seconds(what: str, value: object, *, zero: bool = False) -> float:

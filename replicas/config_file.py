@@ -45,10 +45,10 @@ from replicas.config_values import (
     size,
     table,
 )
-from replicas.errors import BadConfig
-from replicas.messages.bounds import clean
+from replicas.errors import BadConfig, UsageError
+from replicas.messages.bounds import clean, shown
 
-__all__ = ["SCHEMA_VERSION", "channels_from", "load", "parse"]
+__all__ = ["SCHEMA_VERSION", "channels_from", "load", "parse", "read"]
 
 SCHEMA_VERSION = 1
 """The only ``schema_version`` that this version reads."""
@@ -56,6 +56,21 @@ SCHEMA_VERSION = 1
 _FEWEST_SLOTS = 2
 _SMALLEST_LOG_NBYTES = 4096
 _LONGEST_SOCKET_PATH = 107
+
+
+def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
+    """A config as a program gives it: as it is, by the path of its file, or as a mapping of the file's form.
+
+    :raises BadConfig: with every problem found.
+    :raises replicas.errors.UsageError: it is none of these.
+    """
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, Path | str):
+        return load(config)
+    if not isinstance(config, Mapping):
+        raise UsageError(f"config must be a Config, the path of its file or a mapping, not {shown(config)}")
+    return parse(config)
 
 
 def load(path: Path | str) -> Config:

@@ -290,6 +290,7 @@ class Channel(Collectives):
         """
         if self._pid != os.getpid():
             return  # a forked child has nothing to close
+        wait = arguments.flag("close: wait", wait)
         if self._hub.over is None and not self._closed:
             own_loop.must_not_block("close")
         with self._lock:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import NoReturn, get_args
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from replicas import errors
 from replicas.channel.operations import Operations
@@ -203,7 +204,7 @@ def _tensors(kind: str, given: Tensors) -> tuple[torch.Tensor, ...]:
             _fail(f"{kind} was given a {type(tensor).__name__}", "pass a tensor or a sequence of them")
         if hasattr(tensor, "placements"):
             _fail(f"{kind} was given a DTensor", "pass its to_local()")
-        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized:
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or is_lazy(tensor):
             _fail(f"{kind} was given a tensor that is not dense", "pass a dense, strided tensor that has values")
     segments_of(tensors)
     return tensors

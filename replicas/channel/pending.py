@@ -102,6 +102,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
     def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
         """Flat numbers for an experiment logger: version, epoch, members, lost, nbytes, seconds and each phase's seconds."""
+        prefix = arguments.text("metrics: prefix", prefix)
         values = {
             "version": self.version,
             "epoch": self.epoch,

@@ -83,12 +83,10 @@ class Reloading:
         return reloaded
 
     def _read(self, config: Path | str | Mapping[str, Any] | None) -> Config:
-        source = self._site.config.source
-        if config is None and source is None:
+        wanted = self._site.config.source if config is None else config
+        if wanted is None:
             raise errors.UsageError("this run was not started from a config file", hint="pass the new config")
-        if isinstance(config, Mapping):
-            return config_file.parse(config, base=Path.cwd(), source="config")
-        return config_file.load(config or source or "")
+        return config_file.read(wanted)
 
     def _compare(self, new: Config) -> ConfigDiff:
         found = diff(self._site.config, new)

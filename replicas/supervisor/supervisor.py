@@ -42,7 +42,7 @@ from replicas.core.ordering import start_levels
 from replicas.core.tally import Growth
 from replicas.event_log import EventLog
 from replicas.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
-from replicas.messages.bounds import RANKS_MAX, shown
+from replicas.messages.bounds import RANKS_MAX
 from replicas.metrics import Metrics
 from replicas.status import RunStatus
 from replicas.supervisor.cgroups import LIMITS
@@ -88,7 +88,7 @@ class Supervisor:
     def __init__(
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
-        self.config = _config(config)
+        self.config = config_file.read(config)
         start_levels(self.config.groups)
         self.state = StateDir(self.config.run.state_dir, self.config.run.name)
         self._events = EventLog(None)
@@ -463,14 +463,3 @@ class Supervisor:
         """
         for reason, count in self._refusals.since(self.coordinator.refused(), now):
             self.emit(ConnectionsRefused(reason=reason, count=count))
-
-
-def _config(config: Config | Path | str | Mapping[str, Any]) -> Config:
-    """:raises replicas.errors.BadConfig: it is no good."""
-    if isinstance(config, Config):
-        return config
-    if isinstance(config, Path | str):
-        return config_file.load(config)
-    if not isinstance(config, Mapping):
-        raise errors.UsageError(f"config must be a Config, the path of its file or a mapping, not {shown(config)}")
-    return config_file.parse(config, base=Path.cwd(), source="config")

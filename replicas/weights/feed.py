@@ -13,7 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch.nn.parameter import is_lazy
 
+from replicas import arguments
 from replicas.core.manifest import PartManifest, TensorSpec
 from replicas.errors import ManifestMismatch, ReplicasError, UsageError
 from replicas.messages.bounds import plain
@@ -45,8 +47,10 @@ class Shard:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "offsets", tuple(self.offsets))
-        object.__setattr__(self, "shape", tuple(self.shape))
+        if not isinstance(self.tensor, torch.Tensor) or is_lazy(self.tensor):
+            raise UsageError(f"Shard: tensor must be a tensor that has a shape, not a {type(self.tensor).__name__}")
+        object.__setattr__(self, "offsets", arguments.integers("Shard: offsets", self.offsets))
+        object.__setattr__(self, "shape", arguments.integers("Shard: shape", self.shape))
         inside = len(self.offsets) == len(self.shape) == self.tensor.ndim and all(
             offset >= 0 and offset + extent <= limit
             for offset, extent, limit in zip(self.offsets, self.tensor.shape, self.shape, strict=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from replicas.core.manifest import Manifest, PartManifest
 from replicas.errors import ManifestMismatch
@@ -77,8 +78,10 @@ def load_into(
 
 def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The memory to write and the elements to write there."""
-    if not isinstance(value, torch.Tensor) or value.is_meta:
-        kind = "on the meta device" if isinstance(value, torch.Tensor) else f"a {type(value).__name__}"
+    if not isinstance(value, torch.Tensor) or is_lazy(value) or value.is_meta:
+        kind = f"a {type(value).__name__}"
+        if isinstance(value, torch.Tensor):
+            kind = "not initialized" if is_lazy(value) else "on the meta device"
         raise ManifestMismatch(f"the model's {name!r} is {kind}", hint="load into dense tensors that have memory")
     if tuple(value.shape) != tuple(source.shape):
         raise ManifestMismatch(

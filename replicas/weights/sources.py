@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
+from torch.nn.parameter import is_lazy
 
 from replicas.errors import ManifestMismatch
 from replicas.messages.bounds import plain, shown
@@ -85,7 +86,7 @@ class Ties:
 
     def alias(self, name: str, value: object) -> str | None:
         """The name under which this same tensor came before, if it did. The answer is the same on all ranks."""
-        if not isinstance(value, torch.Tensor):
+        if not isinstance(value, torch.Tensor) or is_lazy(value):
             return None
         if is_dtensor(value):
             key = (tuple(value.shape), str(value.placements), self._key(value.to_local()))
