@@ -75,10 +75,18 @@ def join(
     timeout = arguments.seconds("join: timeout", timeout, zero=True)
     observe = arguments.flag("join: observe", observe)
     found = environ.read()
-    address = _endpoint(endpoint or found.endpoint)
+    address = _endpoint(found.endpoint if endpoint is None else endpoint)
     secret = arguments.token("join: token", token) if token is not None else environ.read_token(found)
     hello = _hello(
-        channel, found, run, group, replica, rank, world_size, observe, arguments.texts("join: info", info or {})
+        channel,
+        found,
+        run,
+        group,
+        replica,
+        rank,
+        world_size,
+        observe,
+        arguments.texts("join: info", {} if info is None else info),
     )
     _show_stacks(found, hello)
     loop = session_loop()
@@ -138,7 +146,7 @@ def _hello(
     observe: bool,
     info: dict[str, str],
 ) -> Hello:
-    own_group = group or found.group or ("observer" if observe else None)
+    own_group = group if group is not None else found.group or ("observer" if observe else None)
     if own_group is None:
         raise errors.UsageError(
             f"join: which group? {environ.GROUP} is not set",
@@ -182,7 +190,7 @@ def _first(what: str, *values: int | None) -> int:
 
 
 def _endpoint(endpoint: str | None) -> str:
-    if not endpoint:
+    if endpoint is None:
         raise errors.UsageError(
             f"join: where is the coordinator? {environ.ENDPOINT} is not set",
             hint="start this program with `replicas run`, or pass endpoint=...",
