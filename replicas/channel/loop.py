@@ -32,6 +32,7 @@ from typing import Any, Protocol, TypeVar
 
 from replicas import errors
 from replicas.channel.pending import Pending
+from replicas.messages.bounds import SECONDS_MAX
 from replicas.sidecar.client import Forkserver
 from replicas.waits import locked
 
@@ -147,7 +148,7 @@ class SessionLoop:
         tasks: list[asyncio.Task[None]] = []
         try:
             self.call(lambda: tasks.append(self.spawn(self._into(pending, coroutine), "a call")))
-            return pending.wait(timeout_s)
+            return pending.wait(min(timeout_s, SECONDS_MAX))
         except BaseException:
             self.call(lambda: [task.cancel() for task in tasks])
             raise

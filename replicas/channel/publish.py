@@ -61,7 +61,7 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.channel.publish_job import PublishJob
 from replicas.core.manifest import PartManifest
 from replicas.messages import PackFailed, PublishAdmitted, PublishEnd
-from replicas.messages.bounds import text_of
+from replicas.messages.bounds import SECONDS_MAX, text_of
 from replicas.weights.packing import Feed, Mode
 
 __all__ = ["Publisher"]
@@ -157,7 +157,7 @@ class Publisher:
         """What all ranks of the replica are told; our own error when nobody can tell."""
         left = max(0.0, job.deadline - time.monotonic()) + 2 * GRACE_S
         try:
-            job.pending.wait(left)
+            job.pending.wait(min(left, SECONDS_MAX))
         except errors.ReplicasError as verdict:
             local = isinstance(verdict, (errors.DeadlineExceeded, errors.Disconnected)) and not verdict.unanimous
             return error if local and isinstance(error, errors.ReplicasError) else verdict

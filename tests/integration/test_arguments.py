@@ -63,6 +63,9 @@ async def test_publishes_of_no_use_fail_alone() -> None:
         assert await publish(trainer, version=np.int64(99), meta=meta, deadline=np.float32(9)) == 99
         with await rollout.receive() as update:
             assert update.meta == {"tag": "a", "loss": 0.5, "n": 3, "t": 4}
+        with pytest.raises(errors.ManifestMismatch):
+            await publish(trainer, [], deadline=1e9)  # its verdict is waited for a little longer than that
+        (await world.join("rollout", 2, timeout=1e9)).close()
         assert await publish(trainer, version=2**53) == 2**53
         await goes_on(trainer, rollout)
         await world.join("rollout", 1)

@@ -115,7 +115,7 @@ WEIGHTS: list[Callable[[], Any]] = [
     *(lambda one=one: {"w": one, "v": torch.ones(2)} for one in TENSORS),
     *(lambda one=one: walk(("v", torch.ones(2)), ("w", one)) for one in TENSORS),
 ]
-META = [
+META: list[Any] = [
     {"seed": 2**70},
     {"a": SURROGATE},
     {SURROGATE: 1},
@@ -130,6 +130,10 @@ META = [
     {np.str_("a"): np.str_("b")},
     [("a", 1)],
     {"a": b"x"},
+    lambda: {"a": 1},
+    lambda: {"a": SURROGATE},
+    lambda: 3,
+    lambda: list(walk(Drawn("y" * 2_000_000))),
 ]
 ERRORS = [
     Drawn("y" * 2_000_000),
