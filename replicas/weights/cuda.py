@@ -37,7 +37,7 @@ from typing import Any
 
 import torch
 
-from replicas.errors import NoCapacity, Preflight, WorldError
+from replicas.errors import NoCapacity, Preflight, UsageError, WorldError
 from replicas.weights.accelerator import Accelerator, DeviceMemory, Event, Registration
 from replicas.weights.cuda_copies import enqueue
 from replicas.weights.cuda_driver import (
@@ -314,7 +314,7 @@ class Cuda(Accelerator):
             known = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
             stream = _cuda.Stream(**known)  # as torch.accelerator gives it
         if stream is not None and not isinstance(stream, torch.cuda.Stream):
-            raise TypeError(f"a stream must be a torch.cuda.Stream, not a {type(stream).__name__}")
+            raise UsageError(f"a stream must be a torch.cuda.Stream, not a {type(stream).__name__}")
         with _cuda.stream(stream):
             yield
 

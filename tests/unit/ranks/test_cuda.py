@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.errors import NoCapacity, Preflight, WorldError
+from replicas.errors import NoCapacity, Preflight, UsageError, WorldError
 from replicas.weights import cuda, cuda_driver, cuda_objects
 from replicas.weights.cuda import Cuda
 from replicas.weights.cuda_driver import IpcHandle, Pointer
@@ -374,7 +374,7 @@ def test_events_and_streams(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> 
     for wait in (event.synchronize, event.query, gpu.synchronize):
         with pytest.raises(WorldError, match="failed: CUDA error: unspecified"):
             wait()
-    with pytest.raises(TypeError, match=r"torch\.cuda\.Stream"), gpu.on_stream("some"):
+    with pytest.raises(UsageError, match=r"torch\.cuda\.Stream"), gpu.on_stream("some"):
         pass
 
 
