@@ -32,7 +32,7 @@ __all__ = ["PLACES", "A", "B", "C", "D", "FarWorld", "Scene", "far_world"]
 
 A, B, C, D = range(4)
 HERE = Path(__file__).parent
-START_S = 120.0
+START_S = 200.0
 PLACES = {"trainer-0": B, "serve-0": C, "serve-1": C, "serve-2": D, "serve-3": D}
 LAN = Shape(rate_nbytes_s=200 * MBIT_NBYTES)
 
@@ -336,6 +336,10 @@ def far_world(folder: Path, scene: Scene) -> Iterator[FarWorld]:
             met = not peers or any(set(members) == peers for _, _, members in world.reduced(0.0))
             return met and all(world.served(name, 1) for name in scene.on(B, C, D))
 
-        eventually(begun, "everybody serves a version", timeout_s=START_S)
+        try:
+            eventually(begun, "everybody serves a version", timeout_s=START_S)
+        except AssertionError:
+            print(world.story(time.monotonic() - START_S))
+            raise
         switch.shape_all(scene.shape)
         yield world

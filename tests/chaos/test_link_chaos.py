@@ -70,7 +70,11 @@ class Rounds:
         for link in trouble.links:
             self.report.by_fault[link.kind].append(seconds)
         self.report.by_moment[trouble.process.kind if trouble.process else "none"].append(seconds)
-        self.written.check(what)
+        try:
+            self.written.check(what)
+        except AssertionError:
+            print(world.story(began))
+            raise
         self._went_on(trouble, floor, began, healed, what)
         self._nobody_else(trouble, hit, began, dead, what)
         self._nothing_piles_up(what)
