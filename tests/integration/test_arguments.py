@@ -65,7 +65,7 @@ async def test_publishes_of_no_use_fail_alone() -> None:
             assert update.meta == {"tag": "a", "loss": 0.5, "n": 3, "t": 4}
         with pytest.raises(errors.ManifestMismatch):
             await publish(trainer, [], deadline=1e9)  # its verdict is waited for a little longer than that
-        (await world.join("rollout", 2, timeout=1e9)).close()
+        await asyncio.to_thread((await world.join("rollout", 2, timeout=1e9)).close)
         assert await publish(trainer, version=2**53) == 2**53
         await goes_on(trainer, rollout)
         await world.join("rollout", 1)
@@ -175,7 +175,7 @@ async def test_a_wait_has_a_finite_time_or_none() -> None:
         with pytest.raises(errors.UsageError, match="timeout"):
             await world.join("trainer", timeout=math.inf)
         await publish(trainer)
-        assert pending.wait(1e9) == 1
+        assert await asyncio.to_thread(pending.wait, 1e9) == 1
 
 
 async def test_a_join_names_what_is_wrong() -> None:
