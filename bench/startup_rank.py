@@ -55,7 +55,7 @@ class StartupRank:
                 await sidecar.wait_dead()
             raise RuntimeError("a sidecar without a group has run an operation")
 
-        return {"seconds": loop.run(make(), WAIT_S), "ended": time.monotonic()}
+        return {"seconds": loop.run(make, WAIT_S), "ended": time.monotonic()}
 
     def barrier(self) -> dict[str, Any]:
         """Meet all peers; once more when the attempt failed for everyone, as after the death of a sidecar."""

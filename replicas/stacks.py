@@ -17,6 +17,8 @@ import threading
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from replicas.waits import locked
+
 __all__ = ["SIGNUM", "Asked", "folder", "parse", "register"]
 
 SIGNUM = signal.SIGRTMIN + 13
@@ -56,13 +58,13 @@ def register(log_dir: Path, rank: int, start: int) -> None:
 
     :raises OSError: the file cannot be made.
     """
-    with _lock:
-        if os.getpid() not in _open:
-            _register(log_dir, rank, start)
+    locked(_lock, _register, log_dir, rank, start)
 
 
 def _register(log_dir: Path, rank: int, start: int) -> None:
     pid = os.getpid()
+    if pid in _open:
+        return
     where = folder(log_dir)
     where.mkdir(exist_ok=True)
     file = (where / f"{rank}.{pid}.{start}").open("ab", buffering=0)

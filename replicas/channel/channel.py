@@ -6,7 +6,6 @@ import asyncio
 import dataclasses
 import logging
 import os
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import TracebackType
@@ -19,6 +18,7 @@ from replicas.channel.arena_like import arena_like
 from replicas.channel.collectives import Collectives
 from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
 from replicas.channel.lanes import Lanes
+from replicas.channel.leases import Holder
 from replicas.channel.manifests import Manifests
 from replicas.channel.operations import Operations
 from replicas.channel.pending import Pending, Receipt
@@ -33,6 +33,7 @@ from replicas.channel.watches import Watches
 from replicas.core.identity import Member
 from replicas.messages import Hello
 from replicas.messages.bounds import VERSION_MAX, shown
+from replicas.waits import Latch
 from replicas.weights.accelerator import accelerator
 from replicas.weights.packing import Feed
 from replicas.weights.tensors import overlaps_itself
@@ -55,8 +56,8 @@ class Channel(Collectives):
         self._hub = hub
         self._hello = hello
         self._pid = os.getpid()
-        self._lock = threading.Lock()
-        self._closed = False
+        self._closed = self._leaving = False
+        self._left = Latch()
         self._lanes = Lanes(hub)
         self._publisher = Publisher(hub)
         self._manifests = Manifests(hub, self._publisher.manifest_of)
@@ -296,24 +297,31 @@ class Channel(Collectives):
         wait = arguments.flag("close: wait", wait)
         if self._hub.over is None and not self._closed:
             own_loop.must_not_block("close")
-        with self._lock:
-            if self._closed:
-                return
-            self._closed = True
+        if self._closed:
+            if self._leaving:
+                self._left.wait(CLOSE_TIMEOUT_S)
+            return
         failure: BaseException | None = None
+        inside = Holder()
         try:
+            self._hub.call(self._hub.leases.lend, inside, self._start_to_leave)  # also when this is interrupted
+            self._closed = True
             if wait:
                 self._wait_for_open_jobs()
             if not self._publisher.copies.wait(CLOSE_TIMEOUT_S):
-                logger.warning("%s: copies on the GPU have not ended within %s s", self.name, CLOSE_TIMEOUT_S)
+                self._hub.loop.call(
+                    logger.warning, "%s: copies on the GPU go on after %s s", self.name, CLOSE_TIMEOUT_S
+                )
             failure = self._hub.take_failure()
         finally:
-            self._leave()
+            self._hub.call(self._hub.leases.give_back, inside)
+        if not self._left.wait(CLOSE_TIMEOUT_S):
+            self._hub.loop.call(logger.warning, "%s: leaving took more than %s s", self.name, CLOSE_TIMEOUT_S)
         if failure is None or isinstance(failure, errors.Fenced):
             return
         if wait:
             raise failure
-        logger.warning("%s: nobody waited for this failure: %s", self.name, failure)
+        self._hub.loop.call(logger.warning, "%s: nobody waited for this failure: %s", self.name, failure)
 
     def __enter__(self) -> Channel:
         return self
@@ -324,27 +332,27 @@ class Channel(Collectives):
         self.close(wait=error is None)
 
     def _wait_for_open_jobs(self) -> None:
-        self._hub.loop.run(asyncio.sleep(0), CLOSE_TIMEOUT_S)  # what was called before has reached the loop
+        self._hub.loop.run(lambda: asyncio.sleep(0), CLOSE_TIMEOUT_S)  # what was called before has reached the loop
         for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
-            event = threading.Event()
-            pending._add_waker(event.set)  # not wait(): that would count as having told the caller
-            event.wait()
+            pending._ended.wait()  # not wait(): that would count as having told the caller
 
-    def _leave(self) -> None:
-        try:
-            self._hub.loop.run(self._leave_on_loop(), CLOSE_TIMEOUT_S)
-        except TimeoutError:
-            logger.warning("%s: leaving took more than %s s", self.name, CLOSE_TIMEOUT_S)
+    def _start_to_leave(self) -> None:
+        """Session thread."""
+        if not self._leaving:
+            self._closed = self._leaving = True
+            self._hub.loop.spawn(self._leave_on_loop(), f"{self.name}: leaves")
 
     async def _leave_on_loop(self) -> None:
         hub = self._hub
-        await hub.session.close("closed", BYE_TIMEOUT_S)
-        hub.session_over(hub.error(errors.Gone, "the channel was closed", hint=""))
-        await self._lanes.all_gone()
-        hub.holdings.close()
-        self._operations.close()
-        if self._close_at_exit in hub.loop.closers:
-            hub.loop.closers.remove(self._close_at_exit)
+        try:
+            await hub.session.close("closed", BYE_TIMEOUT_S)
+            hub.session_over(hub.error(errors.Gone, "the channel was closed", hint=""))
+            await self._lanes.all_gone()
+            hub.holdings.close()
+            self._operations.close()
+            hub.loop.closers.pop(self, None)
+        finally:
+            self._left.set()
 
     def _close_at_exit(self) -> None:
         self.close(wait=False)
@@ -355,15 +363,15 @@ class Channel(Collectives):
         """Connect; called once, by join."""
         loop = self._hub.loop
         until = time.monotonic() + timeout_s
+        loop.closers[self] = self._close_at_exit
         try:
-            loop.run(self._hub.session.open(timeout_s), timeout_s + GRACE_S)
+            loop.run(lambda: self._hub.session.open(timeout_s), timeout_s + GRACE_S)
         except TimeoutError as error:
             raise self._hub.error(
                 errors.Disconnected,
                 f"no coordinator answered at {self._hub.session.endpoint} within "
                 f"{time.monotonic() - until + timeout_s:.0f} s",
             ) from error
-        loop.closers.append(self._close_at_exit)
         settings = self._hub.settings
         if settings.role == "peer" and (settings.peer_ranks != "leader" or self._hub.leader):
             self._hub.call(self._lanes.prepare)  # the others have sidecars only if they are on several hosts

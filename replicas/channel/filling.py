@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from functools import partial
+from typing import Any
 
 from replicas import errors
 from replicas.channel.free_slot import free_slot
 from replicas.channel.hub import Hub
+from replicas.channel.leases import Holder
+from replicas.channel.pending import Pending
 from replicas.channel.publish_job import PublishJob
 from replicas.channel.under_way import CopiesUnderWay
 from replicas.core.manifest import PartManifest, check_size
 from replicas.weights.accelerator import device_of
 from replicas.weights.arena import Slot
-from replicas.weights.packing import DeviceCopies, Feed, Manner, Packer, Packing, stage
+from replicas.weights.packing import Copier, DeviceCopies, Feed, Manner, Packer, Packing, stage
 from replicas.weights.writable import WritableSlot
 
 __all__ = ["Filling"]
@@ -55,9 +58,13 @@ class Filling:
         """Type of the device on which the weights are, or the slots that they go to."""
         return device_of(self._hub.device).kind if self._hub.device else feed.device
 
-    def _copies_begun(self, job: PublishJob, copies: DeviceCopies) -> None:
-        job.copies = copies
-        self.copies.add(copies)
+    def _begun(self, job: PublishJob, copies: DeviceCopies | Copier) -> None:
+        if isinstance(copies, Copier):
+            job.copier = copies
+        else:
+            job.copies = copies
+            self.copies.add(copies)
+            self._hub.call(self.copies.watch, copies)
 
     def _take_written(self, job: PublishJob, feed: Feed, written: WritableSlot) -> tuple[PartManifest, Packing]:
         """A slot that the trainer has filled in place: nothing is copied."""
@@ -65,18 +72,14 @@ class Filling:
             raise self._hub.error(
                 errors.UsageError, "publish: this slot has its dtypes already", hint="pass dtype to arena_like"
             )
-        if not written.is_of(self._hub.arena.free):
-            raise self._hub.error(
-                errors.UsageError,
-                "publish: this slot is one of another channel, or of an earlier session of this one",
-                hint="publish it on the channel whose arena_like made it",
-            )
         check_size(written.manifest)
-        job.fills = True
+        written.check_open()
         feed.take_known()
-        job.slot = written.take()
-        self._hub.arena.assign(job.slot, job.version)
-        return written.manifest, written.digest(partial(self._copies_begun, job))
+        room: Pending[Slot] = Pending(f"the slot that was written on {self._hub.name}")
+        self._hub.call(self._look_for, job, room, partial(self._take, job, written))
+        room._wait_for_session()
+        written.taken()
+        return written.manifest, written.digest(partial(self._begun, job))
 
     def _pack(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
         """Copy the weights into a free slot."""
@@ -90,7 +93,7 @@ class Filling:
         check_size(manifest)
         self._expect(feed)
         slot = self._take_slot(job, manifest)
-        begun = partial(self._copies_begun, job)
+        begun = partial(self._begun, job)
         if staged is not None:
             return manifest, staged.write(slot.data, Manner(slot.buffer, begun=begun))
         progress = None
@@ -105,15 +108,47 @@ class Filling:
             self._hub.arena.pinning = True  # memory that is made ahead is for copies from a GPU
 
     def _take_slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
-        job.fills = True
-        started = time.monotonic()
-        job.slot = free_slot(
-            self._hub,
-            job.version,
-            manifest,
-            what=f"version {job.version}",
-            until=job.deadline,
-            check=lambda: job.pending.done() and job.pending.wait(),
+        room: Pending[Slot] = Pending(f"a slot of {self._hub.name}")
+        self._hub.call(self._look_for, job, room, partial(self._free_slot, job, manifest))
+        return room._wait_for_session()
+
+    # ------------------------------------------------------------ session thread
+
+    def _look_for(self, job: PublishJob, room: Pending[Slot], find: Callable[[], Coroutine[Any, Any, Slot]]) -> None:
+        self._hub.spawn(self._find(job, room, find), "slot of a publish")
+
+    async def _find(self, job: PublishJob, room: Pending[Slot], find: Callable[[], Coroutine[Any, Any, Slot]]) -> None:
+        """The slot is the job's as soon as it is found: whatever becomes of the caller, it comes back with the job."""
+        try:
+            await job.admitted
+            started = time.monotonic()
+            job.slot = await find()
+            job.wait_s = time.monotonic() - started
+        except (OSError, RuntimeError, MemoryError, errors.ReplicasError) as error:
+            room._fail(error)
+        else:
+            room._resolve(job.slot)
+
+    async def _free_slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
+        what = f"version {job.version}"
+        return await free_slot(
+            self._hub, job.version, manifest, what=what, until=job.deadline, check=partial(self._check, job)
         )
-        job.wait_s = time.monotonic() - started
-        return job.slot
+
+    async def _take(self, job: PublishJob, written: WritableSlot) -> Slot:
+        self._check(job)
+        if not (isinstance(written.holder, Holder) and self._hub.leases.keep(written.holder)):
+            raise self._hub.error(
+                errors.UsageError,
+                "publish: this slot is one of another channel, or of an earlier session of this one",
+                hint="publish it on the channel whose arena_like made it",
+            )
+        self._hub.arena.assign(written.slot, job.version)
+        return written.slot
+
+    def _check(self, job: PublishJob) -> None:
+        """Whether there is still somebody who would fill it."""
+        if job.pending.done():
+            job.pending.wait()
+        if job.walk_over:
+            raise self._hub.error(errors.Gone, "the publish was interrupted", hint="")

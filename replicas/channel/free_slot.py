@@ -1,14 +1,17 @@
-"""A free slot for the caller's thread, waited for."""
+"""A free slot for a publish or a trainer, waited for on the session thread: no interrupt comes there."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 
-from replicas import errors, own_loop
+from replicas import errors
 from replicas.channel.hub import Hub
 from replicas.core.manifest import PartManifest
 from replicas.weights.arena import Slot
+from replicas.weights.pool import PREPARED_NBYTES
 
 __all__ = ["BEAT_S", "free_slot"]
 
@@ -16,7 +19,7 @@ BEAT_S = 0.03
 """How often one who waits for a slot looks again: nobody is told when a reader in another process lets go of its memory."""
 
 
-def free_slot(
+async def free_slot(
     hub: Hub, version: int, manifest: PartManifest, *, what: str, until: float, check: Callable[[], object]
 ) -> Slot:
     """A slot to fill with ``version``; 0 if it has no number yet.
@@ -30,13 +33,20 @@ def free_slot(
     """
     started = time.monotonic()
     while True:
-        with hub.holdings.changed:
-            seen = hub.holdings.generation
-        slot = hub.arena.acquire(version, manifest)
+        changed = hub.holdings.event()
+        hub.leases.sweep()
+        if manifest.nbytes < PREPARED_NBYTES:  # whose memory is there in no time
+            slot = hub.arena.acquire(version, manifest)
+        else:
+            slot = await asyncio.to_thread(hub.arena.acquire, version, manifest)
+        try:
+            check()
+        except BaseException:
+            if slot is not None:
+                hub.arena.free(slot)
+            raise
         if slot is not None:
             return slot
-        check()
-        own_loop.must_not_block("waiting for a free slot")
         left = until - time.monotonic()
         if left <= 0:
             raise hub.error(
@@ -46,5 +56,5 @@ def free_slot(
                 phase="wait",
                 members=[hub.member.name],
             )
-        with hub.holdings.changed:
-            hub.holdings.changed.wait_for(lambda: hub.holdings.generation != seen, min(left, BEAT_S))  # noqa: B023  # used at once
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(changed.wait(), min(left, BEAT_S))

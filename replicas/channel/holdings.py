@@ -6,8 +6,7 @@ Theory of operation
 The arena is used from several threads; all the rest here belongs to the session thread, which replaces (never changes in
 place) what others read. *Protected*, that is never evicted, are: the newest committed version, the one assigned to this
 replica and not yet loaded, those being published, and those received and not yet committed or discarded. Open updates and
-running transfers pin theirs. After each change those who wait for a slot (a publish on its own thread, a transfer on the
-session thread) look again.
+running transfers pin theirs. After each change those who wait for a slot (a publish, a transfer) look again.
 
 A version that is released while somebody still reads its slot goes with the last pin, and counts as not held until then.
 Versions that are mapped from another member of this host (*foreign* slots) cost no memory here, and go as soon as nobody
@@ -21,7 +20,6 @@ the coordinator was replaced is therefore *doubtful*: before it counts as the co
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -55,8 +53,6 @@ class Holdings:
         self.publishing: set[int] = set()
         self.prepared: set[int] = set()
         self.doubtful: set[int] = set()
-        self.changed = threading.Condition()
-        self.generation = 0
         self._metas: dict[int, Meta] = {}
         self._digests: dict[int, str] = {}
         self._devices: dict[int, str] = {}
@@ -197,9 +193,6 @@ class Holdings:
         return self._event
 
     def _wake(self) -> None:
-        with self.changed:
-            self.generation += 1
-            self.changed.notify_all()
         self._event.set()
         self._event = asyncio.Event()
 

@@ -31,6 +31,7 @@ import torch
 
 from replicas import errors
 from replicas.channel.holdings import Holdings
+from replicas.channel.leases import Leases
 from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
 from replicas.channel.session import Session
@@ -95,6 +96,7 @@ class Hub:
         self.member = Member(hello.group, hello.replica, hello.rank, hello.incarnation)
         self.forkserver_name = forkserver
         self.holdings = Holdings(name, self.call, self._dropped)
+        self.leases = Leases(self.after)
         self.loaded = 0
         self.epoch = 0
         self.members: tuple[Member, ...] = ()

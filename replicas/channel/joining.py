@@ -95,15 +95,11 @@ def join(
     until = time.monotonic() + timeout
     try:
         member._open(timeout)
-    except BaseException:
-        loop.call(lambda: hub.session.abandon())
-        raise
-    try:
         _prove_device(hub, until)
+        return member
     except BaseException:
-        member.close(wait=False)
+        loop.call(member._start_to_leave)
         raise
-    return member
 
 
 def _prove_device(hub: Hub, until: float) -> None:
@@ -120,7 +116,7 @@ def _prove_device(hub: Hub, until: float) -> None:
             await prove_device(forkserver, hub.device, timeout_s=left_s)
 
     try:
-        hub.loop.run(prove(), max(0.0, until - time.monotonic()) + GRACE_S)
+        hub.loop.run(prove, max(0.0, until - time.monotonic()) + GRACE_S)
     except errors.ReplicasError as error:
         error.channel, error.phase, error.members = hub.name, "join", (hub.member.name,)
         raise

@@ -32,7 +32,6 @@ from typing import Any, Protocol, TypeVar
 
 from replicas import errors
 from replicas.channel.pending import Pending
-from replicas.messages.bounds import SECONDS_MAX
 from replicas.sidecar.client import Forkserver
 from replicas.waits import locked
 
@@ -69,11 +68,11 @@ class SessionLoop:
         self._forkservers: dict[str, asyncio.Task[Forkserver]] = {}
         self.inherited: set[Inherited] = set()
         """Connections that a forked child must let go of."""
-        self.closers: list[Callable[[], None]] = []
+        self.closers: dict[object, Callable[[], None]] = {}
         """Called at exit, on the main thread, newest first: the open channels."""
         self.users: set[User] = set()
         """Channels that are open; changed on the session thread."""
-        self._stopping = False
+        self._stopping = self._begun = self._over = False
         self._ends = 0
         selector = selectors.DefaultSelector()
         if isinstance(selector, selectors.EpollSelector):
@@ -94,6 +93,13 @@ class SessionLoop:
         return self
 
     def _run(self) -> None:
+        self._begun = True
+        try:
+            self._serve()
+        finally:
+            self._over = True
+
+    def _serve(self) -> None:
         asyncio.set_event_loop(self.loop)
         while not self._stopping and self._ends < ENDS_MAX:
             error: BaseException | None = None
@@ -118,45 +124,41 @@ class SessionLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether what is given to it will be run."""
-        return self._thread.is_alive() and not self._stopping
+        """Whether what is given to it will be run.
+
+        The thread itself is not asked: an interrupt in ``Thread.is_alive`` makes it believe that it has ended.
+        """
+        return self._begun and not self._over and not self._stopping
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
         """Run ``function(*args)`` on the loop soon, in the order of the calls. From any thread; never blocks.
 
         :raises replicas.errors.InternalError: its thread has ended.
         """
-        if not self._thread.is_alive() and not self._stopping:
+        if self._over and not self._stopping:
             raise errors.InternalError("the session thread has ended")
         self.loop.call_soon_threadsafe(function, *args)
 
-    def start(self, coroutine: Coroutine[Any, Any, T], what: str) -> Pending[T]:
-        """Run ``coroutine`` on the loop, from any thread. Whoever waits for it may give up: it goes on."""
-        pending: Pending[T] = Pending(what)
-        self.call(lambda: self.spawn(self._into(pending, coroutine), what))
-        return pending
-
-    def run(self, coroutine: Coroutine[Any, Any, T], timeout_s: float) -> T:
-        """Run ``coroutine`` on the loop and wait for it, on another thread.
+    def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
+        """Run the coroutine that ``make`` makes on the loop, and wait for it on another thread.
 
         :raises TimeoutError: it did not end in time; it is cancelled, as it is when the wait is interrupted.
         """
         if threading.current_thread() is self._thread:
-            coroutine.close()
             raise errors.InternalError("the session thread cannot wait for itself")
         pending: Pending[T] = Pending("a call")
         tasks: list[asyncio.Task[None]] = []
         try:
-            self.call(lambda: tasks.append(self.spawn(self._into(pending, coroutine), "a call")))
-            return pending.wait(min(timeout_s, SECONDS_MAX))
+            self.call(lambda: tasks.append(self.spawn(self._into(pending, make), "a call")))
+            return pending._wait_for_session(timeout_s)
         except BaseException:
             self.call(lambda: [task.cancel() for task in tasks])
             raise
 
     @staticmethod
-    async def _into(pending: Pending[T], coroutine: Coroutine[Any, Any, T]) -> None:
+    async def _into(pending: Pending[T], make: Callable[[], Coroutine[Any, Any, T]]) -> None:
         try:
-            pending._resolve(await coroutine)
+            pending._resolve(await make())
         except asyncio.CancelledError:
             pending._fail(errors.Gone("the call was cancelled", hint=""))
             raise
@@ -211,13 +213,13 @@ class SessionLoop:
 
     def close(self) -> None:
         """Close every channel, the forkservers and the loop. Main thread, at exit."""
-        if not self._thread.is_alive():
+        if self._over:
             self.loop.close()
             return
-        for closer in reversed(list(self.closers)):
+        for closer in reversed(list(self.closers.values())):
             closer()
         try:
-            self.run(self._finish(), EXIT_TIMEOUT_S)
+            self.run(self._finish, EXIT_TIMEOUT_S)
         except TimeoutError:
             logger.warning("the session thread did not end in %s s", EXIT_TIMEOUT_S)
         self._stopping = True

@@ -166,6 +166,12 @@ class Pending(Generic[T]):
                 raise TimeoutError(f"{self._what} has not ended within {timeout} s; it goes on")
         return self._outcome()
 
+    def _wait_for_session(self, timeout_s: float | None = None) -> T:
+        """Like :meth:`wait`, for what the session thread does by itself: it may be waited for on any loop."""
+        if not self._ended.wait(timeout_s):
+            raise TimeoutError(f"{self._what} has not ended within {timeout_s} s")
+        return self._outcome()
+
     def __await__(self) -> Generator[Any, None, T]:
         return self._wait_async().__await__()
 

@@ -48,21 +48,22 @@ number yet simply begins again.
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 from replicas import errors
 from replicas.channel.filling import Filling
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
+from replicas.channel.leases import Holder
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.publish_job import PublishJob
 from replicas.core.manifest import PartManifest
 from replicas.messages import PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of
-from replicas.weights.packing import Feed, Mode
+from replicas.weights.packing import Feed, Mode, Packing
 
 __all__ = ["Publisher"]
 
@@ -77,7 +78,7 @@ class Publisher:
         self._hub = hub
         self._jobs: dict[int, PublishJob] = {}
         self._unsettled: dict[int, PublishJob] = {}
-        self._busy = threading.Lock()
+        self._walking: PublishJob | None = None
         self._filling = Filling(hub, self._begun_to_fill, self._grown)
         self.copies = self._filling.copies
         hub.on_settled(self._settled)
@@ -90,20 +91,16 @@ class Publisher:
 
     def publish(self, feed: Feed, job: PublishJob) -> Pending[Receipt]:
         """See :meth:`replicas.Channel.publish`. ``feed``: of :attr:`mode`."""
-        if not self._busy.acquire(blocking=False):
-            feed.drain()
-            raise self._hub.error(
-                errors.UsageError, "publish was called while another thread is in it", hint="publish from one thread"
-            )
+        walk = Holder()
         try:
+            self._hub.call(self._begin, job, walk)
             self._walk(job, feed)
         finally:
-            self._busy.release()
+            self._hub.call(self._hub.leases.give_back, walk)
         return job.pending
 
     def _walk(self, job: PublishJob, feed: Feed) -> None:
         try:
-            self._hub.call(self._begin, job)
             self.copies.fence()
             self._fill(job, feed)
         except BaseException as error:
@@ -126,32 +123,17 @@ class Publisher:
         hub = self._hub
         if hub.leader and (earlier := hub.take_failure()) is not None:
             raise earlier
-        job.admitted.wait()
-        if not (hub.leader or feed.mode == "parts"):
-            started = time.monotonic()
-            feed.drain()
-            job.pack_s = time.monotonic() - started
-            job.ask_meta()
-            hub.call(self._filled, job, None, feed.device)
-            hub.call(self._ready, job)
-            return
         started = time.monotonic()
+        if not (hub.leader or feed.mode == "parts"):
+            job.admitted.wait()
+            feed.drain()
+            pack_s = time.monotonic() - started
+            job.ask_meta()
+            hub.call(self._walked, job, feed.device, pack_s)
+            return
         manifest, packing = self._filling.fill(job, feed)
         job.ask_meta()
-        device = self._filling.device(feed)
-
-        def copied(done: Future[float] | None = None) -> None:
-            """At once, or on the thread that follows the copies."""
-            now = time.monotonic()
-            hub.call(self._copied, job, manifest, device, done, now - started - job.wait_s)
-            packing.digest.add_done_callback(
-                lambda digest: hub.call(self._digested, job, digest, time.monotonic() - now)
-            )
-
-        if packing.copies is None:
-            copied()
-        else:
-            packing.copies.copied.add_done_callback(copied)
+        hub.call(self._packing, job, manifest, self._filling.device(feed), packing, started, time.monotonic())
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
         """What all ranks of the replica are told; our own error when nobody can tell."""
@@ -188,11 +170,17 @@ class Publisher:
         for job in list(self._unsettled.values()):
             self._settle(job, None)
 
-    def _begin(self, job: PublishJob) -> None:
+    def _begin(self, job: PublishJob, walk: Holder) -> None:
         hub = self._hub
         if hub.over is not None:
             self._fail(job, hub.over)
             return
+        hub.leases.sweep()
+        if self._walking is not None:
+            self._refuse(job, "publish was called while another thread is in it", "publish from one thread")
+            return
+        self._walking = job
+        hub.leases.lend(walk, partial(self._walk_over, job))
         job.number = hub.publishes_made + 1
         try:
             hub.send(job.begin(job.left_s))
@@ -202,6 +190,43 @@ class Publisher:
         hub.publishes_made = job.number
         self._jobs[job.number] = job
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
+
+    def _refuse(self, job: PublishJob, text: str, hint: str) -> None:
+        """It never begins."""
+        error = self._hub.error(errors.UsageError, text, hint=hint)
+        job.admitted._fail(error)
+        job.pending._fail(error)
+
+    def _walk_over(self, job: PublishJob) -> None:
+        """The caller is not in it any more. One who was interrupted may not have been able to say so."""
+        self._walking, job.walk_over = None, True
+        if not job.walked and job.failed is None:
+            job.pending._told = True  # by what has interrupted him
+            text = f"the publish on {self._hub.member} was interrupted"
+            self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"), False)
+
+    def _walked(self, job: PublishJob, device: str, pack_s: float) -> None:
+        """A rank that carries no bytes has walked the weights."""
+        job.walked, job.pack_s = True, pack_s
+        self._filled(job, None, device)
+        self._ready(job)
+
+    def _packing(
+        self, job: PublishJob, manifest: PartManifest, device: str, packing: Packing, started: float, returned: float
+    ) -> None:
+        """The caller has done his part: all is copied, or a device has it under way."""
+        job.walked = True
+
+        def copied(done: Future[float] | None, at: float) -> None:
+            self._hub.call(self._copied, job, manifest, device, done, at - started - job.wait_s)
+            packing.digest.add_done_callback(
+                lambda digest: self._hub.call(self._digested, job, digest, time.monotonic() - at)
+            )
+
+        if packing.copies is None:
+            copied(None, returned)
+        else:  # on the thread that follows the copies
+            packing.copies.copied.add_done_callback(lambda done: copied(done, time.monotonic()))
 
     def _admitted(self, message: PublishAdmitted) -> None:
         job = self._jobs.get(message.publish)
@@ -310,6 +335,8 @@ class Publisher:
     def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:
         """The walk may go on meanwhile, but it no longer writes into the slot. ``users``: the user's code raised."""
         hub = self._hub
+        if job.walked:
+            return  # an interrupt has come behind the last step: it goes on
         self._free(job)
         if job.number not in self._jobs:
             return
@@ -325,17 +352,18 @@ class Publisher:
         self._announce()
 
     def _free(self, job: PublishJob) -> None:
-        """Its slot was not filled. An interrupt may have come before the slot was written down."""
+        """Its slot was not filled, and nobody writes to it any more."""
         slot, job.slot = job.slot, None
-        if slot is None and job.fills and not job.packed:
-            slot = self._hub.arena.find_filling(job.version)
         if slot is None:
             return
         hub, copies = self._hub, job.copies
-        if copies is None or copies.copied.done():
+        if job.copier is not None:
+            job.copier.close()
+        if copies is None:
             hub.arena.free(slot)
         else:  # a device writes to it
-            copies.copied.add_done_callback(lambda _: hub.call(hub.arena.free, slot))
+            copies.abandon()
+            copies.ended.add(lambda: hub.call(hub.arena.free, slot))
 
     def _ended(self, message: PublishEnd) -> None:
         outcome: Receipt | errors.ReplicasError

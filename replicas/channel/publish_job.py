@@ -12,7 +12,7 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.core.manifest import PartManifest
 from replicas.messages import Filled, Meta, Packed, PackFailed, PublishBegin, SlotPlace
 from replicas.weights.arena import Slot
-from replicas.weights.packing import DeviceCopies
+from replicas.weights.packing import Copier, DeviceCopies
 
 __all__ = ["PublishJob"]
 
@@ -26,7 +26,8 @@ class PublishJob:
     :ivar user_failed: ``late_meta`` raised.
     :ivar hold: the caller's stream makes the copies, where a device does.
     :ivar copies: what a device has, or had, under way for it.
-    :ivar fills: this rank takes a slot for it.
+    :ivar copier: what copies for it on the CPU.
+    :ivar walked: the caller has done all of his part. ``walk_over``: he is not in it any more, whether it was done or not.
     :ivar packed: its slot is filled; ``ready``: all that the coordinator is to be told of that is known, the ``digest``, too;
         ``told``: it was told.
     :ivar streaming: the coordinator was told that it is being filled, and has it sent meanwhile.
@@ -65,7 +66,9 @@ class PublishJob:
         self.digest = ""
         self.digest_s = 0.0
         self.failed: PackFailed | None = None
-        self.fills = False
+        self.copier: Copier | None = None
+        self.walked = False
+        self.walk_over = False
         self.slot: Slot | None = None
         self.manifest: PartManifest | None = None
         self.device = "cpu"

@@ -24,16 +24,20 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from replicas import errors
 from replicas.channel.hub import Hub
+from replicas.channel.leases import Holder
 from replicas.channel.pending import Pending
 from replicas.channel.update import Update
 from replicas.core.rounds import is_enough
 from replicas.messages import Loaded, LoadFailed, Meta, ReceiveAsk, ReceiveCancel, ReceiveGrant, WireError
 from replicas.messages.bounds import text_of
+from replicas.waits import locked
 from replicas.weights.arena import Slot
 
 __all__ = ["Bound", "Receiver"]
@@ -56,7 +60,8 @@ class Receiver:
         self._hub = hub
         self._lock = threading.Lock()
         self._pending: Pending[Update] | None = None
-        self._update: Update | None = None
+        self._update: weakref.ref[Update] | None = None
+        self._in_hand = 0
         self._bound = Bound()
         self._asks = 0
         self._asked_bound = Bound()
@@ -74,24 +79,35 @@ class Receiver:
     # ------------------------------------------------------------ caller's thread
 
     def receive(self, deadline_s: float | None, bound: Bound = Bound()) -> Pending[Update]:
-        with self._lock:
-            pending, update, replaced = self._pending, self._update, None
-            if pending is not None and not (pending.done() and pending._observed):
-                if bound == self._bound:
-                    return pending
-                if pending._take_back() and update is not None:
-                    update.withdraw()
-                replaced = pending
-            elif pending is not None and update is not None and not update.touched:
-                if self._hub.latest <= update.version and self._is_enough(update.version, update.meta, bound):
-                    return pending
+        return locked(self._lock, self._receive, deadline_s, bound)
+
+    def _receive(self, deadline_s: float | None, bound: Bound) -> Pending[Update]:
+        pending, update, replaced = self._pending, self._delivered(), None
+        if pending is not None and not (pending.done() and pending._observed):
+            if bound == self._bound:
+                return pending
+            if pending._take_back() and update is not None:
                 update.withdraw()
-            if replaced is None and update is not None and not update.ended:
-                raise self._still_open(update)
-            pending = self._pending = Pending(f"receive on {self._hub.name}")
-            self._bound = bound
+            replaced = pending
+        elif pending is not None and update is not None and not update.touched:
+            if self._hub.latest <= update.version and self._is_enough(update.version, update.meta, bound):
+                return pending
+            update.withdraw()
+        if replaced is None and update is not None and not update.ended:
+            raise self._still_open(update)
+        pending = Pending(f"receive on {self._hub.name}")
         self._hub.call(self._ask, pending, deadline_s, bound, replaced)
+        self._pending, self._bound = pending, bound  # behind the ask: without one it would be waited for in vain
         return pending
+
+    def _delivered(self) -> Update | None:
+        """The last update, if there is anything left of it."""
+        return self._update() if self._update is not None else None
+
+    def touched(self, version: int) -> None:
+        """Its user has the update; nothing here keeps it, so that it is noticed when he has lost it."""
+        self._in_hand = version
+        self._pending = None
 
     @staticmethod
     def _is_enough(version: int, meta: Meta, bound: Bound) -> bool:
@@ -125,8 +141,8 @@ class Receiver:
         text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {text_of(error)}"
         return WireError.of(self._hub.error(errors.SyncError, text, version=version, phase="load", hint=""))
 
-    def let_go(self, slot: Slot) -> None:
-        self._hub.call(self._unpin, slot)
+    def let_go(self, holder: Holder, slot: Slot) -> None:
+        self._hub.call(self._unpin, holder, slot)
 
     # ------------------------------------------------------------ session thread
 
@@ -158,16 +174,19 @@ class Receiver:
             return
         if replaced is not None:
             self._end_replaced(replaced, bound)
-        if self._update is not None and not self._update.ended:
-            pending._fail(self._still_open(self._update))  # another thread was handed it meanwhile
+        update = self._delivered()
+        if update is not None and not update.ended:
+            pending._fail(self._still_open(update))  # another thread was handed it meanwhile
             return
+        self._end_ask()  # of an earlier call that was interrupted: nobody has its Pending
         self._deadline_s, self._asked_bound = deadline_s, bound
         self._ask_for(pending)
 
     def _end_replaced(self, pending: Pending[Update], bound: Bound) -> None:
         """It may have been given an update since."""
-        if pending._take_back() and self._update is not None:
-            self._update.withdraw()
+        update = self._delivered()
+        if pending._take_back() and update is not None:
+            update.withdraw()
         if self._asked is pending:
             self._end_ask()
         text = f"a receive({bound}) took the place of this one"
@@ -214,14 +233,24 @@ class Receiver:
             hub.arena.unpin(slot)
             raise
         self._end_ask()
-        before, self._update = self._update, update
+        before, self._update = self._update, weakref.ref(update)
+        hub.leases.lend(update.holder, partial(self._lost, slot, version))
         if not pending._resolve(update):
             self._update = before
-            hub.arena.unpin(slot)
+            self._unpin(update.holder, slot)
+
+    def _lost(self, slot: Slot, version: int) -> None:
+        """Nothing is left of an update that has not ended."""
+        self._hub.arena.unpin(slot)
+        if version == self._in_hand and self._hub.over is None:
+            self._hub.loaded = 0
+            error = errors.SyncError("it was dropped without a report", version=version, phase="load", hint="")
+            self._report_failed(version, self._as_wire(version, error))
 
     def _give_back(self) -> None:
         """Ask for a newer version in place of the one that was delivered, if nobody has looked at it; once for each newer."""
-        pending, update, hub = self._pending, self._update, self._hub
+        pending, hub = self._pending, self._hub
+        update = self._delivered()
         if (
             pending is None
             or update is None
@@ -269,8 +298,11 @@ class Receiver:
         self._hub.send(self._failure)
 
     def _settled(self, version: int) -> None:
+        if self._in_hand == version:
+            self._in_hand = 0
         assigned = self._hub.holdings.assigned
         self._hub.assign(0 if assigned == version else assigned)
 
-    def _unpin(self, slot: Slot) -> None:
-        self._hub.arena.unpin(slot)
+    def _unpin(self, holder: Holder, slot: Slot) -> None:
+        if self._hub.leases.keep(holder):
+            self._hub.arena.unpin(slot)

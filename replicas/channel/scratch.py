@@ -14,6 +14,7 @@ from replicas.channel.moving import copy_in
 from replicas.core.manifest import segment_layout
 from replicas.errors import NoCapacity
 from replicas.messages import Segment
+from replicas.waits import locked
 from replicas.weights.arena import Buffer
 from replicas.weights.layout import copy_elements
 from replicas.weights.tensors import dtype_name, torch_dtype, typed
@@ -60,14 +61,15 @@ class Scratch:
 
     def take_idle(self, nbytes: int) -> Buffer | None:
         """A buffer that was used before; None when there is none of about this size. Never slow."""
-        wanted = _rounded(nbytes)
-        with self._lock:
-            fitting = [buffer for buffer in self._idle if wanted <= buffer.nbytes <= 2 * wanted]
-            if not fitting:
-                return None
-            best = min(fitting, key=lambda buffer: buffer.nbytes)
-            self._idle.remove(best)
-            return best
+        return locked(self._lock, self._take_idle, _rounded(nbytes))
+
+    def _take_idle(self, wanted: int) -> Buffer | None:
+        fitting = [buffer for buffer in self._idle if wanted <= buffer.nbytes <= 2 * wanted]
+        if not fitting:
+            return None
+        best = min(fitting, key=lambda buffer: buffer.nbytes)
+        self._idle.remove(best)
+        return best
 
     def give(self, buffer: Buffer | None, *, spoiled: bool = False) -> None:
         """Take ``buffer`` back. Nobody may be using it any more.
@@ -77,12 +79,15 @@ class Scratch:
         """
         if buffer is None:
             return
-        with self._lock:
-            if not self._closed and not (spoiled and self._device):
-                self._idle.append(buffer)
-                buffer = self._idle.pop(0) if len(self._idle) > self._cap else None
-        if buffer is not None:
-            buffer.close()
+        too_many = locked(self._lock, self._give, buffer, spoiled)
+        if too_many is not None:
+            too_many.close()
+
+    def _give(self, buffer: Buffer, spoiled: bool) -> Buffer | None:
+        if self._closed or (spoiled and self._device):
+            return buffer
+        self._idle.append(buffer)
+        return self._idle.pop(0) if len(self._idle) > self._cap else None
 
     def close(self) -> None:
         self._closed = True
@@ -90,11 +95,14 @@ class Scratch:
 
     def _drop_idle(self) -> bool:
         """Whether there were any."""
-        with self._lock:
-            idle, self._idle = self._idle, []
+        idle = locked(self._lock, self._forget_idle)
         for buffer in idle:
             buffer.close()
         return bool(idle)
+
+    def _forget_idle(self) -> list[Buffer]:
+        idle, self._idle = self._idle, []
+        return idle
 
 
 def _rounded(nbytes: int) -> int:

@@ -206,15 +206,10 @@ class Session:
             raise errors.UsageError(text, channel=self._hello.channel)
         return encoded
 
-    def abandon(self) -> None:
-        """End at once, without a word: the join was interrupted."""
-        self._closing = True
-        if self._task is not None:
-            self._task.cancel()
-
     async def close(self, reason: str, timeout_s: float) -> None:
         """Say good-bye (as far as ``timeout_s`` allows) and end."""
         if self._task is None or self._closing:
+            self._closing = True
             return
         if self.connected:
             self.send(Bye(reason))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from concurrent.futures import wait
 
 from replicas.weights.accelerator import accelerator
 from replicas.weights.packing import DeviceCopies
@@ -13,21 +11,21 @@ __all__ = ["CopiesUnderWay"]
 
 
 class CopiesUnderWay:
-    """Thread-safe."""
+    """Thread-safe, without a lock that an interrupt could keep."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._copies: list[DeviceCopies] = []
+        self._copies: dict[int, DeviceCopies] = {}
 
     def add(self, copies: DeviceCopies) -> None:
-        with self._lock:
-            self._copies = [*self._copies, copies]
-        copies.copied.add_done_callback(lambda _: self._ended(copies))
+        self._copies[id(copies)] = copies
+
+    def watch(self, copies: DeviceCopies) -> None:
+        """Session thread: forget them when they have ended."""
+        copies.ended.add(lambda: self._copies.pop(id(copies), None))
 
     def fence(self, stream: object = None) -> None:
         """What is enqueued from now on, on ``stream`` (by default the current one of this thread), waits for all of them."""
-        with self._lock:
-            copies = self._copies
+        copies = list(self._copies.values())
         gpu = accelerator() if copies else None
         if gpu is not None:
             with gpu.on_stream(stream):
@@ -37,10 +35,4 @@ class CopiesUnderWay:
     def wait(self, timeout_s: float) -> bool:
         """Wait on this thread until all have ended, well or not; False: one of them hangs."""
         until = time.monotonic() + timeout_s
-        with self._lock:
-            copies = self._copies
-        return not wait([one.copied for one in copies], max(0.0, until - time.monotonic())).not_done
-
-    def _ended(self, copies: DeviceCopies) -> None:
-        with self._lock:
-            self._copies = [one for one in self._copies if one is not copies]
+        return all(one.ended.wait(until - time.monotonic()) for one in list(self._copies.values()))

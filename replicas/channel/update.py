@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+import weakref
 from collections import deque
 from collections.abc import Iterator, Mapping
 from types import TracebackType
@@ -13,9 +14,11 @@ from typing import Protocol
 import torch
 
 from replicas import errors
+from replicas.channel.leases import Holder
 from replicas.core.manifest import Manifest
 from replicas.messages import Meta
 from replicas.messages.bounds import shown
+from replicas.waits import locked
 from replicas.weights.accelerator import Event, device_of
 from replicas.weights.arena import Buffer, Slot
 from replicas.weights.packing import load_into, views
@@ -30,7 +33,10 @@ class UpdateOwner(Protocol):
 
     def failed(self, version: int, error: BaseException) -> None: ...
 
-    def let_go(self, slot: Slot) -> None: ...
+    def touched(self, version: int) -> None: ...
+
+    def let_go(self, holder: Holder, slot: Slot) -> None:
+        """Again, it does nothing."""
 
 
 class Update:
@@ -40,6 +46,8 @@ class Update:
     of the two by hand. Tensors and :attr:`path` are valid until the end of the block (or until that call): afterwards the
     memory is used for another version. It is for one thread at a time: a second ``with`` block is refused while the first
     is open, and a :meth:`load_into` that another thread has begun keeps the memory until it is done.
+
+    One of which nothing is left (an interrupt came in the way of every report) counts as failed.
 
     :ivar version: its number.
     :ivar meta: what the publisher passed as ``meta``.
@@ -62,7 +70,8 @@ class Update:
         self._slot: Slot | None = slot
         self._lock = threading.Lock()
         self._entered = False
-        self._loads: set[object] = set()
+        self._loads: tuple[weakref.ref[Holder], ...] = ()
+        self.holder = Holder()
         self._over = False
         self._outcome: str | None = None
         self._began: float | None = None
@@ -93,24 +102,30 @@ class Update:
 
     def withdraw(self) -> bool:
         """Let go of it if nobody has touched it; False: somebody has, and it stays as it is."""
-        with self._lock:
-            if self.touched or self._over:
-                return False
-            self._outcome = "replaced by a newer one"
+        if not locked(self._lock, self._withdraw):
+            return False
         self._end()
         return True
 
+    def _withdraw(self) -> bool:
+        if self.touched or self._over:
+            return False
+        self._outcome = "replaced by a newer one"
+        return True
+
     def __enter__(self) -> Update:
-        with self._lock:
-            if self._entered:
-                raise errors.UsageError(
-                    f"the update of version {self.version} is open in another `with` block already",
-                    version=self.version,
-                    hint="receive and load in one thread: all who wait for one receive are given the same update",
-                )
-            self._touch()
-            self._entered = True
+        locked(self._lock, self._enter)
         return self
+
+    def _enter(self) -> None:
+        if self._entered:
+            raise errors.UsageError(
+                f"the update of version {self.version} is open in another `with` block already",
+                version=self.version,
+                hint="receive and load in one thread: all who wait for one receive are given the same update",
+            )
+        self._touch()
+        self._entered = True
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
@@ -165,19 +180,22 @@ class Update:
 
         :raises replicas.errors.ManifestMismatch: naming what does not fit; ``model`` is unchanged.
         """
-        load = object()
+        load = Holder()
         try:
-            with self._lock:
-                slot = self._touch()
-                self._loads.add(load)
+            slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
             tensors = views(buffer.readable(), self.manifest)
             buffer.begin_read()
             sharing = slot.sharing  # they mostly load at the same time
             load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
         finally:
-            self._loads.discard(load)
+            del load
             self._let_go()  # another thread may have ended it meanwhile
+
+    def _begin_load(self, load: Holder) -> Slot:
+        slot = self._touch()
+        self._loads = (*(one for one in self._loads if one() is not None), weakref.ref(load))
+        return slot
 
     def loaded(self) -> None:
         """This rank serves this version from now on. Calling it again does nothing.
@@ -220,17 +238,19 @@ class Update:
                 version=self.version,
                 hint="report it there",
             )
-        with self._lock:
-            if self._outcome == outcome:
-                return False
-            if self._outcome is not None:
-                raise errors.UsageError(
-                    f"the update of version {self.version} was reported {self._outcome} before",
-                    version=self.version,
-                    hint="report an update once",
-                )
-            self._outcome = outcome
-            return True
+        return locked(self._lock, self._note, outcome)
+
+    def _note(self, outcome: str) -> bool:
+        if self._outcome == outcome:
+            return False
+        if self._outcome is not None:
+            raise errors.UsageError(
+                f"the update of version {self.version} was reported {self._outcome} before",
+                version=self.version,
+                hint="report an update once",
+            )
+        self._outcome = outcome
+        return True
 
     def _touch(self) -> Slot:
         """Under the lock: somebody looks into it."""
@@ -243,11 +263,11 @@ class Update:
             )
         if self._began is None:
             self._began = time.monotonic()
+            self._owner.touched(self.version)
         return slot
 
     def _open_slot(self) -> Slot:
-        with self._lock:
-            return self._touch()
+        return locked(self._lock, self._touch)
 
     def _end_unless_entered(self) -> None:
         if not self._entered:
@@ -259,14 +279,13 @@ class Update:
 
     def _let_go(self) -> None:
         """Give the memory back once the update has ended, and no thread copies from it."""
-        with self._lock:
-            if not self._over or self._loads:
-                return
-            slot, self._slot = self._slot, None
-            reads, self._reads = self._reads, deque()
+        slot = self._slot
+        if slot is None or not self._over or any(load() is not None for load in self._loads):
+            return
         try:
-            for read in reads:
+            for read in list(self._reads):
                 read.synchronize()
         finally:
-            if slot is not None:
-                self._owner.let_go(slot)
+            self._owner.let_go(self.holder, slot)
+            self._slot = None
+            self._reads.clear()

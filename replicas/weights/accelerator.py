@@ -34,6 +34,7 @@ import torch
 
 from replicas import environ
 from replicas.errors import UsageError, WorldError
+from replicas.waits import locked
 
 __all__ = ["DEFAULT", "Accelerator", "DeviceMemory", "Event", "Registration", "accelerator", "device_of"]
 
@@ -235,13 +236,17 @@ def accelerator() -> Accelerator | None:
 
     :raises UsageError: ``REPLICAS_ACCELERATOR`` names no such class.
     """
-    global _chosen  # one for each process, as the devices are; a forked child has another one
     name = os.environ.get(environ.ACCELERATOR) or DEFAULT
-    with _lock:
-        if _chosen[:2] != (os.getpid(), name):
-            kind = _load(name)
-            _chosen = (os.getpid(), name, kind() if kind.present() else None)
-        return _chosen[2]
+    chosen = _chosen
+    return chosen[2] if chosen[:2] == (os.getpid(), name) else locked(_lock, _choose, name)
+
+
+def _choose(name: str) -> Accelerator | None:
+    global _chosen  # one for each process, as the devices are; a forked child has another one
+    if _chosen[:2] != (os.getpid(), name):
+        kind = _load(name)
+        _chosen = (os.getpid(), name, kind() if kind.present() else None)
+    return _chosen[2]
 
 
 def device_of(uuid: str) -> Accelerator:

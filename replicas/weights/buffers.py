@@ -34,7 +34,8 @@ from replicas.errors import NoCapacity
 from replicas.memory import locks
 from replicas.memory.kept import hold
 from replicas.messages import SlotPlace
-from replicas.weights.accelerator import Registration, accelerator
+from replicas.waits import locked
+from replicas.weights.accelerator import Accelerator, Registration, accelerator
 from replicas.weights.capacity import check_capacity
 from replicas.weights.mappings import KeptMappings, map_private, map_readable, map_shared
 
@@ -229,16 +230,19 @@ class Buffer:
 
     def readable(self) -> torch.Tensor:
         """The shared bytes, uint8 of shape ``[nbytes]``. To write to those of a buffer that is not writable is a SIGSEGV."""
-        with self._lock:
-            if self._mapped is None:
-                fd = self._open_fd
-                if not self.nbytes:
-                    self._mapped = torch.empty(0, dtype=torch.uint8)
-                elif self.writable:
-                    self._mapped = map_shared(fd, self.nbytes, lambda: None)
-                else:
-                    self._mapped = self._map_readable(fd)
-            return self._mapped
+        mapped = self._mapped
+        return locked(self._lock, self._map) if mapped is None else mapped
+
+    def _map(self) -> torch.Tensor:
+        if self._mapped is None:
+            fd = self._open_fd
+            if not self.nbytes:
+                self._mapped = torch.empty(0, dtype=torch.uint8)
+            elif self.writable:
+                self._mapped = map_shared(fd, self.nbytes, lambda: None)
+            else:
+                self._mapped = self._map_readable(fd)
+        return self._mapped
 
     def private(self) -> torch.Tensor:
         """A copy-on-write view, uint8 of shape ``[nbytes]``, on a GPU a copy: writes stay with the caller.
@@ -257,18 +261,20 @@ class Buffer:
         found = accelerator()
         if found is None or not self.nbytes:
             return False
-        with self._pinning:
-            if self._pin is not None or self._pin_refused:
-                return self._pin is not None
-            mapped = self.readable()
-            if self._kept is not None and self._origin is not None:
-                pinned = self._kept.pin(self._origin.inode, mapped, found)
-                if pinned is not None:
-                    return pinned
-            if self._pin is None and not self._pin_refused and self.fd >= 0:
-                self._pin = found.register(mapped, read_only=not self.writable)
-                self._pin_refused = self._pin is None
+        return locked(self._pinning, self._pin_for, found)
+
+    def _pin_for(self, device: Accelerator) -> bool:
+        if self._pin is not None or self._pin_refused:
             return self._pin is not None
+        mapped = self.readable()
+        if self._kept is not None and self._origin is not None:
+            pinned = self._kept.pin(self._origin.inode, mapped, device)
+            if pinned is not None:
+                return pinned
+        if self._pin is None and not self._pin_refused and self.fd >= 0:
+            self._pin = device.register(mapped, read_only=not self.writable)
+            self._pin_refused = self._pin is None
+        return self._pin is not None
 
     @property
     def pinned(self) -> bool:

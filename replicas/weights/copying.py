@@ -32,6 +32,7 @@ from types import TracebackType
 import torch
 import xxhash
 
+from replicas.waits import locked
 from replicas.weights import streaming
 from replicas.weights.accelerator import Accelerator, accelerator
 from replicas.weights.crew import ALONE_NBYTES, Crew, cores, helpers_for
@@ -145,7 +146,8 @@ def copy_pairs(
     if device is not None and enqueued:
         on_device()
         used = _enqueue(device, enqueued)
-    crew = Crew(helpers_for(nbytes, sharing))
+    owner = _Caller()
+    crew = Crew(helpers_for(nbytes, sharing), owner=owner)
     try:
         inference = any(any(map(torch.Tensor.is_inference, destinations)) for destinations, _ in batches)
         copy = functools.partial(streaming.copy_all, past_caches=streaming.pays(nbytes), inference=inference)
@@ -156,6 +158,10 @@ def copy_pairs(
             for uuid in used:
                 device.synchronize(uuid)
     wait_for_devices(elsewhere)
+
+
+class _Caller:
+    """Lives as long as the call."""
 
 
 def _enqueue(device: Accelerator, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> set[str]:
@@ -208,10 +214,14 @@ class Prefix:
 class Copier:
     """Fills one run of bytes. Use it in a ``with`` block: an exception stops the helpers and cancels the digest.
 
+    One whose block was left without a word (an interrupt at its very end) is to be stopped by :meth:`close`, from any thread,
+    before its memory is given away.
+
     :param data: uint8, one-dimensional, contiguous, on the CPU: what the steps fill, each byte once.
     :param helpers: threads beside the caller's; None: what :func:`helpers_for` says, and at least one for the digest.
     :param beside: hash while the copying goes on; None: when there are two helpers or more.
     :param progress: told how far ``data`` is filled from its start.
+    :param begun: called with it before the first helper is there.
     :ivar digest: of all of ``data``, once :meth:`finish` was called; set on a helper's thread.
     """
 
@@ -222,6 +232,7 @@ class Copier:
         helpers: int | None = None,
         beside: bool | None = None,
         progress: Progress | None = None,
+        begun: Callable[[Copier], object] = lambda copier: None,
     ) -> None:
         nbytes = data.numel()
         if helpers is None:
@@ -237,7 +248,9 @@ class Copier:
         self._unhashed = len(self._blocks)
         self._finished = False
         self._prefix = None if progress is None else Prefix(nbytes, progress)
-        self._crew = Crew(helpers, self._chore)
+        self._crew = Crew(0, self._chore)
+        begun(self)
+        self._crew.grow(helpers)
 
     def __enter__(self) -> Copier:
         return self
@@ -245,12 +258,18 @@ class Copier:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        with self._crew.changed:
-            if not self._finished:
-                self._ready.clear()
-                self.digest.cancel()
-                self._bytes = None
+        self.close()
+
+    def close(self) -> None:
+        """Nobody writes to the memory any more on return. What is finished goes on; the rest is given up."""
+        locked(self._crew.lock, self._give_up)
         self._crew.close()
+
+    def _give_up(self) -> None:
+        if not self._finished:
+            self._ready.clear()
+            self.digest.cancel()
+            self._bytes = None
 
     def run(self, steps: Iterable[Step | Runs]) -> None:
         """Do all steps, begun in this order; returns when they are copied. CPU tensors only."""
@@ -276,37 +295,41 @@ class Copier:
 
     def filled(self, start: int, end: int) -> None:
         """These bytes are filled."""
-        with self._crew.changed:
-            if self._prefix is not None:
-                self._prefix.filled(start, end)
-            while start < end:
-                block = start // BLOCK_NBYTES
-                stop = min(end, (block + 1) * BLOCK_NBYTES)
-                self._unfilled[block] -= stop - start
-                start = stop
-                if not self._unfilled[block]:
-                    self._ready.append(block)
-                    if self._beside:
-                        self._crew.changed.notify()
+        locked(self._crew.lock, self._fill, start, end)
+
+    def _fill(self, start: int, end: int) -> None:
+        if self._prefix is not None:
+            self._prefix.filled(start, end)
+        while start < end:
+            block = start // BLOCK_NBYTES
+            stop = min(end, (block + 1) * BLOCK_NBYTES)
+            self._unfilled[block] -= stop - start
+            start = stop
+            if not self._unfilled[block]:
+                self._ready.append(block)
+                if self._beside:
+                    self._crew.changed.notify()
 
     def finish(self) -> None:
         """Everything is filled: the digest comes by itself from here.
 
         :raises ValueError: some bytes were never filled.
         """
-        with self._crew.changed:
-            if any(self._unfilled):
-                raise ValueError(f"{sum(self._unfilled)} bytes were not filled")
-            if self._prefix is not None:
-                self._prefix.finish()
-            self._finished = True
-            self._crew.changed.notify_all()
+        locked(self._crew.lock, self._finish)
         if not self._blocks:
             self._bytes = None
             self.digest.set_result(combined(()))
         elif not self._crew.helpers:
             while (chore := self._chore()) is not None:
                 chore()
+
+    def _finish(self) -> None:
+        if any(self._unfilled):
+            raise ValueError(f"{sum(self._unfilled)} bytes were not filled")
+        if self._prefix is not None:
+            self._prefix.finish()
+        self._finished = True
+        self._crew.changed.notify_all()
 
     def _copy(self, step: Step | Runs) -> None:
         step.run(past_caches=self._past_caches)
@@ -327,10 +350,12 @@ class Copier:
 
     def _grow(self) -> None:
         """The caller is gone: one more helper may use its core. Not started by the caller, who would wait for it."""
-        with self._crew.changed:
-            more = cores() - self._crew.helpers if self._crew.helpers and self._finished and self._ready else 0
+        more = locked(self._crew.lock, self._idle_cores)
         if more > 0:
             self._crew.grow(more)
+
+    def _idle_cores(self) -> int:
+        return cores() - self._crew.helpers if self._crew.helpers and self._finished and self._ready else 0
 
     def _hash(self, block: int, data: memoryview) -> None:
         try:
@@ -340,10 +365,12 @@ class Copier:
             self.digest.set_exception(error)
             return
         del data
-        with self._crew.changed:
-            self._unhashed -= 1
-            complete = not self._unhashed
-            if complete:
-                self._bytes = None
-        if complete and self.digest.set_running_or_notify_cancel():
+        if locked(self._crew.lock, self._hashed) and self.digest.set_running_or_notify_cancel():
             self.digest.set_result(combined(self._blocks))
+
+    def _hashed(self) -> bool:
+        """One more block is; whether that was the last one."""
+        self._unhashed -= 1
+        if not self._unhashed:
+            self._bytes = None
+        return not self._unhashed

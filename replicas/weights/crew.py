@@ -18,17 +18,24 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
+from replicas.waits import Latch, locked
+
 __all__ = ["ALONE_NBYTES", "Crew", "cores", "helpers_for", "one_thread"]
 
 ALONE_NBYTES = 8 << 20
 """Less than this is done by the caller's thread alone: a helper would cost as much as it saves."""
 MOST_HELPERS = 7
+OWNER_LOOKED_AT_S = 1.0
+"""How often a helper with nothing to do looks whether its owner is still there."""
+PATIENCE = 100
+"""So many interrupts wait until the helpers have ended their steps."""
 
 _set_omp_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
@@ -44,8 +51,8 @@ def one_thread() -> Iterator[None]:
     if _set_omp_threads is None or before == 1:
         yield
         return
-    _set_omp_threads(1)
     try:
+        _set_omp_threads(1)
         yield
     finally:
         _set_omp_threads(before)
@@ -67,61 +74,113 @@ def helpers_for(nbytes: int, sharing: int = 1) -> int:
 class Crew:
     """The caller's thread and ``helpers`` more. Close it in the end; helpers end when nothing is left to do.
 
-    :param chores: asked, with ``changed`` held, for something that a helper does rather than a task; None: nothing now.
-    :ivar changed: its lock guards the queue and whatever ``chores`` looks at; notify it when that changed.
+    :param helpers: as many as can be had: where no thread can be started, the caller does more.
+    :param chores: asked, with ``lock`` held, for something that a helper does rather than a task; None: nothing now.
+    :param owner: when there is nothing left of it helpers end, too; for callers that were kept from closing the crew.
+    :ivar lock: guards the queue and whatever ``chores`` looks at; notify ``changed`` when that has changed.
     """
 
-    def __init__(self, helpers: int, chores: Callable[[], Callable[[], None] | None] = lambda: None) -> None:
-        self.changed = threading.Condition()
+    def __init__(
+        self,
+        helpers: int,
+        chores: Callable[[], Callable[[], None] | None] = lambda: None,
+        *,
+        owner: object | None = None,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
         self.helpers = 0
         self._chores = chores
+        self._owner = None if owner is None else weakref.ref(owner)
         self._queue: deque[Callable[[], None]] = deque()
         self._under_way = 0
+        self._resting: list[Latch] = []
         self._closed = False
         self._error: BaseException | None = None
         self.grow(helpers)
 
     def grow(self, helpers: int) -> None:
-        """Take so many more helpers."""
+        """Take so many more helpers, as far as threads can be had."""
         for _ in range(helpers):
-            with self.changed:
-                self.helpers += 1
-                name = f"replicas-crew-{self.helpers}"
-            threading.Thread(target=self._help, name=name, daemon=True).start()
+            name = f"replicas-crew-{locked(self.lock, self._count, 1)}"
+            try:
+                threading.Thread(target=self._help, name=name, daemon=True).start()
+            except RuntimeError:  # a limit of processes is reached
+                locked(self.lock, self._count, -1)
+                return
+
+    def _count(self, more: int) -> int:
+        self.helpers += more
+        return self.helpers
 
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
         """Do all tasks; returns when the last has ended. Raises what one of them raised; the others are left out then."""
-        with self.changed:
-            self._queue.extend(tasks)
-            self.changed.notify_all()
+        self._queue.extend(tasks)
+        locked(self.lock, self.changed.notify_all)
         try:
             with one_thread():
-                while (task := self._take()) is not None:
-                    self._do(task)
+                while (task := self._next()) is not None:
+                    task()
         finally:
             self._rest()
         if self._error is not None:
             raise self._error
 
     def close(self) -> None:
-        """No more tasks. Those under way have ended on return; a chore may still go on."""
-        with self.changed:
-            self._closed = True
-        self._rest()
+        """No more tasks. Those under way have ended on return, whatever interrupts the wait; a chore may still go on."""
+        interrupt: BaseException | None = None
+        for _ in range(PATIENCE):
+            try:
+                self._closed = True
+                self._rest()
+                break
+            except BaseException as error:  # noqa: BLE001  # it is raised when the helpers have ended, in milliseconds
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
 
     def _rest(self) -> None:
         """Forget tasks that nobody has begun (there are some only after a failure) and wait for the others."""
-        with self.changed:
-            self._queue.clear()
-            self.changed.notify_all()
-            self.changed.wait_for(lambda: not self._under_way)
+        self._queue.clear()
+        at_rest = Latch()
+        locked(self.lock, self._tell, at_rest)
+        at_rest.wait()
 
-    def _take(self) -> Callable[[], None] | None:
-        with self.changed:
-            if not self._queue:
-                return None
-            self._under_way += 1
+    def _tell(self, at_rest: Latch) -> None:
+        self._resting.append(at_rest)
+        self.changed.notify_all()
+        self._told()
+
+    def _told(self) -> None:
+        if not self._under_way and not self._queue:
+            resting, self._resting = self._resting, []
+            for latch in resting:
+                latch.set()
+
+    def _next(self) -> Callable[[], None] | None:
+        try:
             return self._queue.popleft()
+        except IndexError:
+            return None
+
+    # ------------------------------------------------------------ helpers
+
+    def _help(self) -> None:
+        with one_thread():
+            while True:
+                with self.lock:
+                    chore = self._chores()
+                    task = self._next() if chore is None else None
+                    if chore is None and task is None:
+                        if self._closed or (self._owner is not None and self._owner() is None):
+                            return
+                        self.changed.wait(OWNER_LOOKED_AT_S)
+                        continue
+                    self._under_way += task is not None
+                if chore is not None:
+                    chore()
+                elif task is not None:
+                    self._do(task)
 
     def _do(self, task: Callable[[], None]) -> None:
         error: BaseException | None = None
@@ -129,26 +188,9 @@ class Crew:
             task()
         except BaseException as raised:  # noqa: BLE001  # run() raises it on the caller's thread
             error = raised
-        with self.changed:
+        with self.lock:
             self._under_way -= 1
             if error is not None:
                 self._error = self._error or error
                 self._queue.clear()
-            if not self._under_way and not self._queue:
-                self.changed.notify_all()
-
-    def _help(self) -> None:
-        with one_thread():
-            while True:
-                with self.changed:
-                    chore = self._chores()
-                    task = self._take() if chore is None else None
-                    if chore is None and task is None:
-                        if self._closed:
-                            return
-                        self.changed.wait()
-                        continue
-                if chore is not None:
-                    chore()
-                elif task is not None:
-                    self._do(task)
+            self._told()

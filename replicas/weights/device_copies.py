@@ -41,6 +41,7 @@ from types import TracebackType
 import torch
 
 from replicas.errors import NoCapacity, ReplicasError, SyncError, WorldError
+from replicas.waits import Latch
 from replicas.weights.accelerator import Accelerator, Event
 from replicas.weights.buffers import Buffer
 from replicas.weights.copying import DEVICE_NBYTES, Copier, Prefix, Progress, Step
@@ -54,18 +55,22 @@ _Batch = tuple[list[Event], list[tuple[int, int]]]
 """Its events, and the bytes that are filled when they have happened."""
 
 
+Begun = Callable[["DeviceCopies | Copier"], object]
+"""Told of what copies, so that it can be stopped or waited for."""
+
+
 @dataclass(frozen=True, eq=False)
 class Manner:
     """How a publish fills its slot, where a device makes the copies.
 
     :param buffer: the slot's memory, claimed; None: host memory that is not pinned.
     :param hold: the caller's stream makes them; False: one of ours, see the module's text.
-    :param begun: called with the copies before the first one, on the caller's thread.
+    :param begun: called with what copies before the first copy, on the caller's thread.
     """
 
     buffer: Buffer | None = None
     hold: bool = True
-    begun: Callable[[DeviceCopies], object] = lambda copies: None
+    begun: Begun = lambda copies: None
 
     @property
     def device(self) -> str:
@@ -120,6 +125,7 @@ class DeviceCopies:
     :param progress: told how far ``data`` is filled from its start.
     :ivar copied: everything has been copied; its result: seconds for which the caller's stream was held. It fails when the
         device has failed, or the block has raised. Set on the follower's thread, before the digest is asked for.
+    :ivar ended: set behind ``copied``, for those who may be interrupted.
     :ivar digest: of all of ``data``.
     """
 
@@ -127,6 +133,7 @@ class DeviceCopies:
         self, accelerator: Accelerator, data: torch.Tensor, manner: Manner, progress: Progress | None = None
     ) -> None:
         self.copied: Future[float] = Future()
+        self.ended = Latch()
         self._accelerator = accelerator
         self._buffer = manner.buffer
         self._device = manner.device
@@ -175,6 +182,10 @@ class DeviceCopies:
                 self._end_batch()
         finally:
             self._give_up(error)
+
+    def abandon(self) -> None:
+        """Its block was left without a word. The copies under way still end. On any thread; again, it does nothing."""
+        self._batches.put(SyncError("given up: its block was left", phase="pack", hint=""))
 
     def _give_up(self, error: BaseException) -> None:
         """The error itself would keep the frames of its traceback, and the tensors in them."""
@@ -237,7 +248,7 @@ class DeviceCopies:
 
     def fence(self) -> None:
         """What is enqueued from now on, on the current streams of this thread, waits for the copies."""
-        if not self.copied.done():
+        if not self.ended.is_set:
             for event in list(self._ends.values()):
                 event.wait()
 
@@ -326,6 +337,7 @@ class DeviceCopies:
             self._fail(error)
             return
         self.copied.set_result(held_s)
+        self.ended.set()
         try:
             self._sink.finish()
         except BaseException as failure:  # noqa: BLE001  # the same
@@ -338,6 +350,7 @@ class DeviceCopies:
         told = _typed(error)
         if not self.copied.done():
             self.copied.set_exception(told)
+        self.ended.set()
         if not self.digest.done():
             self.digest.set_exception(told)
 

@@ -29,6 +29,8 @@ from collections.abc import Sequence
 import torch
 import xxhash
 
+from replicas.waits import locked
+
 __all__ = ["DEVICE_PREFIX", "DeviceDigest", "DeviceStreamDigest", "device_digest_of", "is_device_digest"]
 
 DEVICE_PREFIX = "d"
@@ -143,14 +145,17 @@ def _halves(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _keys_on(device: torch.device, count: int) -> torch.Tensor:
     """The first ``count`` keys, kept for each device. A key does not depend on how many there are."""
-    with _lock:
-        found = _keys.get(device)
-        if found is None or found.numel() < count:
-            found = _random(min(_WORDS, 1 << (count - 1).bit_length()), device)
-            if device.type != "cpu":
-                torch.accelerator.current_stream(device).synchronize()  # other streams use it, too
-            _keys[device] = found
-        return found[:count]
+    return locked(_lock, _made_keys, count, device)[:count]
+
+
+def _made_keys(count: int, device: torch.device) -> torch.Tensor:
+    found = _keys.get(device)
+    if found is None or found.numel() < count:
+        found = _random(min(_WORDS, 1 << (count - 1).bit_length()), device)
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()  # other streams use it, too
+        _keys[device] = found
+    return found
 
 
 def _random(count: int, device: torch.device) -> torch.Tensor:

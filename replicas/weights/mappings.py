@@ -34,6 +34,7 @@ import torch
 
 from replicas.memory import locks
 from replicas.messages import SlotPlace
+from replicas.waits import locked
 from replicas.weights.accelerator import Accelerator, Registration
 
 __all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared", "reopen"]
@@ -146,45 +147,51 @@ class KeptMappings:
 
     def find(self, inode: int, nbytes: int) -> torch.Tensor | None:
         """The mapping of this file, if it is kept."""
-        with self._lock:
-            kept = self._kept.get(inode)
-            if kept is None or kept.tensor.numel() != nbytes:
-                return None
-            self._uses += 1
-            kept.used = self._uses
-            return kept.tensor
+        return locked(self._lock, self._find, inode, nbytes)
+
+    def _find(self, inode: int, nbytes: int) -> torch.Tensor | None:
+        kept = self._kept.get(inode)
+        if kept is None or kept.tensor.numel() != nbytes:
+            return None
+        self._uses += 1
+        kept.used = self._uses
+        return kept.tensor
 
     def keep(self, place: SlotPlace, tensor: torch.Tensor) -> None:
         """Keep the mapping of the file at ``place``."""
-        with self._lock:
-            self._uses += 1
-            if self._closed:
-                return
-            before = self._kept.get(place.inode)
-            self._kept[place.inode] = _Kept(tensor, place, self._uses)
-            pin = None if before is None else before.drop()
-        _unpin([pin])
+        _unpin([locked(self._lock, self._keep, place, tensor)])
+
+    def _keep(self, place: SlotPlace, tensor: torch.Tensor) -> Registration | None:
+        self._uses += 1
+        if self._closed:
+            return None
+        before = self._kept.get(place.inode)
+        self._kept[place.inode] = _Kept(tensor, place, self._uses)
+        return None if before is None else before.drop()
 
     def pin(self, inode: int, tensor: torch.Tensor, device: Accelerator) -> bool | None:
         """Pin the mapping of this file for copies to ``device``, for as long as it is kept; None: ``tensor`` is not kept.
 
         False: it cannot be pinned.
         """
-        with self._lock:
-            kept = self._kept.get(inode)
-            if kept is None or kept.tensor is not tensor:
-                return None
-        with kept.pinning:
-            if kept.pin is not None or kept.pin_refused:
-                return kept.pin is not None
-            pin = device.register(tensor, read_only=True)
-            with self._lock:
-                if not kept.dropped:
-                    kept.pin, kept.pin_refused = pin, pin is None
-                    return pin is not None
+        kept = self._kept.get(inode)
+        return None if kept is None or kept.tensor is not tensor else locked(kept.pinning, self._pin, kept, device)
+
+    def _pin(self, kept: _Kept, device: Accelerator) -> bool | None:
+        if kept.pin is not None or kept.pin_refused:
+            return kept.pin is not None
+        pin = device.register(kept.tensor, read_only=True)
+        if locked(self._lock, self._pinned, kept, pin):
+            return pin is not None
         if pin is not None:
             pin.close()
         return None
+
+    @staticmethod
+    def _pinned(kept: _Kept, pin: Registration | None) -> bool:
+        if not kept.dropped:
+            kept.pin, kept.pin_refused = pin, pin is None
+        return not kept.dropped
 
     def sweep(self, needed: Iterable[int]) -> None:
         """Drop what is of no more use. ``needed``: inodes of the slots that are held."""

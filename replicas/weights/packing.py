@@ -31,7 +31,7 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary
@@ -43,7 +43,7 @@ from replicas.weights.accelerator import accelerator
 from replicas.weights.arena import Buffer, Slot
 from replicas.weights.copying import Copier, Progress
 from replicas.weights.crew import cores
-from replicas.weights.device_copies import DeviceCopies, Manner
+from replicas.weights.device_copies import Begun, DeviceCopies, Manner
 from replicas.weights.feed import Feed, Mode, Shard
 from replicas.weights.layout import Entry, copy_elements, layout
 from replicas.weights.loading import load_into, views
@@ -53,6 +53,8 @@ from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import bits, torch_dtype
 
 __all__ = [
+    "Begun",
+    "Copier",
     "DeviceCopies",
     "Entry",
     "Feed",
@@ -132,7 +134,7 @@ def _walk(
             copies.finish()
         return Packing(copies.digest, time.monotonic() - started, copies)
     beside = torch.get_num_threads() < cores()  # torch copies with its own threads here
-    with Copier(data, beside=beside, progress=progress) as copier:
+    with Copier(data, beside=beside, progress=progress, begun=manner.begun) as copier:
         _write(feed, manifest, places, destinations, copier)
         copier.finish()
     return Packing(copier.digest, time.monotonic() - started)
@@ -147,7 +149,7 @@ def _write(
     writer.finish()
 
 
-def packing_of(slot: Slot, started: float, begun: Callable[[DeviceCopies], object] = lambda copies: None) -> Packing:
+def packing_of(slot: Slot, started: float, begun: Begun = lambda copies: None) -> Packing:
     """The digest of a slot that was filled from ``started`` until now. Returns at once.
 
     What was written to it on a device, or from one to pinned memory, is waited for first, as far as it is on the current
@@ -159,7 +161,7 @@ def packing_of(slot: Slot, started: float, begun: Callable[[DeviceCopies], objec
             copies.written(buffer.device or device.device())
             copies.finish()
         return Packing(copies.digest, time.monotonic() - started, copies)
-    with Copier(data) as copier:
+    with Copier(data, begun=begun) as copier:
         copier.filled(0, data.numel())
         copier.finish()
     return Packing(copier.digest, time.monotonic() - started)
@@ -181,7 +183,7 @@ def _copy(
             copies.run(places, destinations, sources)
             copies.finish()
         return Packing(copies.digest, time.monotonic() - started, copies)
-    with Copier(data, progress=progress) as copier:
+    with Copier(data, progress=progress, begun=manner.begun) as copier:
         if all(map(_ON_CPU, sources)):
             copier.run(steps(places, destinations, sources))
         else:
@@ -196,10 +198,12 @@ def _on_device(sources: list[torch.Tensor], manner: Manner) -> bool:
     return device is not None and (bool(manner.device) or any(map(device.owns, sources)))
 
 
-def _copy_runs(places: Places, sources: Addresses, data: torch.Tensor, progress: Progress | None) -> Packing:
+def _copy_runs(
+    places: Places, sources: Addresses, data: torch.Tensor, progress: Progress | None, manner: Manner
+) -> Packing:
     """Copy bytes of host memory as they are, by their addresses in the order of the places."""
     started = time.monotonic()
-    with Copier(data, progress=progress) as copier:
+    with Copier(data, progress=progress, begun=manner.begun) as copier:
         copier.run(places.runs(data, sources))
         copier.finish()
     return Packing(copier.digest, time.monotonic() - started)
@@ -244,7 +248,7 @@ class Packer:
         progress: Progress | None = None,
         *,
         hold: bool = True,
-        begun: Callable[[DeviceCopies], object] = lambda copies: None,
+        begun: Begun = lambda copies: None,
     ) -> Packing:
         """Copy everything to its place in ``slot``; see :func:`pack`.
 
@@ -263,7 +267,7 @@ class Packer:
                 return _walk(feed, manifest, places, destinations, slot.data, progress, manner)
             places = self._planned.places
             if sources.addresses is not None and not _on_device(sources.tensors, manner):
-                packing = _copy_runs(places, sources.addresses, slot.data, progress)
+                packing = _copy_runs(places, sources.addresses, slot.data, progress, manner)
             else:
                 destinations = self._destinations(manifest, places, slot)
                 packing = _copy(places, destinations, sources.tensors, slot.data, progress, manner)

@@ -26,8 +26,7 @@ import torch
 from replicas.core.manifest import PartManifest
 from replicas.errors import UsageError
 from replicas.weights.arena import Slot
-from replicas.weights.device_copies import DeviceCopies
-from replicas.weights.packing import Packing, packing_of
+from replicas.weights.packing import Begun, Packing, packing_of
 from replicas.weights.places import Places
 from replicas.weights.tensors import torch_dtype
 
@@ -42,12 +41,14 @@ class WritableSlot(Mapping[str, torch.Tensor]):
     leaving the block without a publish frees the slot. Do not keep views of its tensors, nor make parameters of them.
 
     :param slot: a slot that is being filled, of which ``manifest`` is the manifest.
-    :param drop: gives the slot back.
+    :param drop: gives the slot back; again, it does nothing.
+    :ivar holder: lives as long as this does, by which the slot is known to be lent.
     """
 
-    def __init__(self, slot: Slot, manifest: PartManifest, drop: Callable[[Slot], None]) -> None:
+    def __init__(self, slot: Slot, manifest: PartManifest, drop: Callable[[], None], holder: object = None) -> None:
         self.manifest = manifest
-        self._slot = slot
+        self.holder = holder
+        self.slot = slot
         self._drop = drop
         self._state: Literal["open", "taken", "dropped"] = "open"
         self._tensors = _tensors(slot, manifest)
@@ -59,7 +60,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
 
         :raises UsageError: it was published, or its block was left.
         """
-        self._check_open()
+        self.check_open()
         return self._tensors[self._aliases.get(name, name)]
 
     def __iter__(self) -> Iterator[str]:
@@ -72,7 +73,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         return f"<WritableSlot {self._state} tensors={len(self)}>"
 
     def __enter__(self) -> WritableSlot:
-        self._check_open()
+        self.check_open()
         return self
 
     def __exit__(
@@ -81,32 +82,27 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self.drop()
 
     def drop(self) -> None:
-        """Give the slot back, unless it was published."""
-        if self._state == "open":
-            self._close("dropped")
-            self._drop(self._slot)
+        """Give the slot back, unless it was published.
 
-    def is_of(self, drop: Callable[[Slot], None]) -> bool:
-        """Whether it is given back so: it is a slot of that arena."""
-        return self._drop == drop
-
-    def take(self) -> Slot:
-        """For the publish: the slot is its own from now on.
-
-        :raises UsageError: it was published before, or its block was left.
+        In this order: wherever an interrupt comes in between, the slot is back, or this can be said again.
         """
-        self._check_open()
-        self._close("taken")
-        return self._slot
+        if self._state == "open":
+            self._drop()
+            self._close("dropped")
 
-    def digest(self, begun: Callable[[DeviceCopies], object] = lambda copies: None) -> Packing:
-        """For the publish: the digest of what was written, once taken; returns at once. See :func:`packing_of`."""
-        return packing_of(self._slot, time.monotonic(), begun)
-
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
+        """:raises UsageError: it was published before, or its block was left."""
         if self._state != "open":
             what = "was published" if self._state == "taken" else "was given back when its block was left"
             raise UsageError(f"this writable slot {what}", hint="call arena_like again for the next version")
+
+    def taken(self) -> None:
+        """The slot is a publish's from now on."""
+        self._close("taken")
+
+    def digest(self, begun: Begun = lambda copies: None) -> Packing:
+        """For the publish: the digest of what was written, once taken; returns at once. See :func:`packing_of`."""
+        return packing_of(self.slot, time.monotonic(), begun)
 
     def _close(self, state: Literal["taken", "dropped"]) -> None:
         self._state = state

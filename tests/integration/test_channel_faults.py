@@ -465,7 +465,7 @@ def fds():
     return {int(name): os.readlink(f"/proc/self/fd/{name}") for name in names}
 session = channel._hub.session._fd
 assert os.readlink(f"/proc/self/fd/{session}").startswith("socket:")
-channel._hub.loop.run(channel._hub.loop.forkserver(None), 60)
+channel._hub.loop.run(lambda: channel._hub.loop.forkserver(None), 60)
 pid = os.fork()
 if pid == 0:
     found = fds()

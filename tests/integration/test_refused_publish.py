@@ -16,7 +16,7 @@ from replicas.channel import Channel
 from replicas.weights.packing import Feed
 from tests.support.channels import channel_world, wait_until
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")]
 
 STEPS = 3
 
@@ -75,7 +75,6 @@ async def test_a_refused_publish_walks_the_weights() -> None:
         await refused(again, errors.UsageError, "closed")
 
 
-@pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")
 async def test_what_cannot_be_published_is_told_once_and_walked_past() -> None:
     class Declared(Gather):
         def metadata(self) -> Any:

@@ -12,6 +12,7 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.channel.leases import Holder
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.publish_job import PublishJob
 from replicas.channel.results import Operation
@@ -318,7 +319,10 @@ async def test_update_reports_what_its_block_did() -> None:
         def failed(self, version: int, error: BaseException) -> None:
             self.log.append(("failed", type(error)))
 
-        def let_go(self, slot: Slot) -> None:
+        def touched(self, version: int) -> None:
+            pass
+
+        def let_go(self, holder: Holder, slot: Slot) -> None:
             self.log.append(("let go", slot.version))
 
     world = World("target", 1)

@@ -235,17 +235,15 @@ async def test_a_newer_commit_frees_the_slot_of_an_unknown_one(source: World, mo
 async def test_an_interrupt_in_the_middle_of_a_publish_loses_no_slot(
     source: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    acquire = Arena.acquire
-
-    def interrupted(self: Arena, *args: Any) -> Any:
-        acquire(self, *args)
+    def interrupted(*args: Any, **more: Any) -> Any:
+        assert list(source.slots().values()) == ["filling"]
         raise KeyboardInterrupt
 
     def run() -> None:
         with pytest.raises(KeyboardInterrupt):
             source.publisher.publish(Feed({"w": torch.ones(4)}), PublishJob(None, 5.0, {}, False, "policy"))
 
-    monkeypatch.setattr(Arena, "acquire", interrupted)
+    monkeypatch.setattr(source.publisher._filling._packer, "pack", interrupted)
     running = asyncio.create_task(asyncio.to_thread(run))
     await source.session.next(wire.PublishBegin)
     source.tell(wire.PublishAdmitted(1, 5))

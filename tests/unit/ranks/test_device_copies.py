@@ -6,6 +6,8 @@ import os
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ class Publish:
     """One packing: the slot, and the copies as they were begun."""
 
     def __init__(self, given: object, *, device: str = "", hold: bool = True, packer: Packer | None = None) -> None:
-        self.begun: list[DeviceCopies] = []
+        self.begun: list[Any] = []
         self.told: list[int] = []
         self.feed = Feed(given)
         self.packer = packer or Packer()
@@ -288,11 +290,12 @@ def test_a_slot_on_the_device_is_written_in_place(gpu: FakeAccelerator) -> None:
     given = weights()
     publish = Publish(given, device=GPU)
     assert publish.manifest is not None
-    written = WritableSlot(publish.slot, publish.manifest, publish.arena.free)
+    written = WritableSlot(publish.slot, publish.manifest, partial(publish.arena.free, publish.slot))
     taken = dict(written)
     for name, tensor in given.items():
         gpu.copy([written[name][:]], [tensor])  # the tensor itself is emptied, when it is taken
-    slot = written.take()
+    written.taken()
+    slot = written.slot
     assert all(not tensor.numel() for tensor in taken.values())
     packing = written.digest()
     assert packing.copies is not None

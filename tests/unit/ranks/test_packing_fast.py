@@ -9,6 +9,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 
@@ -455,7 +456,7 @@ def writable(weights: object, dtype: torch.dtype | None = None) -> tuple[Arena, 
     arena = Arena(1)
     slot = arena.acquire(0, manifest)
     assert slot is not None
-    return arena, slot, WritableSlot(slot, manifest, arena.free)
+    return arena, slot, WritableSlot(slot, manifest, partial(arena.free, slot))
 
 
 def test_what_is_written_in_place_is_what_is_published() -> None:
@@ -470,7 +471,9 @@ def test_what_is_written_in_place_is_what_is_published() -> None:
         for name, value in given.items():
             assert written[name].shape == value.shape
             written[name].copy_(value)
-        assert written.take() is slot
+        written.check_open()
+        written.taken()
+        assert written.slot is slot
         arena.assign(slot, 7)
         assert written.digest().digest.result(WAIT_S) == digest_of(slot.data)
         arena.hold(slot, "")
@@ -483,7 +486,7 @@ def test_what_is_written_in_place_is_what_is_published() -> None:
     with pytest.raises(UsageError, match="was published"):
         written["w"]
     with pytest.raises(UsageError, match="was published"):
-        written.take()
+        written.check_open()
 
 
 def test_a_block_that_is_left_gives_the_slot_back() -> None:
@@ -505,7 +508,7 @@ def test_a_part_is_written_in_place() -> None:
     assert manifest is not None
     slot = Arena(1).acquire(0, manifest)
     assert slot is not None
-    with WritableSlot(slot, manifest, lambda slot: None) as written:
+    with WritableSlot(slot, manifest, lambda: None) as written:
         assert written["w"].shape == (2, 3)
         assert written["x"].numel() == 0
         written["w"].copy_(whole[2:])

@@ -57,14 +57,14 @@ def test_what_ends_the_loop_ends_those_who_wait_and_the_loop_goes_on(loop: Sessi
     for user in users:
         with pytest.raises(errors.InternalError, match="the session thread's loop has ended"):
             user.waiting.wait(10)
-    assert loop.run(asyncio.sleep(0, 5), 10) == 5
+    assert loop.run(lambda: asyncio.sleep(0, 5), 10) == 5
     assert loop.alive
 
 
 def test_a_coroutine_that_is_left_by_an_exit_fails_for_who_waits_alone(loop: SessionLoop) -> None:
     with pytest.raises(errors.InternalError, match="SystemExit: of a signal's handler"):
-        loop.run(leave_soon(), 10)
-    assert loop.run(asyncio.sleep(0, 6), 10) == 6
+        loop.run(leave_soon, 10)
+    assert loop.run(lambda: asyncio.sleep(0, 6), 10) == 6
 
 
 def test_a_loop_that_cannot_go_on_takes_no_calls(loop: SessionLoop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,7 +79,7 @@ def test_a_loop_that_cannot_go_on_takes_no_calls(loop: SessionLoop, monkeypatch:
     another = session_loop()
     try:
         assert another is not loop
-        assert another.run(asyncio.sleep(0, 7), 10) == 7
+        assert another.run(lambda: asyncio.sleep(0, 7), 10) == 7
     finally:
         another.close()
 
