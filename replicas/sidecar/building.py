@@ -45,7 +45,9 @@ __all__ = ["NCCL_ENVIRONMENT", "build_group", "connect_store"]
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 
 STORE_CONNECT_S = 0.5
-"""For one attempt to connect to the store; torch's client takes up to twice that."""
+"""For the first attempt to connect to the store, twice as long each time (on a long way a round trip takes more than that);
+torch's client takes up to twice that."""
+STORE_CONNECT_TIMES = 3
 PROBE_NBYTES = 64 << 10
 NCCL_TIMEOUT = timedelta(days=30)
 """Of ProcessGroupNCCL itself: never. Ours are :class:`~replicas.sidecar.groups.Handle`'s, and the owner's."""
@@ -104,20 +106,21 @@ def connect_store(host: str, port: int, deadline: float) -> Any:
     try:
         for attempt in retry:
             with attempt:
-                if attempt.retry_state.attempt_number > 1:
+                number = attempt.retry_state.attempt_number
+                if number > 1:
                     # torch's own client waits for twice its timeout where nobody listens, and logs pages about it.
-                    socket.create_connection((host, port), timeout=_store_timeout_s(deadline)).close()
-                return _c10d.TCPStore(
-                    host, port, None, False, timedelta(seconds=_store_timeout_s(deadline)), wait_for_workers=False
-                )
+                    socket.create_connection((host, port), timeout=_store_timeout_s(deadline, number)).close()
+                timeout = timedelta(seconds=_store_timeout_s(deadline, number))
+                return _c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
     except (OSError, RuntimeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise RuntimeError(f"the store at {host}:{port} cannot be reached: {reason}") from error
     raise AssertionError  # tenacity ends with a result or an error
 
 
-def _store_timeout_s(deadline: float) -> float:
-    return max(0.05, min(STORE_CONNECT_S, deadline - time.monotonic()))
+def _store_timeout_s(deadline: float, number: int) -> float:
+    most = STORE_CONNECT_S * 2.0 ** min(number - 1, STORE_CONNECT_TIMES)
+    return max(0.05, min(most, deadline - time.monotonic()))
 
 
 def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> Group:

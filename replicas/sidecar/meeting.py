@@ -45,6 +45,8 @@ GREETING_S = 3.0
 """From the attempt to connect to the greeting, which a thread of the other one has to send."""
 _FINDINGS_S = GREETING_S + 2.0
 _SLICE_S = 0.5
+_SLICE_TRIPS = 4.0
+"""A wait at the store is at least so many round trips long, or no answer would come in time."""
 _TOKEN_NBYTES = 16
 
 _T = TypeVar("_T")
@@ -136,12 +138,15 @@ def _collect(
 ) -> dict[int, _T]:
     """What every member has put into the store as ``what``, each checked as soon as it is there."""
     found: dict[int, _T] = {}
+    asked = time.monotonic()
+    store.check([f"{what}/{spec.rank}"])
+    slice_s = max(_SLICE_S, _SLICE_TRIPS * (time.monotonic() - asked))
     while missing := [rank for rank in range(spec.size) if rank not in found]:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             names = ", ".join(spec.name(rank) for rank in missing)
             raise RuntimeError(f"{names} did not come to the group (no {what} within the deadline)")
-        store.set_timeout(timedelta(seconds=max(0.01, min(_SLICE_S, remaining))))
+        store.set_timeout(timedelta(seconds=max(0.01, min(slice_s, remaining))))
         try:
             values = store.multi_get([f"{what}/{rank}" for rank in missing])
         except _c10d.DistStoreError:  # not all of them are there
