@@ -241,10 +241,20 @@ async def test_a_broken_connection_is_resumed_without_losing_or_repeating_a_mess
 
 
 async def test_a_member_that_is_silent_for_its_lease_is_fenced(coordinator: Coordinator) -> None:
-    member = Client(coordinator)
+    member, other = Client(coordinator), Client(coordinator, replica=1, incarnation="two")
     welcome = await member.join()
     assert isinstance(welcome, wire.Welcome)
+    await other.join()
+
+    async def live() -> None:
+        """If nobody at all were heard, the coordinator would take it for its own fault."""
+        while True:
+            await other.say(wire.Heartbeat(), seq=0)
+            await asyncio.sleep(0.2)
+
+    beating = asyncio.create_task(live())
     refused = await member.until(wire.Refused)
+    beating.cancel()
     assert refused.error.kind == "Fenced"
     assert refused.error.message == "rollout/0/0 was declared lost (lease)"
     late = await refusal(Client(coordinator, resume_term=welcome.term))
