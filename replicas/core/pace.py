@@ -18,6 +18,8 @@ __all__ = ["STILL_S", "Pace"]
 
 STILL_S = 3.0
 """Nothing moves for so long: it stands still. A lost packet is sent again after 0.2, 0.6 and 1.4 s."""
+STALL_S = 1.0
+"""After so long without a byte no rate is believed."""
 STILL_TRIPS = 3.0
 """On a link with long round trips: so many of them."""
 FRESH_S = 2.5
@@ -108,6 +110,11 @@ class Pace:
         """Bytes that it has received."""
         reports = self._reports.get(member)
         return reports.last.received if reports is not None else 0
+
+    def stalls(self, member: Member) -> bool:
+        """Whether nothing moves at it just now: it is not known yet whether its link is slow or broken."""
+        reports = self._reports.get(member)
+        return reports is not None and reports.last.still_s >= STALL_S
 
     def rate(self, member: Member) -> float | None:
         """Bytes a second that it receives; None: not known."""

@@ -13,6 +13,8 @@ takes another way (:mod:`replicas.core.links`); where nobody knows why, it is up
 who can be reached over slow links alone gets it afterwards. That it is one link is known when those before it in the chain
 are idle meanwhile, or when the same members were much faster the last time; else all may be alike, and nothing would be won.
 
+A link over which nothing comes is not slow, but maybe broken: that shows when all stand still.
+
 A slow link is no failure: those behind it are waited for, but with ``on_lost = "drop"`` no longer than by some multiple of
 what the others took. By what they take, it is soon known that they will not make it. They are caught up at their own pace,
 and are with the others again after a while, longer each time: in attempts of their own, until they were fast enough in one.
@@ -127,7 +129,8 @@ class Pacing:
             left_s = self._left_s(lane, member)
             far = FAR if lane.pace.rate(member) is None else 1.0
             if now + left_s > self._others_at + far * patience:
-                rate, waited_s = transfer.payload.nbytes / left_s, now - self._others_at
+                rate = transfer.payload.nbytes / left_s if left_s else 0.0
+                waited_s = now - self._others_at
                 late[member] = f"it is slow: {rate:,.0f} bytes/s, and the others have had it for {waited_s:.1f} s"
         hosts = {self._host(member) for member in late}
         late |= {m: "its host is slow" for m in transfer.needers if m not in late and self._host(m) in hosts}
@@ -137,11 +140,11 @@ class Pacing:
             transfer.leave_slow(late, now)
 
     def _left_s(self, lane: Lane, member: Member) -> float:
-        """How long it still takes, by what was seen; 0 where nothing was."""
+        """How long it still takes, by what was seen; 0 where nothing was, or nothing comes at all."""
         nbytes = max(0, self._transfer.payload.nbytes - lane.pace.received(member))
         rate = lane.pace.rate(member)
         rate = self.rates.get(self._address(member)) if rate is None else rate
-        if rate is None or not nbytes:
+        if rate is None or not nbytes or lane.pace.stalls(member):
             return 0.0
         return nbytes / rate if rate else math.inf
 

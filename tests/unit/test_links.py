@@ -9,7 +9,7 @@ from replicas.config import Party
 from replicas.core.effects import MemberQuarantined
 from replicas.core.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.roster import GroupShape
-from tests.support.channel_world import SimMember, World, channel_config
+from tests.support.channel_world import NBYTES, SimMember, World, channel_config
 
 TRAINER, NEAR, FAR = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 PARTS = [
@@ -142,11 +142,28 @@ def test_a_version_in_parts_goes_round_a_broken_link() -> None:
     assert near.held == far.held == {1}
 
 
-def test_a_link_over_which_groups_form_and_nothing_moves_is_left_alone_for_longer_each_time() -> None:
-    """As one on which large packets are lost."""
+def test_a_link_over_which_nothing_comes_any_more_is_broken_and_not_slow() -> None:
+    """Also where it is known how fast it usually is: whoever is behind it gets the version from somebody else."""
+    for link in ((TRAINER, NEAR), (TRAINER, FAR), (NEAR, FAR)):
+        world, trainer, _, _ = three_hosts()
+        for pair in ((TRAINER, NEAR), (TRAINER, FAR), (NEAR, FAR)):
+            world.rates[frozenset(pair)] = NBYTES / 2.0
+        publish(world, trainer)
+        publish(world, trainer)
+        world.holes.add(frozenset(link))
+        took, end = publish(world, trainer)
+        assert members(end) == ["rollout/0/0", "rollout/1/0"], link
+        assert took <= 10.0
+
+
+@pytest.mark.parametrize("link", [(TRAINER, NEAR), (TRAINER, FAR), (NEAR, FAR)])
+def test_a_link_over_which_groups_form_and_nothing_moves_is_left_alone_for_longer_each_time(
+    link: tuple[str, str],
+) -> None:
+    """As one on which large packets are lost. It is broken and not slow: nobody behind it is left out."""
     world, trainer, _, _ = three_hosts()
     publish(world, trainer)
-    world.holes.add(frozenset((TRAINER, FAR)))
+    world.holes.add(frozenset(link))
     suffered = 0
     for _ in range(100):
         took, end = publish(world, trainer)
