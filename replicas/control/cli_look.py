@@ -80,26 +80,17 @@ def _watch(place: Place, end: End, interval_s: float, *, as_json: bool) -> None:
     console = new_console()
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     with contextlib.nullcontext() if live is None else live:
-        while True:
-            try:
-                answer = place.status()
-                end.answered()
-            except Disconnected as error:
-                if place.remote:
-                    raise
-                if not end.came(error):
-                    time.sleep(interval_s)
-                    continue
-                if not as_json:
-                    console.print("the run is over")
-                return
+        for answer in place.looks(interval_s, end):
+            if answer is None:
+                continue
             if as_json:
                 print(msgspec.json.encode(answer).decode(), flush=True)
             elif live is not None:
                 live.update(render.run_status(answer), refresh=True)
             else:
                 console.print(render.run_status(answer))
-            time.sleep(interval_s)
+        if not as_json:
+            console.print("the run is over")
 
 
 # ------------------------------------------------------------ logs

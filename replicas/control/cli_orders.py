@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Annotated
 
 import typer
@@ -27,7 +26,6 @@ from replicas.control.cli_base import (
 from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, Stacks
 from replicas.control.find import End, Place
 from replicas.core.lifecycle import SETTLED
-from replicas.errors import Disconnected
 from replicas.status import RunStatus
 
 __all__ = ["drain", "reload", "reset_failed", "restart", "scale", "stacks"]
@@ -180,21 +178,14 @@ def _until_gone(place: Place, end: End) -> None:
     """
     pid = None
     with patience("draining") as spinner:
-        while True:
-            try:
-                status = place.status()
-                end.answered()
-            except Disconnected as error:
-                if end.came(error):
-                    return
-                time.sleep(_LOOK_AGAIN_S)
+        for status in place.looks(_LOOK_AGAIN_S, end):
+            if status is None:
                 continue
             if pid not in (None, status.pid):
                 return  # somebody has started it again by now
             pid = status.pid
             if spinner is not None:
                 spinner.update(f"draining: {_running(status)} left ...")
-            time.sleep(_LOOK_AGAIN_S)
 
 
 def _running(status: RunStatus) -> str:

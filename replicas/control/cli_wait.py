@@ -25,7 +25,7 @@ from replicas.control.cli_base import (
 )
 from replicas.control.find import Place
 from replicas.core.ordering import GOOD, enough, is_good
-from replicas.errors import DeadlineExceeded, Disconnected, UsageError, WorldError
+from replicas.errors import DeadlineExceeded, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus
 
 __all__ = ["chosen", "unready", "wait"]
@@ -76,26 +76,18 @@ def _seconds(text: str) -> float:
 
 
 def _until_ready(place: Place, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
-    end = place.end()
     missing: list[ReplicaStatus] | None = None
     with patience("waiting") as spinner:
-        while True:
-            try:
-                status = place.status()
-                end.answered()
-            except Disconnected as error:
-                if end.came(error):
-                    raise WorldError("the run is over") from error
-            else:
-                missing = unready(status, target)
-                if not missing:
-                    return tuple(one for group in chosen(status, target) for one in group.replicas)
-                if spinner is not None:
-                    spinner.update(f"waiting for {_named(missing)} ...")
+        for status in place.looks(_LOOK_AGAIN_S):
+            missing = missing if status is None else unready(status, target)
+            if status is not None and not missing:
+                return tuple(one for group in chosen(status, target) for one in group.replicas)
+            if spinner is not None and missing:
+                spinner.update(f"waiting for {_named(missing)} ...")
             if time.monotonic() >= until:
                 what = "nobody answered" if missing is None else f"not ready: {_named(missing)}"
                 raise DeadlineExceeded(f"not within {words}: {what}", hint="replicas status tells why")
-            time.sleep(_LOOK_AGAIN_S)
+    raise WorldError("the run is over")
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:

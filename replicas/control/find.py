@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
@@ -244,6 +244,24 @@ class Place:
         if answer.run != where.run:
             raise Disconnected(f'run "{where.run}" is gone: {where.endpoint} is now the port of run "{answer.run}"')
         return answer
+
+    def looks(self, interval_s: float, end: End | None = None) -> Iterator[RunStatus | None]:
+        """Its state again and again, until the run is over; None where nobody answered this time.
+
+        :param end: from before the first look; default: made now.
+        :raises Disconnected: it is not running, or nobody answers any more.
+        """
+        end = self.end() if end is None else end
+        while True:
+            found: RunStatus | None = None
+            try:
+                found = self.status()
+                end.answered()
+            except Disconnected as error:
+                if end.came(error):
+                    return
+            yield found
+            time.sleep(interval_s)
 
     def end(self) -> End:
         """For whoever waits for the end of the run that is under way now.

@@ -99,32 +99,11 @@ def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_T]) -> _
         raise ManifestMismatch(f"malformed manifest: {error}", hint="") from error
 
 
-class PartManifest(msgspec.Struct, frozen=True, dict=True):
-    """What one rank publishes.
-
-    :param tensors: global specs; with ``pieces`` also of tensors of which this rank has only a part.
-    :param aliases: ``(name, name of the tensor that it shares storage with)``.
-    :param pieces: None for a whole image; else the boxes that the rank's packed part holds.
-    """
-
-    tensors: tuple[TensorSpec, ...]
-    aliases: tuple[tuple[str, str], ...] = ()
-    pieces: tuple[Piece, ...] | None = None
+class _Encoded(msgspec.Struct, frozen=True, dict=True):
+    """What is known by the hash of its encoding."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
-
-    @classmethod
-    def decode(cls, data: bytes | memoryview) -> PartManifest:
-        """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything malformed or inconsistent."""
-        part = cls.decode_only(data)
-        part.validate()
-        return part
-
-    @classmethod
-    def decode_only(cls, data: bytes | memoryview) -> PartManifest:
-        """For who validates it, as :func:`merge_parts` does."""
-        return _decode(data, _part_decoder)
 
     @cached_property
     def hash(self) -> str:
@@ -139,6 +118,31 @@ class PartManifest(msgspec.Struct, frozen=True, dict=True):
     def _sealed(self) -> tuple[str, int]:
         encoded = self.encode()
         return xxhash.xxh3_128_hexdigest(encoded), len(encoded)
+
+
+class PartManifest(_Encoded, frozen=True, dict=True):
+    """What one rank publishes.
+
+    :param tensors: global specs; with ``pieces`` also of tensors of which this rank has only a part.
+    :param aliases: ``(name, name of the tensor that it shares storage with)``.
+    :param pieces: None for a whole image; else the boxes that the rank's packed part holds.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    aliases: tuple[tuple[str, str], ...] = ()
+    pieces: tuple[Piece, ...] | None = None
+
+    @classmethod
+    def decode(cls, data: bytes | memoryview) -> PartManifest:
+        """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything malformed or inconsistent."""
+        part = cls.decode_only(data)
+        part.validate()
+        return part
+
+    @classmethod
+    def decode_only(cls, data: bytes | memoryview) -> PartManifest:
+        """For who validates it, as :func:`merge_parts` does."""
+        return _decode(data, _part_decoder)
 
     @cached_property
     def nbytes(self) -> int:
@@ -162,7 +166,7 @@ class PartManifest(msgspec.Struct, frozen=True, dict=True):
             raise ManifestMismatch(f"a piece ends at byte {end} of a part of {self.nbytes} bytes", hint="")
 
 
-class Manifest(msgspec.Struct, frozen=True, dict=True):
+class Manifest(_Encoded, frozen=True, dict=True):
     """One version's tensors and, when several ranks send it, which part owns which box.
 
     :param tensors: in the order in which they were given; :attr:`offsets` says where they lie.
@@ -174,9 +178,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
     tensors: tuple[TensorSpec, ...]
     aliases: tuple[tuple[str, str], ...] = ()
     parts: tuple[tuple[Piece, ...], ...] | None = None
-
-    def encode(self) -> bytes:
-        return msgspec.msgpack.encode(self)
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Manifest:
@@ -192,20 +193,6 @@ class Manifest(msgspec.Struct, frozen=True, dict=True):
             for piece in (piece for part in self.parts for piece in part):
                 check_piece(piece, self.tensors)
             check_cover(self.tensors, self.parts)
-
-    @cached_property
-    def hash(self) -> str:
-        """xxh3-128 of the encoding, in hex."""
-        return self._sealed[0]
-
-    @property
-    def encoded_nbytes(self) -> int:
-        return self._sealed[1]
-
-    @cached_property
-    def _sealed(self) -> tuple[str, int]:
-        encoded = self.encode()
-        return xxhash.xxh3_128_hexdigest(encoded), len(encoded)
 
     @cached_property
     def content_hash(self) -> str:
