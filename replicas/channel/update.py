@@ -232,13 +232,16 @@ class Update:
             self._end_unless_entered()
 
     def _report(self, outcome: str) -> bool:
+        self._check_process()
+        return locked(self._lock, self._note, outcome)
+
+    def _check_process(self) -> None:
         if self._pid != os.getpid():
             raise errors.UsageError(
                 f"the update of version {self.version} is that of the process from which this one was forked",
                 version=self.version,
-                hint="report it there",
+                hint="read and report it there; tensors that were read before the fork can be used here",
             )
-        return locked(self._lock, self._note, outcome)
 
     def _note(self, outcome: str) -> bool:
         if self._outcome == outcome:
@@ -254,6 +257,7 @@ class Update:
 
     def _touch(self) -> Slot:
         """Under the lock: somebody looks into it."""
+        self._check_process()
         slot = self._slot
         if slot is None or self._over:
             raise errors.UsageError(

@@ -287,7 +287,7 @@ async def test_a_slot_of_another_channel_is_refused_and_stays_its_owners() -> No
     async with channel_world() as one, channel_world(name="lora") as other:
         (trainer, _), (stranger, rollout) = await one.trainer_and_rollouts(), await other.trainer_and_rollouts()
         for _ in range(3):
-            with trainer.arena_like(WEIGHTS) as slot:
+            with await asyncio.to_thread(trainer.arena_like, WEIGHTS) as slot:
                 slot["w"].fill_(2)
                 with pytest.raises(errors.UsageError, match="another channel"):
                     await publish(stranger, slot)
@@ -344,5 +344,8 @@ async def test_a_forked_child_is_told_that_it_is_one() -> None:
         for call in (lambda: pending.wait(5), update.loaded, lambda: update.failed("x"), enter, trainer.receive):
             assert await asyncio.to_thread(in_a_child, call) == "UsageError"
         with update:
-            assert (await asyncio.to_thread(in_a_child, lambda: dict(update)["w"])) == "nothing"
+            tensors = dict(update)
+            assert await asyncio.to_thread(in_a_child, lambda: tensors["w"].sum()) == "nothing"
+            assert await asyncio.to_thread(in_a_child, lambda: dict(update)) == "UsageError"
+            assert await asyncio.to_thread(in_a_child, lambda: update.load_into(tensors)) == "UsageError"
         await goes_on(trainer, rollout)

@@ -392,7 +392,7 @@ async def test_a_silent_coordinator_after_the_bytes_left_is_an_unknown_outcome(m
             proxy.freeze()
 
         with pytest.raises(errors.OutcomeUnknown, match="the publish of version 1 did not end"):
-            await publish(trainer, freeze(), deadline=0.5)
+            await publish(trainer, freeze(), deadline=3.0)
         assert [slot.pins for slot in trainer._hub.arena.slots if slot.version == 1] == [1]
         proxy.thaw()
         receipt = await publish(trainer, weights(2))

@@ -123,7 +123,7 @@ async def test_a_manifest_over_a_slow_link_holds_up_nobody_and_arrives() -> None
             assert len(dict(update)) == 1_000
         small = await publish(trainer, named(3, 4, 3.0))
         assert small.seconds < 6.0
-        with await slow.receive(deadline=6) as update:
+        with await slow.receive(deadline=9) as update:
             assert update.version == small.version, "small ones go between the pieces of the large one"
         last = await publish(trainer, named(1_000, 3_200, 4.0))
         with await slow.receive(deadline=60) as update:

@@ -79,10 +79,12 @@ class Scene:
     def __init__(self, coordinator: Coordinator) -> None:
         self._coordinator = coordinator
         self.swallowed: list[str] = []
+        self.visitor: Channel | None = None
         self.trainer = self.join("policy", "trainer")
         self.rollout = self.join("policy", "rollout")
         self.peers = [self.join("outer", "peer", index) for index in range(PEERS)]
         self._reduce_again(FORMED_WITHIN_S)  # their process group is there from now on
+        self.publish()  # and a version
 
     def join(self, channel: str, group: str, replica: int = 0) -> Channel:
         where: dict[str, Any] = {"endpoint": self._coordinator.endpoint, "token": self._coordinator.token}
@@ -130,8 +132,8 @@ class Scene:
         self.peers[0].all_reduce(tensor, deadline=5).wait(WITHIN_S)
 
     def join_and_close(self) -> None:
-        with self.join("policy", "rollout", 1) as channel:
-            channel.progress(2)
+        with self.join("policy", "rollout", 1) as self.visitor:
+            self.visitor.progress(2)
 
     # ------------------------------------------------------------ around them
 
@@ -196,6 +198,9 @@ class Scene:
         raise AssertionError("the peers do not come together again")
 
     def _gone(self) -> None:
+        visitor, self.visitor = self.visitor, None
+        if visitor is not None and not visitor._closed:
+            visitor.close(wait=False)  # interrupted before it had begun to close: it is as it was, and can be closed
         names = {member.name for member in self.trainer.members}
         until = time.monotonic() + WITHIN_S
         while "rollout/1/0" in names:
