@@ -147,7 +147,7 @@ CASES = [
 ]
 
 
-FEW = ("host C 5 s", "peers: host D 1 s")
+FEW = ("host A 3 s", "peers: host D 1 s")
 
 
 def cases() -> list[Case]:
