@@ -387,16 +387,18 @@ async def test_a_silent_coordinator_after_the_bytes_left_is_an_unknown_outcome(m
         world.endpoint = proxy.endpoint
         trainer = await world.join("trainer")
 
+        await publish(trainer, weights(1))  # the next one is walked into its slot, behind its admission
+
         def freeze() -> Any:
-            yield from weights(1).items()
+            yield from weights(2).items()
             proxy.freeze()
 
-        with pytest.raises(errors.OutcomeUnknown, match="the publish of version 1 did not end"):
+        with pytest.raises(errors.OutcomeUnknown, match="the publish of version 2 did not end"):
             await publish(trainer, freeze(), deadline=3.0)
-        assert [slot.pins for slot in trainer._hub.arena.slots if slot.version == 1] == [1]
+        assert [slot.pins for slot in trainer._hub.arena.slots if slot.version == 2] == [1]
         proxy.thaw()
-        receipt = await publish(trainer, weights(2))
-        assert receipt.version == 2
+        receipt = await publish(trainer, weights(3))
+        assert receipt.version == 3
         await wait_until(lambda: not any(slot.pins for slot in trainer._hub.arena.slots), "no slot is pinned")
 
 
