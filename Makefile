@@ -57,6 +57,9 @@ $(VENV)/.dev: pyproject.toml constraints.txt hatch_build.py replicas/weights/str
 	@$(PIP) --editable '.[demo,dev]'
 	@touch $@ $(VENV)/.demo
 
+$(BIN)/promtool: | $(BIN)/python
+	@if command -v promtool > /dev/null; then ln -s "$$(command -v promtool)" $@; else tests/support/fetch_promtool.sh $(BIN); fi
+
 demo: $(VENV)/.demo ## run a small RLHF loop: one trainer, two rollout replicas, one of them killed on the way
 	@$(BIN)/python examples/grpo/demo.py $(ARGS)
 

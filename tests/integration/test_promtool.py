@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,11 +17,11 @@ from replicas.metrics import Metrics
 from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
 
 SERVICE = Path(__file__).parents[2] / "services" / "supervisor"
-PROMTOOL = shutil.which("promtool")
-
-pytestmark = pytest.mark.skipif(
-    PROMTOOL is None, reason="promtool is not installed (Debian: apt-get install prometheus)"
+PROMTOOL = shutil.which(
+    "promtool", path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
 )
+
+pytestmark = pytest.mark.skipif(PROMTOOL is None, reason="promtool is not installed: make .venv/bin/promtool")
 
 
 def promtool(*arguments: str, stdin: bytes = b"") -> tuple[int, str]:

@@ -94,7 +94,7 @@ async def test_idle_and_spare_sidecars_are_asked_too(server: str, monkeypatch: p
         await wait_until(lambda: forkserver._spare is not None, "there is a spare one")
         spare = forkserver._spare
         assert spare is not None
-        assert name_of(spare.pid) == "replica-spare"
+        await wait_until(lambda: name_of(spare.pid) == "replica-spare", "it has named itself")
         os.kill(spare.pid, signal.SIGSTOP)
         assert await spare.wait_dead(30)
         assert (await forkserver.fork()).usable  # a new one
