@@ -88,7 +88,7 @@ chaos: $(VENV)/.dev ## run the seeded chaos suite for longer: make chaos ROUNDS=
 	  $(or $(FILES),tests/chaos/test_chaos.py tests/chaos/test_link_chaos.py)
 
 chaos-links: $(VENV)/.dev ## every broken, slow and lossy link between hosts, one after the other (needs root): make chaos-links ONLY="host A"
-	@CHAOS_LINKS=all $(PYTEST) -s tests/chaos/test_links.py $(if $(ONLY),-k "$(ONLY)")
+	@CHAOS_LINKS="$(or $(ONLY),all)" $(PYTEST) -s tests/chaos/test_links.py
 
 chaos-tree: $(VENV)/.dev ## the same for the supervisor alone: make chaos-tree ROUNDS=300 SEED=3
 	@CHAOS_ROUNDS=$(or $(ROUNDS),100) CHAOS_SEED=$(or $(SEED),1) CHAOS_AT_ONCE=$(or $(AT_ONCE),3) \

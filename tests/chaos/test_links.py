@@ -7,7 +7,8 @@ The bars: whoever still can be reached serves a version that was decided after t
 and again while it lasts; within ``WHOLE_S`` of the heal a version is committed that nobody is missing from, and served by
 all. On a machine that is busy with other things they are multiplied by the root of how many times longer than on a quiet one
 what computes takes meanwhile (:mod:`tests.support.load`).
-``make chaos-links`` runs all cases and shows what each took; without ``CHAOS_LINKS=all`` a few are run.
+``make chaos-links`` runs all cases and shows what each took; ``ONLY="host A"`` those with these words in their names; without
+``CHAOS_LINKS=all`` a few are run.
 """
 
 from __future__ import annotations
@@ -151,8 +152,10 @@ FEW = ("host A 3 s", "peers: host D 1 s")
 
 
 def cases() -> list[Case]:
-    every = os.environ.get("CHAOS_LINKS") == "all"
-    return [case for case in CASES if every or case.name in FEW]
+    wanted = os.environ.get("CHAOS_LINKS", "")
+    found = [case for case in CASES if (wanted in ("all", "") or wanted in case.name) and (wanted or case.name in FEW)]
+    assert found, f"no case has {wanted!r} in its name: {', '.join(case.name for case in CASES)}"
+    return found
 
 
 @pytest.fixture(autouse=True, scope="module")
