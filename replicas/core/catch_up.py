@@ -5,9 +5,11 @@ are quarantined are served one by one, when nobody else waits; one that was serv
 longer each time. After a failure the next attempt comes later, and from another holder if there is one. Whom nobody who
 has the version reaches is served as soon as somebody does.
 
-Those behind slow links have a catch-up of their own, which holds up nobody, and takes its time as long as bytes move. No host
-gets two versions at once: a publish that serves all who are being caught up ends that, and nobody is caught up on a host to
-which a newer version is on its way.
+Those behind slow links have a catch-up of their own, which holds up nobody, and takes its time as long as bytes move.
+
+No host gets the bytes of two versions at once. A publish that serves all hosts of those who are being caught up ends that,
+and nobody is caught up on a host that a newer version serves, unless its memory is there to be mapped: who is not among those
+that the publish serves maps the newer version once it is committed.
 
 A catch-up that is slower than the publishing ends all the same: its members are admitted at the next boundary, the next
 version waits for them, and once they have that one nobody needs the old one any more.
@@ -15,6 +17,7 @@ version waits for them, and once they have that one nobody needs the old one any
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from replicas import errors
@@ -59,7 +62,7 @@ class CatchUp:
         if self.transfer is not None:
             return
         busy = main.concerned | main.needers if main is not None and main.payload is payload else frozenset()
-        hosts = self._served_hosts(main)
+        hosts = self._served_hosts(main) - {state.host for state in self._channel.roster.holders(version)}
         waiting = [s for s in self._lacking(version, now) if s.member not in busy and s.host not in hosts]
         alone = [state for state in waiting if state.standing == "quarantined"]
         needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
@@ -85,20 +88,20 @@ class CatchUp:
         self.transfer.start(now)
 
     def _served_hosts(self, main: Transfer | None) -> set[int]:
-        """Hosts to which a newer version is on its way: that is all that should be."""
-        members = main.plan.receivers if main is not None else ()
+        """Hosts that a newer version serves: that is all that should be on its way there."""
+        return self._hosts(main.needers | main.verified) if main is not None else set()
+
+    def _hosts(self, members: Iterable[Member]) -> set[int]:
         return {state.host for state in map(self._channel.roster.get, members) if state is not None}
 
     def served_by(self, main: Transfer, now: float) -> None:
-        """All for whom an older version is under way get this newer one."""
+        """All hosts to which an older version is under way get this newer one."""
         transfer = self.transfer
-        if (
-            transfer is not None
-            and transfer.payload.version < main.payload.version
-            and transfer.needers <= main.needers
-        ):
-            transfer.stop(complete=True)
-            self._ended(transfer, None, now)
+        if transfer is None or transfer.payload.version >= main.payload.version:
+            return
+        moves = bool(transfer.plan.receivers)
+        if transfer.needers <= main.needers or (moves and self._hosts(transfer.needers) <= self._hosts(main.needers)):
+            self._supersede(transfer, now)
 
     def _release(self, payload: Payload | None, now: float) -> None:
         """Who has been kept out for its time, and was served or lacks nothing, is tried again with the others."""
@@ -114,8 +117,12 @@ class CatchUp:
             return
         states = [self._channel.roster.get(member) for member in transfer.needers]
         if all(state is None or version in state.held for state in states):
-            transfer.stop(complete=True)
-            self._ended(transfer, None, now)
+            self._supersede(transfer, now)
+
+    def _supersede(self, transfer: Transfer, now: float) -> None:
+        """Nobody needs it any more; that it has not ended speaks against nobody."""
+        transfer.stop(complete=True)
+        self._ended(transfer, None, now, superseded=True)
 
     def _lacking(self, version: int, now: float) -> list[MemberState]:
         return [state for state in self._channel.roster.lacking(version) if self._lacks(state, version, now)]
@@ -150,7 +157,9 @@ class CatchUp:
         else:
             transfer.exclude(unready, now, reason="refused", why="it was not ready to receive")
 
-    def _ended(self, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
+    def _ended(
+        self, transfer: Transfer, error: errors.ReplicasError | None, now: float, *, superseded: bool = False
+    ) -> None:
         channel = self._channel
         self.transfer = None
         if transfer.lane is not None:
@@ -167,8 +176,8 @@ class CatchUp:
             if state.member in transfer.verified:
                 state.served = True
                 continue
-            if state.member in transfer.unreached:
-                continue  # it is looked for ways to it all the time
+            if superseded or state.member in transfer.unreached:
+                continue  # of the latter: it is looked for ways to it all the time
             if state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
                 state.retry_at = now + RETRY_S
             elif state.member in transfer.asked and state.is_target:

@@ -127,10 +127,7 @@ def test_no_host_gets_two_versions_at_once() -> None:
         assert took <= 6.0
         assert near.member.name in members(end)
         for sim in joined:
-            versions = [
-                sim.incoming[go.transfer].version for _, go in sim.at_work.values() if go.transfer in sim.incoming
-            ]
-            assert len(versions) <= 1
+            assert len(version_under_way(sim)) <= 1
         world.advance(1.0)
     world.advance(60.0)
     assert all(max(sim.held) >= 4 for sim in joined)
@@ -156,3 +153,39 @@ def test_the_next_ones_have_time_to_get_ready_also_late() -> None:
     assert members(end) == ["rollout/0/0", "rollout/1/0"]
     assert 20.0 < took < 28.0
     assert near.held == far.held
+
+
+def test_a_publish_that_serves_a_host_ends_what_is_caught_up_there() -> None:
+    """Two of one host come back one after the other: the second one maps the newest version when the first one has it."""
+    world, trainer, _, first = three_hosts()
+    second = world.join("rollout/2/0", machine="c", address=FAR)
+    world.advance(1.0)
+    publish(world, trainer)
+    slow_host(world, FAR, 2.0)
+
+    def publish_without(*frozen: SimMember) -> list[str]:
+        number = trainer.publish(deadline_s=10.0)
+        trainer.pack(number)
+        while number not in trainer.verdicts:
+            world.advance(0.25, frozen=frozen)
+        return members(trainer.verdicts[number])
+
+    assert publish_without(first, second) == ["rollout/0/0"]
+    world.advance(0.5, frozen=(second,))
+    assert version_under_way(first) == [2]
+    assert publish_without() == ["rollout/0/0"]
+    while 2 not in first.held:
+        world.advance(0.25)
+    world.advance(0.25)
+    assert version_under_way(first) + version_under_way(second) == [3], "both lack it, and it comes to their host once"
+    assert publish_without() == ["rollout/0/0", "rollout/1/0"]
+    assert 3 not in first.received + second.received
+    world.advance(0.5)
+    assert 4 in second.held
+    assert 4 not in second.received
+    assert members(publish(world, trainer)[1]) == ["rollout/0/0", "rollout/1/0", "rollout/2/0"]
+
+
+def version_under_way(sim: SimMember) -> list[int]:
+    """What it is receiving."""
+    return [sim.incoming[go.transfer].version for _, go in sim.at_work.values() if go.transfer in sim.incoming]
