@@ -150,5 +150,5 @@ class Filling:
         """Whether there is still somebody who would fill it."""
         if job.pending.done():
             job.pending.wait()
-        if job.walk_over:
+        if job.walk_over or job.failed is not None:
             raise self._hub.error(errors.Gone, "the publish was interrupted", hint="")

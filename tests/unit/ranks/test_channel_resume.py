@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Iterator
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -259,6 +260,44 @@ async def test_an_interrupt_in_the_middle_of_a_publish_loses_no_slot(
     await task
     source.tell(wire.PublishEnd(2, receipt(6)))
     assert (await job.pending).version == 6
+
+
+async def test_no_slot_is_found_for_a_publish_that_was_interrupted(
+    source: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The interrupt comes while the caller waits for its slot, and a slot is free before all of it is heard of."""
+    filling, call, looked = source.publisher._filling, source.hub.call, threading.Event()
+    find = filling._find
+
+    async def finds(*args: Any) -> None:
+        try:
+            await find(*args)
+        finally:
+            looked.set()
+
+    def late(function: Callable[..., object], *args: Any) -> None:
+        if function == source.hub.leases.give_back:
+            assert looked.wait(30)
+        call(function, *args)
+
+    def interrupted(*args: Any) -> Any:
+        raise KeyboardInterrupt
+
+    def run() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            source.publisher.publish(Feed({"w": torch.ones(4)}), PublishJob(None, 5.0, {}, False, "policy"))
+
+    monkeypatch.setattr(filling, "_find", finds)
+    monkeypatch.setattr(source.hub, "call", late)
+    monkeypatch.setattr(Pending, "_wait_for_session", interrupted)
+    running = asyncio.create_task(asyncio.to_thread(run))
+    await source.session.next(wire.PublishBegin)
+    failed = await source.session.next(wire.PackFailed)
+    source.tell(wire.PublishAdmitted(1, 5))
+    await running
+    source.tell(wire.PublishEnd(1, None, failed.error))
+    await wait_until(lambda: not source.hub.leases, "it is over")
+    assert source.slots() == {}
 
 
 # ---------------------------------------------------------------- what is held
