@@ -14,13 +14,14 @@ runs on the user's threads:
    tracer's exception may come at the line of the ``with`` once more, when the block is left, and then the lock stays taken.
    :func:`locked` has no such line. ``Condition``, ``Event`` and ``concurrent.futures.Future`` are not used there: their
    ``__enter__`` is Python, and an interrupt between the lock and the block keeps the lock for ever.
-3. *A wait leaves nothing behind.* Who waits on a :class:`Latch` sleeps on a lock of its own.
+3. *A wait leaves nothing behind.* Who waits on a :class:`Latch` sleeps on a lock of its own. Nor does it handle exceptions
+   as it goes: one that a tracer raises at the line of an ``except`` leaves the handled one, and all frames that this refers
+   to, with the thread.
 """
 
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import ParamSpec, TypeVar
@@ -42,7 +43,7 @@ class Latch:
 
     def __init__(self) -> None:
         self.is_set = False
-        self._wakers: deque[Callable[[], object]] = deque()
+        self._wakers: dict[Callable[[], object], bool] = {}
 
     def set(self) -> None:
         """Wake all who wait, and call all functions, each once."""
@@ -51,16 +52,13 @@ class Latch:
 
     def add(self, waker: Callable[[], object]) -> None:
         """Call ``waker`` once when it is set, on whatever thread does that; at once when it is."""
-        self._wakers.append(waker)
+        self._wakers[waker] = True
         if self.is_set:  # set() may have looked before it was there
             self._wake()
 
     def remove(self, waker: Callable[[], object]) -> None:
         """Do not call it any more."""
-        try:
-            self._wakers.remove(waker)
-        except ValueError:
-            return  # it was called
+        self._wakers.pop(waker, None)
 
     def wait(self, timeout_s: float | None = None) -> bool:
         """Wait until it is set; False: it was not within ``timeout_s``. None: for ever."""
@@ -77,9 +75,6 @@ class Latch:
             self.remove(wake)
 
     def _wake(self) -> None:
-        while True:
-            try:
-                waker = self._wakers.popleft()
-            except IndexError:
-                return
-            waker()
+        for waker in list(self._wakers):
+            if self._wakers.pop(waker, False):  # no other thread has
+                waker()
