@@ -34,7 +34,7 @@ HEADROOM_NBYTES = 2**20
 
 @dataclass(frozen=True)
 class Victim:
-    """``replica``: to which it belongs; empty for store, supervisor and ports."""
+    """``replica``: to which it belongs, or the guest; empty for store, supervisor and ports."""
 
     replica: str
     deeds: list[dict[str, Any]] = field(default_factory=list)
@@ -49,7 +49,9 @@ def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Vi
     if fault.target.endswith("port"):
         return Victim("")
     if fault.target == "guest":
-        return Victim("", [] if fault.kind == "usurp" else [_deed(fault, pid=world.guest.pid)])
+        if world.guest.name in spared:  # the one that has just been started has yet to join, and would replace the next one
+            return None
+        return Victim(world.guest.name, [] if fault.kind == "usurp" else [_deed(fault, pid=world.guest.pid)])
     bodies = [body for name, body in sorted(anatomy.bodies.items()) if name not in spared]
     if fault.group:
         bodies = [body for body in bodies if body.name.startswith("trainer") == (fault.group == "source")]
