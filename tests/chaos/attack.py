@@ -49,7 +49,9 @@ def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Vi
     if fault.target.endswith("port"):
         return Victim("")
     if fault.target == "guest":
-        if world.guest.name in spared:  # the one that has just been started has yet to join, and would replace the next one
+        if (
+            world.guest.name in spared
+        ):  # the one that has just been started has yet to join, and would replace the next one
             return None
         return Victim(world.guest.name, [] if fault.kind == "usurp" else [_deed(fault, pid=world.guest.pid)])
     bodies = [body for name, body in sorted(anatomy.bodies.items()) if name not in spared]
