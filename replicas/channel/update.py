@@ -266,8 +266,8 @@ class Update:
                 hint="read it before its `with` block ends, or before loaded() or failed()",
             )
         if self._began is None:
+            self._owner.touched(self.version)  # first: an interrupt between the two leaves one that nothing keeps
             self._began = time.monotonic()
-            self._owner.touched(self.version)
         return slot
 
     def _open_slot(self) -> Slot:

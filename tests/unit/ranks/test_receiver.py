@@ -17,6 +17,7 @@ from replicas.channel.pending import Pending
 from replicas.channel.receive import Bound
 from replicas.channel.update import Update
 from replicas.weights.packing import load_into
+from tests.support.channels import wait_until
 from tests.support.scripted import World
 
 pytestmark = pytest.mark.anyio
@@ -100,6 +101,32 @@ async def test_its_deadline_begins_again_when_it_is_given_back(target: World) ->
     assert cancel.ask == 2
     with pytest.raises(errors.DeadlineExceeded):
         await pending
+
+
+@pytest.mark.parametrize("after", [False, True])
+async def test_one_whose_first_touch_is_interrupted_is_kept_by_nobody(
+    target: World, monkeypatch: pytest.MonkeyPatch, after: bool
+) -> None:
+    await target.hold(3)
+    pending = await asked(target, 3)
+    touched = target.receiver.touched
+
+    def interrupted(version: int) -> None:
+        if after:
+            touched(version)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(target.receiver, "touched", interrupted)
+    with pytest.raises(KeyboardInterrupt), await pending:
+        pytest.fail("it was entered")
+    monkeypatch.undo()
+    del pending
+    await target.hold(4)
+    again = target.receiver.receive(None)
+    target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, 4))
+    with await again as update:
+        assert update.version == 4
+    await wait_until(lambda: not any(pins(target).values()), "nobody holds any")
 
 
 async def test_one_that_was_handed_out_to_nobody_is_replaced_by_the_next_receive(target: World) -> None:
