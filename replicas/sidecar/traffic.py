@@ -47,7 +47,8 @@ _HEAD = struct.Struct(
 _UNACKED = struct.Struct("<24xI")
 _RTT = struct.Struct("<68xI")
 _COUNTS = struct.Struct("<120xQQ8xI20xQQ")  # bytes_acked, bytes_received, notsent_bytes, busy_time, rwnd_limited
-_Key = tuple[object, object]
+_Key = tuple[tuple[object, ...], tuple[object, ...]]
+"""The addresses of the two ends of a connection."""
 
 
 class _Connection(NamedTuple):
@@ -69,6 +70,8 @@ class Traffic:
         self._active = False
         self._paused = 0
         self._worked = 0
+        self._sockets: dict[int, _Key] = {}
+        """Descriptors of connections, as of the last look: to go through all of the process takes longer than a barrier."""
         self._first: dict[_Key, tuple[int, int]] = {}
         self._last: dict[_Key, _Connection] = {}
         self._seen: tuple[int, int, int] | None = None
@@ -80,7 +83,7 @@ class Traffic:
         """In the block bytes go to and from peers."""
         now = time.monotonic()
         with self._lock:
-            self._last = _connections()
+            self._last = self._read() if self._sockets else self._find()
             self._first = {key: (one.sent, one.received) for key, one in self._last.items()}
             self._seen, self._worked, self._still_since, self._looked_at = None, 0, now, now
             self._active = True
@@ -112,7 +115,7 @@ class Traffic:
             if not self._active:
                 return None
             now, before = time.monotonic(), self._last
-            found = _connections()
+            found = self._find()
             if not found:
                 return None  # nothing can be told from their counts
             sent = sum(one.sent - self._first.get(key, (0, 0))[0] for key, one in found.items())
@@ -127,6 +130,16 @@ class Traffic:
             rtt_s = max((one.rtt_s for one in found.values()), default=0.0)
             return Moved(sent, received, now - self._still_since, rtt_s, tuple(sorted(held_up)))
 
+    def _find(self) -> dict[_Key, _Connection]:
+        """All connections of this process to other processes."""
+        self._sockets = {fd: key for fd in _descriptors() if (key := _ends(fd)) is not None}
+        return self._read()
+
+    def _read(self) -> dict[_Key, _Connection]:
+        """Those that are known; one that was closed meanwhile is found out by the next look."""
+        read = ((key, _counts(fd, key)) for fd, key in self._sockets.items())
+        return {key: counts for key, counts in read if counts is not None}
+
 
 def _holds_up(now: _Connection, before: _Connection | None, elapsed_s: float) -> bool:
     if not now.queued:
@@ -136,30 +149,46 @@ def _holds_up(now: _Connection, before: _Connection | None, elapsed_s: float) ->
     return before is not None and elapsed_s >= MIN_LOOK_S and now.limited_s - before.limited_s > SHARE * elapsed_s
 
 
-def _connections() -> dict[_Key, _Connection]:
-    """Those of this process to other processes, by their two ends."""
-    found: dict[_Key, _Connection] = {}
+def _descriptors() -> Iterator[int]:
+    """Those that are sockets."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # twice a second, and maybe a thousand of them
-        with contextlib.suppress(
-            OSError, struct.error
-        ):  # closed meanwhile, no connection, or a kernel without the counts
-            if stat.S_ISSOCK(os.fstat(int(name)).st_mode) and (one := _connection(int(name))) is not None:
-                found[one[0]] = one[1]
-    return found
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
+                yield int(name)
 
 
-def _connection(fd: int) -> tuple[_Key, _Connection] | None:
-    sock = socket.socket(fileno=fd)
+def _ends(fd: int) -> _Key | None:
+    """The two ends of a TCP connection; None: it is none."""
     try:
-        if sock.family not in _INET or sock.type != socket.SOCK_STREAM:
-            return None
-        ends = (sock.getsockname(), sock.getpeername())
-        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)
+        sock = socket.socket(fileno=fd)
+    except OSError:
+        return None
+    try:
+        if sock.family in _INET and sock.type == socket.SOCK_STREAM:
+            return sock.getsockname(), sock.getpeername()
+        return None
+    except OSError:  # it listens
+        return None
     finally:
         sock.detach()  # it is the group's, and stays open
-    acked, received, not_sent, busy_us, window_us = _COUNTS.unpack_from(info)
+
+
+def _counts(fd: int, ends: _Key) -> _Connection | None:
+    """None: it was closed meanwhile, or the kernel does not count."""
+    try:
+        sock = socket.socket(
+            socket.AF_INET, socket.SOCK_STREAM, 0, fd
+        )  # of either family: its options are asked for alone
+    except OSError:
+        return None
+    try:
+        info = sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _NBYTES)
+        acked, received, not_sent, busy_us, window_us = _COUNTS.unpack_from(info)
+    except (OSError, struct.error):
+        return None
+    finally:
+        sock.detach()
     queued = _UNACKED.unpack_from(info)[0] > 0 or not_sent > 0
     limited_s = (busy_us - window_us) / 1e6
     rtt_s = _RTT.unpack_from(info)[0] / 1e6
-    address = str(ends[1][0])
-    return ends, _Connection(address, acked, received, queued, max(_HEAD.unpack_from(info)), limited_s, rtt_s)
+    return _Connection(str(ends[1][0]), acked, received, queued, max(_HEAD.unpack_from(info)), limited_s, rtt_s)
