@@ -33,7 +33,7 @@ PREFORK_DELAY_S = 0.2
 
 
 class Lane:
-    """One process group as this member sees it."""
+    """One process group as this member sees it. ``turn``: of the operations in it, in the order of their Go."""
 
     def __init__(self, name: str, rank: int, backend: Backend) -> None:
         self.name = name
@@ -42,6 +42,7 @@ class Lane:
         self.sidecar: Sidecar | None = None
         self.ended = False
         self.told_at = 0.0
+        self.turn = asyncio.Lock()
 
     def end(self) -> None:
         """Kill the sidecar, if there is one."""

@@ -36,7 +36,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from replicas import errors
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
@@ -80,7 +79,6 @@ class Operations:
         self._jobs: dict[int, Job] = {}
         self._applied: deque[str] = deque(maxlen=APPLIED)
         self._unknown = Unknown(hub, self._applied.append, self._release)
-        self._turns: WeakKeyDictionary[Lane, asyncio.Lock] = WeakKeyDictionary()
 
     # ------------------------------------------------------------ caller's thread
 
@@ -208,7 +206,7 @@ class Operations:
         lane: Lane | None = None
         try:
             lane = self._lanes.get(attempt.go.lane)
-            async with self._turns.setdefault(lane, asyncio.Lock()):
+            async with lane.turn:
                 wanted = job.attempt is attempt and not job.over
                 seconds = await self._collective(lane, job, attempt) if wanted else 0.0
         except (OSError, RuntimeError, errors.ReplicasError) as error:

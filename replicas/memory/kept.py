@@ -18,10 +18,10 @@ import errno
 import logging
 import os
 import stat
-import weakref
 
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.memory import locks
+from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 
 __all__ = ["Keeper", "hold"]
@@ -90,7 +90,7 @@ def _open_exactly(place: SlotPlace) -> int:
 class Keeper:
     """What this process keeps alive for others, by key; :meth:`close` lets go of everything."""
 
-    _living: weakref.WeakSet[Keeper] = weakref.WeakSet()
+    _living: Living[Keeper] = Living()
 
     def __init__(self) -> None:
         self._held: dict[object, tuple[int, int]] = {}

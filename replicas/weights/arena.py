@@ -95,7 +95,8 @@ class Arena:
         self._pool = Pool(name, slots, device)
         self._pool.pinning = pin
         self._closed = False
-        weakref.finalize(self, self._pool.close).atexit = False
+        self._end = weakref.finalize(self, self._pool.close)
+        self._end.atexit = False
 
     @property
     def slots(self) -> Sequence[Slot]:
@@ -356,6 +357,7 @@ class Arena:
                     self._clear(slot, "close")
             self._kept.close()
         self._pool.close()
+        self._end.detach()  # no Python runs when this is collected, maybe on a thread that is being interrupted
 
     # ------------------------------------------------------------ inside
 

@@ -24,7 +24,6 @@ import fcntl
 import itertools
 import os
 import threading
-import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Literal, Protocol
 
@@ -33,6 +32,7 @@ import torch
 from replicas.errors import NoCapacity
 from replicas.memory import locks
 from replicas.memory.kept import hold
+from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 from replicas.waits import locked
 from replicas.weights.accelerator import Accelerator, Registration, accelerator
@@ -74,7 +74,7 @@ class Buffer:
     """
 
     _keys = itertools.count(1)
-    _living: weakref.WeakSet[Buffer] = weakref.WeakSet()
+    _living: Living[Buffer] = Living()
     device = ""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
@@ -82,7 +82,7 @@ class Buffer:
         self.fd = fd
         self.nbytes = nbytes
         self.key = next(self._keys)
-        self.watchers: weakref.WeakSet[BufferWatcher] = weakref.WeakSet()
+        self.watchers: Living[BufferWatcher] = Living()
         self.writable = writable
         self.serial = 0
         self.offered = 0

@@ -25,7 +25,6 @@ import errno
 import mmap
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -33,6 +32,7 @@ import numpy
 import torch
 
 from replicas.memory import locks
+from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 from replicas.waits import locked
 from replicas.weights.accelerator import Accelerator, Registration
@@ -132,7 +132,7 @@ class _Kept:
 class KeptMappings:
     """Mappings for reading, by inode. Thread-safe."""
 
-    _living: weakref.WeakSet[KeptMappings] = weakref.WeakSet()
+    _living: Living[KeptMappings] = Living()
 
     def __init__(self) -> None:
         self._living.add(self)

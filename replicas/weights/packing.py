@@ -34,13 +34,12 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from weakref import WeakKeyDictionary
 
 import torch
 
 from replicas.core.manifest import PartManifest
 from replicas.weights.accelerator import accelerator
-from replicas.weights.arena import Buffer, Slot
+from replicas.weights.arena import Slot
 from replicas.weights.copying import Copier, Progress
 from replicas.weights.crew import cores
 from replicas.weights.device_copies import Begun, DeviceCopies, Manner
@@ -215,7 +214,8 @@ class Packer:
     def __init__(self) -> None:
         self._planned: Planned | None = None
         self._places: tuple[PartManifest, Places] | None = None
-        self._views: WeakKeyDictionary[Buffer, tuple[str, list[torch.Tensor]]] = WeakKeyDictionary()
+        self._views: dict[int, tuple[str, list[torch.Tensor]]] = {}
+        """By the key of a buffer, until it is closed."""
 
     def plan(self, feed: Feed) -> PartManifest | None:
         """Like :meth:`Feed.plan`; cheap when the weights look like those of the last call.
@@ -287,11 +287,17 @@ class Packer:
         return self._places[1]
 
     def _destinations(self, manifest: PartManifest, places: Places, slot: Slot) -> list[torch.Tensor]:
-        known_hash, destinations = self._views.get(slot.buffer, ("", []))
+        buffer = slot.buffer
+        known_hash, destinations = self._views.get(buffer.key, ("", []))
         if known_hash != manifest.hash:
             destinations = places.views(slot.data)
-            self._views[slot.buffer] = manifest.hash, destinations
+            buffer.watchers.add(self)
+            self._views[buffer.key] = manifest.hash, destinations
         return destinations
+
+    def buffer_closed(self, key: int) -> None:
+        """Keep no views of it."""
+        self._views.pop(key, None)
 
 
 @dataclass(frozen=True, eq=False)

@@ -23,6 +23,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sized
@@ -415,7 +416,12 @@ def main() -> int:
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
     swallowed: list[str] = []
-    sys.unraisablehook = lambda what: swallowed.append(f"{what.err_msg or ''} {what.object!r} {what.exc_value!r}")
+
+    def note(what: Any) -> None:
+        stack = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_stack()[-6:-1]]
+        swallowed.append(f"{what.err_msg or ''} {what.object!r} {what.exc_value!r} at {' '.join(stack)}")
+
+    sys.unraisablehook = note
     bad = 0
     with scene() as world:
         for deed in deeds:
@@ -426,7 +432,7 @@ def main() -> int:
             found = at_random(world, arguments.times, arguments.seed, deeds)
             bad += len(found.lost)
             print(f"at random: {found}", *found.lost, sep="\n    ", flush=True)
-    print("swallowed in finalisers:", swallowed)
+    print("swallowed in finalisers:", *swallowed, sep="\n    ")
     return bool(bad or swallowed)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from replicas.errors import Gone, NoCapacity, WorldError
+from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 from replicas.weights import Buffer, mappings
 from replicas.weights.mappings import KEPT_USES, KeptMappings
@@ -295,3 +297,24 @@ def test_mappings_that_are_not_used_for_long_are_not_kept() -> None:
     assert len(kept) == 0
     for buffer in buffers:
         buffer.close()
+
+
+def test_a_living_set_forgets_who_has_died_and_runs_no_python_for_it() -> None:
+    class Thing:
+        pass
+
+    living: Living[Thing] = Living()
+    kept, gone = Thing(), Thing()
+    for thing in (kept, gone, gone):
+        living.add(thing)
+    assert {*living} == {kept, gone}
+    lines: list[str] = []
+    sys.settrace(lambda frame, event, argument: lines.append(frame.f_code.co_name))
+    try:
+        del gone, thing
+    finally:
+        sys.settrace(None)
+    assert lines == []
+    assert [*living] == [kept]
+    living.add(kept)
+    assert len(living._known) == 2
