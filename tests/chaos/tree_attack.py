@@ -122,6 +122,8 @@ class Attack:
             return
         identity = (pid, picture.identities[pid] or 0)
         self.words.append(f"{fault} {name} pid {pid}" + (f" at {fault.at_s:.2f} s" if fault.at_s else ""))
+        if fault.kind == "flood":
+            self._count_lines(name)  # before it may have written more
         _send(identity, SIGNALS[fault.kind])
         if fault.kind in ("kill", "freeze") and fault.pair != ("freeze", "shim"):
             self.doomed.add(identity)
@@ -137,8 +139,6 @@ class Attack:
             self.frozen |= picture.all_of(name)
         elif fault.pair == ("kill", "shim"):
             self._unwatched |= picture.all_of(name)
-        if fault.kind == "flood":
-            self._flooded(name)
         if fault.restarts:
             self._costs(name, picture, certain=fault.at_s == 0.0)
 
@@ -173,7 +173,7 @@ class Attack:
             found += [(name, pid) for pid in pids if pid and picture.identities[pid] is not None]
         return found[int(fault.pick * len(found))] if found else ("", 0)
 
-    def _flooded(self, name: str) -> None:
+    def _count_lines(self, name: str) -> None:
         up = next(line for line in reversed(self._world.told(name)) if "up" in line)
         self.flooded[name] = (up["generation"], up["pid"], self._world.written(name, up["pid"]))
 

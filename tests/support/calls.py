@@ -138,9 +138,9 @@ class World:
 
     # ------------------------------------------------------------ members
 
-    def join(self, group: str, replica: int = 0, **more: Any) -> Channel:
+    def join(self, group: Any, replica: int = 0, **more: Any) -> Channel:
         given = {"group": group, "replica": replica, "rank": 0, "world_size": 1, "timeout": PATIENCE_S, **more}
-        channel = given.pop("channel", "outer" if group == "peer" else "policy")
+        channel = given.pop("channel", "outer" if isinstance(group, str) and group == "peer" else "policy")
         where = {"endpoint": self.coordinator.endpoint, "token": self.coordinator.token}
         return replicas.join(channel, **where | given)
 

@@ -25,6 +25,7 @@ import threading
 import time
 import traceback
 import warnings
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
@@ -57,19 +58,53 @@ class Hung(AssertionError):
     """It does not recover."""
 
 
+class Finalisers:
+    """Exceptions that Python has swallowed, for they came where something died: in the callback of a weak reference, say.
+
+    :ivar ours: those for which this library is to blame.
+    :ivar pythons: how many came in the sets that Python itself keeps of all tasks and threads, which nobody can help.
+    """
+
+    def __init__(self) -> None:
+        self.ours: list[str] = []
+        self.pythons = 0
+        names = ((asyncio.tasks, "_all_tasks"), (asyncio.tasks, "_scheduled_tasks"), (threading, "_dangling"))
+        self._sets = [getattr(module, name) for module, name in names if hasattr(module, name)]
+
+    def watch(self) -> None:
+        """From now on, in this process."""
+        sys.unraisablehook = self._note
+
+    def _note(self, what: Any) -> None:
+        known = getattr(what.object, "__defaults__", None) or ()  # of WeakSet's callback: a reference to the set
+        owner = known[0]() if known and isinstance(known[0], weakref.ref) else None
+        if any(owner is one for one in self._sets):
+            self.pythons += 1
+            return
+        stack = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_stack()[-6:-1]]
+        self.ours.append(f"{what.err_msg or ''} {what.object!r} {what.exc_value!r} at {' '.join(stack)}")
+
+
+FINALISERS = Finalisers()
+
+
 class Found:
-    """What became of the interrupts. ``lost``: what of the scene was not as it should be, with where the interrupt came."""
+    """What became of the interrupts. ``lost``: what of the scene was not as it should be, with where the interrupt came;
+    ``pythons``: those that Python swallowed in sets of its own.
+    """
 
     def __init__(self) -> None:
         self.sent = 0
         self.caught = 0
+        self.pythons = 0
         self.other: Counter[str] = Counter()
         self.lost: list[str] = []
         self.slowest_s = 0.0
 
     def __str__(self) -> str:
         return (
-            f"{self.sent} interrupts: {self.caught} reached the caller, {self.sent - self.caught} were swallowed, "
+            f"{self.sent} interrupts: {self.caught} reached the caller, {self.sent - self.caught - self.pythons} were "
+            f"swallowed, and {self.pythons} by Python's own finalisers, "
             f"{len(self.lost)} lost something; slowest recovery {self.slowest_s:.2f} s; others raised: {dict(self.other)}"
         )
 
@@ -370,6 +405,7 @@ def at_random(world: Scene, times: int, seed: int = 0, deeds: tuple[str, ...] = 
 
 
 def _interrupted(deed: str, where: str, found: Found, run: Callable[[], None], raised: Sized) -> None:
+    before = FINALISERS.pythons
     try:
         run()
     except KeyboardInterrupt:
@@ -380,7 +416,10 @@ def _interrupted(deed: str, where: str, found: Found, run: Callable[[], None], r
         found.other[f"{deed}: {type(error).__name__}: {error}"[:160]] += 1
     if len(raised):
         found.sent += 1
-        found.lost.append(f"the interrupt was swallowed: {where}")
+        if FINALISERS.pythons > before:
+            found.pythons += 1
+        else:
+            found.lost.append(f"the interrupt was swallowed: {where}")
 
 
 def _recover(world: Scene, deed: str, where: str, found: Found) -> None:
@@ -415,13 +454,7 @@ def main() -> int:
     deeds = tuple(arguments.deeds.split(","))
     warnings.simplefilter("ignore")
     faulthandler.register(signal.SIGUSR1)
-    swallowed: list[str] = []
-
-    def note(what: Any) -> None:
-        stack = [f"{Path(frame.filename).name}:{frame.lineno}" for frame in traceback.extract_stack()[-6:-1]]
-        swallowed.append(f"{what.err_msg or ''} {what.object!r} {what.exc_value!r} at {' '.join(stack)}")
-
-    sys.unraisablehook = note
+    FINALISERS.watch()
     bad = 0
     with scene() as world:
         for deed in deeds:
@@ -432,8 +465,8 @@ def main() -> int:
             found = at_random(world, arguments.times, arguments.seed, deeds)
             bad += len(found.lost)
             print(f"at random: {found}", *found.lost, sep="\n    ", flush=True)
-    print("swallowed in finalisers:", *swallowed, sep="\n    ")
-    return bool(bad or swallowed)
+    print("swallowed in finalisers:", *FINALISERS.ours, sep="\n    ")
+    return bool(bad or FINALISERS.ours)
 
 
 if __name__ == "__main__":
