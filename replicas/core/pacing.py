@@ -12,6 +12,7 @@ takes another way (:mod:`replicas.core.links`); where nobody knows why, it is up
 *One link is slow*, and there is long to go: the next attempt takes other ways, so that those behind the others have it soon;
 who can be reached over slow links alone gets it afterwards. That it is one link is known when those before it in the chain
 are idle meanwhile, or when the same members were much faster the last time; else all may be alike, and nothing would be won.
+Before anything is known of anybody (the first version) whoever is behind the slow link comes last in the chain, once.
 
 A link over which nothing comes is not slow, but maybe broken: that shows when all stand still.
 
@@ -38,6 +39,8 @@ __all__ = ["Pacing"]
 
 LONG_S = 4.0
 """With less to go than this, nobody is sent another way."""
+UNKNOWN_S = 6.0
+"""Where nothing is known of any of the links, with less than this."""
 PATIENCE = 2.0
 """The slow are waited for by so many times what the others took,"""
 PATIENCE_S = 3.0
@@ -100,17 +103,24 @@ class Pacing:
         slow = [member for member in receivers if self._address(member) == behind]
         if not slow or len(slow) == len(receivers) or self._left_s(lane, slow[0]) < LONG_S:
             return False
-        if not (self._alone(held_up, lane) or self._unusual(lane, slow[0], receivers)):
+        known = self._alone(held_up, lane) or self._unusual(lane, slow[0], receivers)
+        if not known and not self._worth_a_try(lane, slow[0], receivers):
             return False
         rate = lane.pace.rate(slow[0]) or 0.0
         self.rates[behind] = rate
-        links.slow([(self._address(before), behind)], f"{slow[0].name} takes {rate:,.0f} bytes/s", now)
+        if known:
+            links.slow([(self._address(before), behind)], f"{slow[0].name} takes {rate:,.0f} bytes/s", now)
         transfer.again("slow", now)
         return True
 
     def _alone(self, held_up: Sequence[tuple[Member, str]], lane: Lane) -> bool:
         """Whether the links before it could let more through."""
         return len({address for _, address in held_up}) == 1 and held_up[0][0] != lane.members[0]
+
+    def _worth_a_try(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
+        """Whether it may be this link alone, for all that is known, and there is very long to go: once."""
+        usual = any(self._context.links.usual(self._address(member)) for member in receivers)
+        return not (usual or self.rates) and self._left_s(lane, slow) >= UNKNOWN_S
 
     def _unusual(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
         """Whether it goes far more slowly than it did before with any of these."""

@@ -84,6 +84,7 @@ def plan(
     filling: Member | None = None,
     kept: Collection[Member] = (),
     works: Works | None = None,
+    last: Collection[str] = (),
 ) -> Plan | None:
     """How ``needers`` get it now; None when nobody who can give it to any of them has all of it.
 
@@ -92,8 +93,9 @@ def plan(
     :param filling: the holder that has not got all of it yet: those on its host wait until they can map it.
     :param kept: those of the holders and owners that are lost: only their memory is still there.
     :param works: which links do; None: all.
+    :param last: addresses of those who come behind the others in the chain.
     """
-    ordered = sorted(needers, key=lambda state: (state.slow, state.host, state.member))
+    ordered = sorted(needers, key=lambda state: (state.slow, state.address in last, state.host, state.member))
     if holders:
         return _from_holders(version, ordered, holders, filling, kept, works)
     if owners:

@@ -237,7 +237,7 @@ class Transfer:
         needers = [state for state in map(roster.get, self.needers) if state is not None]
         lost = {state.member for state in kept}
         for works in self._ways(now):
-            found = plan(version, needers, holders, owners, self.payload.filling, lost, works)
+            found = plan(version, needers, holders, owners, self.payload.filling, lost, works, self.pacing.rates)
             if found is None or found.concerned:
                 break
         return found

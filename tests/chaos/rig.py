@@ -112,6 +112,7 @@ def open_world(folder: Path, shape: Shape) -> Iterator[World]:
     out.mkdir()
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     command = [sys.executable, "-m", "tests.chaos.supervisor_under_test", str(theirs.fileno())]
+    command.append(str(out / "decisions.jsonl"))
     endpoint = folder / ".replicas" / "chaos" / "endpoint.json"
 
     def target() -> str:
@@ -196,7 +197,7 @@ class World:
 
     def decided(self) -> list[int]:
         """Every version of the weights that was ever committed, in order."""
-        lines = self._tail(self.run.state_dir / "decisions.jsonl")
+        lines = self._tail(self.out / "decisions.jsonl")
         return [line["version"] for line in lines if line["channel"] == "policy" and line["kind"] == "commit"]
 
     def page(self, name: str) -> tuple[int, str]:

@@ -1,5 +1,6 @@
-"""``python -m tests.chaos.supervisor_under_test FD CONFIG``: ``replicas run CONFIG``, with a finger on its pulse.
+"""``python -m tests.chaos.supervisor_under_test FD DECISIONS CONFIG``: ``replicas run CONFIG``, with a finger on its pulse.
 
+Every decision that its log has taken is appended to the file ``DECISIONS``, too: the log itself is written anew now and then.
 Over the socket ``FD`` come orders as JSON, one in each packet; answers go back the same way::
 
     {"arm": 7, "channel": "policy", "moment": "mid-bucket", "delay_s": 0.002, "deeds": [...]}
@@ -28,9 +29,12 @@ from pathlib import Path
 from typing import Any, Self
 from unittest import mock
 
+import msgspec
+
 from replicas.config_file import load
+from replicas.coordinator.decisions import DecisionLog
 from replicas.core.channel import ChannelState
-from replicas.core.effects import Effect
+from replicas.core.effects import CommitDecision, Effect
 from replicas.messages import FromMember
 from replicas.supervisor import __main__ as command_line
 from replicas.supervisor.supervisor import Supervisor
@@ -154,8 +158,18 @@ def main() -> int:
             self.coordinator.engine.tap = Pulse(control, self).tap
             return self
 
-    with mock.patch.object(command_line, "Supervisor", Tapped):
-        return command_line.supervise(load(Path(sys.argv[2])))
+    append = DecisionLog.append
+    with Path(sys.argv[2]).open("ab", buffering=0) as decisions:
+
+        def appended(log: DecisionLog, decision: CommitDecision) -> None:
+            append(log, decision)
+            decisions.write(msgspec.json.encode(decision) + b"\n")
+
+        with (
+            mock.patch.object(command_line, "Supervisor", Tapped),
+            mock.patch.object(DecisionLog, "append", appended),
+        ):
+            return command_line.supervise(load(Path(sys.argv[3])))
 
 
 if __name__ == "__main__":

@@ -66,6 +66,25 @@ def test_the_fast_go_on_and_the_slow_are_caught_up_at_their_own_pace(slow: str, 
     assert members(publish(world, trainer)[1]) == ["rollout/0/0", "rollout/1/0"]
 
 
+@pytest.mark.parametrize("seconds", [12.0, 200.0])
+@pytest.mark.parametrize("slow", [NEAR, FAR])
+def test_nor_do_the_fast_wait_for_the_slow_with_the_first_version_of_all(slow: str, seconds: float) -> None:
+    """Nothing is known of any link, and whoever comes first in the chain may be the slow one."""
+    world, trainer, near, far = three_hosts()
+    slow_host(world, slow, seconds)
+    took, end = publish(world, trainer)
+    assert (near if slow == FAR else far).member.name in members(end)
+    assert took <= 7.0
+
+
+def test_where_all_links_are_slow_one_other_way_is_tried() -> None:
+    world, trainer, _, _ = three_hosts()
+    slow_host(world, TRAINER, 12.0)
+    took, end = publish(world, trainer)
+    assert members(end) == ["rollout/0/0", "rollout/1/0"]
+    assert took <= 18.0
+
+
 def test_a_slow_link_between_two_targets_loses_nobody() -> None:
     world, trainer, _, _ = three_hosts()
     publish(world, trainer)
