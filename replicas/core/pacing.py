@@ -136,6 +136,8 @@ class Pacing:
         patience = max(PATIENCE_S, PATIENCE * (self._others_at - self._began_at))
         late: dict[Member, str] = {}
         for member in [member for member in transfer.plan.receivers if member in awaited]:
+            if lane.pace.stalls(member):
+                continue
             left_s = self._left_s(lane, member)
             far = FAR if lane.pace.rate(member) is None else 1.0
             if now + left_s > self._others_at + far * patience:

@@ -10,8 +10,8 @@ from tests.support.channel_world import NBYTES, SimMember, World, channel_config
 TRAINER, NEAR, FAR = "10.0.0.1", "10.0.0.2", "10.0.0.3"
 
 
-def three_hosts(**config: object) -> tuple[World, SimMember, SimMember, SimMember]:
-    world = World(channel_config(**config))
+def three_hosts(kind: type[World] = World, **config: object) -> tuple[World, SimMember, SimMember, SimMember]:
+    world = kind(channel_config(**config))
     trainer = world.join("trainer/0/0", machine="a", address=TRAINER)
     near = world.join("rollout/0/0", machine="b", address=NEAR)
     far = world.join("rollout/1/0", machine="c", address=FAR)
@@ -95,6 +95,40 @@ def test_a_slow_link_between_two_targets_loses_nobody() -> None:
     took, end = publish(world, trainer)
     assert took <= 1.0, "it goes round it at once"
     assert members(end) == ["rollout/0/0", "rollout/1/0"]
+
+
+class Passing(SimMember):
+    """Over a lane with a hole between the last two of its chain: those before have it at once, the last one says late that
+    nothing comes.
+    """
+
+    def tell_pace(self) -> None:
+        for lane, (since, go) in list(self.at_work.items()):
+            if not self.world.blocked_in(lane):
+                continue
+            if self.address != FAR:
+                del self.at_work[lane]
+                self._transfer(self.incoming.pop(go.transfer), go)
+            elif 2.5 < self.world.now - since < 5.5:
+                return
+        super().tell_pace()
+
+
+class PassingWorld(World):
+    member_type = Passing
+
+
+def test_one_to_whom_nothing_comes_is_not_slow() -> None:
+    """The link to it broke when the one before it had all, whose patience ends before it is known that nothing moves."""
+    world, trainer, _, far = three_hosts(PassingWorld)
+    publish(world, trainer)
+    world.holes.add(frozenset((NEAR, FAR)))
+    took, end = publish(world, trainer)
+    assert members(end) == ["rollout/0/0", "rollout/1/0"]
+    assert took <= 8.0
+    state = world.state.roster.get(far.member)
+    assert state is not None
+    assert not state.slow
 
 
 def test_one_that_is_only_a_little_slower_is_waited_for() -> None:
