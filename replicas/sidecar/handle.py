@@ -163,10 +163,12 @@ class Sidecar:
         self._look_soon()
         try:
             async with asyncio.timeout(timeout_s + KILL_GRACE_S):
-                async with self._sending:
-                    for buffer in buffers:
-                        await self._map(buffer)
-                    await self._send(request)
+                known = all(buffer.fd >= 0 and buffer.key in self._mapped for buffer in buffers)
+                if not (known and self._send_at_once(request)):
+                    async with self._sending:
+                        for buffer in buffers:
+                            await self._map(buffer)
+                        await self._send(request)
                 reply = await future
         except TimeoutError:
             self.kill(f"it did not answer within {timeout_s:g} s and was killed")
