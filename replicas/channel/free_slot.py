@@ -57,4 +57,5 @@ async def free_slot(
                 members=[hub.member.name],
             )
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(changed.wait(), min(left, BEAT_S))
+            async with asyncio.timeout(min(left, BEAT_S)):
+                await changed.wait()

@@ -218,7 +218,8 @@ class Session:
             self._flushed.clear()
             self._wake.set()
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._flushed.wait(), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._flushed.wait()
         self._task.cancel()
         await asyncio.wait([self._task], timeout=timeout_s + CLOSE_TIMEOUT_S)
 
@@ -422,7 +423,8 @@ class Session:
                 self._handler.before_heartbeat()
                 await self._put(websocket, 0, _HEARTBEAT)
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), max(0.0, beat - time.monotonic()))
+                async with asyncio.timeout(max(0.0, beat - time.monotonic())):
+                    await self._wake.wait()
 
     async def _put(self, websocket: _Connection, number: int, body: bytes) -> None:
         self._unacked = 0

@@ -235,7 +235,8 @@ class Transfers:
                     members=[hub.member.name],
                 )
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(changed.wait(), min(left, BEAT_S))
+                async with asyncio.timeout(min(left, BEAT_S)):
+                    await changed.wait()
 
     # ------------------------------------------------------------ moving
 

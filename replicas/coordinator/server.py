@@ -123,7 +123,8 @@ async def _converse(engine: Engine, session: Session, websocket: WebSocket) -> N
         await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         if over.is_set():
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(session.written(connection), CLOSE_TIMEOUT_S)
+                async with asyncio.timeout(CLOSE_TIMEOUT_S):
+                    await session.written(connection)
     finally:
         engine.detach(session, connection)
         for task in tasks:

@@ -235,6 +235,40 @@ async def test_resumes_after_a_broken_connection(world: World) -> None:
     assert len(world.handler.reasons) == 1
 
 
+class Ending:
+    """A connection that ends when the test says so, and takes all that is written to it."""
+
+    def __init__(self) -> None:
+        self.end = asyncio.Event()
+        self.heard = time.monotonic()
+
+    async def recv(self) -> bytes:
+        await self.end.wait()
+        raise OSError("the connection was reset")
+
+    async def send(self, data: bytes) -> None:
+        """It is gone."""
+
+
+@pytest.mark.parametrize("ticks", range(-8, 9))
+async def test_the_end_of_a_connection_is_not_lost_to_something_to_write(ticks: int) -> None:
+    """In whichever order, and so many turns of the loop apart, the two come: all that serves the connection ends."""
+    ending = Ending()
+    session = Session(Loop(), "127.0.0.1:1", "secret", HELLO, Handler())  # type: ignore[arg-type]  # a fake
+    session._interval_s = 60.0
+    serving = asyncio.create_task(session._serve(ending))  # type: ignore[arg-type]  # a fake
+    await asyncio.sleep(0.01)
+    events = [ending.end, session._wake]
+    for event in events if ticks > 0 else reversed(events):
+        event.set()
+        for _ in range(abs(ticks)):
+            await asyncio.sleep(0)
+    done, _ = await asyncio.wait([serving], timeout=5.0)
+    assert done, "it still serves a connection that has ended"
+    with pytest.raises(OSError, match="was reset"):
+        await serving
+
+
 async def test_a_new_term_starts_from_scratch(world: World) -> None:
     await world.session.open(5)
     first = await world.coordinator.connection()
