@@ -293,6 +293,8 @@ class Engine:
         channel.seen(member, now)
         session.acknowledge(frame.ack)
         if isinstance(frame.body, Heartbeat):
+            if session.connection is not None:
+                channel.measured(member, session.connection.rtt_s())
             session.send(Ack())
             return True
         accepted = session.accept(frame.seq)

@@ -21,6 +21,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
+import struct
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, cast
@@ -49,6 +51,9 @@ _NO_MESSAGE = b"\xc1"
 """A byte that MessagePack never uses: what a text frame becomes."""
 _quiet = logging.getLogger("replicas.coordinator.http")
 _quiet.setLevel(logging.CRITICAL)  # whatever strangers send is counted, not written down
+
+
+_RTT = struct.Struct("<68xI")  # tcpi_rtt of struct tcp_info, in microseconds
 
 
 class Guard:
@@ -242,6 +247,14 @@ class SessionProtocol(WebSocketsSansIOProtocol):
     def takes_more(self) -> bool:
         """Whether its buffer is not full."""
         return self.writable.is_set()
+
+    def rtt_s(self) -> float:
+        """How long a round trip takes lately, in seconds, by the kernel's count; 0: not known."""
+        sock = self.transport.get_extra_info("socket")
+        try:
+            return float(_RTT.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.size))[0]) / 1e6
+        except (OSError, struct.error):  # it is closed
+            return 0.0
 
     def resume_writing(self) -> None:
         super().resume_writing()

@@ -46,6 +46,9 @@ class Connection(Protocol):
     def takes_more(self) -> bool:
         """Whether its buffer is not full."""
 
+    def rtt_s(self) -> float:
+        """How long a round trip takes lately, in seconds; 0: not known."""
+
     def write(self, messages: Sequence[bytes]) -> None:
         """Hand them over; nothing happens when the connection is closing."""
 

@@ -217,6 +217,12 @@ class ChannelState:
         if state is not None:
             state.last_seen = max(state.last_seen, now)
 
+    def measured(self, member: Member, rtt_s: float) -> None:
+        """How long a round trip to it takes lately, in seconds; 0: not known."""
+        state = self.roster.get(member)
+        if state is not None and rtt_s:
+            state.rtt_s = rtt_s
+
     def connected(self, member: Member, now: float) -> None:
         """It has come back with a new connection."""
         state = self.roster.get(member)

@@ -20,11 +20,17 @@ from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
 __all__ = ["Lane", "Lanes", "form_timeout"]
 
 FORM_TIMEOUT_S = 20.0
+FORM_TRIPS = 25.0
+"""Members that form a process group wait for each other, and for the store, so many times one after the other."""
 
 
-def form_timeout(remaining_s: float) -> float:
-    """Of what is left of a deadline: long enough for a forkserver that is still starting, short enough to try again."""
-    return min(FORM_TIMEOUT_S, max(remaining_s / 4, min(5.0, remaining_s / 2)))
+def form_timeout(remaining_s: float, rtt_s: float = 0.0) -> float:
+    """Of what is left of a deadline: long enough for a forkserver that is still starting, short enough to try again.
+
+    :param rtt_s: how long a round trip to the farthest member takes.
+    """
+    enough_s = max(remaining_s / 4, min(5.0, remaining_s / 2), min(FORM_TRIPS * rtt_s, remaining_s))
+    return min(FORM_TIMEOUT_S, enough_s)
 
 
 @dataclass(slots=True, eq=False)

@@ -41,6 +41,9 @@ LONG_S = 4.0
 """With less to go than this, nobody is sent another way."""
 UNKNOWN_S = 6.0
 """Where nothing is known of any of the links, with less than this."""
+FAR_TRIP_S = 0.25
+"""Beyond this round trip a process group forms more slowly than the others should wait: they go on without, and the far are
+caught up in process groups that have the time."""
 PATIENCE = 2.0
 """The slow are waited for by so many times what the others took,"""
 PATIENCE_S = 3.0
@@ -150,6 +153,21 @@ class Pacing:
             for member in late:
                 self._context.slow(member, now)
             transfer.leave_slow(late, now)
+
+    def leave_far(self, now: float) -> None:
+        """Before an attempt of a publish: those who would take too long to form a process group do not take part."""
+        transfer, roster = self._transfer, self._context.roster
+        if transfer.kind != "main" or not transfer.drops:
+            return
+        needers = [state for state in map(roster.get, transfer.needers) if state is not None]
+        trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
+        far = {state.member: trips[state.host] for state in needers if state.host in trips}
+        if not far or not (transfer.needers - far.keys() or transfer.verified):
+            return
+        for member, rtt_s in far.items():
+            transfer.why[member] = f"it is far: a round trip takes {rtt_s:.1f} s"
+            self._context.slow(member, now)
+        transfer.needers -= far.keys()
 
     def _left_s(self, lane: Lane, member: Member) -> float:
         """How long it still takes, by what was seen; 0 where nothing was, or nothing comes at all."""

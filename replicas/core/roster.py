@@ -83,6 +83,7 @@ class MemberState:
     :ivar note: why it is behind or quarantined.
     :ivar missed: the version without which it was left behind: it is with the others again when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
+    :ivar rtt_s: how long a round trip to it takes lately; 0: not known.
     :ivar slow: the others went on without it, because it would have held them up.
     :ivar served: it was caught up since it was quarantined.
     :ivar draining: it is being ended: it may finish what it has begun, and takes no part in anything new.
@@ -119,6 +120,7 @@ class MemberState:
     failures: int = 0
     served: bool = False
     slow: bool = False
+    rtt_s: float = 0.0
     view_epoch: int = 0
     """The last epoch of which it was told."""
 

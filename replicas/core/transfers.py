@@ -186,6 +186,7 @@ class Transfer:
         """Begin an attempt over those that still need the version."""
         context = self._context
         self.needers = {m for m in self.needers if m in context.roster and not self._holds(m)}
+        self.pacing.leave_far(now)
         found = self._plan(now)
         if found is None:
             self._end(self._no_holder(), now)
@@ -274,7 +275,12 @@ class Transfer:
             kept = None
         self._forms_lane = kept is None
         self.lane = kept or context.lanes.open(
-            context.roster.epoch, states, backend, now, form_timeout(remaining), context.out
+            context.roster.epoch,
+            states,
+            backend,
+            now,
+            form_timeout(remaining, max(state.rtt_s for state in states)),
+            context.out,
         )
 
     def _backend(self, states: Sequence[MemberState]) -> Backend:

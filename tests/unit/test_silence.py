@@ -59,6 +59,9 @@ class FarMember:
         )
         self.session: Session = engine.open(hello, self, "10.0.0.9")
 
+    def rtt_s(self) -> float:
+        return 0.0
+
     def takes_more(self) -> bool:
         return True
 

@@ -97,6 +97,35 @@ def test_a_slow_link_between_two_targets_loses_nobody() -> None:
     assert members(end) == ["rollout/0/0", "rollout/1/0"]
 
 
+@pytest.mark.parametrize("rtt_s", [0.2, 0.6])
+def test_the_far_hold_up_nobody_by_forming_process_groups(rtt_s: float) -> None:
+    world, trainer, _, far = three_hosts()
+    other = world.join("rollout/2/0", machine="c", address=FAR)
+    world.advance(1.0)
+    world.state.measured(other.member, rtt_s)
+    took, end = publish(world, trainer)
+    assert took <= 1.0
+    if rtt_s < 0.5:
+        assert members(end) == ["rollout/0/0", "rollout/1/0", "rollout/2/0"]
+        return
+    assert members(end) == ["rollout/0/0"]
+    assert end.receipt is not None
+    reason = "it is far: a round trip takes 0.6 s"
+    assert end.receipt.reasons == {"rollout/1/0": reason, "rollout/2/0": reason}
+    world.advance(1.0)
+    assert 1 in far.held
+    assert 1 in other.held
+    assert max(form.deadline_s for form in far.seen + other.seen if isinstance(form, wire.LaneForm)) >= 12.0
+
+
+def test_where_all_are_far_all_are_waited_for() -> None:
+    world, trainer, near, far = three_hosts()
+    for sim in (near, far):
+        world.state.measured(sim.member, 0.6)
+    _, end = publish(world, trainer)
+    assert members(end) == ["rollout/0/0", "rollout/1/0"]
+
+
 class Passing(SimMember):
     """Over a lane with a hole between the last two of its chain: those before have it at once, the last one says late that
     nothing comes.

@@ -218,6 +218,9 @@ class Wire:
         self.on_writable: Callable[[], None] = lambda: None
         self.on_bytes: Callable[[], None] = lambda: None
 
+    def rtt_s(self) -> float:
+        return 0.0
+
     def takes_more(self) -> bool:
         return self.room > 0
 
