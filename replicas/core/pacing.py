@@ -19,6 +19,9 @@ A link over which nothing comes is not slow, but maybe broken: that shows when a
 A slow link is no failure: those behind it are waited for, but with ``on_lost = "drop"`` no longer than by some multiple of
 what the others took. By what they take, it is soon known that they will not make it. They are caught up at their own pace,
 and are with the others again after a while, longer each time: in attempts of their own, until they were fast enough in one.
+
+*The far* would hold up the others before a byte moves: to form a process group takes some twenty round trips. They are left
+in the same way, before an attempt, by what the kernel says of their sessions.
 """
 
 from __future__ import annotations
