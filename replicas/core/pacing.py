@@ -152,7 +152,7 @@ class Pacing:
                 late[member] = f"it is slow: {rate:,.0f} bytes/s, and the others have had it for {waited_s:.1f} s"
         hosts = {self._host(member) for member in late}
         late |= {m: "its host is slow" for m in transfer.needers if m not in late and self._host(m) in hosts}
-        if late:
+        if late and self._enough_without(late):
             for member in late:
                 self._context.slow(member, now)
             transfer.leave_slow(late, now)
@@ -165,12 +165,18 @@ class Pacing:
         needers = [state for state in map(roster.get, transfer.needers) if state is not None]
         trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
         far = {state.member: trips[state.host] for state in needers if state.host in trips}
-        if not far or not (transfer.needers - far.keys() or transfer.verified):
+        if not far or not self._enough_without(far):
             return
         for member, rtt_s in far.items():
             transfer.why[member] = f"it is far: a round trip takes {rtt_s:.1f} s"
             self._context.slow(member, now)
         transfer.needers -= far.keys()
+
+    def _enough_without(self, late: Collection[Member]) -> bool:
+        """Whether the version can be committed with the others: some of them, and ``min_targets`` of their replicas."""
+        others = (self._transfer.needers | self._transfer.verified) - set(late)
+        replicas = {(member.group, member.replica) for member in others}
+        return bool(others) and len(replicas) >= self._context.roster.config.min_targets
 
     def _left_s(self, lane: Lane, member: Member) -> float:
         """How long it still takes, by what was seen; 0 where nothing was, or nothing comes at all."""

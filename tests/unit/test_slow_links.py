@@ -177,6 +177,17 @@ def test_who_must_not_be_dropped_is_waited_for() -> None:
     assert took <= 16.0
 
 
+@pytest.mark.parametrize("far_away", [False, True])
+def test_those_without_whom_it_cannot_be_committed_are_waited_for(far_away: bool) -> None:
+    world, trainer, _, far = three_hosts(min_targets=2)
+    if far_away:
+        world.state.measured(far.member, 0.6)
+    else:
+        slow_host(world, FAR, 12.0)
+    _, end = publish(world, trainer, deadline_s=30.0)
+    assert members(end) == ["rollout/0/0", "rollout/1/0"]
+
+
 def test_where_all_are_equally_slow_all_are_waited_for() -> None:
     world = World()
     trainer = world.join("trainer/0/0", machine="a", address=TRAINER)
