@@ -49,11 +49,10 @@ __all__ = ["Config", "Guard", "HttpProtocol", "SessionProtocol", "connection_of"
 _SCOPE_KEY = "replicas.connection"
 _NO_MESSAGE = b"\xc1"
 """A byte that MessagePack never uses: what a text frame becomes."""
+_RTT = struct.Struct("<68xI")
+"""``tcpi_rtt`` of Linux's ``struct tcp_info``, in microseconds."""
 _quiet = logging.getLogger("replicas.coordinator.http")
 _quiet.setLevel(logging.CRITICAL)  # whatever strangers send is counted, not written down
-
-
-_RTT = struct.Struct("<68xI")  # tcpi_rtt of struct tcp_info, in microseconds
 
 
 class Guard:

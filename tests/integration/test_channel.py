@@ -82,6 +82,13 @@ async def test_publish_receive_load() -> None:
         assert [member.name for member in trainer.members] == ["rollout/0/0", "rollout/1/0", "trainer/0/0"]
 
 
+async def test_the_round_trip_to_each_member_is_known() -> None:
+    async with channel_world() as world:
+        await world.join("rollout")
+        roster = world.coordinator.engine.channels["policy"].roster
+        await wait_until(lambda: all(0 < state.rtt_s < 0.2 for state in roster), "it was measured")
+
+
 async def test_a_module_with_tied_parameters_and_a_cast() -> None:
     def model() -> torch.nn.Module:
         layers = torch.nn.Sequential(torch.nn.Embedding(16, 8), torch.nn.Linear(8, 16, bias=False))
