@@ -162,7 +162,9 @@ class Pacing:
         transfer, roster = self._transfer, self._context.roster
         if transfer.kind != "main" or not transfer.drops:
             return
-        needers = [state for state in map(roster.get, transfer.needers) if state is not None]
+        version = transfer.payload.version
+        here = {state.host for state in roster if version in state.held or version in state.parts}  # where it is mapped
+        needers = [state for state in map(roster.get, transfer.needers) if state is not None and state.host not in here]
         trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
         far = {state.member: trips[state.host] for state in needers if state.host in trips}
         if not far or not self._enough_without(far):

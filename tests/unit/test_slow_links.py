@@ -118,6 +118,16 @@ def test_the_far_hold_up_nobody_by_forming_process_groups(rtt_s: float) -> None:
     assert max(form.deadline_s for form in far.seen + other.seen if isinstance(form, wire.LaneForm)) >= 12.0
 
 
+def test_those_who_map_it_are_not_far() -> None:
+    """The trainer's host is far from the coordinator, and a target lies beside the trainer."""
+    world, trainer, _, _ = three_hosts()
+    beside = world.join("rollout/2/0", machine="a", address=TRAINER)
+    world.advance(1.0)
+    for sim in (trainer, beside):
+        world.state.measured(sim.member, 0.6)
+    assert members(publish(world, trainer)[1]) == ["rollout/0/0", "rollout/1/0", "rollout/2/0"]
+
+
 def test_where_all_are_far_all_are_waited_for() -> None:
     world, trainer, near, far = three_hosts()
     for sim in (near, far):
