@@ -18,6 +18,7 @@
     ├── WorldError            the machine or the membership does not allow it
     │   ├── NoCapacity        memory (or another resource) is too small; nothing was broken
     │   ├── Preflight         members cannot work together (backend, address, versions)
+    │   ├── StoreTampered     what process groups meet by was changed by somebody who is no member
     │   └── Fenced            another process joined with this identity; this one is out
     ├── Disconnected          no session with the coordinator, and none came back in time
     └── InternalError         a bug of this library: please report it
@@ -47,6 +48,7 @@ __all__ = [
     "RanksDisagree",
     "ReplicasError",
     "StaleVersion",
+    "StoreTampered",
     "SyncError",
     "UnknownChannel",
     "UsageError",
@@ -200,6 +202,14 @@ class NoCapacity(WorldError):
 
 class Preflight(WorldError):
     """Members cannot work together."""
+
+
+class StoreTampered(WorldError):
+    """What process groups meet by was changed by somebody who is no member. No member is to blame, and none is left out."""
+
+    default_hint = (
+        "look who else reaches the port of the store: bind it to an address that only this run's machines reach"
+    )
 
 
 class Fenced(WorldError):

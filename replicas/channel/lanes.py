@@ -134,6 +134,7 @@ class Lanes:
                         names=message.names,
                         addresses=message.addresses,
                         probe=message.probe,
+                        secret=message.secret,
                         device=self._hub.gpu if message.backend == "nccl" else self._hub.device,
                     )
                 )

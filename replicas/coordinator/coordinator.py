@@ -94,6 +94,7 @@ class Coordinator:
             decisions=self._decisions,
             store_address=lambda: self._store.address,
             sweep=self._store.sweep,
+            replace_store=self._store.replace,
             epochs=epochs,
         )
         self._book = ReadinessBook()
@@ -224,5 +225,7 @@ class Coordinator:
     def _store_changed(self, up: bool) -> None:
         for name in self.engine.channels:
             self.engine.emit(StoreChanged(name, up))
-        if up:
+        if not up:
+            self.engine.store_lost()
+        else:
             self.engine.store_moved()

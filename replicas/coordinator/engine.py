@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
 
@@ -36,11 +37,13 @@ from replicas.core.effects import (
     MemberQuarantined,
     Read,
     Record,
+    ReplaceStore,
     Send,
     Sweep,
     SyncEnded,
 )
 from replicas.core.identity import Member
+from replicas.core.lanes import SECRET_NBYTES
 from replicas.core.manifests import Joined, read
 from replicas.core.roster import GroupShape
 from replicas.core.silence import Silence
@@ -96,11 +99,13 @@ class Engine:
         decisions: DecisionLog,
         store_address: Callable[[], tuple[str, int]],
         sweep: Callable[[str], None],
+        replace_store: Callable[[tuple[str, int]], None],
         epochs: Mapping[str, int] | None = None,
     ) -> None:
         self.run = run
         self.decisions = decisions
         self._sweep = sweep
+        self._replace_store = replace_store
         self._keeper = Keeper()
         beacon, process = own_beacon(), own_process()
         here = ((process.boot_id, process.pid_namespace, beacon.uid), beacon)
@@ -111,6 +116,7 @@ class Engine:
                 run=run,
                 term=decisions.term,
                 store=store_address,
+                secret=secrets.token_bytes(SECRET_NBYTES),
                 floor=decisions.floor(name),
                 decided=decisions.committed(name),
                 aborted=decisions.aborted(name),
@@ -277,6 +283,11 @@ class Engine:
         session.send(Refused(WireError.of(error)))
         self.lose(session.member, reason)
 
+    def store_lost(self) -> None:
+        """The store has ended."""
+        for channel in self.channels.values():
+            channel.store_lost()
+
     def store_moved(self) -> None:
         """There is a new store at another address."""
         for channel in self.channels.values():
@@ -364,6 +375,8 @@ class Engine:
                     self._apply(channel)
             case Sweep():
                 self._sweep(effect.prefix)
+            case ReplaceStore():
+                self._replace_store((effect.host, effect.port))
             case Keep():
                 place = self._keeper.keep((effect.channel, effect.owner), effect.place, effect.version)
                 channel.kept(effect.owner, effect.version, place)

@@ -188,6 +188,13 @@ class StoreKeeper:
             with attempt:
                 await self._spawn(0)
 
+    def replace(self, address: tuple[str, int]) -> None:
+        """End the process that listens at ``address``, if it is still there: another one takes its place."""
+        if self.up and address == self.address and self._process is not None:
+            log.warning("somebody who is no member writes into the store at %s:%d: it is replaced", *address)
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
     # ------------------------------------------------------------ sweeping
 
     def sweep(self, prefix: str) -> None:

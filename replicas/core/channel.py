@@ -88,6 +88,7 @@ class ChannelState:
         run: str,
         term: int,
         store: Callable[[], tuple[str, int]],
+        secret: bytes = b"",
         floor: int = 0,
         decided: tuple[int, str] = (0, ""),
         aborted: frozenset[int] = frozenset(),
@@ -96,7 +97,7 @@ class ChannelState:
     ) -> None:
         """``floor``, ``decided`` and ``aborted``: newest number, newest commit and late failures in the decision log.
 
-        ``epoch``: the last one that members of an earlier coordinator may have seen.
+        ``epoch``: the last one that members of an earlier coordinator may have seen. ``secret``: the coordinator's own.
         ``here``: where this process is, if it can keep the memory of others.
         """
         self.config = config
@@ -111,7 +112,7 @@ class ChannelState:
             here=here,
         )
         self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
-        self.lanes = Lanes(run, config.name, term, store)
+        self.lanes = Lanes(run, config.name, term, store, secret)
         self.links = Links(self)
         self.rounds = Rounds(config.name)
         self.roster.index.on_held = self.rounds.touch
@@ -260,11 +261,18 @@ class ChannelState:
         """The shell has done what :class:`~replicas.core.effects.Keep` says; None: it cannot."""
         self.keeping.kept(owner, version, place)
 
+    def store_lost(self) -> None:
+        """The store has ended: what forms over it waits for the next one."""
+        self.lanes.store_lost()
+
     def store_moved(self, now: float) -> None:
         """The store was replaced: what forms over the old one starts again."""
+        self.lanes.store_moved()
         for transfer in self.commits.transfers:
             transfer.store_moved(now)
         self.operations.store_moved(now)
+        self.stuck.store_moved(now)
+        self.links.store_moved(now)
         self._settle(now)
 
     def waits(self, member: Member) -> bool:
@@ -511,7 +519,11 @@ class ChannelState:
         if lane is None or state.member not in lane.members:
             return
         error = message.error.exception()
-        if state.is_peer:
+        if isinstance(error, errors.StoreTampered):
+            self.lanes.tampered(lane, self.out)
+        elif self.lanes.waits_for_store(lane):
+            return
+        elif state.is_peer:
             self.operations.lane_failed(lane, error, now)
             self.stuck.lane_failed(lane, error, now)
         else:

@@ -76,6 +76,9 @@ class DomainLanes:
             return wanted
         return "nccl" if on_device and nccl_works([state.hello for state in states]) else "gloo"
 
+    def waits_for_store(self, lane: Lane) -> bool:
+        return self._lanes.waits_for_store(lane)
+
     def owns(self, lane: Lane) -> bool:
         """Whether operations may run in it."""
         return any(known is lane for known in self)

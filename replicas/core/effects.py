@@ -172,6 +172,13 @@ class Sweep(msgspec.Struct, frozen=True):
     prefix: str
 
 
+class ReplaceStore(msgspec.Struct, frozen=True):
+    """The store that listens there was written to by somebody who is no member: end it, and start another one."""
+
+    host: str
+    port: int
+
+
 class Keep(msgspec.Struct, frozen=True):
     """Hold the memory of ``owner`` with ``version`` in this process, and say at once where it can be opened here."""
 
@@ -202,4 +209,4 @@ class Emit(msgspec.Struct, frozen=True):
     event: Event
 
 
-Effect = Send | Record | Sweep | Keep | LetGo | Read | Emit
+Effect = Send | Record | Sweep | ReplaceStore | Keep | LetGo | Read | Emit

@@ -3,14 +3,18 @@
 A lane is formed once, over a fresh key prefix, by one sidecar of each of its members, in rank order. It is *forming* until
 each member has said so, then *formed*, and *dead* for good after the first failure or loss: a new attempt is a new lane
 (:data:`replicas.core.membership.LANE`). A *probe* is a lane that only shows whether its members can form one.
+
+What a member says of a lane that is forming over a store that has ended is no failure of the lane, and says nothing of its
+members: whoever needs it makes another over the next store. A store that somebody else writes to is ended for it.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from replicas.core.effects import Effect, Emit, Send, SidecarReplaced, Sweep
+from replicas.core.effects import Effect, Emit, ReplaceStore, Send, SidecarReplaced, Sweep
 from replicas.core.identity import Member
 from replicas.core.membership import LANE, LaneState
 from replicas.core.pace import Pace
@@ -19,6 +23,7 @@ from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
 
 __all__ = ["Lane", "Lanes", "form_timeout"]
 
+SECRET_NBYTES = 32
 FORM_TIMEOUT_S = 20.0
 FORM_TRIPS = 25.0
 """Members that form a process group wait for each other, and for the store, so many times one after the other."""
@@ -35,7 +40,7 @@ def form_timeout(remaining_s: float, rtt_s: float = 0.0) -> float:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One process group. ``pace``: how it gets on with what it moves now."""
+    """One process group. ``store``: where it forms. ``pace``: how it gets on with what it moves now."""
 
     name: str
     prefix: str
@@ -43,6 +48,7 @@ class Lane:
     backend: Backend
     opened_at: float
     deadline: float
+    store: tuple[str, int] = ("", 0)
     state: LaneState = "forming"
     formed_by: set[Member] = field(default_factory=set)
     formed_s: float = 0.0
@@ -59,11 +65,14 @@ class Lane:
 class Lanes:
     """All lanes of a channel. Lane names are never used twice within a term."""
 
-    def __init__(self, run: str, channel: str, term: int, store: Callable[[], tuple[str, int]]) -> None:
+    def __init__(self, run: str, channel: str, term: int, store: Callable[[], tuple[str, int]], secret: bytes) -> None:
+        """``secret``: nobody's but the coordinator's; those of the lanes are made of it."""
         self._base = f"{run}/{channel}"
         self._channel = channel
         self._term = term
         self._store = store
+        self._secret = secret
+        self._lost: tuple[str, int] | None = None
         self._count = 0
         self._lanes: dict[str, Lane] = {}
         self.replaced: dict[str, int] = {}
@@ -91,9 +100,10 @@ class Lanes:
         name = f"{epoch}.{self._count}"
         prefix = f"{self._base}/{self._term}/{epoch}/{self._count}"
         members = tuple(state.member for state in states)
-        lane = Lane(name, prefix, members, backend, opened_at=now, deadline=now + timeout_s)
-        self._lanes[name] = lane
         host, port = self._store()
+        lane = Lane(name, prefix, members, backend, opened_at=now, deadline=now + timeout_s, store=(host, port))
+        self._lanes[name] = lane
+        secret = hashlib.blake2b(prefix.encode(), digest_size=SECRET_NBYTES, key=self._secret).digest()
         addresses = tuple(state.address for state in states)
         names = tuple(member.name for member in members)
         for rank, member in enumerate(members):
@@ -109,6 +119,7 @@ class Lanes:
                 deadline_s=timeout_s,
                 names=names,
                 probe=probe,
+                secret=secret,
             )
             out.append(Send(member, form))
         return lane
@@ -124,6 +135,24 @@ class Lanes:
         lane.state = LANE.next(lane.state, "formed_by_all")
         lane.formed_s = now - lane.opened_at
         return lane
+
+    def tampered(self, lane: Lane, out: list[Effect]) -> None:
+        """Its store was written to by others, says one of its members: another one takes its place."""
+        if lane.state == "forming" and lane.store == self._store() != self._lost:
+            self._lost = lane.store
+            out.append(ReplaceStore(*lane.store))
+
+    def store_lost(self) -> None:
+        """The store has ended."""
+        self._lost = self._store()
+
+    def store_moved(self) -> None:
+        """There is another one."""
+        self._lost = None
+
+    def waits_for_store(self, lane: Lane) -> bool:
+        """Whether it cannot form, for no fault of its members: where they were to meet there is nothing any more."""
+        return lane.state == "forming" and (lane.store == self._lost or lane.store != self._store())
 
     def moved(self, member: Member, message: LaneMoved, now: float) -> None:
         """A member says what it has moved in a lane."""

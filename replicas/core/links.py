@@ -180,6 +180,13 @@ class Links:
         for trial in self._trials:
             trial.failed(lane, error, now)
 
+    def store_moved(self, now: float) -> None:
+        """What is tried over the old store never ends: it is tried again."""
+        for fault in self._faults.values():
+            if fault.trial is not None:
+                fault.trial.abandon()
+                fault.trial, fault.trial_at = None, now
+
     def lost(self, member: Member, now: float) -> None:
         """A member is gone: what it was tried with says nothing, and is tried with another one."""
         for fault in self._faults.values():

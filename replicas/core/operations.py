@@ -355,6 +355,9 @@ class Operations:
             if operation.number in self._running and now > operation.deadline:
                 self._end(operation, operation.overdue(), now)
         for lane in [lane for lane in self._lanes if lane.state == "forming" and now > lane.deadline + LATE_S]:
+            if self._lanes.waits_for_store(lane):
+                self.close_lane(lane, "store", now)
+                continue
             late = [member.name for member in lane.members if member not in lane.formed_by]
             text = f"the process group did not form in {now - lane.opened_at:.1f} s; missing: {', '.join(late)}"
             self.lane_failed(lane, errors.DeadlineExceeded(text, phase="form", members=late), now)

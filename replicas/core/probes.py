@@ -98,19 +98,27 @@ class Probe:
 
     def lost(self, member: Member, now: float) -> None:
         """A member is gone: its pairs say nothing."""
-        for lane in [lane for lane in self._open.values() if member in lane.members]:
-            del self._open[lane.name]
-            self._close(lane)
         self._bad = {pair: why for pair, why in self._bad.items() if member not in pair}
-        self._end_if_done(now)
+        self._forget([lane for lane in self._open.values() if member in lane.members], now)
 
     def tick(self, now: float) -> None:
         """What has not formed by the deadline is bad."""
         if now > self._deadline:
+            self._forget([lane for lane in self._open.values() if self._context.lanes.waits_for_store(lane)], now)
             for lane in list(self._open.values()):
                 late = [member.name for member in lane.members if member not in lane.formed_by]
                 text = f"no process group within {PROBE_TIMEOUT_S:g} s; missing: {', '.join(late)}"
                 self.failed(lane, errors.DeadlineExceeded(text, phase="probe", members=late), now)
+
+    def store_moved(self, now: float) -> None:
+        """What is forming over the old store never will: that says nothing of its pair."""
+        self._forget([lane for lane in self._open.values() if lane.state == "forming"], now)
+
+    def _forget(self, lanes: Sequence[Lane], now: float) -> None:
+        for lane in lanes:
+            del self._open[lane.name]
+            self._close(lane)
+        self._end_if_done(now)
 
     def abandon(self) -> None:
         """Close every lane, and end without a word."""

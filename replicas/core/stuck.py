@@ -140,6 +140,15 @@ class StuckOperations:
         for probe in self._open():
             probe.lost(member, now)
 
+    def store_moved(self, now: float) -> None:
+        """Pairs that are tried over the old store say nothing: those of an operation are tried again with it, if need be."""
+        for apart in self._apart.values():
+            if apart.trial is not None:
+                apart.trial.abandon()
+                apart.trial = None
+        for _, probe in list(self._probes.values()):
+            probe.store_moved(now)
+
     def tick(self, now: float) -> None:
         """Time passes; operations that have ended are forgotten."""
         running = {operation.ref for operation in self._channel.operations.running}

@@ -577,6 +577,9 @@ class Transfer:
         if frozen and not self._in_vain_without(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
         elif self.lane is not None and self.lane.state == "forming" and now > self.lane.deadline:
+            if self._context.lanes.waits_for_store(self.lane):
+                self.again("store", now)
+                return
             late = sorted(m.name for m in self.lane.members if m not in self.lane.formed_by)
             message = f"the process group did not form in {self.lane.deadline - self.lane.opened_at:.1f} s; missing: "
             error = errors.DeadlineExceeded(message + ", ".join(late), phase="form", members=late)

@@ -114,7 +114,8 @@ class LaneForm(_FromCoordinator, frozen=True):
     """Form a process group: ``prefix`` is a fresh key prefix on the store; ``rank`` of ``size`` is yours.
 
     ``addresses``: IP address of each rank, in order (yours is the one to bind); ``names``: of the members, for messages.
-    ``probe``: nothing will be sent in it; move a few bytes each way before you say that it has formed.
+    ``probe``: nothing will be sent in it; move a few bytes each way before you say that it has formed. ``secret``: of the
+    lane's members, by which they know what they wrote into the store.
     """
 
     lane: str
@@ -128,6 +129,7 @@ class LaneForm(_FromCoordinator, frozen=True):
     deadline_s: float
     names: tuple[str, ...] = ()
     probe: bool = False
+    secret: bytes = b""
 
 
 class LaneAhead(_FromCoordinator, frozen=True):

@@ -35,8 +35,10 @@ import torch
 import torch.distributed as dist
 
 from replicas.core.preflight import MULTI_RANK_VERSION
+from replicas.errors import StoreTampered
 from replicas.sidecar.groups import GlooGroup, Group, NcclGroup
 from replicas.sidecar.meeting import meet
+from replicas.sidecar.signed_store import SignedStore
 from replicas.sidecar.wire import GroupSpec
 from replicas.weights.accelerator import accelerator
 
@@ -74,6 +76,7 @@ def build_group(spec: GroupSpec) -> Group:
     """Form the process group of ``spec``; every rank of it does so with the same prefix.
 
     :raises replicas.errors.Preflight: the members do not agree, or cannot reach each other; names them.
+    :raises replicas.errors.StoreTampered: somebody else writes into the store.
     :raises RuntimeError: a peer did not come in time, the store cannot be reached, or the probe found wrong values.
     """
     deadline = time.monotonic() + spec.timeout_s
@@ -82,8 +85,18 @@ def build_group(spec: GroupSpec) -> Group:
         spec = msgspec.structs.replace(spec, backend="gloo")
     if spec.backend == "nccl":
         _set_nccl_environment(spec)
-    store = _c10d.PrefixStore(spec.prefix, connect_store(spec.store_host, spec.store_port, deadline))
-    meet(store, spec, deadline)
+    plain = _c10d.PrefixStore(spec.prefix, connect_store(spec.store_host, spec.store_port, deadline))
+    store = SignedStore(plain, spec.secret)
+    try:
+        meet(store, spec, deadline)
+        return _build_over(store, spec, deadline)
+    except RuntimeError as error:
+        if store.tampered and not isinstance(error, StoreTampered):  # torch passes on what came of it
+            raise StoreTampered(store.tampered) from error
+        raise
+
+
+def _build_over(store: SignedStore, spec: GroupSpec, deadline: float) -> Group:
     remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
     store.set_timeout(remaining)
     group = _build_gloo(store, spec, remaining) if spec.backend == "gloo" else _build_nccl(store, spec)

@@ -4,12 +4,12 @@ Theory of operation
 ===================
 
 Gloo and NCCL take a wrong address, or a peer with other ideas, for a slow peer, and wait until their timeout. Here each
-member first puts a *card* into the store (under the group's own prefix) with what it is about to build and where it
+member first puts a *card* into the store (signed, under the group's own prefix) with what it is about to build and where it
 listens, and reads everybody else's; that costs one write and one read. Only where there is more than one address, each
-then connects to every member with another address, which greets with the secret of its card: a listener that happens to
-have the same port on another machine does not pass. Each puts what it found into the store and reads all findings, so that
-every member comes to the same verdict within some two seconds, and names the same links, and the same culprits: the members
-that most others could not reach.
+then connects to every member with another address, which greets with what only members know of it (made of the lane's
+secret, its rank and its port): a listener that happens to have the same port on another machine does not pass. Each puts
+what it found into the store and reads all findings, so that every member comes to the same verdict within some two seconds,
+and names the same links, and the same culprits: the members that most others could not reach.
 
 A member whose own address cannot be bound says so on its card. A card that does not come is waited for until the deadline
 (its sidecar may be on its way), half a second at a time, so that a disagreement between those that are there is seen at once.
@@ -18,8 +18,8 @@ A member whose own address cannot be bound says so on its card. A card that does
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
-import secrets
 import selectors
 import socket
 import threading
@@ -35,6 +35,7 @@ import torch.distributed as dist
 
 from replicas.errors import Preflight
 from replicas.messages import Backend
+from replicas.sidecar.signed_store import SignedStore
 from replicas.sidecar.wire import GroupSpec
 
 __all__ = ["CONNECT_S", "Unreachable", "blame", "meet"]
@@ -44,10 +45,7 @@ CONNECT_S = 1.5
 GREETING_S = 3.0
 """From the attempt to connect to the greeting, which a thread of the other one has to send."""
 _FINDINGS_S = GREETING_S + 2.0
-_SLICE_S = 0.5
-_SLICE_TRIPS = 4.0
-"""A wait at the store is at least so many round trips long, or no answer would come in time."""
-_TOKEN_NBYTES = 16
+_GREETING_NBYTES = 16
 
 _T = TypeVar("_T")
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
@@ -68,7 +66,6 @@ class _Card(msgspec.Struct, frozen=True):
     address: str
     host: str
     port: int
-    token: bytes
     error: str = ""
 
 
@@ -76,22 +73,23 @@ _Finding = dict[int, str]
 """Why members (by rank) could not be reached."""
 
 
-def meet(store: Any, spec: GroupSpec, deadline: float) -> None:
+def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
     """Meet all members of the group over ``store``, which has the group's prefix.
 
     :param deadline: of the monotonic clock.
     :raises replicas.errors.Preflight: they cannot work together; ``members`` are those that it is up to.
+    :raises replicas.errors.StoreTampered: somebody else writes into the store.
     :raises RuntimeError: one did not come by the deadline, or the store failed.
     """
     several = len(set(spec.addresses)) > 1
-    with _listening(spec, listen=several) as (port, token, error):
-        mine = _Card(spec.name(spec.rank), spec.backend, spec.size, spec.address, _host(), port, token, error)
+    with _listening(spec, listen=several) as (port, error):
+        mine = _Card(spec.name(spec.rank), spec.backend, spec.size, spec.address, _host(), port, error)
         store.set(f"card/{spec.rank}", msgspec.msgpack.encode(mine))
         cards = _collect(store, spec, "card", _Card, deadline, lambda card: _check(mine, card))
         _check_hosts(cards[rank] for rank in range(spec.size))
         if not several:
             return
-        found = _reach(spec.rank, mine, cards)
+        found = _reach(spec, mine, cards)
         store.set(f"finding/{spec.rank}", msgspec.msgpack.encode(found))
         until = min(deadline, time.monotonic() + _FINDINGS_S)
         findings = _collect(store, spec, "finding", _Finding, until, lambda finding: None)
@@ -134,19 +132,16 @@ def _check_hosts(cards: Iterable[_Card]) -> None:
 
 
 def _collect(
-    store: Any, spec: GroupSpec, what: str, kind: type[_T], deadline: float, check: Callable[[_T], None]
+    store: SignedStore, spec: GroupSpec, what: str, kind: type[_T], deadline: float, check: Callable[[_T], None]
 ) -> dict[int, _T]:
     """What every member has put into the store as ``what``, each checked as soon as it is there."""
     found: dict[int, _T] = {}
-    asked = time.monotonic()
-    store.check([f"{what}/{spec.rank}"])
-    slice_s = max(_SLICE_S, _SLICE_TRIPS * (time.monotonic() - asked))
     while missing := [rank for rank in range(spec.size) if rank not in found]:
         remaining = deadline - time.monotonic()
         if remaining <= 0:
             names = ", ".join(spec.name(rank) for rank in missing)
             raise RuntimeError(f"{names} did not come to the group (no {what} within the deadline)")
-        store.set_timeout(timedelta(seconds=max(0.01, min(slice_s, remaining))))
+        store.set_timeout(timedelta(seconds=max(0.01, min(store.slice_s, remaining))))
         try:
             values = store.multi_get([f"{what}/{rank}" for rank in missing])
         except _c10d.DistStoreError:  # not all of them are there
@@ -161,7 +156,7 @@ def _collect(
 def _decoded(value: bytes, kind: type[_T], what: str) -> _T:
     try:
         return msgspec.msgpack.decode(value, type=kind)
-    except msgspec.DecodeError as error:  # also an empty value: it was swept, the group is not wanted any more
+    except msgspec.DecodeError as error:  # a member has written it
         raise RuntimeError(f"the {what} in the store is malformed: {error}") from error
 
 
@@ -178,13 +173,12 @@ def _socket(address: str) -> socket.socket:
 
 
 @contextmanager
-def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, bytes, str]]:
-    """Port, secret, and why the address cannot be bound. Everyone who connects is greeted with the secret, until the end."""
-    token = secrets.token_bytes(_TOKEN_NBYTES)
+def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
+    """Port, and why the address cannot be bound. Everyone who connects is greeted, until the end."""
     try:
         listener = _socket(spec.address)
     except OSError as error:
-        yield 0, token, str(error.strerror or error)
+        yield 0, str(error.strerror or error)
         return
     with listener:
         try:
@@ -192,21 +186,29 @@ def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, bytes, s
             if listen:
                 listener.listen(min(spec.size, socket.SOMAXCONN))
         except OSError as error:
-            yield 0, token, str(error.strerror or error)
+            yield 0, str(error.strerror or error)
             return
         if not listen:
-            yield 0, token, ""
+            yield 0, ""
             return
-        greeter = threading.Thread(target=_greet, args=(listener, token), name="greeter", daemon=True)
+        port = listener.getsockname()[1]
+        words = _greeting(spec, spec.rank, port)
+        greeter = threading.Thread(target=_greet, args=(listener, words), name="greeter", daemon=True)
         greeter.start()
         try:
-            yield listener.getsockname()[1], token, ""
+            yield port, ""
         finally:
             listener.shutdown(socket.SHUT_RDWR)  # which ends the thread's accept
             greeter.join()
 
 
-def _greet(listener: socket.socket, token: bytes) -> None:
+def _greeting(spec: GroupSpec, rank: int, port: int) -> bytes:
+    """By which the member with this rank is known, at this port."""
+    words = f"greeting {rank} {port}".encode()
+    return hashlib.blake2b(words, digest_size=_GREETING_NBYTES, key=spec.secret).digest()
+
+
+def _greet(listener: socket.socket, words: bytes) -> None:
     while True:
         try:
             caller, _ = listener.accept()
@@ -215,20 +217,20 @@ def _greet(listener: socket.socket, token: bytes) -> None:
         with caller:
             caller.setblocking(False)
             try:
-                caller.send(token)
+                caller.send(words)
             except OSError:  # it has gone; it will say what it saw
                 continue
 
 
-def _reach(rank: int, mine: _Card, cards: dict[int, _Card]) -> _Finding:
+def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Finding:
     """Connect to every member with another address, to all at once; why it failed, by rank."""
     found: _Finding = {}
     started = time.monotonic()
     calls: dict[int, _Call] = {}
     with selectors.DefaultSelector() as selector:
         for other, card in cards.items():
-            if other != rank and card.address != mine.address:
-                calls[other] = _Call(card)
+            if other != spec.rank and card.address != mine.address:
+                calls[other] = _Call(card, _greeting(spec, other, card.port))
                 selector.register(calls[other].sock, selectors.EVENT_READ | selectors.EVENT_WRITE, other)
         open_calls = dict(calls)
         while open_calls:
@@ -253,8 +255,8 @@ def _reach(rank: int, mine: _Card, cards: dict[int, _Card]) -> _Finding:
 class _Call:
     """One connection to another member: connecting, then waiting for its greeting."""
 
-    def __init__(self, card: _Card) -> None:
-        self._card = card
+    def __init__(self, card: _Card, words: bytes) -> None:
+        self._words = words
         self._heard = b""
         self.connected = False
         self.why = ""
@@ -274,16 +276,16 @@ class _Call:
         if not events & selectors.EVENT_READ:
             return False
         try:
-            data = self.sock.recv(_TOKEN_NBYTES - len(self._heard))
+            data = self.sock.recv(_GREETING_NBYTES - len(self._heard))
         except BlockingIOError:
             return False
         except OSError as failure:
             self.why = str(failure.strerror)
             return True
         self._heard += data
-        if data and len(self._heard) < _TOKEN_NBYTES:
+        if data and len(self._heard) < _GREETING_NBYTES:
             return False
-        if self._heard != self._card.token:
+        if self._heard != self._words:
             self.why = "somebody else answers there"
         return True
 

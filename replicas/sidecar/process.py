@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from replicas.core.manifest import Manifest
-from replicas.errors import InternalError, Preflight, ReplicasError, WorldError
+from replicas.errors import InternalError, Preflight, ReplicasError, StoreTampered, WorldError
 from replicas.sidecar import lifeline, wire
 from replicas.sidecar.building import build_group
 from replicas.sidecar.collectives import run_collective
@@ -83,7 +83,9 @@ class SidecarProcess:
         try:
             return do()
         except Exception as error:  # noqa: BLE001  # every failure is the answer, and a broken group our end
-            refused = isinstance(error, (ValueError, ReplicasError)) and not isinstance(error, Preflight)
+            refused = isinstance(error, (ValueError, ReplicasError)) and not isinstance(
+                error, Preflight | StoreTampered
+            )
             if isinstance(error, WorldError) and self._began:  # the GPU has failed in the midst of it
                 refused = False
             if isinstance(error, ReplicasError):

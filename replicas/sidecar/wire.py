@@ -94,6 +94,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     :param addresses: of the members, in the order of ranks; empty: all have ``address``.
     :param probe: move a few bytes each way, and look at them, before the group counts as formed.
     :param nccl_env: the NCCL_* variables to work with (NCCL only); None: those of the forkserver.
+    :param secret: the members' own, by which they know what they wrote into the store.
     """
 
     prefix: str
@@ -109,6 +110,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     addresses: tuple[str, ...] = ()
     probe: bool = False
     nccl_env: dict[str, str] | None = None
+    secret: bytes = b""
 
     def name(self, rank: int) -> str:
         """Of the member with this rank."""

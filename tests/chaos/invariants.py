@@ -13,6 +13,7 @@ from tests.chaos.anatomy import Anatomy
 from tests.chaos.rig import SLOTS, World
 from tests.chaos.written import Written
 from tests.support.memfds import mapped_anywhere, memories, ownerless
+from tests.support.processes import name_of
 from tests.support.runs import eventually
 
 __all__ = ["Invariants"]
@@ -65,9 +66,15 @@ class Invariants(Written):
     def _memory_is_bounded(self, what: str) -> None:
         """Nobody keeps the memory of a process that has ended, and nobody has more than the slots that it may have."""
         run = self.world.run
-        eventually(
-            lambda: not ownerless(run.processes()), f"{what}: I5: no memory without an owner", timeout_s=SETTLE_S
-        )
+        try:
+            eventually(
+                lambda: not ownerless(run.processes()), f"{what}: I5: no memory without an owner", timeout_s=SETTLE_S
+            )
+        except AssertionError:
+            for inode, pids in ownerless(run.processes()).items():
+                names = {pid: (name_of(pid), memories(pid).get(inode)) for pid in pids}
+                print("without an owner:", inode, names, flush=True)
+            raise
         for pid in run.processes():
             found = memories(pid, "replicas-policy")
             self._memory |= found.keys()

@@ -28,6 +28,7 @@ from replicas.core.effects import (
     MemberLost,
     Read,
     Record,
+    ReplaceStore,
     Send,
     Sweep,
 )
@@ -302,7 +303,13 @@ class SimMember:
             case wire.LaneForm():
                 pair = frozenset(message.names)
                 cut = self.world.cuts_between(message.addresses)
-                if cut:
+                if self.world.tampering:
+                    error = wire.WireError("StoreTampered", "somebody else writes into the store")
+                    self.outbox.append(wire.LaneFailed(message.lane, error))
+                elif self.world.refused_by_store:
+                    error = wire.WireError("SyncError", "the store cannot be reached")
+                    self.outbox.append(wire.LaneFailed(message.lane, error))
+                elif cut:
                     error = wire.WireError(
                         "Preflight", f"{message.names} cannot reach each other", members=message.names
                     )
@@ -422,12 +429,13 @@ class World:
         self.config = config or channel_config()
         self.groups = groups or {}
         self.now = 1000.0
+        self.store = ("127.0.0.1", 1)
         self.machine = machine
         self._here = (("boot", 1, 0), wire.Beacon(COORDINATOR, 3, f"nonce-{COORDINATOR}", 0)) if machine else None
         self.kept: dict[Member, int] = {}
         """Versions in the coordinator's hands, by whose they are."""
         self.state = ChannelState(
-            self.config, self.groups, run="run", term=1, store=lambda: ("127.0.0.1", 1), floor=0, here=self._here
+            self.config, self.groups, run="run", term=1, store=lambda: self.store, floor=0, here=self._here
         )
         self.members: dict[Member, SimMember] = {}
         self.decisions: list[CommitDecision] = []
@@ -435,6 +443,12 @@ class World:
         self.log_lost = False
         self.events: list[Event] = []
         self.swept: list[str] = []
+        self.replaced: list[tuple[str, int]] = []
+        """Addresses of stores that were to be replaced."""
+        self.refused_by_store = False
+        """Nobody can reach it."""
+        self.tampering = False
+        """Somebody else writes into the store: what forms says so."""
         self.bad_pairs: set[frozenset[str]] = set()
         """Names of members between which nothing goes: neither a probe nor a transfer with both of them."""
         self.cuts: set[frozenset[str]] = set()
@@ -502,7 +516,7 @@ class World:
             self.groups,
             run="run",
             term=next(self.terms),
-            store=lambda: ("127.0.0.1", 1),
+            store=lambda: self.store,
             floor=max(decided[0], *newer, 0),
             decided=decided,
             aborted=frozenset(newer),
@@ -615,6 +629,8 @@ class World:
                         self.members.pop(effect.event.member, None)
                 case Sweep():
                     self.swept.append(effect.prefix)
+                case ReplaceStore(host, port):
+                    self.replaced.append((host, port))
                 case Keep():
                     self._keep(effect)
                 case LetGo():

@@ -115,6 +115,7 @@ def scene(work: Callable[[Engine, list[FarMember]], Awaitable[None]], *, stuck: 
             decisions=DecisionLog(None),
             store_address=lambda: ("10.0.0.1", 1),
             sweep=lambda prefix: None,
+            replace_store=lambda address: None,
         )
         engine.subscribe(events.append)
         members = [FarMember(engine, replica, stuck=stuck) for replica in range(3)]

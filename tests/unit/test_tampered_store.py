@@ -1,0 +1,122 @@
+"""Somebody who is no member writes into the store: no member is to blame, and a new store takes its place."""
+
+from __future__ import annotations
+
+from replicas.core.effects import MemberLost, MemberQuarantined
+from replicas.core.lanes import SECRET_NBYTES, Lanes
+from replicas.core.roster import GroupShape
+from replicas.messages import LaneForm
+from tests.support.channel_world import SimMember, World, channel_config, peer_config
+
+STORE = ("127.0.0.1", 1)
+
+
+def peers(count: int = 3) -> tuple[World, list[SimMember]]:
+    world = World(peer_config(), {"peer": GroupShape(replicas=count)})
+    return world, [world.join(f"peer/{replica}/0") for replica in range(count)]
+
+
+def left_out(world: World) -> list[str]:
+    return [event.member.name for event in world.events if isinstance(event, MemberLost | MemberQuarantined)]
+
+
+def new_store(world: World) -> None:
+    world.store = (world.store[0], world.store[1] + 1)
+    world.state.store_moved(world.now)
+    world.advance(0.5)
+
+
+def ends(sims: list[SimMember], posts: list[int]) -> list[str]:
+    found = [sim.ends.get(post) for sim, post in zip(sims, posts, strict=True)]
+    return ["" if end is None else "ok" if end.error is None else end.error.kind for end in found]
+
+
+def test_peers_go_on_over_a_new_store() -> None:
+    world, sims = peers()
+    world.tampering = True
+    posts = [sim.post("all_reduce") for sim in sims]
+    world.advance(0.5)
+    assert world.replaced == [STORE]  # once, though each of them says so
+    assert ends(sims, posts) == [""] * 3
+    world.tampering = False
+    new_store(world)
+    assert ends(sims, posts) == ["ok"] * 3
+    assert left_out(world) == []
+
+
+def test_peers_are_all_there_after_a_store_that_never_comes_clean() -> None:
+    world, sims = peers()
+    world.tampering = True
+    posts = [sim.post("all_reduce", deadline_s=30.0) for sim in sims]
+    for _ in range(11):
+        world.advance(2.5)
+        new_store(world)
+    assert len(world.replaced) > 5
+    assert ends(sims, posts) == ["DeadlineExceeded"] * 3
+    assert left_out(world) == []
+    world.tampering = False
+    again = [sim.post("all_reduce") for sim in sims]
+    world.advance(0.5)
+    assert ends(sims, again) == ["ok"] * 3
+
+
+def test_nobody_is_left_out_of_a_publish() -> None:
+    world = World(channel_config(), {"rollout": GroupShape(replicas=2)})
+    trainer = world.join("trainer/0/0", machine="a")
+    rollouts = [world.join(f"rollout/{replica}/0", machine=f"host-{replica}") for replica in range(2)]
+    world.advance(0.5)
+    world.tampering = True
+    number = trainer.publish(deadline_s=30.0)
+    trainer.pack(number)
+    world.advance(8.0)  # longer than a lane may take to form
+    assert world.replaced
+    assert not trainer.verdicts
+    assert left_out(world) == []
+    world.tampering = False
+    new_store(world)
+    assert trainer.verdicts[number].error is None
+    assert all(1 in rollout.held for rollout in rollouts)
+    assert left_out(world) == []
+
+
+def test_a_pair_whose_store_was_tampered_with_says_nothing_of_its_members() -> None:
+    world, sims = peers()
+    for sim in sims:
+        sim.breaks = True
+    posts = [sim.post("all_reduce") for sim in sims]
+    world.tampering = True  # from the first probe on
+    world.advance(20.0)
+    assert left_out(world) == []
+    assert all(end in ("", "SyncError") for end in ends(sims, posts))
+
+
+def test_a_store_that_is_down_says_nothing_of_members_either() -> None:
+    """While it is being replaced nobody can reach it."""
+    world, sims = peers()
+    world.state.store_lost()
+    world.refused_by_store = True
+    posts = [sim.post("all_reduce", deadline_s=60.0) for sim in sims]
+    world.advance(25.0)
+    assert ends(sims, posts) == [""] * 3
+    assert left_out(world) == []
+    world.refused_by_store = False
+    new_store(world)
+    assert ends(sims, posts) == ["ok"] * 3
+    assert left_out(world) == []
+
+
+def test_each_lane_has_a_secret_of_its_own() -> None:
+    def forms(secret: bytes) -> list[LaneForm]:
+        world, sims = peers()
+        world.state.lanes = lanes = Lanes("run", "outer", 1, lambda: STORE, secret)
+        states = [state for state in world.state.roster if state.live]
+        assert len(states) == len(sims)
+        out: list[object] = []
+        for _ in range(2):
+            lanes.open(1, states, "gloo", 0.0, 5.0, out)  # type: ignore[arg-type]  # effects of any kind
+        return [message for effect in out if isinstance(message := getattr(effect, "message", None), LaneForm)]
+
+    first, other = forms(b"a" * SECRET_NBYTES), forms(b"b" * SECRET_NBYTES)
+    assert [len({form.secret for form in first if form.lane == lane}) for lane in ("1.1", "1.2")] == [1, 1]
+    assert len({form.secret for form in first + other}) == 4
+    assert {len(form.secret) for form in first} == {SECRET_NBYTES}
