@@ -133,6 +133,29 @@ def test_the_digest_is_of_what_was_copied_in_any_order(helpers: int, beside: boo
     assert copier.digest.result(WAIT_S) == digest_of(source)
 
 
+@pytest.mark.parametrize("had", [0, 1])
+def test_the_digest_comes_though_no_more_threads_can_be_had(had: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A limit of processes may refuse the helper, or only the one that takes the caller's core when all is filled."""
+    data = torch.ones(LARGE, dtype=torch.uint8)
+    wanted, start, started = digest_of(data), threading.Thread.start, list[threading.Thread]()
+    refused: list[str] = []
+
+    def limited(thread: threading.Thread) -> None:
+        if len(started) == had:
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr("replicas.weights.copying.cores", lambda: 3)
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with Copier(data, helpers=1, beside=False) as copier:
+        copier.filled(0, LARGE)
+        copier.finish()
+    assert copier.digest.result(WAIT_S) == wanted
+    assert refused
+
+
 def test_a_copy_that_is_not_finished_has_no_digest() -> None:
     data = torch.zeros(LARGE, dtype=torch.uint8)
     with Copier(data) as copier:
