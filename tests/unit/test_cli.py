@@ -11,12 +11,13 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from rich.console import Console
 
 from replicas.control import cli, client, find, render
 from replicas.control.commands import Answer
 from replicas.control.located import state_dir_of
 from replicas.errors import Disconnected
-from replicas.status import ChannelStatus, GroupStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
+from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
 
 CONFIG = """
 schema_version = 1
@@ -376,6 +377,21 @@ def test_nobody_answers_and_a_damaged_endpoint_file(folder: Path) -> None:
     (folder / find.ENDPOINT_FILE).write_text("{")
     with pytest.raises(Disconnected, match="cannot be read"):
         find.read_endpoint(folder)
+
+
+def test_the_status_counts_replicas_by_group_and_ranks_by_channel(capsys: pytest.CaptureFixture[str]) -> None:
+    """A trainer of two ranks is one replica, and two members of its channel: the headings tell them apart."""
+    trainer = ReplicaStatus(name="trainer/0", group="trainer", replica=0, state="ready", generation=1)
+    ranks = tuple(MemberStatus(name=f"trainer/0/{rank}", state="live", role="source") for rank in range(2))
+    absent = MemberStatus(name="rollout/0/0", state="behind", role="target")
+    channel = ChannelStatus(name="policy", epoch=3, committed_version=7, digest="ab", members=(*ranks, absent))
+    group = GroupStatus(name="trainer", launcher="torchrun", world_size=2, replicas=(trainer,))
+    status = msgspec.structs.replace(a_status(), groups=(group,), channels=(channel,))
+    Console(width=160).print(render.run_status(status))
+    lines = [line.split("  ") for line in capsys.readouterr().out.splitlines()]
+    rows = {cells[0]: cells for line in lines if (cells := [cell.strip() for cell in line if cell.strip()])}
+    assert dict(zip(rows["group"], rows["trainer"], strict=True))["ready"] == "1 of 1"
+    assert dict(zip(rows["channel"], rows["policy"], strict=True)).get("live ranks") == "2"
 
 
 @pytest.mark.parametrize(
