@@ -27,6 +27,7 @@ from msgspec import UNSET, UnsetType
 from replicas.messages.bounds import SECONDS_MAX, shown
 
 __all__ = [
+    "NAME_ONE",
     "Key",
     "Place",
     "Reader",
@@ -56,6 +57,8 @@ _UNITS_NBYTES = {"B": 1, "kB": 10**3} | {
 }
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_EVERY_ADDRESS = ("0.0.0.0", "0")
+NAME_ONE = "name the one by which the machines of the run reach this one, or 127.0.0.1"
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
 
 
@@ -225,7 +228,8 @@ def address(place: Place, value: object) -> Any:
     """An IP address to listen on."""
     try:
         if isinstance(value, str):
-            return str(ipaddress.ip_address(value))
+            found = ipaddress.ip_address(value)
+            return _one_address(place, found) if found.is_unspecified else str(found)
     except ValueError:
         pass  # said below, for every kind of value alike
     return place.problem(f'expected an IP address such as "127.0.0.1", got {show(value)}')
@@ -238,8 +242,14 @@ def listen(place: Place, value: object) -> Any:
     host = host[1:-1] if bracketed else host
     numeric = port.isascii() and port.isdigit() and int(port) <= 65535
     if numeric and (_is_ipv6(host) if bracketed else _HOST_NAME.fullmatch(host)):
+        if host in _EVERY_ADDRESS or (bracketed and ipaddress.ip_address(host).is_unspecified):
+            return _one_address(place, host)
         return host, int(port)
     return place.problem(f'expected "host:port" such as "127.0.0.1:9477" (port 0 to 65535), got {show(value)}')
+
+
+def _one_address(place: Place, found: object) -> Any:
+    return place.problem(f"{found} means every address of this machine, and tells others none: {NAME_ONE}")
 
 
 def _is_ipv6(host: str) -> bool:

@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping
 from replicas import errors
 from replicas.config import ChannelConfig
 from replicas.coordinator.decisions import DecisionLog
+from replicas.coordinator.reach import check_reach
 from replicas.coordinator.sessions import Connection, Encoded, ProcessWatch, Session
 from replicas.core.channel import ChannelState
 from replicas.core.effects import (
@@ -108,6 +109,7 @@ class Engine:
         self._replace_store = replace_store
         self._keeper = Keeper()
         beacon, process = own_beacon(), own_process()
+        self._process, self._store_address = process, store_address
         here = ((process.boot_id, process.pid_namespace, beacon.uid), beacon)
         self.channels = {
             name: ChannelState(
@@ -154,9 +156,10 @@ class Engine:
 
     # ------------------------------------------------------------ sessions
 
-    def open(self, hello: Hello, connection: Connection, address: str) -> Session:
+    def open(self, hello: Hello, connection: Connection, address: str, seen_as: str = "") -> Session:
         """Bind a connection to a session: a new one, or the one that this incarnation already has.
 
+        :param address: of the member, as seen from here. :param seen_as: ours, to which it connected.
         :raises errors.ReplicasError: the Hello is refused.
         """
         now = self._now()
@@ -173,6 +176,7 @@ class Engine:
             raise errors.Fenced(f"{member} was declared lost while it could not be heard", members=[member.name])
         if session is not None:
             self.lose(member, "left")  # its Welcome never arrived, and it starts anew
+        check_reach(hello, self._process, address, seen_as or self._store_address()[0], self._store_address()[0])
         watch = self._watch(hello, member)
         session = Session(member)
         session.watch = watch

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
+import ipaddress
 import logging
 import socket
 import time
@@ -27,6 +28,7 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from replicas import errors
+from replicas.config_values import NAME_ONE
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.guard import Config, Guard, HttpProtocol, connection_of
 from replicas.coordinator.limits import (
@@ -105,7 +107,8 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
         await _close(websocket, refusal.code, refusal.text)
         return
     try:
-        session = engine.open(hello, connection_of(websocket.scope), _own_view(websocket))
+        seen_as = (websocket.scope.get("server") or ("", 0))[0]
+        session = engine.open(hello, connection_of(websocket.scope), _own_view(websocket), seen_as)
     except errors.ReplicasError as exc:
         engine.refused("fenced" if isinstance(exc, errors.Fenced) else "hello")
         await websocket.send_bytes(encode(ServerFrame(0, 0, Refused(WireError.of(exc)))))
@@ -238,7 +241,14 @@ def bind_listener(host: str, port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
+        if ipaddress.ip_address(listener.getsockname()[0]).is_unspecified:
+            raise errors.WorldError(
+                f"control: {host} means every address of this machine, and tells others none", hint=NAME_ONE
+            )
         listener.listen(1024)
+    except errors.WorldError:
+        listener.close()
+        raise
     except OSError as exc:
         listener.close()
         raise errors.WorldError(

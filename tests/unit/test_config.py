@@ -496,10 +496,28 @@ def test_a_bad_environment_file(folder: Path, content: bytes | None, problem: st
 
 @pytest.mark.parametrize(
     ("text", "host", "port"),
-    [("0.0.0.0:0", "0.0.0.0", 0), ("[::1]:80", "::1", 80), ("head-1.cluster:9477", "head-1.cluster", 9477)],
+    [("192.0.2.1:0", "192.0.2.1", 0), ("[::1]:80", "::1", 80), ("head-1.cluster:9477", "head-1.cluster", 9477)],
 )
 def test_listen(folder: Path, text: str, host: str, port: int) -> None:
     assert parse(a_config(control={"listen": text}), base=folder).control == ControlConfig(host=host, port=port)
+
+
+@pytest.mark.parametrize(
+    ("table", "key", "value"),
+    [
+        ("control", "listen", "0.0.0.0:9477"),
+        ("control", "listen", "[::]:9477"),
+        ("control", "listen", "0:0"),
+        ("store", "bind", "0.0.0.0"),
+        ("store", "bind", "::"),
+    ],
+)
+def test_an_address_that_nobody_could_be_told(folder: Path, table: str, key: str, value: str) -> None:
+    with pytest.raises(BadConfig) as caught:
+        parse(a_config(**{table: {key: value}}), base=folder)
+    (problem,) = caught.value.problems
+    assert problem.startswith(f"{table}.{key}: ")
+    assert "means every address of this machine, and tells others none: name the one by which" in problem
 
 
 @pytest.mark.parametrize(
