@@ -25,6 +25,8 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from replicas.local_sockets import Door
+
 __all__ = ["Forkserver", "Hit", "Progress", "children_of", "forkservers", "held", "one_core_left", "send"]
 
 FORKSERVER_TIMEOUT_S = 60.0
@@ -109,7 +111,13 @@ class Forkserver:
 @asynccontextmanager
 async def _forkserver() -> AsyncIterator[Forkserver]:
     name = f"replicas-bench-{secrets.token_hex(8)}"
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "replicas.sidecar.forkserver", "--name", name)
+    with Door(name).listen() as listener:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            *("-m", "replicas.sidecar.forkserver", "--listener", str(listener.fileno())),
+            pass_fds=[listener.fileno()],
+            env={**os.environ, "REPLICAS_FORKSERVER": name},
+        )
     try:
         yield Forkserver(name, process)
     finally:

@@ -32,6 +32,7 @@ from typing import Any, Protocol, TypeVar
 
 from replicas import errors
 from replicas.channel.pending import Pending
+from replicas.local_sockets import Door
 from replicas.sidecar.client import Forkserver
 from replicas.waits import locked
 
@@ -185,7 +186,7 @@ class SessionLoop:
         self._fds.discard(fd)
 
     async def forkserver(self, name: str | None) -> Forkserver:
-        """The forkserver of the shim called ``name``, or this process's own helper; shared, and made when first asked for.
+        """The forkserver behind the door ``name``, or this process's own helper; shared, and made when first asked for.
 
         On the loop's thread. One that has died is replaced by a new one.
 
@@ -202,7 +203,8 @@ class SessionLoop:
                     self.inherited.discard(old)
                     self.spawn(old.aclose(), "forkserver ends")
         if task is None:
-            task = self.loop.create_task(self._make_forkserver(name), name=f"forkserver {key or 'helper'}")
+            label = Door.parse(key).name or "helper"
+            task = self.loop.create_task(self._make_forkserver(name), name=f"forkserver {label}")
             self._forkservers[key] = task
         return await asyncio.shield(task)
 

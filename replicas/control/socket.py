@@ -23,7 +23,6 @@ import contextlib
 import os
 import socket
 import stat
-import struct
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -35,22 +34,16 @@ from replicas import errors
 from replicas.control.socket_path import listens, reachable
 from replicas.coordinator.guard import Guard, HttpProtocol
 from replicas.coordinator.server import Server
+from replicas.local_sockets import peer_uid
 
-__all__ = ["SOCKET_FILE", "ControlSocket", "peer_uid"]
+__all__ = ["SOCKET_FILE", "ControlSocket"]
 
 SOCKET_FILE = "control.sock"
-_CREDENTIALS = struct.Struct("3i")
 _BACKLOG = 64
 _FORBIDDEN = (
     b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n"
     b'{"done":false,"error":{"kind":"UsageError","message":"this socket is for its own user"}}'
 )
-
-
-def peer_uid(connection: socket.socket) -> int:
-    """Effective user of the process that connected, from the kernel."""
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 class _OwnUserOnly(HttpProtocol):

@@ -7,10 +7,8 @@ import contextlib
 import itertools
 import logging
 import os
-import select
 import signal
 import socket
-import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -18,6 +16,7 @@ from pathlib import Path
 import tenacity
 
 import replicas
+from replicas.local_sockets import Door, peer_uid
 from replicas.sidecar import wire
 from replicas.sidecar.answers import SidecarDied, SidecarFailed
 from replicas.sidecar.handle import Sidecar
@@ -33,13 +32,17 @@ REAP_TIMEOUT_S = 5.0
 HELPER_TRIES = 3
 """Helper processes that are started, one after another, until one is ready."""
 
-_UCRED = struct.Struct("3i")
+
+class Squatted(SidecarDied):
+    """Another user's process listens where the forkserver should be."""
 
 
 class Forkserver:
     """A connection to the process that makes sidecars. Every sidecar of it ends with the connection."""
 
-    def __init__(self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None, *, secret: str = ""
+    ) -> None:
         self._sock = sock
         self._process = process
         self._loop = asyncio.get_running_loop()
@@ -54,42 +57,45 @@ class Forkserver:
         sock.setblocking(False)
         own = os.pidfd_open(os.getpid())
         try:
-            wire.write_packet(sock, wire.Attach(), [own])
+            wire.write_packet(sock, wire.Attach(secret), [own])
         finally:
             os.close(own)
-        self._pidfd = -1 if process is not None else _pidfd_of(sock)
+        self._pidfd = -1
         self._loop.add_reader(sock, self._read)
 
     @classmethod
-    async def connect(cls, name: str, *, timeout_s: float = 30.0) -> Forkserver:
-        """The forkserver that listens on the abstract socket ``name``; waits until it can fork.
+    async def connect(cls, door: str, *, timeout_s: float = 30.0) -> Forkserver:
+        """The forkserver behind ``door`` (:class:`replicas.local_sockets.Door`); waits until it can fork.
 
         One that ends before it has answered (it froze while it started, and was killed) is waited for again.
 
-        :raises SidecarDied: nobody listens there, or it has not loaded torch, after ``timeout_s``.
+        :raises SidecarDied: nobody listens there, or it has not loaded torch, after ``timeout_s``; or at once: another
+            user's process listens there, and was told nothing.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         async for attempt in tenacity.AsyncRetrying(
-            # Nothing announces that an abstract socket has appeared; most often it is there within the first intervals.
+            # A shim has bound its socket before its ranks start; those who find their own places may be early, and nothing
+            # announces that an abstract socket has appeared.
             wait=tenacity.wait_exponential(multiplier=0.02, max=0.5, exp_base=1.3) + tenacity.wait_random(0, 0.01),
             stop=tenacity.stop_before_delay(timeout_s),
-            retry=tenacity.retry_if_exception_type(SidecarDied),
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, SidecarDied) and not isinstance(e, Squatted)),
             reraise=True,
         ):
             with attempt:
-                return await cls._connect_once(name, deadline, timeout_s)
+                return await cls._connect_once(Door.parse(door), deadline, timeout_s)
         raise AssertionError  # tenacity ends with a result or an error
 
     @classmethod
-    async def _connect_once(cls, name: str, deadline: float, timeout_s: float) -> Forkserver:
+    async def _connect_once(cls, door: Door, deadline: float, timeout_s: float) -> Forkserver:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.setblocking(False)
         try:
-            sock.connect("\0" + name)
-            made = cls(sock)
+            sock.connect("\0" + door.name)
+            _check_owner(sock, door)
+            made = cls(sock, secret=door.secret)
         except (ConnectionError, BlockingIOError):  # not there yet, or its backlog is full
             sock.close()
-            raise SidecarDied(f"no forkserver listens on {name!r} after {timeout_s:g} s") from None
+            raise SidecarDied(f"no forkserver listens on {door.name!r} after {timeout_s:g} s") from None
         except BaseException:
             sock.close()
             raise
@@ -245,6 +251,9 @@ class Forkserver:
         reply = wire.decode_forkserver_reply(data)
         self._unanswered_since = None
         if isinstance(reply, wire.Attached):
+            if self._process is None and self._pidfd < 0 and fds:
+                self._pidfd = fds.pop()
+            wire.close_all(fds)
             if not self._ready.done():
                 self._ready.set_result(None)
             return
@@ -274,19 +283,17 @@ class Forkserver:
         self._pending.clear()
 
 
-def _pidfd_of(sock: socket.socket) -> int:
-    """A pidfd of the process at the other end; -1 when it is gone, or in a pid namespace that we do not see."""
-    pid, _, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-    try:
-        pidfd = os.pidfd_open(pid)
-    except OSError:
-        return -1
-    poller = select.poll()
-    poller.register(sock, select.POLLRDHUP)
-    if poller.poll(0):  # the connection ended meanwhile: the number may be another process's by now
-        os.close(pidfd)
-        return -1
-    return pidfd
+def _check_owner(sock: socket.socket, door: Door) -> None:
+    """Before anything is sent: what a rank hands over are its weights, writable.
+
+    :raises Squatted: another user's process listens.
+    """
+    owner, us = peer_uid(sock), os.geteuid()
+    if owner != us:
+        raise Squatted(
+            f"the forkserver's socket {door.name!r} is of user {owner}, and this rank runs as user {us}: nothing was sent "
+            "to it; run the supervisor and its ranks as one user"
+        )
 
 
 def _start_helper() -> tuple[socket.socket, subprocess.Popen[bytes]]:

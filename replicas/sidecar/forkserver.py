@@ -1,15 +1,17 @@
-"""Makes sidecars in milliseconds: ``python -m replicas.sidecar.forkserver (--name NAME | --fd N) [--parent PID] [...]``.
+"""Makes sidecars in milliseconds: ``python -m replicas.sidecar.forkserver (--listener N | --fd N) [--parent PID] [...]``.
 
 Theory of operation
 ===================
 
 This process loads torch once, without touching CUDA, stays single-threaded, and forks a sidecar for each request.
-``--name``: listens on an abstract Unix socket and serves every process of the same user; it dies with its parent by a
-death signal. ``--fd``: serves the one process at the other end of that socket, and ends with it.
+``--listener``: serves every process of the same user that connects to this inherited socket and shows the secret of its
+door (:class:`replicas.local_sockets.Door`, which is in the environment); it dies with its parent by a death signal.
+``--fd``: serves the one process at the other end of that socket, and ends with it.
 
 Nothing outlives its owner: a client's sidecars are killed when its connection ends or its process (pidfd) is dead; they
-watch the same two themselves; and the kernel kills them when this process dies. The socket listens before torch is
-loaded, so that clients connect at once and wait for their first answer. ``--ready``: a pipe that gets one byte when torch is
+watch the same two themselves; and the kernel kills them when this process dies. The listening socket was bound by whoever
+starts this process, and outlives it: nobody else can take its name, and clients connect at once, also between two
+forkservers, and wait for their first answer. ``--ready``: a pipe that gets one byte when torch is
 loaded; whoever started this process watches it until then, and replaces it when it freezes.
 """
 
@@ -18,20 +20,20 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import hmac
 import os
 import selectors
 import signal
 import socket
-import struct
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from replicas import environ
+from replicas.local_sockets import Door, peer_uid
 from replicas.sidecar import lifeline, wire
 
 __all__ = ["ForkServer", "main"]
-
-_UCRED = struct.Struct("3i")
 
 
 class _Client:
@@ -42,10 +44,14 @@ class _Client:
 
 
 class ForkServer:
-    """The loop. ``run_sidecar(channel, pidfd)`` runs in a forked child, and the child exits when it returns."""
+    """The loop. ``run_sidecar(channel, pidfd)`` runs in a forked child, and the child exits when it returns.
 
-    def __init__(self, run_sidecar: Callable[[socket.socket, int], None]) -> None:
+    :param secret: what clients must show.
+    """
+
+    def __init__(self, run_sidecar: Callable[[socket.socket, int], None], secret: str = "") -> None:
         self._run_sidecar = run_sidecar
+        self._secret = secret
         self._selector = selectors.DefaultSelector()
         self._listener: socket.socket | None = None
         self._clients: set[_Client] = set()
@@ -75,8 +81,7 @@ class ForkServer:
             sock, _ = self._listener.accept()
         except ConnectionError:  # it gave up before it was served
             return
-        _, uid, _ = _UCRED.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size))
-        if uid != os.getuid():
+        if peer_uid(sock) != os.geteuid():
             sock.close()
             return
         self._add(sock)
@@ -92,11 +97,11 @@ class ForkServer:
             data, fds = wire.read_packet(client.sock)
             request = wire.decode_forkserver_request(data) if data else None
             match request, fds:
-                case wire.Attach(), [pidfd] if client.pidfd < 0:
+                case wire.Attach(secret=secret), [pidfd] if client.pidfd < 0 and self._is_ours(secret):
                     client.pidfd = pidfd
                     fds = []
                     self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._drop(client))
-                    wire.write_packet(client.sock, wire.Attached())
+                    self._welcome(client)
                 case wire.Fork(id=number), [channel] if client.pidfd >= 0:
                     self._fork(client, number, channel)
                 case _:
@@ -105,6 +110,17 @@ class ForkServer:
             self._drop(client)
         finally:
             wire.close_all(fds)
+
+    def _is_ours(self, secret: str) -> bool:
+        return hmac.compare_digest(secret.encode(), self._secret.encode())
+
+    @staticmethod
+    def _welcome(client: _Client) -> None:
+        own = os.pidfd_open(os.getpid())
+        try:
+            wire.write_packet(client.sock, wire.Attached(), [own])
+        finally:
+            os.close(own)
 
     def _fork(self, client: _Client, number: int, channel: int) -> None:
         server = os.getpid()
@@ -168,41 +184,30 @@ class ForkServer:
         os.close(pidfd)
 
 
-def _bind(name: str) -> socket.socket:
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind("\0" + name)
-    listener.listen(64)
-    return listener
-
-
 def main(argv: list[str] | None = None) -> None:
-    """The command line. Exits with a message when the name is taken."""
+    """The command line."""
     parser = argparse.ArgumentParser(prog="replicas.sidecar.forkserver", description=(__doc__ or "").splitlines()[0])
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--name", help="abstract Unix socket to listen on, without the leading NUL")
+    where.add_argument("--listener", type=int, help="inherited SOCK_SEQPACKET socket that listens")
     where.add_argument("--fd", type=int, help="inherited SOCK_SEQPACKET socket of the one client")
     parser.add_argument("--parent", type=int, default=os.getppid(), help="pid whose death ends this process")
     parser.add_argument("--ready", type=int, help="inherited pipe that gets a byte as soon as torch is loaded")
     options = parser.parse_args(argv)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends us in its own order
     lifeline.name_process("replica-forksrv")
-    listener = None
-    if options.name is not None:
+    if options.listener is not None:
         lifeline.die_with_parent(options.parent)
-        try:
-            listener = _bind(options.name)
-        except OSError as error:
-            sys.exit(f"replicas.sidecar.forkserver: cannot listen on {options.name!r}: {error.strerror}")
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     gc.disable()  # a tenth of the time that torch takes to load
     from replicas.sidecar import process  # takes torch, which the socket need not wait for
 
     gc.enable()
-    server = ForkServer(process.run)
-    if listener is not None:
-        server.listen(listener)
+    if options.listener is not None:
+        server = ForkServer(process.run, Door.parse(environ.read().forkserver or "").secret)
+        server.listen(socket.socket(fileno=options.listener))
     else:
+        server = ForkServer(process.run)
         server.serve_only(socket.socket(fileno=options.fd))
     gc.collect()
     gc.freeze()

@@ -179,11 +179,16 @@ class CollectiveSpec(msgspec.Struct, frozen=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """First packet; descriptor: a pidfd of the rank. Its sidecars die with it. Answered by :class:`Attached`."""
+    """First packet; descriptor: a pidfd of the rank. Its sidecars die with it. Answered by :class:`Attached`.
+
+    :param secret: of the forkserver's door (:class:`replicas.local_sockets.Door`); empty: the socket is the rank's own.
+    """
+
+    secret: str = ""
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """The forkserver is ready to fork."""
+    """The forkserver is ready to fork; descriptor: a pidfd of it, as its socket tells who bound it, not who serves."""
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):

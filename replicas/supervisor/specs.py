@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import secrets
 
 from replicas import environ
 from replicas.config import GroupConfig, LogsConfig
+from replicas.local_sockets import Door
 from replicas.supervisor.host import Host
 from replicas.supervisor.node import Node, rank_environment
 from replicas.supervisor.orders import NodeSpec
@@ -19,12 +21,17 @@ def wants_tee(logs: LogsConfig) -> bool:
     return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
 
 
+def _door() -> Door:
+    """A new one; the name can be seen by everyone on the machine, and says nothing of the shim's mark."""
+    return Door(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
+
+
 def node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:
     """The spec of node ``node``; each call gives it another mark."""
     nonce = Node.nonce()
     folder = str(host.state.log_dir(group.name, index, generation))
     shared = {**host.environment(), environ.LOG_DIR: folder, MARK: nonce}
-    forkserver = f"replicas-{nonce}" if host.on_channel(group.name) else ""
+    forkserver = str(_door()) if host.on_channel(group.name) else ""
     if forkserver:
         shared[environ.FORKSERVER] = forkserver
     shared |= host.share(group.name, index, node)

@@ -7,6 +7,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+from replicas.local_sockets import Door
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.commands import guard_command, guard_orders, scratch_folder
 from replicas.supervisor.guard import GUARD
@@ -27,6 +28,7 @@ class Starter:
         self.scratch = ""
         self._spec = spec
         self._logs = logs
+        self._door: socket.socket | None = None
 
     def program(self) -> Child:
         """The program itself; its guard enters the control group before it execs it.
@@ -50,10 +52,17 @@ class Starter:
         return child, ours
 
     def forkserver(self, ready: int) -> Child:
-        """:param ready: descriptor that it writes to when it is ready."""
-        name = self._spec.forkserver
-        command = python_module("replicas.sidecar.forkserver", "--name", name, "--ready", str(ready))
-        child = self._spawn(command, self._spec.env, "forkserver", (ready,))
+        """Start one behind the node's door, which is bound once, before anything else of the node is started: nobody else
+        can take its name, not even between two forkservers.
+
+        :param ready: descriptor that it writes to when it is ready.
+        :raises OSError: the name is taken, or there is no process for it.
+        """
+        if self._door is None:
+            self._door = Door.parse(self._spec.forkserver).listen()
+        fds = (self._door.fileno(), ready)
+        command = python_module("replicas.sidecar.forkserver", "--listener", str(fds[0]), "--ready", str(ready))
+        child = self._spawn(command, self._spec.env, "forkserver", fds)
         self._enclose(child)
         return child
 

@@ -17,10 +17,11 @@ from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.client import Client
 from replicas.control.commands import Answer, Restart, Scale
-from replicas.control.socket import ControlSocket, peer_uid
+from replicas.control.socket import ControlSocket
 from replicas.coordinator import guard
 from replicas.coordinator.guard import Guard
 from replicas.coordinator.server import Server, bind_listener
+from replicas.local_sockets import peer_uid
 from replicas.supervisor import janitor
 from tests.unit.test_control_orders import Run
 

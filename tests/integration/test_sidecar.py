@@ -464,7 +464,7 @@ async def test_sidecars_go_with_their_rank_though_its_children_keep_the_sockets(
             await asyncio.to_thread(server.communicate)
 
 
-async def test_a_named_forkserver_survives_garbage_and_refuses_a_second_one() -> None:
+async def test_a_named_forkserver_survives_garbage() -> None:
     name = f"replicas-test-{secrets.token_hex(8)}"
     server = start_forkserver(name)
     try:
@@ -476,10 +476,6 @@ async def test_a_named_forkserver_survives_garbage_and_refuses_a_second_one() ->
                 sock.send(junk)
                 assert await asyncio.to_thread(sock.recv, 100) == b""
         assert isinstance(await connection.fork(), Sidecar)
-        second = start_forkserver(name)
-        _, complaint = await asyncio.to_thread(second.communicate, timeout=30)
-        assert second.returncode == 1
-        assert complaint == f"replicas.sidecar.forkserver: cannot listen on {name!r}: Address already in use\n"
         await connection.aclose()
     finally:
         server.kill()

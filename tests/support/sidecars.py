@@ -20,6 +20,7 @@ import torch
 import torch.distributed as dist
 
 from replicas.core.manifest import item_nbytes, segment_layout
+from replicas.local_sockets import Door
 from replicas.messages import OperationKind, ReduceOp, Segment
 from replicas.sidecar.client import CollectiveSpec, Forkserver, GroupSpec, Sidecar
 from replicas.weights import Buffer
@@ -198,9 +199,15 @@ async def gone(pidfds: Sequence[int], timeout_s: float = 5.0) -> bool:
 
 
 def start_forkserver(name: str) -> subprocess.Popen[str]:
-    """A forkserver that listens on ``name``; it dies with this process."""
-    command = [sys.executable, "-m", "replicas.sidecar.forkserver", "--name", name]
-    return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+    """A forkserver behind the door ``name``, which goes with it; it dies with this process."""
+    with Door.parse(name).listen() as listener:
+        return subprocess.Popen(
+            [sys.executable, "-m", "replicas.sidecar.forkserver", "--listener", str(listener.fileno())],
+            stderr=subprocess.PIPE,
+            text=True,
+            pass_fds=[listener.fileno()],
+            env={**os.environ, "REPLICAS_FORKSERVER": name},
+        )
 
 
 @contextmanager
