@@ -33,6 +33,7 @@ from typing import BinaryIO
 
 import msgspec
 
+from replicas import private
 from replicas.core.tally import Tally
 from replicas.events import Event, EventsLost, Record, decode, encode
 
@@ -153,7 +154,7 @@ class EventLog:
     def _open(self, path: Path) -> None:
         """Open the file at its end, behind the last whole line."""
         try:
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            self._fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             end = _end_of_last_line(self._fd)
             if end != os.fstat(self._fd).st_size:
                 os.ftruncate(self._fd, end)
@@ -219,9 +220,9 @@ class EventLog:
         beside = path.with_name(f"{path.name}.new")
         fd = -1
         try:
-            fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            fd = private.open_file(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
             with suppress(FileNotFoundError):  # somebody took it away
-                path.rename(_older(path))
+                private.rename(path, _older(path).name)
             self._put_in_place(beside, path)
         except OSError as error:
             if fd >= 0:
@@ -235,10 +236,10 @@ class EventLog:
     def _put_in_place(beside: Path, path: Path) -> None:
         """:raises OSError: it does not work; the file that we write to has its name back, if that works."""
         try:
-            beside.rename(path)
+            private.rename(beside, path.name)
         except OSError:
             with suppress(OSError):  # the next rotation finds no file of this name, and goes on
-                _older(path).rename(path)
+                private.rename(_older(path), path.name)
             raise
 
 
@@ -250,6 +251,10 @@ def read(path: Path, after: int = 0) -> Iterator[Record]:
     while records := _chunk(path, after):
         yield from records
         after = records[-1].seq
+
+
+def _opened(path: Path) -> BinaryIO:
+    return os.fdopen(private.open_file(path, os.O_RDONLY), "rb")
 
 
 def _older(path: Path) -> Path:
@@ -265,7 +270,7 @@ def _chunk(path: Path, after: int) -> list[Record]:
             _older(path),
         ):  # in this order: a rotation in between shows us one file twice, and hides none
             try:
-                files.insert(0, stack.enter_context(name.open("rb")))
+                files.insert(0, stack.enter_context(_opened(name)))
             except OSError:
                 continue
         for file in files:
@@ -320,7 +325,7 @@ def _last_seq(path: Path) -> int:
     """Number of the newest record; 0 when there is none."""
     for name in (path, _older(path)):
         try:
-            file = name.open("rb")
+            file = _opened(name)
         except OSError:
             continue
         with file:

@@ -17,6 +17,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from replicas import private
 from replicas.waits import locked
 
 __all__ = ["SIGNUM", "Asked", "folder", "parse", "register"]
@@ -66,8 +67,8 @@ def _register(log_dir: Path, rank: int, start: int) -> None:
     if pid in _open:
         return
     where = folder(log_dir)
-    where.mkdir(exist_ok=True)
-    file = (where / f"{rank}.{pid}.{start}").open("ab", buffering=0)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    file = os.fdopen(private.open_file(where / f"{rank}.{pid}.{start}", flags, make_folder=True), "ab", buffering=0)
     chained = signal.getsignal(SIGNUM) not in (signal.SIG_DFL, signal.SIG_IGN)
     faulthandler.register(SIGNUM, file=file, all_threads=True, chain=chained)
     for inherited in _open.values():  # by a fork; the parent's file is the parent's

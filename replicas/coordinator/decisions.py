@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from replicas import errors
+from replicas import errors, private
 from replicas.core.effects import CommitDecision
 
 __all__ = ["DecisionLog"]
@@ -45,7 +45,7 @@ class DecisionLog:
     def _open(self, path: Path) -> None:
         self._fd = self._locked(path)
         try:
-            data = path.read_bytes()
+            data = os.pread(self._fd, os.fstat(self._fd).st_size, 0)
             complete = data.rfind(b"\n") + 1
             for number, line in enumerate(data[:complete].splitlines(), 1):
                 decision = _decoded(line, number, path)
@@ -61,7 +61,7 @@ class DecisionLog:
     def _locked(self, path: Path) -> int:
         """A descriptor of the log with its lock; of the file that is there now, not of one that was replaced meanwhile."""
         while True:
-            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            fd = _opened(path)
             try:
                 self._lock(fd, path)
             except BaseException:
@@ -133,7 +133,7 @@ class DecisionLog:
         lines = b"".join(msgspec.json.encode(one) + b"\n" for one in [*self._commits.values(), *aborts])
         beside = self._path.with_name(f"{self._path.name}.new")
         try:
-            fd = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+            fd = private.open_file(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         except OSError:
             return  # the long file is as good; the next decision tries again
         try:
@@ -141,10 +141,10 @@ class DecisionLog:
             if os.pwrite(fd, lines, 0) != len(lines):
                 raise OSError(errno.ENOSPC, "only a part was written")
             os.fdatasync(fd)
-            beside.rename(self._path)
+            private.rename(beside, self._path.name)
         except (OSError, errors.WorldError):  # no lock to be had: nobody may take the new file for an unused one
             os.close(fd)
-            beside.unlink(missing_ok=True)
+            private.remove(beside)
             return
         os.close(self._fd)
         self._fd, self._size, self._named = fd, len(lines), False
@@ -152,10 +152,20 @@ class DecisionLog:
     def close(self, *, remove: bool = False) -> None:
         """``remove``: the run is over, and so are its decisions."""
         if remove and self._path is not None:
-            self._path.unlink(missing_ok=True)  # while it is locked: later it may be another coordinator's
+            private.remove(self._path)  # while it is locked: later it may be another coordinator's
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
+
+
+def _opened(path: Path) -> int:
+    """:raises errors.UsageError: its folder, or what is in its place, is not ours alone."""
+    try:
+        return private.open_file(path, os.O_RDWR | os.O_CREAT)
+    except private.NotPrivate as error:
+        raise errors.UsageError(
+            f"the decision log {path} cannot be kept there: {error.strerror}: {error.filename}", hint=error.hint
+        ) from error
 
 
 def _sync_folder(path: Path) -> None:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from replicas import private
 from replicas.supervisor.guard import pack
 from replicas.supervisor.orders import NodeSpec
 
@@ -44,14 +45,13 @@ def scratch_folder(spec: NodeSpec) -> Path:
     """
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "probe").write_bytes(bytes(4096))
-        (folder / "probe").unlink()
+        private.make_folder(folder)
+        private.create(folder / "probe", bytes(4096))
+        private.remove(folder / "probe")
     except OSError:
-        import shutil  # these take long to load, and most shims have no need of them
-        import tempfile
+        import tempfile  # it takes long to load, and most shims have no need of it
 
-        shutil.rmtree(folder, ignore_errors=True)
+        private.remove_tree(folder)
         folder = Path(tempfile.mkdtemp(prefix="replicas-"))
     return folder
 

@@ -24,8 +24,9 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from replicas import stacks
+from replicas import private, stacks
 from replicas.stacks import Asked
+from replicas.supervisor.notes import note
 from replicas.supervisor.processes import catches, children, is_below, signal_each, start_time
 
 __all__ = [
@@ -268,17 +269,22 @@ def _ask(asked: Asked, root: int) -> bool:
 
     if not still(asked.pid):
         return False
-    os.truncate(asked.path, 0)
+    try:
+        private.write(asked.path, b"")
+    except OSError as error:
+        note(f"process {asked.pid} is not asked for its stacks: {error}")
+        return False
     return bool(signal_each([asked.pid], stacks.SIGNUM, still))
 
 
 def _take(path: Path) -> str:
     """What is in the file; the next answer begins with an empty one."""
     try:
-        with path.open("rb") as file:
+        with os.fdopen(private.open_file(path, os.O_RDWR), "rb") as file:
             text = file.read(_MAX_NBYTES).decode(errors="replace")
-        os.truncate(path, 0)
-    except FileNotFoundError:
+            os.ftruncate(file.fileno(), 0)
+    except OSError as error:  # the rank may have done anything to it
+        note(f"stacks cannot be read: {error}")
         return ""
     return text
 

@@ -13,6 +13,8 @@ import os
 import time
 from pathlib import Path
 
+from replicas import private
+
 __all__ = ["RotatedFile", "remove_old_generations"]
 
 _TIMES_INTERVAL_S = 1.0
@@ -40,7 +42,6 @@ class RotatedFile:
         :raises OSError: it cannot be opened.
         """
         if self._file is None:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
             self._file = _append_to(self.path)
             if self._with_times:
                 with contextlib.suppress(OSError):  # see the module's header
@@ -68,10 +69,10 @@ class RotatedFile:
             newer = self._part(number - 1)
             for old, new in ((_times_of(newer), _times_of(older)), (newer, older)):
                 with contextlib.suppress(FileNotFoundError):
-                    old.rename(new)
+                    private.rename(old, new.name)
         if self._keep == 0:
             for path in (_times_of(self.path), self.path):
-                path.unlink(missing_ok=True)
+                private.remove(path)
 
     def _part(self, number: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
@@ -118,7 +119,7 @@ def _close(descriptor: int) -> None:
 
 
 def _append_to(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+    return private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, make_folder=True)
 
 
 def _times_of(path: Path) -> Path:
@@ -131,15 +132,7 @@ def remove_old_generations(folder: Path, keep: int) -> None:
     for other in folder.parent.glob("gen-*"):
         if _generation(other) > newest - keep:
             continue
-        for path, folders, files in os.walk(other, topdown=False):
-            for name in files:
-                with contextlib.suppress(OSError):  # somebody else's, or gone already: the next generation tries again
-                    os.unlink(os.path.join(path, name))  # noqa: PTH108, PTH118  # as os.walk names them
-            for name in folders:
-                with contextlib.suppress(OSError):
-                    os.rmdir(os.path.join(path, name))  # noqa: PTH106, PTH118
-        with contextlib.suppress(OSError):
-            other.rmdir()
+        private.remove_tree(other)  # what cannot be removed is tried again by the next generation
 
 
 def _generation(folder: Path) -> int:

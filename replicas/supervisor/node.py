@@ -18,7 +18,7 @@ from typing import IO
 
 import anyio.to_thread
 
-from replicas import environ
+from replicas import environ, private
 from replicas.config import GroupConfig
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Belongings
@@ -157,10 +157,10 @@ class Node:
 
     def _log(self) -> IO[bytes]:
         """The shim's own log; a disk that takes no new file does not keep it from starting."""
-        folder = Path(self.spec.log_dir)
+        path = Path(self.spec.log_dir) / f"shim-{self.spec.node}.log"
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            return (folder / f"shim-{self.spec.node}.log").open("ab")
+            log = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, make_folder=True)
+            return os.fdopen(log, "ab")
         except OSError as error:
             self.losses.append(LogLoss(0, "file", error.strerror or str(error)))
             return Path(os.devnull).open("ab")
@@ -344,7 +344,7 @@ class Node:
     def _saved_report(self) -> ExitReport | None:
         """What the shim wrote down, should its message have been lost."""
         try:
-            message = orders.decode((Path(self.spec.log_dir) / f"exit-{self.spec.node}.json").read_bytes())
+            message = orders.decode(private.read(Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"))
             return ExitReport.of(message["report"])
         except FileNotFoundError:
             return None  # its main process was never started

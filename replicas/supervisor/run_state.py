@@ -19,13 +19,13 @@ nothing to sweep and no budget to guard after the death of the machine.
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 from pathlib import Path
 
 import msgspec
 
+from replicas import private
 from replicas.core.tally import Tally
 from replicas.supervisor.processes import start_time
 
@@ -162,14 +162,14 @@ class RunState:
     def peek(self) -> Saved | None:
         """The state in the file, for somebody who does not have the run: nothing is set aside. None: no good one."""
         try:
-            return decode(self.path.read_bytes())
+            return decode(private.read(self.path))
         except (OSError, ValueError):
             return None
 
     def load(self) -> Saved | None:
         """The state that a dead supervisor left; None when there is none (any more)."""
         try:
-            data = self.path.read_bytes()
+            data = private.read(self.path)
         except FileNotFoundError:
             return None
         except OSError as error:
@@ -184,10 +184,8 @@ class RunState:
     def save(self, saved: Saved) -> bool:
         """Put this state in the place of the last one; False when the disk does not take it, which is no reason to stop."""
         data = msgspec.json.encode(saved)
-        beside = self.path.with_name(f"{self.path.name}.new")
         try:
-            _write(beside, data)
-            beside.rename(self.path)
+            private.replace(self.path, data)
         except OSError as error:
             self.failures += 1
             words = error.strerror or str(error)
@@ -202,13 +200,13 @@ class RunState:
 
     def remove(self) -> None:
         """The run has ended in order: the next one begins afresh."""
-        self.path.unlink(missing_ok=True)
-        self.path.with_name(f"{self.path.name}.new").unlink(missing_ok=True)
+        private.remove(self.path)
+        private.remove(self.path.with_name(f"{self.path.name}.new"))
 
     def _put_aside(self, reason: str) -> None:
         bad = self.path.with_name(f"{self.path.name}.bad")
         log.error("the state file %s is of no use and is moved to %s: %s", self.path, bad.name, reason)
-        self.path.replace(bad)
+        private.rename(self.path, bad.name)
         self.set_aside = bad, reason
 
 
@@ -224,15 +222,6 @@ def decode(data: bytes) -> Saved:
         return msgspec.json.decode(data, type=Saved)
     except msgspec.DecodeError as error:
         raise ValueError(f"it is damaged: {error}") from None
-
-
-def _write(path: Path, data: bytes) -> None:
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    try:
-        if os.write(fd, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    finally:
-        os.close(fd)
 
 
 def machine() -> str:

@@ -50,6 +50,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from replicas import private
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Stocktaking
 from replicas.supervisor.deaths import DeathWatch
@@ -123,9 +124,7 @@ class Shim:
             if self._logs is not None and self._empty():
                 self._logs.close()
         if self._starter is not None and self._starter.scratch:
-            import shutil  # most shims have no need of it
-
-            shutil.rmtree(self._starter.scratch, ignore_errors=True)
+            private.remove_tree(Path(self._starter.scratch))
         if self._cgroup is not None:
             cgroups.leave(self._cgroup, run=self.control is None)
         self._tell({"type": "gone"})
@@ -246,8 +245,6 @@ class Shim:
             self._begin_sweep()
         else:
             self._tell({"type": "started", "pid": self._main.pid})
-            if self._starter.scratch:
-                import shutil  # noqa: F401  # it takes long to load, and at the end somebody waits
 
     def _own(self) -> list[int]:
         """All that runs for the replica on this node."""
@@ -331,7 +328,7 @@ class Shim:
             report = ExitReport("lost", text=self._broken)
         path = Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"
         try:
-            path.write_bytes(orders.encode(report.message()))
+            private.write(path, orders.encode(report.message()))
         except OSError as error:  # the supervisor gets it all the same
             note(f"{path} cannot be written: {error.strerror}")
         self._tell(report.message())

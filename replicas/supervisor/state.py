@@ -2,7 +2,7 @@
 
 ::
 
-    <state_dir>/lock            flock'ed by the supervisor and, with it, by every shim; holds the supervisor's pid
+    <state_dir>/lock            flock'ed by the supervisor and, with it, by every shim; says which supervisor
     <state_dir>/state.json      what must not be forgotten (:mod:`replicas.supervisor.run_state`); removed at the end
     <state_dir>/events.jsonl    all events (:mod:`replicas.event_log`), of earlier runs too, and events.jsonl.1
     <state_dir>/decisions.jsonl the decision log; removed at the end
@@ -10,6 +10,9 @@
     <state_dir>/endpoint.json   where the control port is; removed at the end
     <state_dir>/logs/<group>/<replica>/gen-<g>/rank-<r>.log
     <state_dir>/logs.previous/  the logs of the run before
+
+The folder is the user's alone, and so is all that is made in it (:mod:`replicas.private`): what others have put there is
+neither believed nor written to. One that the operator has made may let others look in.
 
 The lock is what makes a run belong to one supervisor. One that was killed still has it in its shims, which end by
 themselves within some seconds; what then still has it (a frozen shim) is swept like all other leftovers, by record and mark.
@@ -19,19 +22,20 @@ from __future__ import annotations
 
 import fcntl
 import os
-import shutil
+import socket
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 
 import replicas
-from replicas import errors
+from replicas import errors, private
 from replicas.event_log import EventLog, read
 from replicas.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
 from replicas.supervisor import leftovers
 from replicas.supervisor.processes import start_time
-from replicas.supervisor.run_state import RunState, Saved
+from replicas.supervisor.run_state import RunState, Saved, machine
 
 __all__ = ["PREEMPTED", "AlreadySupervised", "StateDir"]
 
@@ -82,8 +86,9 @@ class StateDir:
         :raises replicas.errors.UsageError: the folder cannot be made or written.
         """
         try:
-            self.path.mkdir(mode=0o700, parents=True, exist_ok=True)  # logs and events hold what programs print
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            if self.path.is_dir():
+                private.close_to_others(self.path, once_ours="lock")
+            lock = private.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT, make_folder=True)
             try:
                 self._take(lock)
                 self._begin(lock)
@@ -91,18 +96,19 @@ class StateDir:
                 os.close(lock)
                 raise
         except OSError as error:
-            what = f"{error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+            elsewhere = error.filename not in (None, str(self.path))
+            what = f"{error.strerror or error}" + (f": {error.filename}" if elsewhere else "")
+            mend = error.hint if isinstance(error, private.NotPrivate) else "mend it"
             raise errors.UsageError(
-                f"cannot use the state folder {self.path}: {what}",
-                hint="mend it, or set run.state_dir in the config",
+                f"cannot use the state folder {self.path}: {what}", hint=f"{mend}, or set run.state_dir in the config"
             ) from error
         self._lock = lock
 
     def _begin(self, lock: int) -> None:
         os.ftruncate(lock, 0)
-        os.pwrite(lock, f"{os.getpid()} {start_time(os.getpid())}".encode(), 0)
-        self.token_file.unlink(missing_ok=True)
-        self.endpoint_file.unlink(missing_ok=True)
+        os.pwrite(lock, _Owner.this().line(), 0)
+        private.remove(self.token_file)
+        private.remove(self.endpoint_file)
         self.saved = self.run_state.load()
         self._sweep(self.saved)
         if self.saved is not None and self._has_ended(self.saved):
@@ -119,7 +125,7 @@ class StateDir:
     def _forget(self) -> None:
         self.saved = None
         self.run_state.remove()
-        self.decisions_file.unlink(missing_ok=True)
+        private.remove(self.decisions_file)
 
     def _sweep(self, saved: Saved | None) -> None:
         self.leftovers += leftovers.sweep(saved, self.token_file, _SWEEP_S)
@@ -132,12 +138,14 @@ class StateDir:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
             except BlockingIOError:
-                owner, alive = _owner(lock)
-                if alive:
+                owner = _Owner.of(lock)
+                if owner.alive:
                     raise AlreadySupervised(
-                        f'run "{self.run}" is already supervised by process {owner} ({self.path / "lock"})'
+                        f'run "{self.run}" is already supervised by process {owner.pid} ({self.path / "lock"})'
                     ) from None
                 if time.monotonic() > deadline:
+                    if owner.elsewhere:
+                        raise self._elsewhere(owner) from None
                     if swept:
                         raise self._still_there(owner) from None
                     swept = True
@@ -155,10 +163,17 @@ class StateDir:
             return
         self._sweep(saved)
 
-    def _still_there(self, owner: str) -> AlreadySupervised:
+    def _elsewhere(self, owner: _Owner) -> AlreadySupervised:
+        return AlreadySupervised(
+            f'run "{self.run}" is supervised by process {owner.pid} on host "{owner.host}", or what that has left there '
+            f"still runs ({self.path / 'lock'} is shared with it)",
+            hint="stop it there, or give this run another name or another run.state_dir",
+        )
+
+    def _still_there(self, owner: _Owner) -> AlreadySupervised:
         holders = ", ".join(map(str, leftovers.lock_holders(self.path / "lock"))) or "not to be seen from here"
         return AlreadySupervised(
-            f'processes of an earlier supervisor of run "{self.run}" (pid {owner}) are still alive: {holders}',
+            f'processes of an earlier supervisor of run "{self.run}" (pid {owner.pid}) are still alive: {holders}',
             hint="end them, or give this run another name",
         )
 
@@ -166,9 +181,9 @@ class StateDir:
         """A start that came to nothing has no logs: those of the run before stay what they are."""
         if self.logs.exists() and any(self.logs.iterdir()):
             previous = self.path / "logs.previous"
-            shutil.rmtree(previous, ignore_errors=True)
-            self.logs.rename(previous)
-        self.logs.mkdir(exist_ok=True)
+            private.remove_tree(previous)
+            private.rename(self.logs, previous.name)
+        private.make_folder(self.logs)
 
     @property
     def resumed(self) -> bool:
@@ -206,16 +221,11 @@ class StateDir:
             ) from error
 
     def _publish(self, endpoint: str, token: str, socket: Path | None) -> None:
-        descriptor = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
-        with os.fdopen(descriptor, "w") as file:
-            os.fchmod(descriptor, 0o600)
-            file.write(token)
+        private.create(self.token_file, token.encode())
         content = msgspec.json.encode(
             {"endpoint": endpoint, "pid": os.getpid(), "run": self.run, "socket": str(socket or "")}
         )
-        scratch = self.endpoint_file.with_suffix(".new")
-        scratch.write_bytes(content)
-        scratch.rename(self.endpoint_file)
+        private.replace(self.endpoint_file, content)
 
     def release(self, *, ended: bool = False) -> None:
         """Remove the token and the endpoint file and let the run go. The logs and the events stay.
@@ -229,8 +239,8 @@ class StateDir:
         try:
             if ended:
                 self.run_state.remove()
-            self.token_file.unlink(missing_ok=True)
-            self.endpoint_file.unlink(missing_ok=True)
+            private.remove(self.token_file)
+            private.remove(self.endpoint_file)
             os.ftruncate(lock, 0)
         finally:
             os.close(lock)
@@ -239,13 +249,38 @@ class StateDir:
         return self.logs / group / str(replica) / f"gen-{generation}"
 
 
-def _owner(lock: int) -> tuple[str, bool]:
-    """Pid in the lock file, as text, and whether that very process is alive."""
-    words = os.pread(lock, 64, 0).split()
-    if len(words) != 2 or not all(word.isdigit() for word in words):
-        return (
-            "unknown",
-            False,
-        )  # it has just been taken and not yet been signed, or is held by a shim that was abandoned
-    alive = start_time(int(words[0])) == int(words[1])
-    return words[0].decode(), alive
+class _Owner(NamedTuple):
+    """Which supervisor the lock file names. ``pid``: ``unknown`` when it has just been taken and not yet been signed, or is
+    held by a shim that was abandoned.
+
+    :param machine: boot and pid namespace in which the pid means something; empty: an older release did not say.
+    """
+
+    pid: str = "unknown"
+    start: str = ""
+    machine: str = ""
+    host: str = ""
+
+    @classmethod
+    def this(cls) -> _Owner:
+        return cls(str(os.getpid()), str(start_time(os.getpid())), machine(), socket.gethostname() or "?")
+
+    @classmethod
+    def of(cls, lock: int) -> _Owner:
+        words = os.pread(lock, 512, 0).decode(errors="replace").split()
+        if len(words) not in (2, 4) or not all(word.isdigit() for word in words[:2]):
+            return cls()
+        return cls(*words)
+
+    def line(self) -> bytes:
+        return " ".join(self).encode()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is on another machine, or in another container: a folder may be shared, with its locks."""
+        return bool(self.machine) and self.machine != machine()
+
+    @property
+    def alive(self) -> bool:
+        """Whether that very process is there, as far as can be seen from here."""
+        return bool(self.start) and not self.elsewhere and start_time(int(self.pid)) == int(self.start)

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from replicas import private
 from replicas.core.effects import (
     CaughtUp,
     EpochStarted,
@@ -347,15 +348,15 @@ def test_a_rotation_that_fails_or_finds_no_file_ends_in_the_next_one(
 ) -> None:
     path = tmp_path / "events.jsonl"
     log = EventLog(path, max_nbytes=1000)
-    rename = Path.rename
+    rename = private.rename
 
-    def fails(self: Path, target: Path) -> Path:
-        if self.name.endswith(".new"):
+    def fails(path: Path, name: str) -> None:
+        if path.name.endswith(".new"):
             raise OSError(5, "Input/output error")
-        return rename(self, target)
+        rename(path, name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", fails)
+        patch.setattr(private, "rename", fails)
         refusals(log, 20)
         assert path.stat().st_size > 1000
         assert not path.with_name("events.jsonl.1").exists()

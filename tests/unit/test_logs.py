@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from replicas import private
 from replicas.config import LogsConfig
 from replicas.supervisor.guard import RANK_MARK
 from replicas.supervisor.logfile import RotatedFile, remove_old_generations
@@ -199,16 +200,16 @@ def test_a_rotation_that_failed_half_way_loses_no_part(tmp_path: Path, monkeypat
         (tmp_path / name).write_text(str(number))
         (tmp_path / f"{name}.times").write_text(str(number))
     file = RotatedFile(path, 100, 3, times=True)
-    rename = Path.rename
+    rename = private.rename
     left = [0]
 
-    def fails(old: Path, new: Path) -> Path:
+    def fails(old: Path, new: str) -> None:
         left[0] -= 1
         if left[0] < 0:
             raise OSError(errno.EIO, "error")
-        return rename(old, new)
+        rename(old, new)
 
-    monkeypatch.setattr(Path, "rename", fails)
+    monkeypatch.setattr(private, "rename", fails)
     for allowed in range(6):  # 2 of them go through, then 2 more, ...
         left[0] = allowed
         with suppress(OSError):
@@ -231,6 +232,7 @@ def test_a_close_that_fails_is_no_end(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(os, "close", fails)
     file.close()
     file.close()
+    monkeypatch.undo()
     assert file.open(0) == 0
     file.close()
 

@@ -164,7 +164,7 @@ def test_a_start_that_fails_lets_the_run_go(tmp_path: Path) -> None:
     (tmp_path / "logs").unlink()
     folder = StateDir(tmp_path, "r")
     folder.acquire()
-    (tmp_path / "endpoint.new").mkdir()
+    (tmp_path / "endpoint.json.new").mkdir()
     with pytest.raises(errors.WorldError, match=r"cannot write to the state folder .*: Is a directory"):
         folder.write(endpoint="x", token="y")
     folder.release()

@@ -1,0 +1,277 @@
+"""Folders and files of this user alone, as a run's state is kept in. Standard library only.
+
+Theory of operation
+===================
+
+A path may lead through folders of other people: ``/tmp``, ``/scratch``, a project's folder. Whoever can write to one of them
+can put a link, or a folder of his own, where ours should be. So every call here walks the path by descriptors, from the root
+on: a symbolic link on the way must be ours or root's, and the folder that it ends in must be ours (or root's) and closed to
+the writing of others. What is in such a folder was put there by us; it is opened relative to its descriptor, never through
+a link, and must be a plain file of ours. What is made here has the modes 0700 and 0600, whatever the folder above shows.
+
+Nothing is kept open between two calls, so that a folder that is moved or made anew is found again; one that somebody has put
+in its place is refused. Errors are :class:`OSError`; :class:`NotPrivate` says what was found and what to do about it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Iterator
+from pathlib import Path
+
+__all__ = [
+    "NotPrivate",
+    "close_to_others",
+    "create",
+    "folder",
+    "make_folder",
+    "open_file",
+    "read",
+    "remove",
+    "remove_tree",
+    "rename",
+    "replace",
+    "write",
+]
+
+_FOLDER = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+_MAX_LINKS = 40
+
+
+class NotPrivate(PermissionError):
+    """A folder or file that others have, or can write to. ``hint``: what to do."""
+
+    def __init__(self, path: Path, why: str, hint: str) -> None:
+        super().__init__(errno.EPERM, why, str(path))
+        self.hint = hint
+
+
+# ------------------------------------------------------------ folders
+
+
+@contextlib.contextmanager
+def folder(path: Path, *, make: bool = False) -> Iterator[int]:
+    """Descriptor of a folder of ours, for use as a ``dir_fd`` inside the block.
+
+    :param make: make what is missing of the path.
+    :raises NotPrivate: it, or a link on the way to it, is somebody else's, or others can write to it.
+    """
+    descriptor = _walk(path, make=make)
+    try:
+        _check_folder(descriptor, path)
+        yield descriptor
+    finally:
+        os.close(descriptor)
+
+
+def make_folder(path: Path) -> None:
+    """Make it, and what is missing above it, unless it is there and ours."""
+    with folder(path, make=True):
+        pass
+
+
+def close_to_others(path: Path, *, once_ours: str) -> None:
+    """Take from others the right to write to a folder that was closed once: one that has a file of ours called ``once_ours``.
+
+    A volume's group gets that right at each mount (Kubernetes' ``fsGroup``). A folder that was never used is left as it is,
+    for its owner may want it so: it is refused by whoever uses it.
+    """
+    descriptor = _walk(path, make=False)
+    try:
+        found = os.fstat(descriptor)
+        if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE and _has_own(descriptor, once_ours):
+            with contextlib.suppress(PermissionError):  # a file system without modes: it is refused
+                Path(f"/proc/self/fd/{descriptor}").chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)
+    finally:
+        os.close(descriptor)
+
+
+def _has_own(descriptor: int, name: str) -> bool:
+    try:
+        found = os.stat(name, dir_fd=descriptor, follow_symlinks=False)
+    except FileNotFoundError:
+        return False
+    return stat.S_ISREG(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def _walk(path: Path, *, make: bool) -> int:
+    """Descriptor of the folder at ``path``, whose owner is not looked at."""
+    todo = list(reversed(path.absolute().parts))
+    links = 0
+    descriptor = os.open(todo.pop(), _FOLDER)
+    try:
+        while todo:
+            name = todo.pop()
+            try:
+                below = _step(descriptor, name, path, make=make)
+            except NotADirectoryError:
+                links += 1
+                if links > _MAX_LINKS:
+                    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), str(path)) from None
+                target = _link(descriptor, name, path)
+                todo += reversed(target.parts[1:] if target.is_absolute() else target.parts)
+                below = os.open("/" if target.is_absolute() else ".", _FOLDER, dir_fd=descriptor)
+            os.close(descriptor)
+            descriptor = below
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _step(descriptor: int, name: str, path: Path, *, make: bool) -> int:
+    """:raises NotADirectoryError: it is a link, or no folder."""
+    flags = _FOLDER | os.O_NOFOLLOW  # O_DIRECTORY has an automounter mount it
+    try:
+        return os.open(name, flags, dir_fd=descriptor)
+    except FileNotFoundError:
+        if not make:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, 0o700, dir_fd=descriptor)
+    return os.open(name, flags, dir_fd=descriptor)
+
+
+def _link(descriptor: int, name: str, path: Path) -> Path:
+    """Where a symbolic link on the way to ``path`` leads.
+
+    :raises NotADirectoryError: it is none. :raises NotPrivate: it is somebody else's.
+    """
+    link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
+    try:
+        found = os.fstat(link)
+        if not stat.S_ISLNK(found.st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        if found.st_uid not in (os.geteuid(), 0):
+            raise NotPrivate(
+                path,
+                f'"{name}" on the way to it is a symbolic link of user {found.st_uid}',
+                "have the link removed",
+            )
+        return Path(os.readlink("", dir_fd=link))
+    finally:
+        os.close(link)
+
+
+def _check_folder(descriptor: int, path: Path) -> None:
+    found, us = os.fstat(descriptor), os.geteuid()
+    if found.st_uid not in (us, 0):
+        raise NotPrivate(path, f"it belongs to user {found.st_uid}, and this is user {us}", "have it removed")
+    if found.st_mode & _OTHERS_WRITE:
+        raise NotPrivate(
+            path,
+            f"others can write to it (its mode is {stat.S_IMODE(found.st_mode):04o})",
+            f"chmod go-w {path}, or name a folder in it, which will be made",
+        )
+
+
+# ------------------------------------------------------------ files
+
+
+def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
+    """Descriptor of a plain file of ours in a folder of ours, as :func:`os.open`; it is closed to others when written to.
+
+    :param make_folder: make what is missing of its folder.
+    :raises NotPrivate: the file or its folder is somebody else's, or it is a link.
+    """
+    with folder(path.parent, make=make_folder) as parent:
+        return _open_in(parent, path, flags)
+
+
+def _open_in(parent: int, path: Path, flags: int) -> int:
+    # Not cut off before it is known to be ours; a pipe in its place must not block us.
+    careful = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        descriptor = os.open(path.name, careful, 0o600, dir_fd=parent)
+    except OSError as error:
+        if error.errno == errno.ELOOP:
+            raise NotPrivate(path, "it is a symbolic link", "remove it") from None
+        raise OSError(error.errno, error.strerror, str(path)) from None
+    try:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
+            raise NotPrivate(path, f"it is no file of this user, but of user {found.st_uid}", "remove it")
+        if flags & (os.O_WRONLY | os.O_RDWR):
+            if found.st_mode & _OTHERS and found.st_uid == os.geteuid():
+                os.fchmod(descriptor, 0o600)
+            if flags & os.O_TRUNC:
+                os.ftruncate(descriptor, 0)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def read(path: Path) -> bytes:
+    """All that is in a file of ours."""
+    with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
+        return file.read()
+
+
+def write(path: Path, data: bytes) -> None:
+    """Have this in a file, in place of what was in it; one that was killed meanwhile leaves a part of it."""
+    _fill(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), data)
+
+
+def create(path: Path, data: bytes) -> None:
+    """A new file, in place of whatever has its name."""
+    with folder(path.parent) as parent:
+        _create_in(parent, path, data)
+
+
+def _create_in(parent: int, path: Path, data: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path.name, dir_fd=parent)
+    _fill(_open_in(parent, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), data)
+
+
+def _fill(descriptor: int, data: bytes) -> None:
+    try:
+        if os.write(descriptor, data) != len(data):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    finally:
+        os.close(descriptor)
+
+
+def replace(path: Path, data: bytes) -> None:
+    """A new file, which takes the place of the old one when it is complete."""
+    beside = path.with_name(f"{path.name}.new")
+    with folder(path.parent) as parent:
+        _create_in(parent, beside, data)
+        os.rename(beside.name, path.name, src_dir_fd=parent, dst_dir_fd=parent)
+
+
+def rename(path: Path, name: str) -> None:
+    """Another name in the same folder, in place of whatever has it."""
+    with folder(path.parent) as parent:
+        os.rename(path.name, name, src_dir_fd=parent, dst_dir_fd=parent)
+
+
+def remove(path: Path) -> None:
+    """Whatever has this name in a folder of ours, if anything has."""
+    with contextlib.suppress(FileNotFoundError), folder(path.parent) as parent:
+        os.unlink(path.name, dir_fd=parent)
+
+
+def remove_tree(path: Path) -> None:
+    """A folder of ours with all that is in it, as far as that can be removed; without an error."""
+    with contextlib.suppress(OSError), folder(path) as root:
+        # Not os.walk, which goes by paths; not shutil, which takes long to load.
+        for _, folders, files, here in os.fwalk(".", topdown=False, dir_fd=root):
+            for name in (*files, *folders):
+                _remove_in(here, name)
+    with contextlib.suppress(OSError):
+        path.rmdir()
+
+
+def _remove_in(parent: int, name: str) -> None:
+    with contextlib.suppress(OSError):  # not empty: something in it could not be removed
+        try:
+            os.unlink(name, dir_fd=parent)  # a link to a folder, too
+        except IsADirectoryError:
+            os.rmdir(name, dir_fd=parent)
