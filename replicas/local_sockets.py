@@ -1,19 +1,24 @@
-"""Unix sockets of this machine: who is at the other end, and the door of a sidecar forkserver. Standard library only.
+"""Sockets of this machine: who is at the other end, and the door of a sidecar forkserver. Standard library only.
 
 The kernel tells who has connected, and who listens (SO_PEERCRED). Both ends ask it before a byte or a descriptor is sent:
-an abstract socket has no mode, and everyone in the network namespace sees its name in ``/proc/net/unix``.
+an abstract socket has no mode, and everyone in the network namespace sees its name in ``/proc/net/unix``. Of a TCP port of
+this machine the kernel tells whose process listens on it (``/proc/net/tcp``).
 """
 
 from __future__ import annotations
 
+import ipaddress
 import os
 import socket
 import struct
+import sys
+from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Door", "peer_uid"]
+__all__ = ["Door", "listener_uids", "peer_uid"]
 
 _CREDENTIALS = struct.Struct("3i")
+_LISTENS = "0A"
 _BACKLOG = 4096
 """Clients wait here while a forkserver loads torch, beside strangers whom it has not turned away yet; the kernel's bound
 (``net.core.somaxconn``) is the same.
@@ -24,6 +29,49 @@ def peer_uid(connection: socket.socket) -> int:
     """Effective user of the process at the other end: of the one that connected, or that listens."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
+
+
+def listener_uids(connection: socket.socket) -> frozenset[int] | None:
+    """Users of the processes that listen where this TCP connection of ours leads to; None: that is on another machine.
+
+    Nobody, where it is passed on from here to somewhere else. Ask with the connection open: whoever listens now has taken
+    it, or does not listen any more.
+    """
+    own, peer = (_address(name()[0]) for name in (connection.getsockname, connection.getpeername))
+    if not peer.is_loopback and own != peer:
+        return None
+    found = _listeners(connection.getpeername()[1])
+    for address in (peer, ipaddress.IPv4Address(0), ipaddress.IPv6Address(0)):  # as the kernel chooses
+        uids = frozenset(uid for where, uid in found if where == address)
+        if uids:
+            return uids
+    return frozenset()
+
+
+def _address(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    found = ipaddress.ip_address(text.partition("%")[0])
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def _listeners(port: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Address, int]]:
+    found = []
+    for table in ("tcp", "tcp6"):
+        try:
+            lines = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+        except FileNotFoundError:  # a kernel without IPv6
+            continue
+        for line in lines:
+            _, local, _, state, _, _, _, uid = line.split()[:8]
+            address, _, number = local.partition(":")
+            if state == _LISTENS and int(number, 16) == port:
+                found.append((_unpacked(address), int(uid)))
+    return found
+
+
+def _unpacked(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
+    """An address as the kernel prints it: words of 32 bits, each in the machine's order."""
+    words = (int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8))
+    return _address(str(ipaddress.ip_address(b"".join(words))))
 
 
 class Door(NamedTuple):

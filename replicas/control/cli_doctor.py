@@ -56,6 +56,6 @@ def doctor(config: ConfigArgument = None, named: ConfigOption = None, as_json: J
 def _state_dir(place: Place) -> Path | None:
     """None: there is no run here, and only the machine is looked at."""
     try:
-        return place.state_dir
+        return place.named_dir
     except errors.Disconnected:
         return None

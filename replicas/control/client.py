@@ -1,5 +1,8 @@
 """How the command line asks a running supervisor: over the run's Unix socket, or over TCP with its token.
 
+A port is anybody's once its supervisor is dead, and a file may name any: on this machine the kernel is asked whose process
+listens before anything is sent, and the token goes only to those to whom it belongs.
+
 One request, one connection. Each read has a deadline; an answer that takes long is kept alive by the other side
 (:mod:`replicas.control.desk`), so that silence always means that nobody is there.
 """
@@ -18,6 +21,7 @@ import msgspec
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Order
 from replicas.control.socket_path import reachable
 from replicas.errors import Disconnected, ReplicasError, UsageError
+from replicas.local_sockets import listener_uids, peer_uid
 from replicas.status import RunStatus
 from replicas.supervisor.processes import is_stopped, start_time
 
@@ -51,16 +55,29 @@ class Client:
     :param token: the run's token, for orders and logs over TCP.
     :param pid: the supervisor's, as far as it is known: so that it can be told why nobody answers.
     :param run: name of the run that is meant, as far as it is known: another one takes no order then.
+    :param owners: users of whom the supervisor may be, where it is on this machine; None: of anybody.
+    :param token_owners: users on this machine to whom the token may be shown; None: to anybody.
     :raises UsageError: ``where`` is neither.
     """
 
     def __init__(
-        self, where: str, *, token: str = "", pid: int = 0, run: str = "", timeout_s: float = _TIMEOUT_S
+        self,
+        where: str,
+        *,
+        token: str = "",
+        pid: int = 0,
+        run: str = "",
+        owners: frozenset[int] | None = None,
+        token_owners: frozenset[int] | None = None,
+        timeout_s: float = _TIMEOUT_S,
     ) -> None:
         self.where = where
         self._pid = pid
         self._run = run
         self._token = token
+        self._owners = owners
+        self._token_owners = token_owners
+        self._withheld = ""
         self._timeout_s = timeout_s
         self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
 
@@ -119,11 +136,13 @@ class Client:
         """``silence_s``: how long the rest of the answer may pause, once it has begun."""
         connection = self._connect()
         headers = {"Accept": "application/json"}
-        if self._token:
-            headers["Authorization"] = f"Bearer {self._token}"
         if self._run:
             headers[RUN_HEADER] = quote(self._run, safe="")
         try:
+            connection.connect()
+            headers |= self._credentials(connection.sock)
+            if self._withheld and method == "POST":
+                raise self._not_shown()
             with contextlib.suppress(BrokenPipeError):  # it was turned away before all was sent: the answer says why
                 connection.request(method, path, body=body, headers=headers)
             with connection.getresponse() as response:
@@ -136,6 +155,25 @@ class Client:
             ) from error
         finally:
             connection.close()
+
+    def _credentials(self, connection: socket.socket) -> dict[str, str]:
+        """The token, for those who may have it. A Unix socket needs none: its supervisor knows who asks.
+
+        :raises Disconnected: this is not the supervisor that is meant, but somebody else's process.
+        """
+        local = not self._host
+        uids = frozenset({peer_uid(connection)}) if local else listener_uids(connection)
+        if uids is not None and self._owners is not None and not (uids and uids <= self._owners):
+            raise Disconnected(f"{self.where} {_whose(uids)}: nothing was sent to it", hint=self._why_silent())
+        if local or not self._token:
+            return {}
+        if uids is not None and self._token_owners is not None and not (uids and uids <= self._token_owners):
+            self._withheld = f"{self.where} {_whose(uids)}: the token, which is another user's, was not shown to it"
+            return {}
+        return {"Authorization": f"Bearer {self._token}"}
+
+    def _not_shown(self) -> UsageError:
+        return UsageError(self._withheld, hint="name the token with --token-file if it may be shown there")
 
     def _why_silent(self) -> str:
         if not self._pid:
@@ -164,6 +202,8 @@ class Client:
 
     def _refused(self, code: int, answer: Answer) -> ReplicasError:
         assert answer.error is not None
+        if code in (401, 403) and self._withheld:
+            return self._not_shown()
         if code in (401, 403):
             return UsageError(
                 f"{self.where} takes no orders from here: {answer.error.message}",
@@ -180,6 +220,12 @@ class Client:
                 raise self._refused(response.status, answer)
             while line := response.readline():
                 yield line.rstrip(b"\r\n")
+
+
+def _whose(uids: frozenset[int]) -> str:
+    if not uids:
+        return "is a port on which no process of this machine listens"
+    return f"is of user {', '.join(map(str, sorted(uids)))}"
 
 
 def fetch_status(endpoint: str, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:

@@ -18,7 +18,7 @@ import msgspec
 
 from replicas import errors
 from replicas.config import Config
-from replicas.control.find import ENDPOINT_FILE, read_endpoint
+from replicas.control.find import ENDPOINT_FILE, NotTrusted, read_endpoint, trusted
 from replicas.control.render import size_text
 from replicas.control.socket import SOCKET_FILE
 from replicas.supervisor import cgroups, leftovers
@@ -56,6 +56,14 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
     machine = look()
     supervisor = None
     saved = None
+    if state_dir is not None:
+        try:
+            trusted(state_dir)
+        except NotTrusted as error:
+            yield Finding(
+                about="run", state="problem", text=error.message, remedy="run this as its owner, or remove it"
+            )
+            state_dir = None
     if state_dir is not None:
         saved = RunState(state_dir / "state.json").peek()
         supervisor = _supervisor(state_dir)

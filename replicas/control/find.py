@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import msgspec
 
-from replicas import environ
+from replicas import environ, private
 from replicas.config import Config
 from replicas.config_file import load
 from replicas.control.client import Client
@@ -22,11 +24,13 @@ __all__ = [
     "SILENT_S",
     "End",
     "EndpointFile",
+    "NotTrusted",
     "Place",
     "find_endpoint",
     "find_state_dir",
     "lives",
     "read_endpoint",
+    "trusted",
 ]
 
 ENDPOINT_FILE = "endpoint.json"
@@ -35,6 +39,32 @@ ENDPOINT_FILE = "endpoint.json"
 
 SILENT_S = 30.0
 """How long a supervisor that lives may not answer before whoever waits for its end gives up."""
+
+
+class NotTrusted(UsageError):
+    """The state folder is somebody else's: where it leads to, and what it has us send there, is his choice."""
+
+    default_hint = "give --endpoint HOST:PORT or unix:PATH, or run this as the user of the supervisor"
+
+    @classmethod
+    def of(cls, state_dir: Path, error: private.NotPrivate) -> NotTrusted:
+        what = error.strerror if error.filename == str(state_dir) else f"{error.strerror}: {error.filename}"
+        return cls(f"the state folder {state_dir} is not trusted: {what}")
+
+
+def trusted(state_dir: Path) -> Path:
+    """The folder itself, once it is known to be ours (or root's); also one that is not there.
+
+    :raises NotTrusted: it is somebody else's, or others can write to it.
+    """
+    try:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), private.folder(state_dir):
+            pass
+    except private.NotPrivate as error:
+        raise NotTrusted.of(state_dir, error) from error
+    except OSError as error:
+        raise Disconnected(f"{state_dir} cannot be opened: {error.strerror}", hint=NotTrusted.default_hint) from error
+    return state_dir
 
 
 class EndpointFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,10 +80,13 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
     """Where the supervisor of this state folder listens.
 
     :raises Disconnected: when no supervisor has written it, or the file is damaged.
+    :raises NotTrusted: it, or the folder, is somebody else's.
     """
     path = state_dir / ENDPOINT_FILE
     try:
-        return msgspec.json.decode(path.read_bytes(), type=EndpointFile)
+        return msgspec.json.decode(private.read(path), type=EndpointFile)
+    except private.NotPrivate as error:
+        raise NotTrusted.of(state_dir, error) from error
     except FileNotFoundError as error:
         raise Disconnected(
             f'run "{state_dir.name}" is not running: {path} does not exist', hint="start it with: replicas run CONFIG"
@@ -101,7 +134,7 @@ def lives(state_dir: Path) -> bool:
     """Whether the run of this state folder has a supervisor, as far as its endpoint file tells."""
     try:
         return start_time(read_endpoint(state_dir).pid) is not None
-    except Disconnected:
+    except (Disconnected, NotTrusted):
         return False
 
 
@@ -200,14 +233,23 @@ class Place:
         return self.endpoint is not None
 
     @property
-    def state_dir(self) -> Path:
-        """That of the config, as far as that can be read: a run can be looked at while its config has problems.
+    def named_dir(self) -> Path:
+        """The state folder, whosever it is: of the config, as far as that can be read (a run can be looked at while its
+        config has problems), or the one that is here.
 
         :raises ReplicasError: there is none, or more than one.
         """
         if self.path is None:
             return find_state_dir(folder=self._folder)
         return state_dir_of(self.path) or load(self.path).run.state_dir
+
+    @property
+    def state_dir(self) -> Path:
+        """As :attr:`named_dir`.
+
+        :raises NotTrusted: it is somebody else's.
+        """
+        return trusted(self.named_dir)
 
     def _supervisor(self) -> EndpointFile:
         """:raises Disconnected: the run is not running. :raises BadConfig: nor could it be started."""
@@ -224,13 +266,17 @@ class Place:
 
         :raises Disconnected: the run is not running. :raises BadConfig: and its config has problems.
         """
+        ours = frozenset({os.geteuid(), 0})
         if self.endpoint is not None:
-            return Client(self.endpoint, token=self._token(None), timeout_s=timeout_s)
+            token, owner = self._named_token()
+            chosen = self._token_file is not None  # for this endpoint, whosever it is
+            owners = None if chosen else ours | ({owner} if owner is not None else set())
+            return Client(self.endpoint, token=token, token_owners=owners, timeout_s=timeout_s)
         where = self._supervisor()
         if where.socket and Path(where.socket).is_socket():
-            return Client(f"unix:{where.socket}", pid=where.pid, run=where.run, timeout_s=timeout_s)
-        token = self._token(self.state_dir)
-        return Client(where.endpoint, token=token, pid=where.pid, run=where.run, timeout_s=timeout_s)
+            return Client(f"unix:{where.socket}", pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s)
+        token = self._named_token()[0] if self._token_file is not None else self._own_token(self.state_dir)
+        return Client(where.endpoint, token=token, pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s)
 
     def status(self, *, timeout_s: float = 5.0) -> RunStatus:
         """Its state now.
@@ -270,17 +316,26 @@ class Place:
         """
         return End(None if self.remote else self.state_dir)
 
-    def _token(self, state_dir: Path | None) -> str:
-        """Read once: the file goes with the run, whose end may be waited for."""
-        if self._known_token:
-            return self._known_token
-        path = self._token_file
+    def _own_token(self, state_dir: Path) -> str:
+        """The run's own. Read once: the file goes with the run, whose end may be waited for."""
+        if not self._known_token:
+            try:
+                self._known_token = private.read(state_dir / "token").decode("ascii").strip()
+            except private.NotPrivate as error:
+                raise NotTrusted.of(state_dir, error) from error
+            except (OSError, UnicodeDecodeError):
+                return ""  # pages can be read without
+        return self._known_token
+
+    def _named_token(self) -> tuple[str, int | None]:
+        """What ``--token-file`` or the environment names, and whose file it is; a link leads where its owner wants it to."""
+        path = self._token_file or environ.read(self._variables).token_file
         if path is None:
-            path = environ.read(self._variables).token_file if state_dir is None else state_dir / "token"
+            return "", None
         try:
-            self._known_token = path.read_text(encoding="ascii").strip() if path is not None else ""
-            return self._known_token
+            with path.open("rb") as file:
+                return file.read().decode("ascii").strip(), os.fstat(file.fileno()).st_uid
         except (OSError, UnicodeDecodeError) as error:
             if self._token_file is None:
-                return ""  # pages can be read without
+                return "", None  # pages can be read without
             raise UsageError(f"cannot read the token in {path}: {error}") from error
