@@ -11,13 +11,11 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Coroutine
-from pathlib import Path
 
 import msgspec
 import tenacity
 
-import replicas
-from replicas import errors
+from replicas import errors, own_code
 from replicas.coordinator.store_wire import Reply, Request
 
 __all__ = ["StoreKeeper"]
@@ -83,11 +81,8 @@ class StoreKeeper:
             "--parent",
             str(os.getpid()),
         ]
-        home = str(
-            Path(replicas.__file__).parent.parent
-        )  # -P leaves the working folder out, ours may be found there only
-        path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, "PYTHONPATH": path, "RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
+        environment = own_code.findable(os.environ)
+        environment |= {"RES_OPTIONS": "timeout:1 attempts:1", "OMP_NUM_THREADS": "1"}
         try:
             self._process = await asyncio.create_subprocess_exec(
                 *command,

@@ -11,11 +11,10 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import tenacity
 
-import replicas
+from replicas import own_code
 from replicas.local_sockets import Door, peer_uid
 from replicas.sidecar import wire
 from replicas.sidecar.answers import SidecarDied, SidecarFailed
@@ -298,15 +297,13 @@ def _check_owner(sock: socket.socket, door: Door) -> None:
 
 def _start_helper() -> tuple[socket.socket, subprocess.Popen[bytes]]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    home = str(Path(replicas.__file__).parent.parent)
-    path = os.pathsep.join(filter(None, (home, os.environ.get("PYTHONPATH"))))
     try:
         with theirs:
             process = subprocess.Popen(
-                [sys.executable, "-m", "replicas.sidecar.forkserver", "--fd", str(theirs.fileno())],
+                [sys.executable, "-P", "-m", "replicas.sidecar.forkserver", "--fd", str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
-                env={**os.environ, "PYTHONPATH": path},
+                env=own_code.findable(os.environ),
                 start_new_session=True,
             )
     except BaseException:

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
-from replicas import errors
+from replicas import errors, own_code
 from replicas.config import ResourcesConfig
 from replicas.supervisor import orders
 from replicas.supervisor.cgroups import RunCgroups, find_own
@@ -81,6 +81,7 @@ class JanitorHandle:
             with theirs:
                 self._popen = subprocess.Popen(
                     python_module("replicas.supervisor.janitor", *arguments),
+                    env=own_code.findable(os.environ),
                     stdin=subprocess.DEVNULL,
                     pass_fds=descriptors,
                     start_new_session=True,

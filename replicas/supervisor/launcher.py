@@ -51,6 +51,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher import api as launcher_api
 
+from replicas import own_code
 from replicas.supervisor import orders
 from replicas.supervisor.commands import guard_command, guard_orders
 from replicas.supervisor.guard import GUARD
@@ -268,7 +269,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     message = orders.receive(control)
     if message is None:
         return 1
-    report = launch(NodeSpec.of(message["spec"]), control)
+    spec = NodeSpec.of(message["spec"])
+    own_code.without(os.environ, spec.env)
+    report = launch(spec, control)
     orders.send(control, report.message("report"))
     return 0 if report.outcome == "ok" else 1
 

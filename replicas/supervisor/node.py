@@ -18,7 +18,7 @@ from typing import IO
 
 import anyio.to_thread
 
-from replicas import environ, private
+from replicas import __version__, environ, own_code, private
 from replicas.config import GroupConfig
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Belongings
@@ -147,7 +147,7 @@ class Node:
             log = stack.enter_context(self._log())
             return subprocess.Popen(
                 python_module("replicas.supervisor.shim", *arguments),
-                env={**os.environ, MARK: self.spec.nonce},
+                env={**own_code.findable(os.environ), MARK: self.spec.nonce},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -268,6 +268,7 @@ class Node:
             return
         if kind == "started":
             self.main_pid = int(message["pid"])
+            self._compare(str(message.get("release", "unknown")))
         elif kind == "rendezvous":
             self.rendezvous = (str(message["host"]), int(message["port"]))
         elif kind == "ended":
@@ -284,6 +285,16 @@ class Node:
             self._on_stacks({f"{name}/{rank}": f"process {pid}\n{text}" for rank, pid, text in message["stacks"]})
             return
         self._changed()
+
+    def _compare(self, release: str) -> None:
+        if release != __version__:
+            log.warning(
+                "%s/%s is run by release %s of replicas, which was installed under this supervisor of %s: restart that",
+                self.spec.group,
+                self.spec.replica,
+                release,
+                __version__,
+            )
 
     def _on_stacks(self, found: dict[str, str]) -> None:
         self.last_stacks = found

@@ -20,11 +20,14 @@ import socket
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+from replicas import __version__
+
 __all__ = [
     "REMAINS_INTERVAL_S",
     "ExitReport",
     "LogLoss",
     "NodeSpec",
+    "OtherRelease",
     "RankExit",
     "Remains",
     "decode",
@@ -41,6 +44,16 @@ _MAX_REMAINS = 16
 Message = dict[str, Any]
 
 
+class OtherRelease(Exception):
+    """The supervisor runs other code than is installed by now, and its orders are not understood."""
+
+    def __init__(self, release: str, error: Exception) -> None:
+        super().__init__(
+            f"the code of replicas was replaced under the running supervisor, which is of release {release}, by code of "
+            f"release {__version__}: restart the supervisor ({type(error).__name__}: {error})"
+        )
+
+
 class NodeSpec(NamedTuple):
     """One node of one generation of a replica.
 
@@ -55,6 +68,7 @@ class NodeSpec(NamedTuple):
 
     The shim adds for the launcher: ``shim`` (its pid), ``pipes`` (its descriptors of each local rank's stdout and stderr)
     and ``scratch`` (where torchrun may write).
+    :param release: of the supervisor; what it starts runs the code that is installed then.
     """
 
     run: str
@@ -82,11 +96,16 @@ class NodeSpec(NamedTuple):
     shim: int = 0
     pipes: tuple[tuple[int, int], ...] = ()
     scratch: str = ""
+    release: str = __version__
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> NodeSpec:
-        pipes = tuple((int(out), int(err)) for out, err in data["pipes"])
-        return cls(**{**data, "command": tuple(data["command"]), "pipes": pipes})
+        """:raises OtherRelease: it is not what this release means by a spec."""
+        try:
+            pipes = tuple((int(out), int(err)) for out, err in data["pipes"])
+            return cls(**{**data, "command": tuple(data["command"]), "pipes": pipes})
+        except (KeyError, TypeError, ValueError) as error:
+            raise OtherRelease(str(data.get("release", "unknown")), error) from error
 
     def message(self) -> Message:
         return {"type": "start", "spec": self._asdict()}

@@ -50,7 +50,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from replicas import private
+from replicas import __version__, private
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Stocktaking
 from replicas.supervisor.deaths import DeathWatch
@@ -148,7 +148,11 @@ class Shim:
         if message is None:
             self._supervisor_gone()
         elif message["type"] == "start":
-            self._start(NodeSpec.of(message["spec"]))
+            try:
+                self._start(NodeSpec.of(message["spec"]))
+            except orders.OtherRelease as error:
+                self._tell(ExitReport("failed", text=f"cannot be started: {error}").message())
+                self._begin_sweep()
         elif message["type"] == "stop":
             self._stop(float(message["timeout_s"]), stacks=bool(message.get("stacks")))
         elif message["type"] == "stacks":
@@ -244,7 +248,7 @@ class Shim:
             self._tell(ExitReport("failed", text=f"cannot be started: {error}").message())
             self._begin_sweep()
         else:
-            self._tell({"type": "started", "pid": self._main.pid})
+            self._tell({"type": "started", "pid": self._main.pid, "release": __version__})
 
     def _own(self) -> list[int]:
         """All that runs for the replica on this node."""

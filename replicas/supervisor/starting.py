@@ -7,6 +7,7 @@ import socket
 import subprocess
 from pathlib import Path
 
+from replicas import own_code
 from replicas.local_sockets import Door
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.commands import guard_command, guard_orders, scratch_folder
@@ -44,7 +45,7 @@ class Starter:
         fd = theirs.fileno()
         command = python_module("replicas.supervisor.launcher", "--control", str(fd), "--parent", str(os.getpid()))
         with theirs:
-            child = self._spawn(command, self._spec.env, "torchrun", (fd,))
+            child = self._spawn(command, own_code.findable(self._spec.env), "torchrun", (fd,))
         self._enclose(child)
         self.scratch = str(scratch_folder(self._spec))
         spec = self._spec._replace(shim=os.getpid(), pipes=self._logs.pipes(), scratch=self.scratch)
@@ -62,7 +63,7 @@ class Starter:
             self._door = Door.parse(self._spec.forkserver).listen()
         fds = (self._door.fileno(), ready)
         command = python_module("replicas.sidecar.forkserver", "--listener", str(fds[0]), "--ready", str(ready))
-        child = self._spawn(command, self._spec.env, "forkserver", fds)
+        child = self._spawn(command, own_code.findable(self._spec.env), "forkserver", fds)
         self._enclose(child)
         return child
 
