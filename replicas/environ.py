@@ -28,6 +28,7 @@ __all__ = [
     "Environment",
     "read",
     "read_token",
+    "token_owners",
     "without_torchrun",
 ]
 
@@ -118,6 +119,15 @@ def read_token(environment: Environment) -> str:
             f"the token file {path} is empty", hint=f"{TOKEN_FILE} must name the run's own token file"
         )
     return token
+
+
+def token_owners(environment: Environment) -> frozenset[int]:
+    """Users of this machine to whom that token may be shown: whose file it is, this one, and root."""
+    path = environment.token_file
+    try:
+        return frozenset({os.geteuid(), 0} if path is None else {os.geteuid(), 0, path.stat().st_uid})
+    except OSError:  # it went with its run
+        return frozenset({os.geteuid(), 0})
 
 
 def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:

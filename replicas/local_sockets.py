@@ -15,7 +15,7 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Door", "listener_uids", "peer_uid"]
+__all__ = ["Door", "listener_uids", "peer_uid", "whose"]
 
 _CREDENTIALS = struct.Struct("3i")
 _LISTENS = "0A"
@@ -57,14 +57,19 @@ def _listeners(port: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Ad
     found = []
     for table in ("tcp", "tcp6"):
         try:
-            lines = Path(f"/proc/self/net/{table}").read_text().splitlines()[1:]
+            with Path(f"/proc/self/net/{table}").open() as lines:
+                next(lines)
+                for (
+                    line
+                ) in lines:  # the kernel makes them as they are read: those that listen first, of others there are many
+                    _, local, _, state, _, _, _, uid = line.split()[:8]
+                    if state != _LISTENS:
+                        break
+                    address, _, number = local.partition(":")
+                    if int(number, 16) == port:
+                        found.append((_unpacked(address), int(uid)))
         except FileNotFoundError:  # a kernel without IPv6
             continue
-        for line in lines:
-            _, local, _, state, _, _, _, uid = line.split()[:8]
-            address, _, number = local.partition(":")
-            if state == _LISTENS and int(number, 16) == port:
-                found.append((_unpacked(address), int(uid)))
     return found
 
 
@@ -72,6 +77,13 @@ def _unpacked(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
     """An address as the kernel prints it: words of 32 bits, each in the machine's order."""
     words = (int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8))
     return _address(str(ipaddress.ip_address(b"".join(words))))
+
+
+def whose(uids: frozenset[int]) -> str:
+    """Whose port or socket it is, for a sentence about it."""
+    if not uids:
+        return "is a port on which no process of this machine listens"
+    return f"is of user {', '.join(map(str, sorted(uids)))}"
 
 
 class Door(NamedTuple):

@@ -52,7 +52,9 @@ class Channel(Collectives):
     All methods may be called from any thread, but publishes from one at a time. Attributes never block.
     """
 
-    def __init__(self, hub: Hub, endpoint: str, token: str, hello: Hello) -> None:
+    def __init__(
+        self, hub: Hub, endpoint: str, token: str, hello: Hello, *, token_owners: frozenset[int] | None = None
+    ) -> None:
         self._hub = hub
         self._hello = hello
         self._pid = os.getpid()
@@ -65,7 +67,7 @@ class Channel(Collectives):
         self._receiver = Receiver(hub)
         self._watches = Watches(hub)
         self._operations = Operations(hub, self._lanes)
-        session = Session(hub.loop, endpoint, token, hello, hub)
+        session = Session(hub.loop, endpoint, token, hello, hub, token_owners=token_owners)
         weights = (self._publisher, self._receiver, self._watches, self._transfers, self._manifests)
         hub.start(session, (*weights, self._operations, self._lanes))
 

@@ -91,7 +91,8 @@ def join(
     _show_stacks(found, hello)
     loop = session_loop()
     hub = Hub(loop, hello, found.forkserver, channel)
-    member = Channel(hub, address, secret, hello)
+    owners = None if token is not None else environ.token_owners(found)
+    member = Channel(hub, address, secret, hello, token_owners=owners)
     until = time.monotonic() + timeout
     try:
         member._open(timeout)

@@ -39,6 +39,7 @@ from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketExce
 
 from replicas import errors
 from replicas.channel.loop import SessionLoop
+from replicas.local_sockets import listener_uids, whose
 from replicas.messages import (
     Bye,
     FromCoordinator,
@@ -121,9 +122,18 @@ class _Fruitless(Exception):
 
 
 class _Connection(ClientConnection):
-    """It knows when its last byte came."""
+    """It knows when its last byte came, and to whom on this machine the token may be shown (None: to anybody)."""
 
     heard = 0.0
+    token_owners: frozenset[int] | None = None
+
+    async def handshake(self, *arguments: Any, **options: Any) -> None:
+        """:raises ConnectionRefusedError: another user has the coordinator's port, which was free for a while."""
+        if self.token_owners is not None:
+            uids = listener_uids(self.transport.get_extra_info("socket"))
+            if uids is not None and not (uids and uids <= self.token_owners):
+                raise ConnectionRefusedError(f"the port {whose(uids)}: the run's token was not shown to it")
+        await super().handshake(*arguments, **options)
 
     def data_received(self, data: bytes) -> None:
         self.heard = time.monotonic()
@@ -131,12 +141,25 @@ class _Connection(ClientConnection):
 
 
 class Session:
-    """See the module's header. :param endpoint: ``host:port``. :param hello: complete but for what changes."""
+    """See the module's header. :param endpoint: ``host:port``. :param hello: complete but for what changes.
 
-    def __init__(self, loop: SessionLoop, endpoint: str, token: str, hello: Hello, handler: SessionHandler) -> None:
+    :param token_owners: users on this machine to whom the token may be shown; None: to whoever listens at the endpoint.
+    """
+
+    def __init__(
+        self,
+        loop: SessionLoop,
+        endpoint: str,
+        token: str,
+        hello: Hello,
+        handler: SessionHandler,
+        *,
+        token_owners: frozenset[int] | None = None,
+    ) -> None:
         self._loop = loop
         self.endpoint = endpoint
         self._token = token
+        self._token_owners = token_owners
         self._hello = hello
         self._handler = handler
         self.term = 0
@@ -299,7 +322,9 @@ class Session:
 
             def reached(*arguments: Any, **options: Any) -> _Connection:
                 limit.reschedule(asyncio.get_running_loop().time() + ANSWER_S)
-                return _Connection(*arguments, **options)
+                made = _Connection(*arguments, **options)
+                made.token_owners = self._token_owners
+                return made
 
             return await self._open(reached)
 

@@ -21,7 +21,7 @@ import msgspec
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Order
 from replicas.control.socket_path import reachable
 from replicas.errors import Disconnected, ReplicasError, UsageError
-from replicas.local_sockets import listener_uids, peer_uid
+from replicas.local_sockets import listener_uids, peer_uid, whose
 from replicas.status import RunStatus
 from replicas.supervisor.processes import is_stopped, start_time
 
@@ -164,11 +164,11 @@ class Client:
         local = not self._host
         uids = frozenset({peer_uid(connection)}) if local else listener_uids(connection)
         if uids is not None and self._owners is not None and not (uids and uids <= self._owners):
-            raise Disconnected(f"{self.where} {_whose(uids)}: nothing was sent to it", hint=self._why_silent())
+            raise Disconnected(f"{self.where} {whose(uids)}: nothing was sent to it", hint=self._why_silent())
         if local or not self._token:
             return {}
         if uids is not None and self._token_owners is not None and not (uids and uids <= self._token_owners):
-            self._withheld = f"{self.where} {_whose(uids)}: the token, which is another user's, was not shown to it"
+            self._withheld = f"{self.where} {whose(uids)}: the token, which is another user's, was not shown to it"
             return {}
         return {"Authorization": f"Bearer {self._token}"}
 
@@ -220,12 +220,6 @@ class Client:
                 raise self._refused(response.status, answer)
             while line := response.readline():
                 yield line.rstrip(b"\r\n")
-
-
-def _whose(uids: frozenset[int]) -> str:
-    if not uids:
-        return "is a port on which no process of this machine listens"
-    return f"is of user {', '.join(map(str, sorted(uids)))}"
 
 
 def fetch_status(endpoint: str, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:

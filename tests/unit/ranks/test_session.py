@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import socket
 import time
 from collections.abc import AsyncIterator, Coroutine
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from typing import Any
 
 import msgspec
@@ -43,6 +46,7 @@ from replicas.messages import (
     decode_member_frame,
     encode,
 )
+from tests.support.strangers import STRANGER, needs_root, stranger
 
 pytestmark = pytest.mark.anyio
 
@@ -434,3 +438,31 @@ async def test_refused_by_http(status: int, text: str) -> None:
         session = Session(Loop(), f"127.0.0.1:{port}", "secret", HELLO, Handler())  # type: ignore[arg-type]  # a fake
         with pytest.raises(errors.UsageError, match=text):
             await session.open(5)
+
+
+@needs_root
+async def test_whoever_has_taken_the_port_of_a_coordinator_is_not_shown_the_token() -> None:
+    """A member asks for its coordinator again and again, also while that is dead and the port is free."""
+
+    def squat(pipe: Connection) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            pipe.send(listener.getsockname()[1])
+            while True:
+                connection, _ = listener.accept()
+                with connection:
+                    pipe.send(connection.recv(65536))
+
+    with stranger(squat) as squatter:
+        endpoint = f"127.0.0.1:{squatter.recv()}"
+        owners = frozenset({os.geteuid()})
+        session = Session(Loop(), endpoint, "secret", HELLO, Handler(), token_owners=owners)  # type: ignore[arg-type]  # a fake
+        with pytest.raises(errors.Disconnected, match=f"the port is of user {STRANGER}: the run's token was not shown"):
+            await session.open(1.0)
+        await session.close("end", 0.2)
+        assert squatter.recv() == b""
+
+
+async def test_a_coordinator_of_the_tokens_owner_is_shown_it(world: World) -> None:
+    world.session._token_owners = frozenset({os.geteuid()})
+    await world.session.open(5)
+    assert world.session.connected
