@@ -169,7 +169,7 @@ class StoreKeeper:
                     continue
                 return False
             if reply.error:
-                log.warning("the store takes no more connections: %s", reply.error)
+                log.warning("the store can serve no longer: %s", reply.error)
             return not reply.error
 
     async def _respawn(self) -> None:

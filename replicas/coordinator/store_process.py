@@ -13,9 +13,11 @@ The control socket (inherited, a stream of JSON lines) carries requests and repl
 keys), ``sweep`` (delete the keys under prefixes), ``ping``. Its end means that the owner is gone, and so is this process; a
 parent-death signal covers an owner that leaves the socket open in a forked child.
 
-The TCPStore itself knows no strangers: garbage costs them their connection, and idle ones are kept for ever. A store that has
-no descriptor left goes on serving those who are connected and turns everybody else away, so each reply says so, and the
-owner replaces it.
+The TCPStore itself knows no strangers: garbage costs them their connection, idle ones are kept for ever, and whatever they
+set is kept, too. A store that has no descriptor left goes on serving those who are connected and turns everybody else away;
+one that holds more than a rendezvous can ever need would go on until the machine has no memory. So each reply says so, and
+the owner replaces it. Between two replies the kernel bounds what it may take: a value for which there is no memory costs
+its sender the connection.
 """
 
 from __future__ import annotations
@@ -43,6 +45,10 @@ __all__ = ["main"]
 
 
 SPARE_DESCRIPTORS = 16
+MEMORY_NBYTES = 128 * 2**20
+"""What a store may hold: cards and addresses of members, a few KB each."""
+MEMORY_MAX_NBYTES = 512 * 2**20
+"""Beyond that the kernel gives it none."""
 STRAY_KEYS = ("exception_dump",)
 """ProcessGroupNCCL writes this one without any prefix, and every later group of the store would abort on it."""
 
@@ -65,11 +71,33 @@ def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
             store.delete_key(key)
 
 
-def full() -> str:
-    """Why nobody can connect any more; empty when they can. Strangers may hold connections without end."""
+def full(empty_nbytes: int) -> str:
+    """Why it has to be replaced; empty when it need not be. Strangers may connect, and set values, without end.
+
+    :param empty_nbytes: its memory when it was new.
+    """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     held = len(list(Path("/proc/self/fd").iterdir()))
-    return f"{held} of {limit} descriptors are in use" if held > limit - SPARE_DESCRIPTORS else ""
+    if held > limit - SPARE_DESCRIPTORS:
+        return f"{held} of {limit} descriptors are in use"
+    grown = data_nbytes() - empty_nbytes
+    return f"{grown >> 20} MiB of values are in it" if grown > MEMORY_NBYTES else ""
+
+
+def data_nbytes() -> int:
+    """Memory of this process as RLIMIT_DATA counts it."""
+    pages = int(Path("/proc/self/statm").read_text().split()[5])
+    return pages * resource.getpagesize()
+
+
+def bound_memory() -> int:
+    """Take no more than :data:`MEMORY_MAX_NBYTES` from here on; returns how much there is."""
+    now = data_nbytes()
+    hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
+    wanted = now + MEMORY_MAX_NBYTES
+    if hard == resource.RLIM_INFINITY or wanted < hard:
+        resource.setrlimit(resource.RLIMIT_DATA, (wanted, wanted))
+    return now
 
 
 def serve(control: socket.socket, bind: str, port: int) -> int:
@@ -92,6 +120,7 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
         timeout=timedelta(seconds=10),
         master_listen_fd=listener.detach(),
     )
+    empty_nbytes = bound_memory()
     control.sendall(encode(Reply(0, port=port)) + b"\n")
     decoder = msgspec.json.Decoder(Request)
     with control.makefile("rb") as lines:
@@ -99,7 +128,7 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
             request = decoder.decode(line)
             if request.op == "sweep":
                 sweep(store, request.prefixes)
-            reply = Reply(request.id, keys=store.num_keys(), port=port, error=full())
+            reply = Reply(request.id, keys=store.num_keys(), port=port, error=full(empty_nbytes))
             control.sendall(encode(reply) + b"\n")
     return 0
 

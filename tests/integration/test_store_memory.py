@@ -1,0 +1,110 @@
+"""A stranger who fills the store: it is replaced, and never takes the machine's memory."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import socket
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from replicas.coordinator.store import StoreKeeper
+from replicas.coordinator.store_process import MEMORY_MAX_NBYTES, MEMORY_NBYTES
+from replicas.coordinator.store_wire import Reply, Request
+
+pytestmark = pytest.mark.anyio
+
+FILL = """
+import sys
+from datetime import timedelta
+from torch._C._distributed_c10d import TCPStore
+store = TCPStore(sys.argv[1], int(sys.argv[2]), is_master=False, timeout=timedelta(seconds=10))
+for number in range(int(sys.argv[3])):
+    store.set(f"{number}", "x" * 8_000_000)
+"""
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def fill(port: int, nbytes: int) -> bool:
+    """Set values of so many bytes together, as a process of its own does; whether the store took them."""
+    command = [sys.executable, "-c", FILL, "127.0.0.1", str(port), str(nbytes // 8_000_000 + 1)]
+    return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=90, check=False).returncode == 0
+
+
+def data_nbytes(pid: int) -> int:
+    found = re.search(r"VmData:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    return int(found[1]) * 1024 if found is not None else 0
+
+
+async def test_a_store_that_somebody_fills_is_replaced(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING)
+    replaced = asyncio.Event()
+    ups = 0
+
+    def changed(up: bool) -> None:
+        nonlocal ups
+        ups += up
+        if ups == 2:
+            replaced.set()
+
+    keeper = StoreKeeper("127.0.0.1", 0, changed)
+    await keeper.start()
+    try:
+        before = keeper.pid
+        await asyncio.to_thread(fill, keeper.address[1], MEMORY_NBYTES + 2**26)
+        async with asyncio.timeout(60):
+            await replaced.wait()
+        assert keeper.pid != before
+        assert (await keeper.ask("ping")).keys <= 1
+        assert "MiB of values are in it" in caplog.text
+    finally:
+        await keeper.aclose()
+
+
+def test_the_kernel_bounds_what_a_store_may_take() -> None:
+    """Also while nobody asks it how it is; and then it tells."""
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        command = [sys.executable, "-m", "replicas.coordinator.store_process", "--bind", "127.0.0.1", "--port", "0"]
+        command += ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
+        with subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as process:
+            try:
+                ours.settimeout(60)
+                port = msgspec.json.decode(ours.recv(4096), type=Reply).port
+                empty = data_nbytes(process.pid)
+                assert not fill(port, MEMORY_MAX_NBYTES + 2**26)
+                assert MEMORY_NBYTES < data_nbytes(process.pid) - empty <= MEMORY_MAX_NBYTES
+                ours.sendall(msgspec.json.encode(Request(1, "stat")) + b"\n")
+                assert "MiB of values are in it" in msgspec.json.decode(ours.recv(4096), type=Reply).error
+                process.kill()
+                assert b"Traceback" not in process.communicate(timeout=30)[1]
+            finally:
+                process.kill()
+
+
+async def test_a_store_that_is_used_is_left_alone() -> None:
+    """As by many more members than a run can have."""
+    from torch._C._distributed_c10d import TCPStore
+
+    keeper = StoreKeeper("127.0.0.1", 0, lambda _: None)
+    await keeper.start()
+    try:
+        client = TCPStore("127.0.0.1", keeper.address[1], is_master=False, timeout=timedelta(seconds=30))
+        await asyncio.to_thread(lambda: [client.set(f"lane/{number}", "x" * 4096) for number in range(5000)])
+        await asyncio.to_thread(client.get, "lane/4999")
+        reply = await keeper.ask("stat")
+        assert reply.keys >= 5000
+        assert not reply.error
+    finally:
+        await keeper.aclose()
