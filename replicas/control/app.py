@@ -18,8 +18,8 @@ from starlette.routing import Route
 from replicas import errors
 from replicas.control.access import Access, everyone
 from replicas.control.commands import ORDERS, Commands
-from replicas.control.desk import NO_STORE, desk_routes, json_response, refusal
-from replicas.control.public import public
+from replicas.control.desk import NO_STORE, desk_routes, json_bytes, json_response, refusal
+from replicas.control.public import Cached, hiding_store, public
 from replicas.control.streams import StreamSource, stream_routes
 from replicas.core.ordering import GOOD, enough
 from replicas.status import ReplicaStatus, RunStatus
@@ -80,17 +80,19 @@ def control_routes(
         code = 200 if status.ready else 503
         if request.query_params.get("verbose", "0").lower() in ("0", "false"):
             return _text("ok\n" if status.ready else "not ready; see /readyz?verbose\n", code)
-        checks = readiness_checks(status)
-        lines = [f"[{'+' if good else '-'}] {public(text) if access(request) else text}" for good, text in checks]
+        stranger = bool(access(request))
+        checks = readiness_checks(hiding_store(status) if stranger else status)
+        lines = [f"[{'+' if good else '-'}] {public(text) if stranger else text}" for good, text in checks]
         lines.append(f"run {status.run} is {'ready' if status.ready else 'not ready'}")
         return _text("\n".join(lines) + "\n", code)
 
     async def metrics(_: Request) -> Response:
         return Response(source.metrics_text(), headers={"Content-Type": _METRICS_TYPE, **NO_STORE})
 
+    for_strangers = Cached(lambda: public(hiding_store(source.status())))
+
     async def status(request: Request) -> Response:
-        status = source.status()
-        return json_response(public(status) if access(request) else status)
+        return json_bytes(for_strangers.body()) if access(request) else json_response(source.status())
 
     async def index(_: Request) -> Response:
         run = source.status()
@@ -131,7 +133,8 @@ def _unless_starting(page: Page) -> Page:
 
 def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
     """``(good, line)`` for the store, each group with its replicas, and each channel."""
-    yield status.store.up, f"store: {'up' if status.store.up else 'down'} at {status.store.host}:{status.store.port}"
+    at = f" at {status.store.host}:{status.store.port}" if status.store.port else ""
+    yield status.store.up, f"store: {'up' if status.store.up else 'down'}{at}"
     for group in status.groups:
         good = sum(1 for replica in group.replicas if _is_good(replica))
         needed = enough(group.min_ready, len(group.replicas))

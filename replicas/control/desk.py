@@ -33,7 +33,7 @@ from replicas import errors
 from replicas.control.access import Access
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem, carry_out
 
-__all__ = ["BEAT_S", "BODY_NBYTES", "NO_STORE", "QUICK_S", "desk_routes", "json_response", "refusal"]
+__all__ = ["BEAT_S", "BODY_NBYTES", "NO_STORE", "QUICK_S", "desk_routes", "json_bytes", "json_response", "refusal"]
 
 log = logging.getLogger("replicas.control")
 
@@ -46,7 +46,11 @@ NO_STORE = {"Cache-Control": "no-store"}
 
 def json_response(value: object, code: int = 200, **headers: str) -> Response:
     """``value`` as JSON, not to be cached; what JSON has no form for (paths) becomes text."""
-    body = msgspec.json.encode(value, enc_hook=str)
+    return json_bytes(msgspec.json.encode(value, enc_hook=str), code, **headers)
+
+
+def json_bytes(body: bytes, code: int = 200, **headers: str) -> Response:
+    """The same for a value that is encoded."""
     return Response(body, code, headers={**NO_STORE, **headers}, media_type="application/json")
 
 

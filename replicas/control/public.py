@@ -1,4 +1,5 @@
-"""What is shown to those who have not shown the run's token: all but what programs print, and what a config says.
+"""What is shown to those who have not shown the run's token: all but what programs print, what a config says, and where the
+store is, which knows no token.
 
 A program may print a secret, and its last line is part of the reason why its replica failed, which goes a long way: into
 states, events, and what is said of members. So no field is trusted: every text is cut behind the exit code or the signal
@@ -7,19 +8,48 @@ states, events, and what is said of members. So no field is trusted: every text 
 
 from __future__ import annotations
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from replicas.events import Event, Record, ReloadRefused, ReplicaExited
+from replicas.status import RunStatus
 from replicas.supervisor.causes import without_output
 
-__all__ = ["public", "public_record"]
+__all__ = ["Cached", "hiding_store", "public", "public_record"]
+
+_SHARE = 20
+_KEPT_S = 0.5
 
 
 def public(value: object) -> Any:
     """``value`` as what JSON has a form for, its texts without output."""
     return _cut(msgspec.to_builtins(value, enc_hook=str))
+
+
+def hiding_store(status: RunStatus) -> RunStatus:
+    """The status without the store's address."""
+    return msgspec.structs.replace(status, store=msgspec.structs.replace(status.store, host="", port=0))
+
+
+class Cached:
+    """A page of JSON that many may ask for: made anew when it is :data:`_SHARE` times as old as making it took, and half a
+    second at most. So it is fresh where it is cheap, and costs a twentieth of the loop's time where it is not."""
+
+    def __init__(self, make: Callable[[], object]) -> None:
+        self._make = make
+        self._body = b""
+        self._until = 0.0
+
+    def body(self) -> bytes:
+        began = time.monotonic()
+        if began >= self._until:
+            self._body = msgspec.json.encode(self._make(), enc_hook=str)
+            now = time.monotonic()
+            self._until = now + min(_KEPT_S, _SHARE * (now - began))
+        return self._body
 
 
 def public_record(record: Record) -> bytes:

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from replicas.control.client import fetch_status
+from replicas.control.client import Client
 from replicas.status import RunStatus
 from replicas.supervisor.cgroups import find_own
 from replicas.supervisor.processes import start_time
@@ -200,7 +200,8 @@ class Run:
         return str(msgspec.json.decode(path.read_bytes())["endpoint"])
 
     def status(self) -> RunStatus:
-        return fetch_status(self.endpoint())
+        token = self.state_dir / "token"
+        return Client(self.endpoint(), token=token.read_text().strip() if token.exists() else "").status()
 
     def processes(self) -> dict[int, str]:
         """Every living process of the run but the supervisor."""

@@ -11,6 +11,7 @@ from starlette.applications import Starlette
 
 from replicas import errors
 from replicas.control.app import control_routes
+from replicas.control.public import Cached
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, ReplicaStatus, RunStatus, StoreStatus
 
 pytestmark = pytest.mark.anyio
@@ -145,3 +146,40 @@ async def test_pages_only_read(path: str, method: str) -> None:
 async def test_head_is_a_get_without_its_body() -> None:
     response = await ask(Fake(), "/status", "HEAD")
     assert response.status_code == 200
+
+
+async def strangers_page(source: Fake, path: str) -> httpx.Response:
+    app = Starlette(routes=control_routes(source, access=lambda _: "no token"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app=app), base_url="http://control") as client:
+        return await client.get(path)
+
+
+@pytest.mark.parametrize("path", ["/status", "/readyz?verbose"])
+async def test_strangers_are_not_told_where_the_store_is(path: str) -> None:
+    """It knows no token."""
+    assert "29500" in (await ask(Fake(), path)).text
+    told = (await strangers_page(Fake(), path)).text
+    assert "29500" not in told
+    assert '"up":true' in told or "store: up\n" in told
+
+
+def test_a_page_for_everybody_is_made_anew_as_often_as_it_is_cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, made = [100.0], [0]
+
+    def make() -> int:
+        clock[0] += 0.01
+        made[0] += 1
+        return made[0]
+
+    monkeypatch.setattr("replicas.control.public.time.monotonic", lambda: clock[0])
+    page = Cached(make)
+    assert [page.body(), page.body()] == [b"1", b"1"]
+    clock[0] += 0.19
+    assert page.body() == b"1"
+    clock[0] += 0.02
+    assert page.body() == b"2"
+    monkeypatch.setattr("replicas.control.public._SHARE", 1000)
+    clock[0] += 1.0
+    page.body()
+    clock[0] += 0.6  # it takes long, and is still no older than half a second
+    assert page.body() == b"4"
