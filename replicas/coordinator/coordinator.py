@@ -15,6 +15,7 @@ from replicas import arguments, own_loop
 from replicas.config import ChannelConfig
 from replicas.config_file import channels_from
 from replicas.coordinator.decisions import DecisionLog
+from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.given import (
     bind_address,
@@ -27,6 +28,7 @@ from replicas.coordinator.given import (
     state_folder,
 )
 from replicas.coordinator.guard import Guard
+from replicas.coordinator.hosts import Hosts
 from replicas.coordinator.limits import REASONS
 from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
@@ -59,6 +61,7 @@ class Coordinator:
     :param state_dir: folder for the decision log; None keeps it in memory only.
     :param epochs: newest epoch of each channel under an earlier coordinator of the run: they go on from there.
     :param routes: further Starlette routes to serve.
+    :param live: what ``GET /livez`` tells, also under a flood of connections; None: there is no such page but in ``routes``.
     :raises errors.BadConfig: the channels cannot be used, as they could not in a config file.
     :raises errors.UsageError: another argument cannot.
     """
@@ -77,13 +80,14 @@ class Coordinator:
         state_dir: Path | None = None,
         epochs: Mapping[str, int] | None = None,
         routes: Sequence[BaseRoute] = (),
+        live: Callable[[], bool] | None = None,
     ) -> None:
         self._shapes = shapes_of(groups)
         configs = channels_from(channels, {name: shape.replicas for name, shape in self._shapes.items()})
         self.token = arguments.token("token", token) if token is not None else secrets.token_urlsafe(24)
         self._host, self._port = listen_host(host), port_of("port", port)
         self._store = StoreKeeper(bind_address(store_bind), port_of("store_port", store_port), self._store_changed)
-        self._routes = routes_of(routes)
+        self._routes, self._live = routes_of(routes), live
         folder = state_folder(state_dir)
         run, epochs = arguments.text("run", run), epochs_of(epochs)
         self._decisions = DecisionLog(folder / "decisions.jsonl" if folder is not None else None)
@@ -114,7 +118,9 @@ class Coordinator:
         try:
             await self._store.start()
             routes = [session_route(self.engine, self.token), *self._routes]
-            self._server = Server(listener, routes, Guard(self.engine.refused))
+            hosts = Hosts(self._host, listener.getsockname()[0])
+            door = Door(listener, self.engine.refused, token=lambda: self.token, hosts=hosts, live=self._live)
+            self._server = Server(listener, routes, Guard(self.engine.refused), door=door)
             await self._server.start()
         except BaseException:
             listener.close()

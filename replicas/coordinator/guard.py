@@ -1,18 +1,19 @@
-"""The guard at the control port: bounds on connections before anybody knows who is at their other end.
+"""The guard at the control port: bounds on a connection, from its first request on.
 
 Theory of operation
 ===================
 
-uvicorn has no limit on connections that never send a request, or one byte of it at a time, and gives one connection the
-loop for as long as it has data. The protocols here are uvicorn's own with these holes closed:
+Connections come in through the door (:mod:`replicas.coordinator.door`), whose header says how long they wait there. uvicorn
+has no limits for what follows, and gives one connection the loop for as long as it has data. The protocols here are
+uvicorn's own with these holes closed:
 
-* A *stranger* is a connection of which we do not know that it may be here: no Hello of it has been accepted, and no request
-  of it has shown the run's token (a page that is being served counts, too). There may be
-  :data:`~replicas.coordinator.limits.STRANGERS` of them; one more closes the oldest, which a member, who says who he is
-  within milliseconds, never is.
-* A request must be complete in some seconds. (The Hello behind it has its own deadline in the server.)
-* Little is read at a time, so that everybody has a turn, and parsing is paid from the connection's account
-  (:class:`~replicas.coordinator.limits.Pace`): pings and fragments never get as far as being messages.
+* A *stranger* is a connection that has not shown the run's token. It gets one answer, and is closed; the time of the loop
+  that its request takes is paid from the account of all strangers. There may be
+  :data:`~replicas.coordinator.limits.STRANGERS` at a time (streams of events among them); one more closes the oldest of the
+  source that has most. One that does not take its answer is cut.
+* Of a session little is read at a time, so that everybody has a turn, and parsing is paid from the connection's account
+  (:class:`~replicas.coordinator.limits.Pace`): pings and fragments never get as far as being messages. (The Hello has its
+  own deadline in the server.)
 * A pong is only written to a peer that reads; a message may not come in thousands of fragments; text is no message.
 * A connection that is being closed is cut when its peer does not read what is left.
 """
@@ -24,7 +25,7 @@ import logging
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Generator, Sequence
 from typing import Any, cast
 
 import h11
@@ -34,17 +35,18 @@ from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIO
 from websockets.frames import Frame
 from websockets.protocol import State
 
+from replicas.coordinator.crowd import Crowd
 from replicas.coordinator.limits import (
     CLOSE_TIMEOUT_S,
     FRAGMENTS,
     MESSAGES_WAITING,
     READ_NBYTES,
-    REQUEST_TIMEOUT_S,
+    STALL_TIMEOUT_S,
     STRANGERS,
     Pace,
 )
 
-__all__ = ["Config", "Guard", "HttpProtocol", "SessionProtocol", "connection_of", "welcome"]
+__all__ = ["Charged", "Config", "Guard", "HttpProtocol", "SessionProtocol", "connection_of", "is_stranger", "welcome"]
 
 _SCOPE_KEY = "replicas.connection"
 _NO_MESSAGE = b"\xc1"
@@ -56,38 +58,65 @@ _quiet.setLevel(logging.CRITICAL)  # whatever strangers send is counted, not wri
 
 
 class Guard:
-    """Counts strangers. ``refused(reason)`` is called for each connection that is turned away."""
+    """Knows who is there. ``refused(reason)`` is called for each connection that is turned away."""
 
     def __init__(self, refused: Callable[[str], None]) -> None:
         self.refused = refused
-        self._strangers: dict[asyncio.Transport, None] = {}
-        self._members: set[asyncio.Transport] = set()
+        self._strangers: Crowd[asyncio.Transport] = Crowd()
+        self._all: set[asyncio.Transport] = set()
 
     @property
     def strangers(self) -> int:
         return len(self._strangers)
 
-    def arrived(self, transport: asyncio.Transport) -> None:
+    def arrived(self, transport: asyncio.Transport, source: bytes | None) -> None:
+        """``source``: of a stranger."""
+        self._all.add(transport)
+        if source is None:
+            return
         if len(self._strangers) >= STRANGERS:
-            oldest = next(iter(self._strangers))
-            del self._strangers[oldest]
             self.refused("too_many")
-            oldest.abort()
-        self._strangers[transport] = None
+            self._strangers.pop_excess().abort()
+        self._strangers.add(transport, source)
+
+    def is_stranger(self, transport: asyncio.Transport) -> bool:
+        return transport in self._strangers
 
     def accepted(self, transport: asyncio.Transport) -> None:
-        if transport in self._strangers:
-            del self._strangers[transport]
-            self._members.add(transport)
+        self._strangers.discard(transport)
 
     def left(self, transport: asyncio.Transport) -> None:
-        self._strangers.pop(transport, None)
-        self._members.discard(transport)
+        self._strangers.discard(transport)
+        self._all.discard(transport)
 
     def cut_all(self) -> None:
         """End what is left, whether it is read or not."""
-        for transport in (*self._strangers, *self._members):
+        for transport in tuple(self._all):
             transport.abort()
+
+
+class Charged(Generator[Any, Any, None]):
+    """An awaitable that calls ``pay(seconds)`` for each of its turns of the loop."""
+
+    def __init__(self, work: Awaitable[None], pay: Callable[[float], None]) -> None:
+        self._steps = work.__await__()
+        self._pay = pay
+
+    def __await__(self) -> Generator[Any, Any, None]:
+        return self
+
+    def send(self, value: Any) -> Any:
+        return self._paid(lambda: self._steps.send(value))
+
+    def throw(self, *error: Any) -> Any:
+        return self._paid(lambda: self._steps.throw(*error))
+
+    def _paid(self, step: Callable[[], Any]) -> Any:
+        began = time.perf_counter()
+        try:
+            return step()
+        finally:
+            self._pay(time.perf_counter() - began)
 
 
 class Config(uvicorn.Config):
@@ -107,33 +136,28 @@ def _read_little(transport: asyncio.Transport) -> None:
 class HttpProtocol(H11Protocol):
     """HTTP, until a request asks for the WebSocket."""
 
+    source: bytes | None = None
+    """Of a stranger."""
+
     def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.guard = config.guard
         self.app_state = {**self.app_state, _SCOPE_KEY: self}  # each request finds it as its scope's "state"
         self.logger = _quiet
-        self._deadline: asyncio.TimerHandle | None = None
+        self._stalled: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]  # as in uvicorn
         super().connection_made(transport)
-        self.guard.arrived(transport)
-        self._await_request()
+        self.guard.arrived(transport, self.source)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._stop_waiting()
+        self._goes_on()
         self.app_state.pop(_SCOPE_KEY, None)
         self.guard.left(self.transport)
         super().connection_lost(exc)
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self.cycle is not None and not self.cycle.response_complete:
-            self._stop_waiting()
-        elif self.transport.get_protocol() is self and not self.transport.is_closing():
-            self._await_request()
-
     def handle_websocket_upgrade(self, event: h11.Request) -> None:
-        self._stop_waiting()
+        self._goes_on()
         self.app_state.pop(_SCOPE_KEY, None)
         super().handle_websocket_upgrade(event)
 
@@ -145,16 +169,32 @@ class HttpProtocol(H11Protocol):
         """Whoever sends its requests may: no stranger any more."""
         self.guard.accepted(self.transport)
 
-    def _await_request(self) -> None:
-        if self._deadline is None:
-            self._deadline = self.loop.call_later(REQUEST_TIMEOUT_S, self._too_slow)
+    # ------------------------------------------------------------ who does not take the answer
 
-    def _stop_waiting(self) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._wait()
 
-    def _too_slow(self) -> None:
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._goes_on()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self.transport.is_closing():
+            self._wait()
+
+    def _wait(self) -> None:
+        if self._stalled is None:
+            self._stalled = self.loop.call_later(STALL_TIMEOUT_S, self._cut)
+
+    def _goes_on(self) -> None:
+        if self._stalled is not None:
+            self._stalled.cancel()
+            self._stalled = None
+
+    def _cut(self) -> None:
+        self._stalled = None
         self.guard.refused("timeout")
         self.transport.abort()
 
@@ -287,6 +327,13 @@ def welcome(scope: Any) -> None:
     connection = scope.get("state", {}).get(_SCOPE_KEY)
     if isinstance(connection, HttpProtocol):
         connection.accepted()
+
+
+def is_stranger(scope: Any) -> bool:
+    """Whether the request, or WebSocket, with this scope is one of a stranger, as far as it is known."""
+    connection = scope.get(_SCOPE_KEY) or scope.get("state", {}).get(_SCOPE_KEY)
+    known = isinstance(connection, HttpProtocol | SessionProtocol)
+    return known and connection.guard.is_stranger(connection.transport)
 
 
 def connection_of(scope: Any) -> SessionProtocol:

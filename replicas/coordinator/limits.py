@@ -46,15 +46,20 @@ __all__ = [
     "CLOSE_TIMEOUT_S",
     "FRAGMENTS",
     "FRAME_NBYTES",
+    "HEAD_NBYTES",
     "HELLO_NBYTES",
     "HELLO_TIMEOUT_S",
+    "LOBBY",
     "MESSAGES_WAITING",
     "OUTBOX_MESSAGES",
     "OUTBOX_NBYTES",
+    "QUEUED",
     "READ_NBYTES",
     "REASONS",
     "REFUSED_MAX",
+    "REQUEST_S",
     "REQUEST_TIMEOUT_S",
+    "STALL_TIMEOUT_S",
     "STRANGERS",
     "Pace",
     "hello_problem",
@@ -65,8 +70,9 @@ __all__ = [
 REASONS = (
     "token",  # a wrong token, or none
     "peer",  # another user's process on the Unix socket
-    "timeout",  # no request, or no Hello, in time
-    "too_many",  # more connections than may be there without having shown a token and a Hello
+    "timeout",  # no request or no Hello in time, or an answer that is not taken
+    "too_many",  # more strangers than can be served; those of the source that has most go
+    "host",  # a page of somebody else's name: DNS rebinding
     "malformed",  # not HTTP, not a message, or values that no member can mean
     "oversized",  # larger than a message of its kind may be
     "out_of_order",  # a number or an ack that cannot be, or a second Hello
@@ -77,12 +83,22 @@ REASONS = (
 )
 
 REQUEST_TIMEOUT_S = 5.0
-"""From the connection (or the first byte of a request) to the end of the request's head."""
+"""From the connection to the end of its request's head, and for a stranger from there to its turn."""
+HEAD_NBYTES = 16 * 1024
+"""Of the head of a request."""
+REQUEST_S = 500e-6
+"""What the request of a stranger costs beside its handling: a transport, parsing, the close."""
 HELLO_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
 """How long the peer may take to read what is left, once its connection is being closed."""
-STRANGERS = 256
-"""Connections without an accepted Hello; beyond that the oldest one is closed, so that nobody can lock others out."""
+STALL_TIMEOUT_S = 5.0
+"""How long the reader of a page may take for a buffer of it."""
+LOBBY = 4096
+"""Connections that have not said what they want; never more than a quarter of this process's descriptors."""
+QUEUED = 512
+"""Requests of strangers that wait for their turn."""
+STRANGERS = 128
+"""Connections of strangers that are being served."""
 READ_NBYTES = 4096
 """How much is read from one connection before the others have their turn: some 160 of the smallest messages, 3 ms."""
 

@@ -18,7 +18,7 @@ import logging
 import socket
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import uvicorn
@@ -29,8 +29,9 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from replicas import errors
 from replicas.config_values import NAME_ONE
+from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
-from replicas.coordinator.guard import Config, Guard, HttpProtocol, connection_of
+from replicas.coordinator.guard import Charged, Config, Guard, HttpProtocol, connection_of, is_stranger
 from replicas.coordinator.limits import (
     CLOSE_TIMEOUT_S,
     FRAME_NBYTES,
@@ -245,7 +246,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
             raise errors.WorldError(
                 f"control: {host} means every address of this machine, and tells others none", hint=NAME_ONE
             )
-        listener.listen(1024)
+        listener.listen(socket.SOMAXCONN)
     except errors.WorldError:
         listener.close()
         raise
@@ -267,8 +268,57 @@ class _QuietServer(uvicorn.Server):
         yield
 
 
+class _Entrance:
+    """The ASGI application for strangers: checks the names they use, gives one answer each, and charges for it."""
+
+    def __init__(self, app: Any, guard: Guard, door: Door) -> None:
+        self._app = app
+        self._guard = guard
+        self._door = door
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] not in ("http", "websocket") or not is_stranger(scope):
+            await self._app(scope, receive, send)
+            return
+        names = [value.decode("latin-1") for name, value in scope["headers"] if name in (b"host", b"origin")]
+        app = self._app
+        if problem := self._door.hosts.problem(names):
+            self._guard.refused("host")
+            app = JSONResponse({"error": problem}, status_code=403) if scope["type"] == "http" else _Denied(problem)
+        await Charged(app(scope, receive, _once(send)), self._pay)
+
+    def _pay(self, seconds: float) -> None:
+        self._door.pace.charge(seconds, asyncio.get_running_loop().time())
+
+
+class _Denied:
+    """A WebSocket that is not opened."""
+
+    def __init__(self, problem: str) -> None:
+        self._problem = problem
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        await WebSocket(scope, receive, send).send_denial_response(
+            JSONResponse({"error": self._problem}, status_code=403)
+        )
+
+
+def _once(send: Any) -> Any:
+    """``send``, which tells that the connection is closed behind the answer."""
+
+    async def tell(message: Any) -> None:
+        if message["type"] == "http.response.start":
+            message = {**message, "headers": [*message.get("headers", ()), (b"connection", b"close")]}
+        await send(message)
+
+    return tell
+
+
 class Server:
-    """Serves HTTP and sessions on one socket until it is closed. ``http``: what reads requests on it."""
+    """Serves HTTP and sessions on one socket until it is closed.
+
+    :param http: what reads requests on it. :param door: what accepts; None: where nobody is a stranger.
+    """
 
     def __init__(
         self,
@@ -277,11 +327,14 @@ class Server:
         guard: Guard,
         *,
         http: type[HttpProtocol] = HttpProtocol,
+        door: Door | None = None,
     ) -> None:
         self._listener = listener
         self._guard = guard
-        config = Config(
-            Starlette(routes=list(routes)),
+        self._door = door
+        app: Any = Starlette(routes=list(routes))
+        self._config = Config(
+            app if door is None else _Entrance(app, guard, door),
             guard,
             http=http,
             backlog=BACKLOG,
@@ -294,22 +347,46 @@ class Server:
             lifespan="off",
             timeout_graceful_shutdown=1,
         )
-        self._server = _QuietServer(config)
+        self._server = _QuietServer(self._config)
         self._task: asyncio.Task[None] | None = None
+        self._admitting: set[asyncio.Task[None]] = set()
 
     async def start(self) -> None:
-        self._task = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        sockets = [self._listener] if self._door is None else []
+        self._task = asyncio.create_task(self._server.serve(sockets=sockets))
         async with asyncio.timeout(START_TIMEOUT_S):
             while not self._server.started:  # uvicorn has no event for it
                 if self._task.done():
                     await self._task
                     raise errors.InternalError("the control server ended at once")
                 await asyncio.sleep(0.005)
+        if self._door is not None:
+            self._door.open(self._admit)
+
+    def _admit(self, sock: socket.socket, source: bytes | None) -> None:
+        task = asyncio.create_task(self._connect(sock, source))
+        self._admitting.add(task)
+        task.add_done_callback(self._admitting.discard)
+
+    async def _connect(self, sock: socket.socket, source: bytes | None) -> None:
+        """What a listening server of asyncio does with whom it has accepted."""
+        loop, state = asyncio.get_running_loop(), self._server.server_state
+        protocol = self._config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn makes it
+            config=self._config, server_state=state, app_state=self._server.lifespan.state, _loop=loop
+        )
+        cast("HttpProtocol", protocol).source = source
+        sock.setblocking(False)
+        try:
+            await loop.connect_accepted_socket(lambda: protocol, sock)
+        except OSError:  # it is gone
+            sock.close()
 
     async def aclose(self) -> None:
+        if self._door is not None:
+            self._door.close()
         self._server.should_exit = True
         self._server.force_exit = True
         if self._task is not None:
-            await asyncio.gather(self._task, return_exceptions=True)
+            await asyncio.gather(self._task, *self._admitting, return_exceptions=True)
         self._guard.cut_all()
         self._listener.close()

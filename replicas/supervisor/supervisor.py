@@ -133,6 +133,7 @@ class Supervisor:
             state_dir=config.run.state_dir,
             epochs=self._events.tally.epochs,
             routes=control_routes(self, commands=self, streams=self, access=ByToken(self._token, self._refused)),
+            live=self.live,
         )
 
     # ------------------------------------------------------------ from start to end

@@ -10,6 +10,9 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
 
 from replicas import errors
 from replicas.control import socket as control_socket
@@ -19,7 +22,9 @@ from replicas.control.client import Client
 from replicas.control.commands import Answer, Restart, Scale
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import guard
+from replicas.coordinator.door import Door
 from replicas.coordinator.guard import Guard
+from replicas.coordinator.hosts import Hosts
 from replicas.coordinator.server import Server, bind_listener
 from replicas.local_sockets import peer_uid
 from replicas.supervisor import janitor
@@ -107,14 +112,28 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path, monkeypatc
     listener = bind_listener("127.0.0.1", 0)
     address = listener.getsockname()
     access = ByToken(lambda: "secret", run.refused.append)
-    server = Server(listener, control_routes(run, commands=run, streams=run, access=access), Guard(run.refused.append))
+    hosts = Hosts("127.0.0.1", "127.0.0.1")
+    door = Door(listener, run.refused.append, token=lambda: "secret", hosts=hosts, live=run.live)
+    asked: asyncio.Queue[None] = asyncio.Queue()
+
+    async def hang(_: Request) -> Response:
+        asked.put_nowait(None)
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    routes = [Route("/hang", hang), *control_routes(run, commands=run, streams=run, access=access)]
+    server = Server(listener, routes, Guard(run.refused.append), door=door)
     await server.start()
     try:
         reader, writer = await asyncio.open_connection(*address)
-        writer.write(b"GET /logs?follow=1 HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer secret\r\n\r\n")
+        writer.write(b"GET /logs?follow=1 HTTP/1.1\r\nHost: localhost\r\nAuthorization: Bearer secret\r\n\r\n")
         async with asyncio.timeout(20):
             await reader.readuntil(b"one\n")
-            strangers = [await asyncio.open_connection(*address) for _ in range(3)]
+            strangers = []
+            for _ in range(3):
+                strangers.append(await asyncio.open_connection(*address))
+                strangers[-1][1].write(b"GET /hang HTTP/1.1\r\nHost: localhost\r\n\r\n")
+                await asked.get()
             assert await strangers[0][0].read() == b""  # the oldest of them had to go
             with (run.logs / "a" / "0" / "gen-1" / "rank-0.log").open("a") as file:
                 file.write("two\n")

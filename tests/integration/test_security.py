@@ -17,7 +17,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from replicas import messages as wire
-from replicas.coordinator import Coordinator, GroupShape, guard, limits, server, sessions
+from replicas.coordinator import Coordinator, GroupShape, door, limits, server, sessions
 from replicas.core.effects import Send
 from tests.support.channels import wait_until
 from tests.support.members import Client
@@ -55,7 +55,8 @@ async def coordinator(shared: Coordinator, caplog: pytest.LogCaptureFixture) -> 
 
 def strangers(coordinator: Coordinator) -> int:
     assert coordinator._server is not None
-    return coordinator._server._guard.strangers
+    assert coordinator._server._door is not None
+    return coordinator._server._guard.strangers + coordinator._server._door.waiting
 
 
 @pytest.fixture
@@ -102,7 +103,7 @@ async def ended(reader: asyncio.StreamReader) -> bytes:
 async def test_a_connection_without_a_request_is_closed(
     coordinator: Coordinator, bystander: Client, monkeypatch: pytest.MonkeyPatch, bytes_of_it: bytes
 ) -> None:
-    monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(door, "REQUEST_TIMEOUT_S", 0.2)
     reader, writer = await connect(coordinator)
     writer.write(bytes_of_it)
     assert await ended(reader) == b""
@@ -114,11 +115,8 @@ async def test_a_connection_without_a_request_is_closed(
 async def test_a_request_that_comes_byte_by_byte_is_closed(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also when an earlier request of the connection was in order."""
-    monkeypatch.setattr(guard, "REQUEST_TIMEOUT_S", 0.5)
+    monkeypatch.setattr(door, "REQUEST_TIMEOUT_S", 0.5)
     reader, writer = await connect(coordinator)
-    writer.write(b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n")
-    assert (await reader.readuntil(b"\r\n\r\n")).startswith(b"HTTP/1.1 404")
     with contextlib.suppress(ConnectionError):
         for byte in b"GET /session HTTP/1.1\r\n" + b"X: y\r\n" * 1000:
             if count(coordinator, "timeout"):
@@ -129,6 +127,53 @@ async def test_a_request_that_comes_byte_by_byte_is_closed(
     await ended(reader)
     writer.close()
     await counted(coordinator, "timeout")
+
+
+@pytest.mark.parametrize(
+    ("request_", "status", "reason"),
+    [
+        (b"GET / HTTP/1.1\r\n" + b"X: y\r\n" * 3_000, b"431", "oversized"),
+        (b"\x16\x03\x01\x02\x00", b"400", "malformed"),  # TLS
+        (b"NO SUCH THING\r\n\r\n", b"400", "malformed"),
+        (b"GET /nothing HTTP/1.1\r\nHost: x.example.com\r\n\r\n", b"403", "host"),
+        (b"GET /nothing HTTP/1.1\r\nHost: localhost\r\nOrigin: http://x.example\r\n\r\n", b"403", "host"),
+    ],
+    ids=["huge", "TLS", "no HTTP", "a name of others", "a page of others"],
+)
+async def test_what_is_turned_away_is_told_so(
+    coordinator: Coordinator, bystander: Client, request_: bytes, status: bytes, reason: str
+) -> None:
+    reader, writer = await connect(coordinator)
+    writer.write(request_)
+    assert (await ended(reader)).startswith(b"HTTP/1.1 " + status)
+    writer.close()
+    assert count(coordinator, reason) == 1
+    await is_well(bystander)
+
+
+async def test_a_page_of_others_opens_no_websocket(coordinator: Coordinator) -> None:
+    reader, writer = await connect(coordinator)
+    lines = ["GET /session HTTP/1.1", "Host: rebound.example.com", "Upgrade: websocket", "Connection: Upgrade"]
+    lines += ["Sec-WebSocket-Key: x3JJHMbDL1EzLkh9GBhXDw==", "Sec-WebSocket-Version: 13", "", ""]
+    writer.write("\r\n".join(lines).encode())
+    answer = await ended(reader)
+    writer.close()
+    assert answer.startswith(b"HTTP/1.1 403")
+    assert b"does not answer to the name" in answer
+    assert count(coordinator, "host") == 1
+
+
+async def test_a_stranger_gets_one_answer(coordinator: Coordinator) -> None:
+    """Whoever shows the token keeps the connection."""
+    for token, ends in (("", True), (f"Authorization: Bearer {coordinator.token}\r\n", False)):
+        reader, writer = await connect(coordinator)
+        request = f"GET /nothing HTTP/1.1\r\nHost: localhost\r\n{token}\r\n".encode()
+        writer.write(request)
+        assert (b"connection: close" in await reader.readuntil(b"\r\n\r\n")) is ends
+        writer.write(request)
+        answers = await ended(reader) if ends else await reader.readuntil(b"\r\n\r\n")
+        assert (b"HTTP/1.1 404" in answers) is not ends
+        writer.close()
 
 
 async def test_a_session_without_a_hello_is_closed(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -146,7 +191,8 @@ async def test_a_session_without_a_hello_is_closed(coordinator: Coordinator, mon
 async def test_strangers_lock_nobody_out(
     coordinator: Coordinator, bystander: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(guard, "STRANGERS", 8)
+    assert coordinator._server is not None
+    monkeypatch.setattr(coordinator._server._door, "_lobby_max", 8)
     connections = [await connect(coordinator) for _ in range(30)]
     await counted(coordinator, "too_many", 22)
     assert isinstance(await Client(coordinator, replica=1).join(), wire.Welcome)

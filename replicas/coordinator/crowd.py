@@ -1,0 +1,99 @@
+"""Connections by where they come from, so that one source cannot crowd out the others.
+
+Sources are hashed into :data:`SOURCES` queues (stochastic fair queueing), with a salt that nobody outside knows: memory and
+time are bounded whatever addresses there are. Whoever waits is served in turn, a queue at a time; who has to give way is
+the oldest of the longest queue.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections import OrderedDict
+from collections.abc import Hashable, Iterator
+from typing import Generic, TypeVar
+
+__all__ = ["LOOPBACK", "SOURCES", "Crowd", "source_of"]
+
+SOURCES = 64
+LOOPBACK = b"loopback"
+_MAPPED = bytes(10) + b"\xff\xff"
+_SITE = 8
+"""Bytes of an IPv6 address that are a site's own choice to hand out: whoever has one has all behind it."""
+
+One = TypeVar("One", bound=Hashable)
+
+
+def source_of(host: str) -> bytes:
+    """The source that an address counts for. All of this machine's own are one: anybody may use any of them."""
+    if ":" not in host:
+        return LOOPBACK if host.startswith("127.") else host.encode()
+    packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
+    if packed.startswith(_MAPPED):
+        return source_of(socket.inet_ntoa(packed[12:]))
+    return LOOPBACK if packed == bytes(15) + b"\1" else packed[:_SITE]
+
+
+class Crowd(Generic[One]):
+    """Who is there, by source, each in order of arrival."""
+
+    def __init__(self) -> None:
+        self._salt = secrets.token_bytes(8)
+        self._queues: tuple[OrderedDict[One, None], ...] = tuple(OrderedDict() for _ in range(SOURCES))
+        self._where: dict[One, OrderedDict[One, None]] = {}
+        self._turn = 0
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+    def __contains__(self, one: One) -> bool:
+        return one in self._where
+
+    def __iter__(self) -> Iterator[One]:
+        return iter(tuple(self._where))
+
+    def add(self, one: One, source: bytes) -> None:
+        queue = self._where[one] = self._queue_of(source)
+        queue[one] = None
+
+    def _queue_of(self, source: bytes) -> OrderedDict[One, None]:
+        return self._queues[hash((self._salt, source)) % SOURCES]
+
+    def discard(self, one: One) -> None:
+        queue = self._where.pop(one, None)
+        if queue is not None:
+            del queue[one]
+
+    def is_mostly(self, source: bytes) -> bool:
+        """Whether most of those who are there are of this source."""
+        return 2 * len(self._queue_of(source)) > len(self._where)
+
+    def pop_excess(self) -> One:
+        """Take out who has to give way. :raises IndexError: nobody is there."""
+        longest = max(self._queues, key=len)
+        return self._taken(longest)
+
+    def pop_next(self) -> One:
+        """Take out whose turn it is. :raises IndexError: nobody is there."""
+        for step in range(SOURCES):
+            queue = self._queues[(self._turn + step) % SOURCES]
+            if queue:
+                self._turn = (self._turn + step + 1) % SOURCES
+                return self._taken(queue)
+        raise IndexError("nobody is there")
+
+    def oldest(self) -> Iterator[One]:
+        """The oldest of each queue. What is seen may be taken out at once."""
+        for queue in self._queues:
+            while queue:
+                first = next(iter(queue))
+                yield first
+                if first in queue:
+                    break
+
+    def _taken(self, queue: OrderedDict[One, None]) -> One:
+        if not queue:
+            raise IndexError("nobody is there")
+        one, _ = queue.popitem(last=False)
+        del self._where[one]
+        return one
