@@ -5,12 +5,13 @@
 
 * SIGTERM when the shim dies, on which torchrun drains its workers;
 * every worker behind the guard (:mod:`replicas.supervisor.guard`), so that none outlives this process;
-* a c10d rendezvous whose two TCPStores (the rendezvous' and the workers') listen on the local address only, on ports
-  that the kernel picked. Node 0 hosts the first and tells its port through the shim; the others wait for it;
+* a rendezvous that decides nothing (:class:`_Rendezvous`): who has which rank is in the orders. torchrun's own unpickles
+  what it finds in a TCPStore, which knows no passwords: whoever reached the port ran code here. The one store that is
+  left belongs to the workers' process groups; node 0 hosts it, on the local address only, on a port that the kernel
+  picked, and tells it through the shim. No class is unpickled in this process, whoever asks (:func:`forbid_pickles`);
 * no restarts of its own: those are the supervisor's;
 * the exit codes of the ranks, which torchrun's exit code hides, in a report to the shim;
-* no waiting where there is nothing to wait for (:func:`_hasten`, :class:`_Agent`): torchrun sleeps up to 0.3 s before
-  it joins a rendezvous, looks once a second whether the others are there, and looks at its workers from time to time.
+* no waiting where there is nothing to wait for (:class:`_Agent`): torchrun looks at its workers from time to time.
 """
 
 # ruff: noqa: E402  # torch is loaded while the garbage collector is off
@@ -28,12 +29,13 @@ import select
 import signal
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NoReturn
 
-from torch._C._distributed_c10d import TCPStore
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
 from torch.distributed import run as torch_run
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -42,13 +44,11 @@ from torch.distributed.elastic.multiprocessing.api import PContext
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import (
     RendezvousHandler,
-    RendezvousParameters,
+    RendezvousInfo,
+    RendezvousStoreInfo,
     RendezvousTimeoutError,
-    dynamic_rendezvous,
     rendezvous_handler_registry,
 )
-from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import create_backend
-from torch.distributed.elastic.rendezvous.dynamic_rendezvous import DynamicRendezvousHandler, RendezvousTimeout
 from torch.distributed.launcher import api as launcher_api
 
 from replicas import own_code
@@ -61,14 +61,15 @@ from replicas.supervisor.processes import die_with_parent
 if _collects:
     gc.enable()
 
-__all__ = ["local_store", "main"]
+__all__ = ["forbid_pickles", "local_store", "main"]
 
-_BACKEND = "replicas-c10d"
+_BACKEND = "replicas"
 _MONITOR_INTERVAL_S = 0.05  # of an agent that is not ours
 _LOOK_INTERVAL_S = 1.0
 _INSTANT_S = 1e-4
 _MEET_INTERVAL_S = 0.05
-_MANY_NODES = 100
+_CONNECT = timedelta(seconds=60)
+_ALIKE = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _ERROR_NCHARS = 4000
 _SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun kills what ignores SIGTERM a little before the shim would
 
@@ -85,29 +86,65 @@ def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPS
     )
 
 
-class _LocalRendezvous(DynamicRendezvousHandler):
-    """torchrun's c10d rendezvous, with the workers' store on the local address only."""
+def forbid_pickles() -> None:
+    """Let no pickle name a class or function in this process any more: what it names is what it runs.
+
+    torchrun's agent needs none. A version of it that takes one from a socket after all fails here, and executes nothing.
+    """
+
+    def refuse(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "pickle.find_class":
+            raise PermissionError(f"a pickle names {'.'.join(map(str, arguments))}: torchrun may load none here")
+
+    sys.addaudithook(refuse)
+
+
+class _Rendezvous(RendezvousHandler):
+    """What torchrun asks for the ranks of its workers, and for the store in which they meet.
+
+    The ranks are those of the nodes' numbers. A node starts its workers when all nodes are there.
+
+    :param store: the workers' store, of which node 0 is the server.
+    """
+
+    def __init__(self, spec: NodeSpec, store: TCPStore) -> None:
+        self._spec = spec
+        self._bootstrap = RendezvousStoreInfo(store.host, store.port)
+        self._store: Store = HashStore() if spec.nnodes == 1 else PrefixStore("replicas/nodes", store)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """:raises RendezvousTimeoutError: not all nodes came."""
+        spec = self._spec
+        self._store.set(str(spec.node), "")
+        deadline = time.monotonic() + spec.rendezvous_timeout_s
+        while missing := [node for node in range(spec.nnodes) if not self._store.check([str(node)])]:
+            if time.monotonic() > deadline:
+                nodes = ", ".join(map(str, missing))
+                raise RendezvousTimeoutError(f"node {nodes} did not come up within {spec.rendezvous_timeout_s:g} s")
+            time.sleep(_MEET_INTERVAL_S)  # a wait of the store's own would hold up SIGTERM
+        return RendezvousInfo(self._store, spec.node, spec.nnodes, self._bootstrap)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
 
     def get_backend(self) -> str:
         return _BACKEND
 
-    def _create_tcp_store_server(self, master_addr: str, master_port: int) -> TCPStore:
-        return local_store(master_addr)
+    def get_run_id(self) -> str:
+        return _run_id(self._spec)
 
+    def is_closed(self) -> bool:
+        return False
 
-def _create_handler(parameters: RendezvousParameters) -> RendezvousHandler:
-    backend, store = create_backend(parameters)
-    limit = timedelta(seconds=int(parameters.get("join_timeout", "300")))
-    handler: RendezvousHandler = _LocalRendezvous.from_backend(
-        parameters.run_id,
-        store,
-        backend,
-        parameters.min_nodes,
-        parameters.max_nodes,
-        parameters.local_addr,
-        RendezvousTimeout(join=limit),
-    )
-    return handler
+    def set_closed(self) -> None:
+        """Who else is to end is the supervisor's to say."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
 
 
 class _Agent(LocalElasticAgent):
@@ -118,6 +155,13 @@ class _Agent(LocalElasticAgent):
         self._worker_group.spec.monitor_interval = _INSTANT_S  # it waits below
         self._watched: PContext | None = None
         self._ends = select.poll()
+
+    def _assign_worker_ranks(self, *arguments: Any, **named: Any) -> Any:
+        os.environ[_ALIKE] = "1"  # all nodes are alike: the ranks follow from that, and are not looked up in the store
+        try:
+            return super()._assign_worker_ranks(*arguments, **named)
+        finally:
+            del os.environ[_ALIKE]
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._watched is not self._pcontext and self._pcontext is not None:
@@ -131,44 +175,16 @@ class _Agent(LocalElasticAgent):
         return result
 
 
-def _method_name(depth: int = 2) -> str:
-    """What torchrun reads the sources of all its callers for, each time it records an event."""
-    return sys._getframe(depth).f_code.co_name
+def _run_id(spec: NodeSpec) -> str:
+    return f"{spec.group}-{spec.replica}-{spec.generation}"
 
 
-def _hasten(nnodes: int) -> None:
-    """Have torchrun wait for nothing but what it waits for. A torch that does things elsewhere is merely slower.
-
-    Its pauses keep many nodes from asking one store all at once; here they are few, or one.
-    """
-    pause: Callable[[Any], None] = getattr(dynamic_rendezvous, "_delay", lambda seconds: None)
-    share = min(1.0, nnodes / _MANY_NODES)
-
-    def shortened(seconds: float | tuple[float, float]) -> None:
-        """Up to 0.3 s before joining, and a second between two looks whether all are there."""
-        if isinstance(seconds, tuple):
-            pause((seconds[0] * share, seconds[1] * share))  # it takes what is less than 10 ms for nothing
-        else:
-            pause(max(_MEET_INTERVAL_S, seconds * share))
-
-    for module, name, ours in (
-        (dynamic_rendezvous, "_delay", shortened),
-        (dynamic_rendezvous, "get_method_name", _method_name),
-        (launcher_api, "LocalElasticAgent", _Agent),
-    ):
-        if hasattr(module, name):
-            setattr(module, name, ours)
-
-
-def _torchrun_arguments(spec: NodeSpec, endpoint: str) -> list[str]:
-    timeout_s = max(1, int(spec.rendezvous_timeout_s))
+def _torchrun_arguments(spec: NodeSpec) -> list[str]:
     return [
         f"--nnodes={spec.nnodes}:{spec.nnodes}",
         f"--nproc-per-node={spec.nproc_per_node}",
         f"--rdzv-backend={_BACKEND}",
-        f"--rdzv-endpoint={endpoint}",
-        f"--rdzv-id={spec.group}-{spec.replica}-{spec.generation}",
-        f"--rdzv-conf=is_host=false,join_timeout={timeout_s}",
+        f"--rdzv-id={_run_id(spec)}",
         f"--local-addr={spec.local_addr}",
         "--max-restarts=0",
         f"--monitor-interval={_MONITOR_INTERVAL_S}",
@@ -178,12 +194,12 @@ def _torchrun_arguments(spec: NodeSpec, endpoint: str) -> list[str]:
     ]
 
 
-def _endpoint(spec: NodeSpec, control: socket.socket) -> tuple[str, TCPStore | None]:
-    """Where the nodes meet; on node 0 with the store, which the caller must keep."""
+def _workers_store(spec: NodeSpec, control: socket.socket) -> TCPStore:
+    """The store of the workers' process groups: on node 0 its server, which the caller must keep."""
     if spec.node == 0:
         store = local_store(spec.local_addr)
         orders.send(control, {"type": "rendezvous", "host": spec.local_addr, "port": store.port})
-        return f"{spec.local_addr}:{store.port}", store
+        return store
     control.settimeout(spec.rendezvous_timeout_s)
     try:
         message = orders.receive(control)
@@ -193,7 +209,7 @@ def _endpoint(spec: NodeSpec, control: socket.socket) -> tuple[str, TCPStore | N
         control.settimeout(None)
     if message is None:
         raise SystemExit("the shim is gone")
-    return f"{message['host']}:{message['port']}", None
+    return TCPStore(str(message["host"]), int(message["port"]), is_master=False, timeout=_CONNECT)
 
 
 def _bound_close(timeout_s: float) -> None:
@@ -233,15 +249,14 @@ def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
     """Run the workers of this node to their end."""
     shutdown_s = spec.stop_timeout_s * _SHUTDOWN_SHARE
     _bound_close(shutdown_s)
-    _hasten(spec.nnodes)
-    rendezvous_handler_registry.register(_BACKEND, _create_handler)
+    launcher_api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # torch has no other way to put in an agent
     try:
-        endpoint, store = _endpoint(spec, control)
-        config, entrypoint, arguments = _config(_torchrun_arguments(spec, endpoint))
+        store = _workers_store(spec, control)
+        rendezvous_handler_registry.register(_BACKEND, lambda parameters: _Rendezvous(spec, store))
+        config, entrypoint, arguments = _config(_torchrun_arguments(spec))
         config.shutdown_timeout = shutdown_s
         os.environ[GUARD] = guard_orders(spec, direct=False)
         launcher_api.elastic_launch(config, entrypoint)(*arguments)
-        del store  # kept to here: the other nodes meet in it
     except ChildFailedError as error:
         return _failed(error)
     except SignalException:
@@ -264,6 +279,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--parent", type=int, required=True, help="pid of the shim")
     options = parser.parse_args(arguments)
     die_with_parent(options.parent, signal.SIGTERM)
+    forbid_pickles()
     control = socket.socket(fileno=options.control)
     control.set_inheritable(False)
     message = orders.receive(control)

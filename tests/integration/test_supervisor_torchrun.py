@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
-from torch.distributed.elastic.rendezvous import dynamic_rendezvous
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.launcher import api as launcher_api
 
 from tests.support.runs import eventually, running
@@ -42,10 +44,32 @@ def test_a_replica_of_two_nodes_has_its_own_default_group(tmp_path: Path) -> Non
             assert run.log("a/0", rank=rank).read_text() == "sum 3.0 of 2 127.0.0.1 0\n"
 
 
-def test_torch_has_what_the_launcher_hastens() -> None:
-    """Without these replicas start and end all the same, but up to 0.3 s later."""
-    assert all(hasattr(dynamic_rendezvous, name) for name in ("_delay", "get_method_name"))
+UNPICKLES = """
+import os, pickle
+from replicas.supervisor.launcher import forbid_pickles
+class Evil:
+    def __reduce__(self):
+        return os._exit, (3,)
+plain, evil = pickle.dumps({"a": [1, 2.0, b"x", None]}), pickle.dumps(Evil())
+forbid_pickles()
+assert pickle.loads(plain) == {"a": [1, 2.0, b"x", None]}
+for load in (pickle.loads, pickle._loads):
+    try:
+        load(evil)
+    except PermissionError as error:
+        print(error)
+"""
+
+
+def test_no_pickle_names_a_function_in_the_launcher() -> None:
+    done = subprocess.run([sys.executable, "-c", UNPICKLES], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "a pickle names posix._exit: torchrun may load none here\n" * 2
+
+
+def test_torch_has_what_the_launcher_replaces() -> None:
+    """Without it replicas start and end all the same, but later, and nodes look their ranks up in the store."""
     assert hasattr(launcher_api, "LocalElasticAgent")
+    assert hasattr(LocalElasticAgent, "_assign_worker_ranks")
 
 
 def test_the_rank_that_failed_first_is_named_and_the_others_are_ended(tmp_path: Path) -> None:
