@@ -24,6 +24,7 @@ __all__ = [
     "REPLICA",
     "REPLICAS",
     "RUN",
+    "STATE_ID",
     "TOKEN_FILE",
     "Environment",
     "read",
@@ -38,6 +39,8 @@ TOKEN_FILE = "REPLICAS_TOKEN_FILE"
 """File that holds the run's token."""
 RUN = "REPLICAS_RUN"
 """Name of the run."""
+STATE_ID = "REPLICAS_STATE_ID"
+"""Random id of the run's state folder: by it a later supervisor of that folder knows what this one has left. No secret."""
 GROUP = "REPLICAS_GROUP"
 """Name of this rank's group."""
 REPLICA = "REPLICA_ID"

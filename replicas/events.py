@@ -168,8 +168,9 @@ class LogLinesDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     reason: str = ""
 
 
-How = Literal["record", "cgroup", "mark", "token"]
-"""By what a leftover was found: a shim's record, the control group of one, its mark, the run's token file."""
+How = Literal["record", "cgroup", "mark", "identity", "token"]
+"""By what a leftover was found: a shim's record, the control group of one, its mark, the id of the state folder. Earlier
+versions went by the path of the token file, and their events say so."""
 
 
 class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -23,6 +23,7 @@ from replicas.control.render import size_text
 from replicas.control.socket import SOCKET_FILE
 from replicas.supervisor import cgroups, leftovers
 from replicas.supervisor.belongings import Belongings, Listener, listeners
+from replicas.supervisor.identity import identity_of
 from replicas.supervisor.machine import Machine, look
 from replicas.supervisor.processes import descendants, start_time
 from replicas.supervisor.remains import held
@@ -104,7 +105,7 @@ def _run(state_dir: Path, supervisor: int | None) -> Iterator[Finding]:
 
 
 def _leftovers(state_dir: Path, saved: Saved | None, supervisor: int | None) -> Iterator[Finding]:
-    found = leftovers.find(saved, state_dir / "token")
+    found = leftovers.find(saved, identity_of(state_dir))
     remedy = "the next start of this run kills it"
     if supervisor is not None:
         ours = set(descendants(supervisor))  # the state file, which names them, may never have been written

@@ -8,8 +8,9 @@ Four things tell that a process belongs to a run whose supervisor is dead:
 * its pid and start time are in a record of the state file (``record``), or it is below a process of which that is true;
 * it is in a control group that such a record names (``cgroup``);
 * it was started with the mark of such a record in its environment (``mark``), which is random and new for each shim;
-* it was started with any shim's mark and with the path of this very run's token file (``token``): that finds what no record
-  names any more, such as after the loss of the state file.
+* it was started with any shim's mark and with the id of this very state folder (``identity``): that finds what no record
+  names any more, such as after the loss of the state file. Folders can be copied, ids with them: what was started under
+  a shim that still has its supervisor is that one's to end.
 
 Records of pids mean something only on the machine, and in the boot and pid namespace, in which they were written. A process
 is signalled through a pidfd, and only when its start time still is the one that was found. This process and those above it
@@ -25,7 +26,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import msgspec
@@ -35,6 +36,7 @@ from replicas.events import How, LeftoverFound
 from replicas.supervisor import cgroups
 from replicas.supervisor.processes import (
     MARK,
+    SHIM,
     command_line,
     descendants,
     parents,
@@ -51,25 +53,28 @@ _INTERVAL_S = 0.02
 _QUIET_SCANS = 2
 
 
-def find(saved: Saved | None, token_file: Path) -> list[LeftoverFound]:
+def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> list[LeftoverFound]:
     """The living processes of a dead supervisor's run, each with ``swept`` False. Blocks for one look through ``/proc``.
 
     :param saved: the state that it left, if there is one.
-    :param token_file: the run's token file, as its processes were told of it.
+    :param identity: the id of its state folder; empty: it has none.
+    :param spare: pids of processes that this one has started; whatever it has inherited, they have, too.
     """
-    spared = {os.getpid(), *parents(os.getpid())}
+    spared = {os.getpid(), *parents(os.getpid()), *spare}
     if saved is not None and saved.supervisor is not None and saved.of_this_machine() and saved.supervisor.alive():
         living = {record.nonce for record in saved.shims}
-        candidates = ((pid, how, record) for pid, how, record in _by_environment({}, token_file, but=living))
+        candidates = ((pid, how, record) for pid, how, record in _by_environment({}, identity, but=living))
         return _described(candidates, spared)
     records = saved.shims if saved is not None else ()
     by_nonce = {record.nonce: record for record in records}
-    found = [*_by_record(saved), *_by_group(records), *_by_environment(by_nonce, token_file)]
+    found = [*_by_record(saved), *_by_group(records), *_by_environment(by_nonce, identity)]
     return _described(iter(found), spared)
 
 
-def sweep(saved: Saved | None, token_file: Path, timeout_s: float = 5.0) -> list[LeftoverFound]:
-    """Kill them until none is seen any more. Blocks.
+def sweep(
+    saved: Saved | None, identity: str, timeout_s: float = 5.0, *, spare: Collection[int] = ()
+) -> list[LeftoverFound]:
+    """Kill what :func:`find` finds until none is seen any more. Blocks.
 
     :return: each that was found; ``swept`` False: it was still there after ``timeout_s``.
     """
@@ -77,7 +82,7 @@ def sweep(saved: Saved | None, token_file: Path, timeout_s: float = 5.0) -> list
     seen: dict[tuple[int, int], LeftoverFound] = {}
     quiet, grace = 0, Grace()
     while quiet < (_QUIET_SCANS if seen else 1) and time.monotonic() < deadline:
-        found = find(saved, token_file)
+        found = find(saved, identity, spare=spare)
         spared = grace.spared((one.pid for one in found), time.monotonic())
         for one in found:
             seen.setdefault((one.pid, one.start_time), one)
@@ -138,21 +143,43 @@ def _by_group(records: tuple[ShimRecord, ...]) -> Iterator[_Candidate]:
 
 
 def _by_environment(
-    records: dict[str, ShimRecord], token_file: Path, *, but: set[str] | frozenset[str] = frozenset()
+    records: dict[str, ShimRecord], identity: str, *, but: set[str] | frozenset[str] = frozenset()
 ) -> Iterator[_Candidate]:
-    """By the marks of records, and by the token file with a mark that is not in ``but``."""
-    mark, token = f"{MARK}=".encode(), f"{environ.TOKEN_FILE}={token_file}".encode()
-    for pid in processes():
-        try:
-            entries = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            continue  # it has ended, or is somebody else's
-        nonce = next((entry[len(mark) :].decode(errors="replace") for entry in entries if entry.startswith(mark)), None)
-        if nonce is None or nonce in but:
-            continue
+    """By the marks of records, and by the id of the state folder with a mark that is nobody else's, and not in ``but``."""
+    entry = f"{environ.STATE_ID}={identity}".encode()
+    found = [(pid, entries, nonce) for pid in processes() if (nonce := _mark(entries := _environment(pid)))]
+    supervised = {nonce for pid, _, nonce in found if _has_supervisor(pid)}
+    for pid, entries, nonce in found:
         record = records.get(nonce)
-        if record is not None or token in entries:
-            yield pid, "mark" if record is not None else "token", record
+        if record is not None and nonce not in but:
+            yield pid, "mark", record
+        elif identity and entry in entries and nonce not in but and nonce not in supervised:
+            yield pid, "identity", None
+
+
+def _environment(pid: int) -> list[bytes]:
+    """The entries of its environment; none: it has ended, or is somebody else's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _mark(entries: list[bytes]) -> str:
+    mark = f"{MARK}=".encode()
+    return next((entry[len(mark) :].decode(errors="replace") for entry in entries if entry.startswith(mark)), "")
+
+
+def _has_supervisor(pid: int) -> bool:
+    """Whether it is a shim that is still the child of the supervisor that started it."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    if SHIM.encode() not in words or b"--parent" not in words[:-1]:
+        return False
+    told = words[words.index(b"--parent") + 1]
+    return parents(pid)[:1] == [int(told)] if told.isdigit() else False
 
 
 def _described(candidates: Iterator[_Candidate], spared: set[int]) -> list[LeftoverFound]:

@@ -24,7 +24,7 @@ from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Belongings
 from replicas.supervisor.logpump import is_pump
 from replicas.supervisor.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
-from replicas.supervisor.processes import MARK, command_line, python_module, send_signal, signal_name
+from replicas.supervisor.processes import MARK, SHIM, command_line, python_module, send_signal, signal_name
 from replicas.supervisor.sweeping import UNSEEN, Sweep
 
 __all__ = ["Node", "rank_environment"]
@@ -146,7 +146,7 @@ class Node:
                 descriptors.append(tee)
             log = stack.enter_context(self._log())
             return subprocess.Popen(
-                python_module("replicas.supervisor.shim", *arguments),
+                python_module(SHIM, *arguments),
                 env={**own_code.findable(os.environ), MARK: self.spec.nonce},
                 stdin=subprocess.DEVNULL,
                 stdout=log,

@@ -18,6 +18,7 @@ from pathlib import Path
 
 __all__ = [
     "MARK",
+    "SHIM",
     "Child",
     "become_subreaper",
     "catches",
@@ -45,6 +46,9 @@ __all__ = [
 
 MARK = "REPLICAS_SHIM"
 """Environment variable with the nonce of the shim under which a process was started; its children inherit it."""
+
+SHIM = "replicas.supervisor.shim"
+"""Module of the shim, as it stands in the command line of one."""
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36

@@ -3,6 +3,7 @@
 ::
 
     <state_dir>/lock            flock'ed by the supervisor and, with it, by every shim; says which supervisor
+    <state_dir>/id              what this folder is known by (:mod:`replicas.supervisor.identity`); stays
     <state_dir>/state.json      what must not be forgotten (:mod:`replicas.supervisor.run_state`); removed at the end
     <state_dir>/events.jsonl    all events (:mod:`replicas.event_log`), of earlier runs too, and events.jsonl.1
     <state_dir>/decisions.jsonl the decision log; removed at the end
@@ -24,6 +25,7 @@ import fcntl
 import os
 import socket
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import NamedTuple
 
@@ -34,6 +36,7 @@ from replicas import errors, private
 from replicas.event_log import EventLog, read
 from replicas.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
 from replicas.supervisor import leftovers
+from replicas.supervisor.identity import give_identity
 from replicas.supervisor.processes import start_time
 from replicas.supervisor.run_state import RunState, Saved, machine
 
@@ -67,8 +70,11 @@ class StateDir:
         self.run_state = RunState(path / "state.json")
         self.saved: Saved | None = None
         """What a dead supervisor left, once :meth:`acquire` has returned; None: there is nothing to go on from."""
+        self.identity = ""
+        """The id of the folder, once :meth:`acquire` has returned."""
         self.leftovers: list[LeftoverFound] = []
-        """Processes of a dead supervisor that :meth:`acquire` came upon."""
+        """Processes of a dead supervisor that kept its lock, and were killed by :meth:`acquire`."""
+        self._left: Saved | None = None
         self._lock: int | None = None
 
     @property
@@ -78,9 +84,10 @@ class StateDir:
         return self._lock
 
     def acquire(self) -> None:
-        """Take the run, sweep what a dead supervisor left, and read its state.
+        """Take the run, and read the state that a dead supervisor left. What it left alive stays until :meth:`sweep`, but for
+        what keeps the lock.
 
-        Blocks up to about 15 s: while shims of a dead supervisor clean up behind it, and until what they left is killed.
+        Blocks up to about 15 s: while shims of a dead supervisor clean up behind it.
 
         :raises AlreadySupervised: another supervisor runs, or processes of a dead one survive SIGKILL.
         :raises replicas.errors.UsageError: the folder cannot be made or written.
@@ -109,11 +116,24 @@ class StateDir:
         os.pwrite(lock, _Owner.this().line(), 0)
         private.remove(self.token_file)
         private.remove(self.endpoint_file)
-        self.saved = self.run_state.load()
-        self._sweep(self.saved)
+        self.identity = give_identity(self.path)
+        self._left = self.saved = self.run_state.load()
         if self.saved is not None and self._has_ended(self.saved):
-            self._forget()
+            self.saved = None
+            private.remove(self.decisions_file)
         self._rotate()
+
+    def sweep(self, spare: Collection[int] = ()) -> list[LeftoverFound]:
+        """Kill what a dead supervisor left alive. For a start that nothing can stop any more: one that fails kills nobody.
+
+        Blocks up to 5 s, until nothing of it is left.
+
+        :param spare: pids of processes that this supervisor has started.
+        """
+        found = leftovers.sweep(self._left, self.identity, _SWEEP_S, spare=spare)
+        if self._left is not None and self.saved is None:
+            self.run_state.remove()
+        return found
 
     def _has_ended(self, saved: Saved) -> bool:
         """Whether the run had ended in order, and its supervisor was killed before it could remove its state."""
@@ -121,14 +141,6 @@ class StateDir:
         for record in read(self.events_file, saved.seq):
             last = record.event
         return isinstance(last, RunEnded) and last.exit_code != PREEMPTED
-
-    def _forget(self) -> None:
-        self.saved = None
-        self.run_state.remove()
-        private.remove(self.decisions_file)
-
-    def _sweep(self, saved: Saved | None) -> None:
-        self.leftovers += leftovers.sweep(saved, self.token_file, _SWEEP_S)
 
     def _take(self, lock: int) -> None:
         deadline = time.monotonic() + _SETTLE_S
@@ -161,7 +173,7 @@ class StateDir:
         saved = self.run_state.peek()
         if saved is None or saved.supervisor is None or not saved.of_this_machine() or saved.supervisor.alive():
             return
-        self._sweep(saved)
+        self.leftovers += leftovers.sweep(saved, "", _SWEEP_S)
 
     def _elsewhere(self, owner: _Owner) -> AlreadySupervised:
         return AlreadySupervised(

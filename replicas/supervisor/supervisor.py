@@ -139,7 +139,7 @@ class Supervisor:
     # ------------------------------------------------------------ from start to end
 
     async def __aenter__(self) -> Self:
-        """Take the run, open its ports, start its replicas (without waiting for any).
+        """Take the run, open its ports, end what a dead supervisor left, start the replicas (without waiting for any).
 
         :raises replicas.supervisor.state.AlreadySupervised: another supervisor has it.
         :raises replicas.errors.BadConfig: the plan does not fit this machine.
@@ -161,6 +161,9 @@ class Supervisor:
             routes = control_routes(self, commands=self, streams=self)
             await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
             self._tasks = await stack.enter_async_context(anyio.create_task_group())
+            helpers = [pid for pid in (coordinator.store_pid, containment.janitor_pid) if pid is not None]
+            for leftover in await anyio.to_thread.run_sync(self.state.sweep, helpers):
+                self._events.emit(leftover)
             saved = self.state.saved
             groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
             self._fleet = Fleet(config, self, saved=groups, wall=time.time(), start_shim=containment.start)
@@ -394,6 +397,7 @@ class Supervisor:
             environ.ENDPOINT: self.coordinator.endpoint,
             environ.TOKEN_FILE: str(self.state.token_file),
             environ.RUN: self.config.run.name,
+            environ.STATE_ID: self.state.identity,
         }
 
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
+from replicas import environ
 from replicas.control import cli
 from replicas.control import doctor as looks
+from replicas.supervisor.identity import give_identity
 from replicas.supervisor.processes import MARK
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import alive
@@ -54,13 +56,13 @@ def test_a_healthy_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def leftover(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process as a dead shim of this run leaves one: with a mark, and the run's token file in its environment."""
+    """A process as a dead shim of this run leaves one: with a mark, and the id of the state folder in its environment."""
     state_dir = folder / ".replicas" / "sick"
     state_dir.mkdir(parents=True)
     for name in ("lock", "token"):
         (state_dir / name).touch()
     (state_dir / "endpoint.json").write_text('{"endpoint":"127.0.0.1:1","pid":1,"run":"sick"}')
-    env = {**os.environ, MARK: "0123456789abcdef", "REPLICAS_TOKEN_FILE": str(state_dir / "token")}
+    env = {**os.environ, MARK: "0123456789abcdef", environ.STATE_ID: give_identity(state_dir)}
     with subprocess.Popen([sys.executable, "-c", "input()"], env=env, stdin=subprocess.PIPE) as process:
         yield process
         process.communicate(b"\n", timeout=20)
@@ -76,7 +78,7 @@ def test_leftovers_of_a_dead_run(
     assert "its supervisor was killed; it left endpoint.json, token" in found["run"][0]["text"]
     (one,) = found["leftovers"]
     assert one["state"] == "problem"
-    assert one["text"].startswith(f"process {leftover.pid} (found by its token): {sys.executable} -c input()")
+    assert one["text"].startswith(f"process {leftover.pid} (found by its identity): {sys.executable} -c input()")
     assert one["remedy"] == "the next start of this run kills it"
     assert alive(leftover.pid)
     monkeypatch.setattr(looks, "_supervisor", lambda _: os.getpid())  # it lives, and could never write its state

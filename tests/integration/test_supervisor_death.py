@@ -232,37 +232,37 @@ def record(pid: int, *, later: int = 0) -> ProcessRecord:
     return ProcessRecord(pid, started + later)
 
 
-def test_leftovers_are_found_by_record_mark_and_token_and_nothing_else_is_touched(tmp_path: Path) -> None:
-    token = tmp_path / "token"
+def test_leftovers_are_found_by_record_mark_and_identity_and_nothing_else_is_touched() -> None:
+    identity = "1" * 32
     ours, other = secrets.token_hex(8), secrets.token_hex(8)
     with (
         sleeper() as recorded,
         sleeper({MARK: ours}) as marked,
-        sleeper({MARK: other, environ.TOKEN_FILE: str(token)}) as unrecorded,
+        sleeper({MARK: other, environ.STATE_ID: identity}) as unrecorded,
         sleeper() as reused,
         sleeper({MARK: other}) as stranger,
-        sleeper({environ.TOKEN_FILE: str(token)}) as observer,
+        sleeper({environ.STATE_ID: identity}) as observer,
     ):
         shims = (shim(ours), shim("x", record(recorded.pid)), shim("y", record(reused.pid, later=-1)))
         dead = ProcessRecord(os.getpid(), this_process().start_time - 1)
         saved = Saved(run="r", machine=machine(), supervisor=dead, shims=shims)
-        found = {one.pid: one for one in leftovers.find(saved, token)}
+        found = {one.pid: one for one in leftovers.find(saved, identity)}
         assert {pid: one.how for pid, one in found.items()} == {
             recorded.pid: "record",
             marked.pid: "mark",
-            unrecorded.pid: "token",
+            unrecorded.pid: "identity",
         }
         assert (found[marked.pid].group, found[marked.pid].replica, found[marked.pid].generation) == ("a", 1, 2)
         assert found[marked.pid].command == "sleep 600"
         elsewhere = Saved(run="r", machine="another", supervisor=this_process(), shims=shims[1:])
-        assert [one.pid for one in leftovers.find(elsewhere, token)] == [unrecorded.pid]
+        assert [one.pid for one in leftovers.find(elsewhere, identity)] == [unrecorded.pid]
         living = Saved(run="r", machine=machine(), supervisor=this_process(), shims=shims)
-        assert [one.pid for one in leftovers.find(living, token)] == [unrecorded.pid]
-        swept = leftovers.sweep(saved, token)
+        assert [one.pid for one in leftovers.find(living, identity)] == [unrecorded.pid]
+        swept = leftovers.sweep(saved, identity)
         assert {one.pid for one in swept} == set(found)
         assert all(one.swept for one in swept)
         assert all(alive(process.pid) for process in (reused, stranger, observer))
-        assert leftovers.sweep(saved, token) == []
+        assert leftovers.sweep(saved, identity) == []
 
 
 def test_a_dead_supervisors_process_that_keeps_the_lock_is_swept_only_if_it_is_ours(
