@@ -8,7 +8,6 @@ Defaults are those of the structs in :mod:`replicas.config`.
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
@@ -16,6 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta
 
+from replicas import config_text
 from replicas.config import (
     ChannelConfig,
     Config,
@@ -28,6 +28,7 @@ from replicas.config import (
 )
 from replicas.config_groups import count, groups, names, natural
 from replicas.config_values import (
+    NAMED_MAX,
     Key,
     Place,
     address,
@@ -46,7 +47,8 @@ from replicas.config_values import (
     table,
 )
 from replicas.errors import BadConfig, UsageError
-from replicas.messages.bounds import clean, shown
+from replicas.foreign import visible
+from replicas.messages.bounds import RANKS_MAX, shown
 
 __all__ = ["SCHEMA_VERSION", "channels_from", "load", "parse", "read"]
 
@@ -79,21 +81,17 @@ def load(path: Path | str) -> Config:
     :raises BadConfig: with every problem found, also when the file cannot be read or is no TOML.
     """
     path = Path(path)
-    source = clean(str(path))
+    source = visible(str(path))
     try:
-        text = path.read_text(encoding="utf-8")
+        text = config_text.read(path)
+        mapping = config_text.decode(text)
     except OSError as error:
         raise BadConfig([f"cannot be read: {error.strerror}"], source=source) from error
-    except UnicodeDecodeError as error:
-        raise BadConfig([f"is not UTF-8 text: {error.reason} at byte {error.start}"], source=source) from error
-    except ValueError as error:  # a name that no file can have
-        raise BadConfig([f"cannot be read: {error}"], source=source) from error
-    try:
-        mapping = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # TOMLDecodeError, and values that Python's own limits refuse
-        raise BadConfig([f"is not valid TOML: {error}"], source=source) from error
+    except ValueError as error:
+        raise BadConfig([visible(str(error))], source=source) from error
     absolute = path.resolve()
-    return _parse(mapping, base=absolute.parent, source=str(path), path=absolute)
+    lines = config_text.Lines(text, mapping)
+    return _parse(mapping, base=absolute.parent, source=source, path=absolute, lines=lines)
 
 
 def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str = "config") -> Config:
@@ -134,15 +132,19 @@ def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
     return table | {"deadline": channel.deadline_s}
 
 
-def _parse(mapping: Mapping[str, Any], *, base: Path, source: str, path: Path | None) -> Config:
+def _parse(
+    mapping: Mapping[str, Any], *, base: Path, source: str, path: Path | None, lines: config_text.Lines | None = None
+) -> Config:
     place = Place(base)
+    if config_text.is_too_deep(mapping):
+        raise BadConfig([config_text.TOO_DEEP], source=source)
     if "schema_version" not in mapping:
         place.at("schema_version").problem(f"missing; begin the file with schema_version = {SCHEMA_VERSION}")
     config = _config(place, mapping)
     if config is not UNSET:
         _cross_check(place, config, mapping)
     if place.problems or config is UNSET:
-        raise BadConfig(in_order_of(mapping, place.problems), source=source)
+        raise BadConfig(in_order_of(mapping, place.problems, lines), source=source)
     checked: Config = Config(**{**_fields(config), "groups": _with_on_failure(config, mapping), "source": path})
     return checked
 
@@ -201,6 +203,8 @@ class _RawParty(NamedTuple):
 def _parties(place: Place, value: object) -> Any:
     if not isinstance(value, list | tuple):
         return place.problem(f"expected a list of group names, got {show(value)}")
+    if len(value) > NAMED_MAX:
+        return place.problem(f"expected at most {NAMED_MAX} group names, got {len(value):,}")
     parties: list[_RawParty] = []
     for item in value:
         party = _RawParty(item) if isinstance(item, str) else _party(place, item)
@@ -321,6 +325,7 @@ def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> No
     for group in config.groups.values():
         _check_dependencies(place.at("groups", group.name, "depends_on"), group, config, known)
     _check_cycles(place, config)
+    _check_ranks(place.at("groups"), config)
     _check_gpus(place.at("groups"), config)
     for channel in config.channels.values():
         _check_channel(place.at("channels", channel.name), channel, config, known)
@@ -370,6 +375,12 @@ def _check_cycles(place: Place, config: Config) -> None:
 
     for group in config.groups:
         visit(group, ())
+
+
+def _check_ranks(place: Place, config: Config) -> None:
+    ranks = sum(group.replicas * group.world_size for group in config.groups.values())
+    if ranks > RANKS_MAX:
+        place.problem(f"ask for {ranks:,} ranks in all; at most {RANKS_MAX:,} are possible")
 
 
 def _check_channel(place: Place, channel: ChannelConfig, config: Config, known: list[str]) -> None:

@@ -13,22 +13,36 @@ from typing import Annotated, Any, get_args
 
 from msgspec import UNSET, Meta
 
-from replicas import env_file
+from replicas import config_text, env_file
 from replicas.config import Dependency, GroupConfig, HealthConfig, ResourcesConfig, RestartConfig
-from replicas.config_values import Key, Place, Reader, duration, each, file, folder, one_of, plain, show, size, table
-from replicas.messages.bounds import RANKS_MAX
+from replicas.config_values import (
+    NAMED_MAX,
+    Key,
+    Place,
+    Reader,
+    duration,
+    each,
+    file,
+    folder,
+    one_of,
+    plain,
+    show,
+    size,
+    table,
+)
+from replicas.messages.bounds import RANKS_MAX, REPLICAS_MAX
 from replicas.status import OnFailure
 
 __all__ = ["count", "groups", "names", "natural"]
 
 
-def _whole(least: int) -> Reader:
+def _whole(least: int, most: int = RANKS_MAX) -> Reader:
     number = plain(Annotated[int, Meta(ge=least)], f"a whole number of at least {least}")
 
     def read(place: Place, value: object) -> Any:
         found = number(place, value)
-        if found is not UNSET and found > RANKS_MAX:
-            return place.problem(f"expected at most {RANKS_MAX:,}, got {show(value)}")
+        if found is not UNSET and found > most:
+            return place.problem(f"expected at most {most:,}, got {show(value)}")
         return found
 
     return read
@@ -36,8 +50,17 @@ def _whole(least: int) -> Reader:
 
 count: Reader = _whole(1)
 natural: Reader = _whole(0)
-names: Reader = plain(tuple[str, ...], "a list of group names")
 _positive = duration()
+_strings = plain(tuple[str, ...], "a list of group names")
+
+
+def names(place: Place, value: object) -> Any:
+    """A list of group names."""
+    found = _strings(place, value)
+    if found is not UNSET and len(found) > NAMED_MAX:
+        return place.problem(f"expected at most {NAMED_MAX} group names, got {len(found):,}")
+    return found
+
 
 _RESERVED_ENV = ("REPLICA_ID", "REPLICA_NUM")
 _CONDITIONS = ("ready", "finished")
@@ -120,15 +143,15 @@ def _is_reserved(variable: str) -> bool:
 
 def _read_environment(place: Place, path: Path) -> dict[str, str]:
     try:
-        variables = env_file.parse(path.read_text(encoding="utf-8"))
+        variables = env_file.parse(config_text.read(path))
     except OSError as error:
         place.problem(f'"{path}" cannot be read: {error.strerror}')
         return {}
-    except UnicodeDecodeError as error:
-        place.problem(f'"{path}" is not UTF-8 text: {error.reason} at byte {error.start}')
-        return {}
     except env_file.BadLine as error:
         place.problem(f'"{path}", {error}')
+        return {}
+    except ValueError as error:
+        place.problem(f'"{path}" {error}')
         return {}
     for variable in filter(_is_reserved, variables):
         place.problem(f'"{path}": {variable} is set for each rank by the supervisor; remove it')
@@ -207,7 +230,7 @@ _resources = table(
 groups: Reader = each(
     table(
         {
-            "replicas": Key(count),
+            "replicas": Key(_whole(1, REPLICAS_MAX)),
             "nproc_per_node": Key(count),
             "nnodes": Key(count),
             "command": Key(_command, required=True, stand_in=()),

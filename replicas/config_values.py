@@ -19,16 +19,21 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from replicas.foreign import one_line, visible
 from replicas.messages.bounds import SECONDS_MAX, shown
 
 __all__ = [
+    "NAMED_MAX",
     "NAME_ONE",
+    "NBYTES_MAX",
+    "PROBLEMS_SHOWN",
     "Key",
+    "Located",
     "Place",
     "Reader",
     "address",
@@ -48,6 +53,7 @@ __all__ = [
 ]
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
+_BEYOND_S = 10**12
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB)\s*")
 _UNITS_NBYTES = {"B": 1, "kB": 10**3} | {
@@ -59,6 +65,11 @@ _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 _EVERY_ADDRESS = ("0.0.0.0", "0")
 NAME_ONE = "name the one by which the machines of the run reach this one, or 127.0.0.1"
+PROBLEMS_SHOWN = 100
+NAMED_MAX = 256
+"""Groups, or channels, of one run. What may run at once is looked for among them, and a chain of them must fit a stack."""
+NBYTES_MAX = 1 << 60
+_KEY_NCHARS = 100
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
 
 
@@ -82,13 +93,20 @@ class Place:
         """Whether one was noted here or below."""
         return any(path[: len(self.path)] == self.path for path, _ in self.problems)
 
+    def is_crowded(self) -> bool:
+        """Whether there are so many problems already that no other will be shown."""
+        return len(self.problems) >= PROBLEMS_SHOWN
+
     def problem(self, message: str) -> UnsetType:
-        where = ".".join(key if _BARE_KEY.fullmatch(key) else json.dumps(key) for key in self.path)
-        shown = "".join(
-            char if char.isprintable() else repr(char)[1:-1] for char in message
-        )  # one line for each problem
+        where = ".".join(map(_shown_key, self.path))
+        shown = one_line(visible(message))
         self.problems.append((self.path, f"{where}: {shown}" if where else shown))
         return UNSET
+
+
+def _shown_key(key: str) -> str:
+    key = key if len(key) <= _KEY_NCHARS else f"{key[: _KEY_NCHARS - 3]}..."
+    return key if _BARE_KEY.fullmatch(key) else json.dumps(key)
 
 
 Reader = Callable[[Place, object], Any]
@@ -122,6 +140,8 @@ def _instead(value: object) -> str:
 def nearest(word: str, known: Iterable[str]) -> str:
     """``; did you mean "x"?`` for the nearest known name, or the list of all of them."""
     names = list(known)
+    if len(word) > _KEY_NCHARS:
+        return ""
     found = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
     if found:
         return f'; did you mean "{found[0]}"?'
@@ -177,8 +197,10 @@ def duration(*, zero: bool = False) -> Reader:
 
 
 def _seconds(value: object) -> float | None:
-    if isinstance(value, int | float) and not isinstance(value, bool):
-        return float(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(min(max(value, -1), _BEYOND_S))  # of more digits than a float has: too long all the same
+    if isinstance(value, float):
+        return value
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
     return None if match is None else float(match[1]) * _UNITS_S[match[2]]
 
@@ -190,6 +212,8 @@ def size(least: int = 1) -> Reader:
         nbytes = _nbytes(value)
         if nbytes is None:
             return place.problem(f'expected a size such as "64MiB" or "8GiB", got {show(value)}')
+        if nbytes > NBYTES_MAX:
+            return place.problem(f"expected a size of at most {NBYTES_MAX:,} bytes, got {show(value)}")
         if nbytes < least:
             return place.problem(f"expected a size of at least {least} bytes, got {show(value)}")
         return nbytes
@@ -240,7 +264,7 @@ def listen(place: Place, value: object) -> Any:
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host
-    numeric = port.isascii() and port.isdigit() and int(port) <= 65535
+    numeric = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
     if numeric and (_is_ipv6(host) if bracketed else _HOST_NAME.fullmatch(host)):
         if host in _EVERY_ADDRESS or (bracketed and ipaddress.ip_address(host).is_unspecified):
             return _one_address(place, host)
@@ -269,7 +293,8 @@ def table(schema: Mapping[str, Key], build: Callable[[Place, dict[str, Any]], An
         for key, item in value.items():
             known = schema.get(key)
             if known is None:
-                place.at(str(key)).problem(f"unknown key{nearest(str(key), schema)}")
+                close = "" if place.is_crowded() else nearest(str(key), schema)
+                place.at(str(key)).problem(f"unknown key{close}")
                 continue
             result = known.read(place.at(key), item)
             if result is not UNSET:
@@ -292,6 +317,8 @@ def each(read: Reader) -> Reader:
     def read_all(place: Place, value: object) -> Any:
         if not isinstance(value, Mapping):
             return place.problem(f"expected a table, got {_instead(value)}")
+        if len(value) > NAMED_MAX:
+            return place.problem(f"expected at most {NAMED_MAX} tables, got {len(value):,}")
         results = {}
         for key, item in value.items():
             here = place.at(str(key))
@@ -303,8 +330,16 @@ def each(read: Reader) -> Reader:
     return read_all
 
 
-def in_order_of(mapping: object, problems: Sequence[tuple[tuple[str, ...], str]]) -> list[str]:
-    """The problems' texts, in the order in which their keys stand in the file."""
+class Located(Protocol):
+    """Knows on which line of the file a key stands."""
+
+    def of(self, path: Sequence[str]) -> int | None: ...
+
+
+def in_order_of(
+    mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: Located | None = None
+) -> list[str]:
+    """The problems' texts, in the order in which their keys stand in the file; of very many the first ones."""
     order: dict[tuple[str, ...], int] = {}
 
     def visit(path: tuple[str, ...], value: object) -> None:
@@ -318,4 +353,9 @@ def in_order_of(mapping: object, problems: Sequence[tuple[tuple[str, ...], str]]
         return order[path]
 
     visit((), mapping)
-    return [message for _, message in sorted(problems, key=lambda problem: position(problem[0]))]
+    found: list[str] = []
+    for path, message in sorted(problems, key=lambda problem: position(problem[0]))[:PROBLEMS_SHOWN]:
+        line = lines.of(path) if lines is not None else None
+        found.append(f"line {line}: {message}" if line is not None else message)
+    rest = len(problems) - len(found)
+    return [*found, f"and {rest:,} more problems"] if rest else found

@@ -37,6 +37,8 @@ from replicas.control.cli_doctor import doctor
 from replicas.control.cli_look import events, logs, status
 from replicas.control.cli_orders import drain, reload, reset_failed, restart, scale, stacks
 from replicas.control.cli_wait import wait
+from replicas.control.screen import complain
+from replicas.foreign import lines
 
 __all__ = [
     "BAD_CONFIG",
@@ -92,7 +94,7 @@ def check(config: ConfigPath, as_json: Json = False) -> None:
     def draw(console: Console) -> None:
         console.print(render.plan(loaded))
         for note in notes:
-            console.print(f"note: {note}", markup=False)
+            console.print(f"note: {note}")
 
     show(loaded, draw, as_json=as_json)
 
@@ -119,8 +121,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 0 if end.code is None else FAILED
     except Exception:  # noqa: BLE001  # the outermost frame: whatever arrives here is a bug and must say so
-        traceback.print_exc()
-        print("replicas: this is a bug; please report it with the lines above", file=sys.stderr)
+        print(lines(traceback.format_exc()), file=sys.stderr)
+        complain("this is a bug; please report it with the lines above")
         return BUG
     return 0
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,9 +10,12 @@ from typing import Annotated, Any
 import msgspec
 import typer
 from rich.console import Console
+from rich.text import Text
 
 from replicas.control.find import Place
+from replicas.control.screen import Screen, complain
 from replicas.errors import BadConfig, Disconnected, ReplicasError, SyncError, UsageError, WorldError
+from replicas.foreign import ascii_controls, one_line
 
 __all__ = [
     "BAD_CONFIG",
@@ -35,7 +37,6 @@ __all__ = [
     "checked_target",
     "exit_codes",
     "json_text",
-    "new_console",
     "patience",
     "place_of",
     "show",
@@ -135,14 +136,9 @@ def checked_target(target: str | None) -> str | None:
 # ------------------------------------------------------------ answers
 
 
-def new_console() -> Console:
-    """For tables on stdout."""
-    return Console(highlight=False)
-
-
 def json_text(value: object) -> str:
     """``value`` as JSON for people and programs."""
-    return msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode()
+    return ascii_controls(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode())
 
 
 def show(value: Any, draw: Callable[[Console], None], *, as_json: bool) -> None:
@@ -150,18 +146,22 @@ def show(value: Any, draw: Callable[[Console], None], *, as_json: bool) -> None:
     if as_json:
         print(json_text(value))
     else:
-        draw(new_console())
+        draw(Screen())
 
 
 @contextmanager
-def patience(doing: str) -> Iterator[Any]:
-    """On a terminal, a line that shows that something is going on."""
-    console = Console(stderr=True, highlight=False)
+def patience(doing: str) -> Iterator[Callable[[str], None]]:
+    """On a terminal, a line that shows that something is going on; what it gives changes the line."""
+    console = Screen(to_stderr=True)
     if not console.is_terminal:
-        yield None
+        yield lambda doing: None
         return
-    with console.status(f"{doing} ...") as spinner:
-        yield spinner
+    with console.status(_under_way(doing)) as spinner:
+        yield lambda doing: spinner.update(_under_way(doing))
+
+
+def _under_way(doing: str) -> Text:
+    return Text(f"{one_line(doing)} ...")
 
 
 @contextmanager
@@ -173,7 +173,7 @@ def exit_codes(*, failed: int = UNAVAILABLE) -> Iterator[None]:
     try:
         yield
     except ReplicasError as error:
-        print(f"replicas: {error}", file=sys.stderr)
+        complain(str(error))
         raise typer.Exit(_exit_code(error, failed)) from error
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None

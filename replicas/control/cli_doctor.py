@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import typer
 from rich.text import Text
@@ -15,12 +17,16 @@ from replicas.control.cli_base import (
     Json,
     exit_codes,
     json_text,
-    new_console,
     place_of,
 )
 from replicas.control.find import Place
+from replicas.control.screen import Screen
+from replicas.foreign import one_line
 
-__all__ = ["doctor"]
+if TYPE_CHECKING:
+    from replicas.control.doctor import Finding
+
+__all__ = ["doctor", "draw_findings"]
 
 _MARKS = {"ok": ("+", "green"), "note": ("~", "yellow"), "problem": ("-", "bold red")}
 
@@ -39,18 +45,20 @@ def doctor(config: ConfigArgument = None, named: ConfigOption = None, as_json: J
     if as_json:
         print(json_text({"problems": bad, "findings": findings}))
     else:
-        console = new_console()
-        for finding in findings:
-            mark, style = _MARKS[finding.state]
-            console.print(
-                Text.assemble((f"[{mark}] ", style), (f"{finding.about:10}", "bold"), " ".join(finding.text.split())),
-                soft_wrap=True,
-            )
-            if finding.remedy:
-                console.print(Text(f"{'':14}-> {finding.remedy}"), soft_wrap=True)
-        console.print(f"{bad} problem{'s' if bad != 1 else ''}" if bad else "all is well")
+        screen = Screen(soft_wrap=True)
+        draw_findings(screen, findings)
+        screen.print(f"{bad} problem{'s' if bad != 1 else ''}" if bad else "all is well")
     if bad:
         raise typer.Exit(FAILED)
+
+
+def draw_findings(screen: Screen, findings: Iterable[Finding]) -> None:
+    """A line for each, and one for the remedy of a problem."""
+    for finding in findings:
+        mark, style = _MARKS[finding.state]
+        screen.print(Text.assemble((f"[{mark}] ", style), (f"{finding.about:10}", "bold"), one_line(finding.text)))
+        if finding.remedy:
+            screen.print(Text(f"{'':14}-> {one_line(finding.remedy)}"))
 
 
 def _state_dir(place: Place) -> Path | None:

@@ -12,7 +12,6 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 from rich.live import Live
 
 from replicas import event_log
@@ -26,16 +25,16 @@ from replicas.control.cli_base import (
     TokenFileOption,
     checked_target,
     exit_codes,
-    new_console,
     place_of,
     show,
 )
 from replicas.control.find import End, Place, lives
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
 from replicas.control.render_events import concerns, event_line
+from replicas.control.screen import Screen
 from replicas.errors import Disconnected, UsageError
 from replicas.events import Record, RunEnded, RunStarted, decode, encode
-from replicas.supervisor.folding import readable
+from replicas.foreign import ascii_controls, readable
 
 __all__ = ["events", "logs", "moment", "status"]
 
@@ -77,14 +76,14 @@ def status(
 
 def _watch(place: Place, end: End, interval_s: float, *, as_json: bool) -> None:
     """On a terminal one picture that changes; elsewhere one after another; as JSON one line each."""
-    console = new_console()
+    console = Screen()
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     with contextlib.nullcontext() if live is None else live:
         for answer in place.looks(interval_s, end):
             if answer is None:
                 continue
             if as_json:
-                print(msgspec.json.encode(answer).decode(), flush=True)
+                print(ascii_controls(msgspec.json.encode(answer).decode()), flush=True)
             elif live is not None:
                 live.update(render.run_status(answer), refresh=True)
             else:
@@ -166,7 +165,7 @@ def _print_lines(found: Iterator[tuple[LogLine, bool]], *, as_json: bool) -> Non
     terminal = sys.stdout.isatty()
     for line, many in found:
         if as_json:
-            text = msgspec.json.encode(line).decode()
+            text = ascii_controls(msgspec.json.encode(line).decode())
         elif terminal:
             prefix = f"{line.replica}.{line.rank}| " if many else ""
             text = b"".join(readable(f"{line.text}\n".encode(), prefix.encode(), _LINE_NBYTES)).decode().rstrip("\n")
@@ -197,7 +196,7 @@ def events(
     with exit_codes():
         place = place_of(config, named, endpoint, token_file)
         first = 0.0 if since is None else moment(since, now=time.time())
-        console = Console(highlight=False, soft_wrap=True)
+        console = Screen(soft_wrap=True)
         position = after if after is not None else 0 if every or since is not None else _began(place)
         last: deque[Record] = deque(maxlen=lines)
         for record in _past(place, position):
@@ -219,9 +218,9 @@ def _wanted(record: Record, target: str | None, since: float) -> bool:
     return record.at >= since and (target is None or concerns(record, target))
 
 
-def _tell(console: Console, record: Record, *, as_json: bool) -> None:
+def _tell(console: Screen, record: Record, *, as_json: bool) -> None:
     if as_json:
-        print(encode(record).decode(), flush=True)
+        print(ascii_controls(encode(record).decode()), flush=True)
     else:
         console.print(event_line(record))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-from rich.console import Console
+from rich.text import Text
 
 from replicas.control.cli_base import (
     FAILED,
@@ -25,7 +25,9 @@ from replicas.control.cli_base import (
 )
 from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, Stacks
 from replicas.control.find import End, Place
+from replicas.control.screen import Screen
 from replicas.core.lifecycle import SETTLED
+from replicas.foreign import one_line
 from replicas.status import RunStatus
 
 __all__ = ["drain", "reload", "reset_failed", "restart", "scale", "stacks"]
@@ -156,10 +158,10 @@ def stacks(
     if as_json:
         print(json_text(found))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = Screen(soft_wrap=True)
     for name, text in found.items():
-        console.rule(f"[bold]{name}", align="left")
-        console.print(text.rstrip("\n"), markup=False)
+        console.rule(Text(name, style="bold"), align="left")
+        console.print(text.rstrip("\n"))
 
 
 # ------------------------------------------------------------ how they work
@@ -177,15 +179,14 @@ def _until_gone(place: Place, end: End) -> None:
     :raises Disconnected: it has not, and nobody answers any more.
     """
     pid = None
-    with patience("draining") as spinner:
+    with patience("draining") as show_doing:
         for status in place.looks(_LOOK_AGAIN_S, end):
             if status is None:
                 continue
             if pid not in (None, status.pid):
                 return  # somebody has started it again by now
             pid = status.pid
-            if spinner is not None:
-                spinner.update(f"draining: {_running(status)} left ...")
+            show_doing(f"draining: {_running(status)} left")
 
 
 def _running(status: RunStatus) -> str:
@@ -203,6 +204,6 @@ def _tell(answer: Answer, words: str, *, as_json: bool) -> None:
     if as_json:
         print(json_text({"done": answer.done, "result": answer.result}))
     elif answer.done:
-        print(words)
+        print(one_line(words))
     else:
         print("begun; follow it with: replicas events --follow")

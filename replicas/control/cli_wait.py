@@ -77,13 +77,13 @@ def _seconds(text: str) -> float:
 
 def _until_ready(place: Place, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
     missing: list[ReplicaStatus] | None = None
-    with patience("waiting") as spinner:
+    with patience("waiting") as show_doing:
         for status in place.looks(_LOOK_AGAIN_S):
             missing = missing if status is None else unready(status, target)
             if status is not None and not missing:
                 return tuple(one for group in chosen(status, target) for one in group.replicas)
-            if spinner is not None and missing:
-                spinner.update(f"waiting for {_named(missing)} ...")
+            if missing:
+                show_doing(f"waiting for {_named(missing)}")
             if time.monotonic() >= until:
                 what = "nobody answered" if missing is None else f"not ready: {_named(missing)}"
                 raise DeadlineExceeded(f"not within {words}: {what}", hint="replicas status tells why")

@@ -9,6 +9,7 @@ import msgspec
 from msgspec import Meta
 
 from replicas import errors
+from replicas.messages.bounds import REPLICAS_MAX
 
 __all__ = [
     "ORDERS",
@@ -52,7 +53,7 @@ class Commands(Protocol):
 
 class Scale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     group: Name
-    replicas: Annotated[int, Meta(ge=0, le=100_000)]
+    replicas: Annotated[int, Meta(ge=0, le=REPLICAS_MAX)]
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,6 +11,7 @@ from replicas import events as happened
 from replicas.control.render import STATE_STYLES, duration_text, size_text
 from replicas.core import effects
 from replicas.core.identity import Member
+from replicas.foreign import one_line
 
 __all__ = ["concerns", "event_line"]
 
@@ -21,7 +22,9 @@ def event_line(record: happened.Record) -> Text:
     """``20:07:51     12  rollout/1          ready after 2.1 s``."""
     who, what, style = _words(record.event, record.at)
     clock = time.strftime("%H:%M:%S", time.localtime(record.at))
-    return Text.assemble((f"{clock} {record.seq:>6}  ", "dim"), (f"{who:18} ", "bold"), (what, style))
+    return Text.assemble(
+        (f"{clock} {record.seq:>6}  ", "dim"), (f"{one_line(who):18} ", "bold"), (one_line(what), style)
+    )
 
 
 def concerns(record: happened.Record, target: str) -> bool:

@@ -6,6 +6,8 @@ Numbers, times and names are refused in the call (:mod:`replicas.arguments`), so
 
 from __future__ import annotations
 
+from replicas.foreign import lines, one_line
+
 __all__ = [
     "FRAME_NBYTES",
     "HELLO_NBYTES",
@@ -19,6 +21,7 @@ __all__ = [
     "OPERATION_NBYTES",
     "OTHER_NBYTES",
     "RANKS_MAX",
+    "REPLICAS_MAX",
     "SECONDS_MAX",
     "TEXT_LENGTH",
     "VERSION_MAX",
@@ -36,6 +39,8 @@ VERSION_MAX = 2**53
 counts on from there stays far below :data:`INTEGER_MAX`."""
 INTEGER_MAX = 2**62
 RANKS_MAX = 1_000_000
+REPLICAS_MAX = 100_000
+"""Of one group."""
 SECONDS_MAX = 1e9
 NAME_LENGTH = 128
 INFO_ENTRIES = 512
@@ -88,14 +93,15 @@ def clean(text: str) -> str:
 
 
 def text_of(value: object, most: int = TEXT_LENGTH) -> str:
-    """``str(value)`` of whatever value, such as somebody else's exception: cut to about ``most`` characters, and clean."""
+    """``str(value)`` of whatever value, such as somebody else's exception: cut to about ``most`` characters, and of printable
+    characters and line breaks alone."""
     try:
         text = str(value)
     except Exception as error:  # noqa: BLE001  # somebody else's __str__
         text = f"(its text cannot be had: __str__ raises {type(error).__name__})"
     if len(text) > most:
         text = f"{text[:most]} ... and {len(text) - most:,} characters more"
-    return clean(text)
+    return lines(text)
 
 
 def shown(value: object, most: int = 80) -> str:
@@ -104,4 +110,4 @@ def shown(value: object, most: int = 80) -> str:
         text = repr(value)
     except Exception:  # noqa: BLE001  # somebody else's __repr__
         text = f"<{type(value).__name__}>"
-    return text_of(text, most)
+    return one_line(text_of(text, most))

@@ -8,6 +8,7 @@ import msgspec
 
 from replicas import errors
 from replicas.core.identity import Member
+from replicas.foreign import lines, one_line
 from replicas.messages.bounds import INFO_LENGTH, INTEGER_MAX, TEXT_LENGTH, text_of
 
 __all__ = [
@@ -61,6 +62,15 @@ class WireError(msgspec.Struct, frozen=True):
     members: tuple[str, ...] = ()
     hint: str = ""
     unanimous: bool = False
+
+    def __post_init__(self) -> None:
+        """Also of what was received: a member need not be of this release, or honest."""
+        for name in ("kind", "message", "channel", "phase", "hint"):
+            text = getattr(self, name)
+            if text is not None and not text.isprintable():
+                msgspec.structs.force_setattr(self, name, (lines if name in ("message", "hint") else one_line)(text))
+        if not all(map(str.isprintable, self.members)):
+            msgspec.structs.force_setattr(self, "members", tuple(map(one_line, self.members)))
 
     @classmethod
     def of(cls, error: errors.ReplicasError) -> WireError:

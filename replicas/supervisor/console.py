@@ -16,6 +16,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from replicas.foreign import hanging, lines
+
 __all__ = ["Console"]
 
 _LINES = 1000
@@ -31,18 +33,18 @@ class Console:
         self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
-        """One line (or several), with the time of day. Never waits."""
-        self.write(f"{time.strftime('%H:%M:%S')} replicas: {text}")
+        """One line (or several, of which the others are indented), with the time of day. Never waits."""
+        self.write(f"{time.strftime('%H:%M:%S')} replicas: {hanging(text)}")
 
     def write(self, text: str) -> None:
-        """Lines as they are. Never waits."""
+        """Lines of printable characters. Never waits."""
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="console", daemon=True)
             self._thread.start()
         dropped = self._dropped
         note = f"({dropped} lines before this one are left out: nobody took them)\n" if dropped else ""
         try:
-            self._queue.put_nowait(f"{note}{text}\n".encode(errors="replace"))
+            self._queue.put_nowait(f"{note}{lines(text)}\n".encode())
         except queue.Full:
             self._dropped += 1
         else:

@@ -15,6 +15,7 @@ from replicas import errors
 from replicas.config import GroupConfig
 from replicas.core.ordering import is_good, start_levels, within
 from replicas.events import Drained, Draining, FailedReset, RestartAsked, Scaled
+from replicas.foreign import one_line
 from replicas.messages.bounds import text_of
 from replicas.supervisor.causes import Cause
 from replicas.supervisor.crew import Crew
@@ -35,7 +36,9 @@ class Fleet(Crew):
         """:raises replicas.errors.UsageError: there is none of this name."""
         group = self.groups.get(name) if isinstance(name, str) else None
         if group is None:
-            raise errors.UsageError(f'no group "{text_of(name, 80)}"', hint=f"groups: {', '.join(self.groups)}")
+            raise errors.UsageError(
+                f'no group "{one_line(text_of(name, 80))}"', hint=f"groups: {', '.join(self.groups)}"
+            )
         return group
 
     def targets(self, target: str | None) -> list[Replica]:
@@ -51,7 +54,9 @@ class Fleet(Crew):
             return [replica for _, replica in sorted(group.replicas.items())]
         if not index.isdecimal() or len(index) > _DIGITS or int(index) not in group.replicas:
             known = ", ".join(replica.name for replica in group.replicas.values()) or "none"
-            raise errors.UsageError(f'no replica "{text_of(target, 80)}"', hint=f"replicas of {name}: {known}")
+            raise errors.UsageError(
+                f'no replica "{one_line(text_of(target, 80))}"', hint=f"replicas of {name}: {known}"
+            )
         return [group.replicas[int(index)]]
 
     def refuse_while_draining(self) -> None:

@@ -13,19 +13,11 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-__all__ = ["BAR_INTERVAL_S", "Folded", "Folder", "last_lines", "readable"]
+__all__ = ["BAR_INTERVAL_S", "Folded", "Folder"]
 
 BAR_INTERVAL_S = 10.0
 """How often a growing progress bar is logged."""
 _UP = re.compile(rb"\x1b\[\d*A")
-_CONTROL = re.compile(
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, and what moves the cursor or clears the screen
-    r"|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC: titles and the like
-    r"|[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029]"
-)
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
-_HALF_COLOUR = re.compile(rb"\x1b[^m]*\Z")
-_COLOURS_OFF = b"\x1b[0m"
 
 
 class Folded(NamedTuple):
@@ -119,34 +111,3 @@ def _last_state(line: bytes) -> bytes:
         line = line.rstrip(b"\r")
         return line[line.rfind(b"\r") + 1 :]
     return line
-
-
-def readable(lines: bytes, prefix: bytes, limit: int) -> list[bytes]:
-    """Complete lines as they go to a terminal: valid UTF-8 with colours, but no other control codes; prefixed.
-
-    :param limit: size that no line exceeds, prefix and end included; what is longer is cut, and says so.
-    """
-    result = []
-    for line in lines.split(b"\n")[:-1]:
-        text = _CONTROL.sub(_keep_colours, line[:limit].decode(errors="replace")).encode()
-        ending = (_COLOURS_OFF if b"\x1b" in text else b"") + b"\n"
-        room = limit - len(prefix) - len(ending)
-        if len(line) > limit or len(text) > room:
-            mark = f"… ({len(line)} bytes)".encode()
-            text = _HALF_COLOUR.sub(b"", text[: room - len(mark)].decode(errors="ignore").encode()) + mark
-        result.append(prefix + text + ending)
-    return result
-
-
-def _keep_colours(found: re.Match[str]) -> str:
-    return found[0] if _COLOUR.fullmatch(found[0]) else ""
-
-
-def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
-    """The last lines of a log as text without control codes, at most ``count``, each cut to ``limit`` characters."""
-    lines = [_CONTROL.sub("", line).rstrip() for line in data.decode(errors="replace").split("\n")]
-    while lines and not lines[-1]:
-        lines.pop()
-    while lines and not lines[0]:
-        lines.pop(0)
-    return tuple(line[:limit] for line in lines[-count:])

@@ -52,6 +52,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher import api as launcher_api
 
 from replicas import own_code
+from replicas.foreign import lines, one_line
 from replicas.supervisor import orders
 from replicas.supervisor.commands import guard_command, guard_orders
 from replicas.supervisor.guard import GUARD
@@ -70,6 +71,7 @@ _INSTANT_S = 1e-4
 _MEET_INTERVAL_S = 0.05
 _CONNECT = timedelta(seconds=60)
 _ALIKE = "TORCH_ELASTIC_WORKER_IDENTICAL"
+_TEXT_NCHARS = 300
 _ERROR_NCHARS = 4000
 _SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun kills what ignores SIGTERM a little before the shim would
 
@@ -231,9 +233,9 @@ def _rank_exit(rank: int, failure: ProcessFailure) -> RankExit:
         rank=rank,
         code=failure.exitcode,
         pid=failure.pid,
-        text="" if text == "<NONE>" else text[:300],
+        text="" if text == "<NONE>" else one_line(text, _TEXT_NCHARS),
         at=float(failure.timestamp),
-        error=error[-_ERROR_NCHARS:],
+        error=lines(error)[-_ERROR_NCHARS:],
     )
 
 
@@ -263,7 +265,7 @@ def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
         return ExitReport("stopped")
     except Exception as error:  # noqa: BLE001  # whatever torchrun raises goes into the report, its traceback into the log
         traceback.print_exc()
-        return ExitReport("lost", text=f"torchrun of node {spec.node}: {type(error).__name__}: {error}"[:500])
+        return ExitReport("lost", text=one_line(f"torchrun of node {spec.node}: {type(error).__name__}: {error}", 500))
     return ExitReport("ok")
 
 

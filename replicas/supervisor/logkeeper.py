@@ -31,8 +31,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from replicas.foreign import last_lines
 from replicas.supervisor import orders
-from replicas.supervisor.folding import last_lines
 from replicas.supervisor.logfile import remove_old_generations
 from replicas.supervisor.logpump import COMM, Log, LogSource, Pump, waiting_nbytes
 from replicas.supervisor.notes import note

@@ -26,6 +26,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Protocol
 
+from replicas.foreign import one_line
 from replicas.status import RunStatus
 
 __all__ = ["Notifier", "Watched", "Watcher", "status_line"]
@@ -78,7 +79,7 @@ class Notifier:
         if self._socket is None:
             return False
         self._unsent.update(fields)
-        text = "\n".join(f"{name}={_one_line(value)}" for name, value in self._unsent.items())
+        text = "\n".join(f"{name}={one_line(value, _LINE_CHARACTERS)}" for name, value in self._unsent.items())
         try:
             self._socket.sendto(text.encode(), self._address)
         except BlockingIOError:
@@ -107,11 +108,6 @@ class Notifier:
         if self._socket is not None:
             self._socket.close()
             self._socket = None
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _LINE_CHARACTERS else f"{line[: _LINE_CHARACTERS - 3]}..."
 
 
 class Watched(Protocol):

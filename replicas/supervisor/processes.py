@@ -16,6 +16,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from replicas.foreign import one_line
+
 __all__ = [
     "MARK",
     "SHIM",
@@ -159,7 +161,7 @@ def command_line(pid: int, limit: int = 120) -> str:
     except OSError:
         return ""
     text = words.replace(b"\0", b" ").decode(errors="replace").strip()
-    return "".join(one if one.isprintable() else "\N{REPLACEMENT CHARACTER}" for one in text)[:limit]
+    return one_line(text, limit)
 
 
 def is_resource_tracker(pid: int) -> bool:

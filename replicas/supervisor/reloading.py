@@ -22,6 +22,7 @@ from replicas import config_file, errors
 from replicas.config import Config
 from replicas.config_diff import ConfigDiff, diff
 from replicas.events import Event, Reloaded, ReloadRefused
+from replicas.foreign import one_line
 from replicas.supervisor.causes import Cause
 from replicas.supervisor.fleet import Fleet
 from replicas.supervisor.group import Group
@@ -73,6 +74,9 @@ class Reloading:
             except errors.ReplicasError as error:
                 problems = error.problems if isinstance(error, errors.BadConfig) else (str(error),)
                 site.emit(ReloadRefused(problems=tuple(problems)))
+                raise
+            except Exception as error:
+                site.emit(ReloadRefused(problems=(one_line(f"a bug: {type(error).__name__}: {error}"),)))
                 raise
             if leaving := [self._removals[name] for name in found.added if name in self._removals]:
                 await asyncio.wait(leaving)

@@ -18,6 +18,7 @@ from typing import NamedTuple
 import anyio
 import anyio.to_thread
 
+from replicas.foreign import one_line
 from replicas.supervisor.belongings import Belongings, Listener, listeners, shared_files, unix_sockets
 from replicas.supervisor.processes import command_line, start_time
 from replicas.supervisor.smi import gpu_processes
@@ -121,7 +122,7 @@ def _sockets(old: Belongings) -> list[Held]:
     if not old.sockets:
         return []
     now = dict(unix_sockets())
-    return [Held(f"socket {path}", _holder(f"socket:[{now[path]}]")) for path in old.sockets if path in now]
+    return [Held(f"socket {one_line(path)}", _holder(f"socket:[{now[path]}]")) for path in old.sockets if path in now]
 
 
 def _segments(old: Belongings) -> list[Held]:
@@ -131,7 +132,7 @@ def _segments(old: Belongings) -> list[Held]:
     found: dict[str, Held] = {}
     for pid in _pids():
         for path in there & shared_files(pid):
-            found.setdefault(path, Held(f"segment {path}", _name(pid)))
+            found.setdefault(path, Held(f"segment {one_line(path)}", _name(pid)))
     return list(found.values())
 
 
@@ -150,7 +151,7 @@ def _gpu(old: Belongings) -> list[Held]:
     for line in lines:
         pid, gpu, used = (word.strip() for word in (*line.split(","), "", "")[:3])
         if pid.isdigit() and int(pid) in pids:
-            found.append(Held(f"{used} MiB on GPU {gpu}", _name(int(pid))))
+            found.append(Held(one_line(f"{used} MiB on GPU {gpu}"), _name(int(pid))))
     return found
 
 

@@ -21,6 +21,7 @@ from collections.abc import Mapping
 from replicas import errors
 from replicas.config import Config, GroupConfig
 from replicas.supervisor.machine import Machine, look
+from replicas.supervisor.overlaps import Moment, peak
 
 __all__ = ["Resources", "check_plan", "gpus_of", "machine_for", "notes", "problems", "refuse_unfit"]
 
@@ -105,32 +106,27 @@ def _memory_problems(config: Config, machine: Machine) -> list[str]:
 
 def _peak(config: Config, weights: Mapping[str, int]) -> tuple[int, tuple[str, ...]]:
     """The greatest sum of weights of groups that may run at once, and those groups."""
-    before: dict[str, set[str]] = {}
-    for name in config.groups:
-        _finished_before(config, name, before)
-
-    def best(names: tuple[str, ...]) -> tuple[int, tuple[str, ...]]:
-        if not names:
-            return 0, ()
-        first, rest = names[0], names[1:]
-        along = tuple(name for name in rest if name not in before[first] and first not in before[name])
-        total, chosen = best(along)
-        with_first = (total + weights[first], (first, *chosen))
-        return with_first if along == rest else max(with_first, best(rest), key=lambda found: found[0])
-
-    return best(tuple(name for name in config.groups if weights.get(name)))
+    there = [name for name in config.groups if weights.get(name)]
+    apart = set(there) if not _waits(config) else peak(there, weights, _steps(config))
+    chosen = tuple(name for name in there if name in apart)
+    return sum(weights[name] for name in chosen), chosen
 
 
-def _finished_before(config: Config, name: str, before: dict[str, set[str]]) -> set[str]:
-    """Groups that have finished when this one starts. The dependencies are acyclic."""
-    if name not in before:
-        found: set[str] = set()
-        for dependency in config.groups[name].depends_on:
-            found |= _finished_before(config, dependency.group, before)
-            if dependency.condition == "finished":
-                found.add(dependency.group)
-        before[name] = found
-    return before[name]
+def _waits(config: Config) -> bool:
+    return any(
+        dependency.condition == "finished" for group in config.groups.values() for dependency in group.depends_on
+    )
+
+
+def _steps(config: Config) -> dict[Moment, list[Moment]]:
+    """What comes after what: the end of a group after its start, its start after what it depends on."""
+    after: dict[Moment, list[Moment]] = {}
+    for name, group in config.groups.items():
+        after.setdefault(("start", name), []).append(("end", name))
+        for dependency in group.depends_on:
+            before: Moment = ("end" if dependency.condition == "finished" else "start", dependency.group)
+            after.setdefault(before, []).append(("start", name))
+    return after
 
 
 def gpus_of(group: GroupConfig) -> int:

@@ -42,7 +42,7 @@ from replicas.core.ordering import start_levels
 from replicas.core.tally import Growth
 from replicas.event_log import EventLog
 from replicas.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
-from replicas.messages.bounds import RANKS_MAX
+from replicas.messages.bounds import REPLICAS_MAX
 from replicas.metrics import Metrics
 from replicas.status import RunStatus
 from replicas.supervisor.cgroups import LIMITS
@@ -248,7 +248,7 @@ class Supervisor:
         """
         fleet = self.fleet
         fleet.group(group)
-        replicas = arguments.integer("scale: replicas", replicas, least=0, most=RANKS_MAX)
+        replicas = arguments.integer("scale: replicas", replicas, least=0, most=REPLICAS_MAX)
         fleet.refuse_while_draining()
         if replicas > fleet.groups[group].size:
             sizes = {name: one.size for name, one in fleet.groups.items()} | {group: replicas}

@@ -16,7 +16,7 @@ import stat
 import time
 from collections import deque
 
-from replicas.supervisor.folding import readable
+from replicas.foreign import readable
 
 __all__ = ["Tee"]
 

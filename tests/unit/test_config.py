@@ -124,12 +124,12 @@ launcher = "exce"
     assert str(caught.value) == "\n".join(
         [
             f"{path}: 6 problems",
-            '  run.stop_when: there is no group "trainr"; did you mean "trainer"?',
-            '  groups.trainer.replica: unknown key; did you mean "replicas"?',
-            '  groups.trainer.nproc_per_node: expected a whole number of at least 1, got "2"',
-            f'  groups.trainer.command: "trian.py" does not exist in {folder}',
-            '  groups.rollout.launcher: expected "torchrun" or "exec", got "exce"; did you mean "exec"?',
-            '  chanels: unknown key; did you mean "channels"?',
+            '  line 5: run.stop_when: there is no group "trainr"; did you mean "trainer"?',
+            '  line 7: groups.trainer.replica: unknown key; did you mean "replicas"?',
+            '  line 8: groups.trainer.nproc_per_node: expected a whole number of at least 1, got "2"',
+            f'  line 9: groups.trainer.command: "trian.py" does not exist in {folder}',
+            '  line 12: groups.rollout.launcher: expected "torchrun" or "exec", got "exce"; did you mean "exec"?',
+            '  line 13: chanels: unknown key; did you mean "channels"?',
         ]
     )
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.supervisor.folding import BAR_INTERVAL_S, Folder, last_lines, readable
+from replicas.foreign import last_lines, readable
+from replicas.supervisor.folding import BAR_INTERVAL_S, Folder
 
 
 def fold(*parts: bytes | float) -> list[bytes]:

@@ -58,7 +58,7 @@ def test_the_environment_names_the_socket_and_replicas_do_not_inherit_it(systemd
     with closing(Notifier.take(environ)) as notifier:
         assert environ == {"A": "1"}
         assert notifier.watchdog_s == 2.5
-        assert notifier.send(READY="1", STATUS="two\nlines  of it")
+        assert notifier.send(READY="1", STATUS="two\nlines of it")
     assert systemd.messages() == [{"READY": "1", "STATUS": "two lines of it"}]
 
 

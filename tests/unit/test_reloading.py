@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from replicas import errors
+from replicas import config_file, errors
 from replicas.config import Config, GroupConfig, ResourcesConfig
 from replicas.events import Reloaded, ReloadRefused
 from replicas.supervisor.fleet import Fleet
@@ -111,3 +111,21 @@ def test_sizes_that_do_not_fit_any_more_are_given_up() -> None:
     assert not said
     assert fitting(saved, config_of(gpu_group("a", 2), gpu_group("b")), EIGHT, said.append)["a"].size == 2
     assert len(said) == 1
+
+
+def test_a_config_that_cannot_even_be_refused_is_told_of_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug of ours: events and the metric of reloads must not say that all is well."""
+
+    def fails(path: object) -> Config:
+        raise OverflowError(f"int too large: {path}")
+
+    async def scenario() -> None:
+        async with reloadable(group_of("a")) as (reloading, made, yard):
+            await made.wait_ready(made.groups.values())
+            monkeypatch.setattr(config_file, "read", fails)
+            with pytest.raises(OverflowError):
+                await reloading.reload("x.toml")
+            assert yard.events[-1][1] == ReloadRefused(problems=("a bug: OverflowError: int too large: x.toml",))
+            assert yard.states() == {"a/0": "ready"}
+
+    virtually(scenario())

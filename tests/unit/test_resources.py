@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import random
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +17,7 @@ from replicas.config_file import parse
 from replicas.errors import BadConfig
 from replicas.supervisor import machine
 from replicas.supervisor.machine import Machine, look, nvml_count, visible_gpus
-from replicas.supervisor.resources import Resources, notes, problems, refuse_unfit
+from replicas.supervisor.resources import Resources, _peak, notes, problems, refuse_unfit
 
 EIGHT = Machine(gpus=tuple("01234567"), gpus_from="NVML", gpu_order="PCI_BUS_ID", cpus=8, memory_nbytes=64 << 30)
 
@@ -180,3 +183,43 @@ def test_limits_need_controllers_that_we_may_use(tmp_path: Path, monkeypatch: py
     assert look(gpus=False).limits_refused.startswith(f"{tmp_path} has no controller memory or pids; start it")
     controllers.unlink()
     assert look(gpus=False).limits_refused.startswith("No such file or directory; ")
+
+
+@given(st.integers(0, 1 << 30))
+@settings(max_examples=60)
+def test_the_peak_is_that_of_all_sets_of_groups_that_may_run_at_once(seed: int) -> None:
+    draw = random.Random(seed)
+    names = [f"g{number}" for number in range(draw.randrange(1, 8))]
+    keys: dict[str, dict[str, Any]] = {}
+    for at, name in enumerate(names):
+        before = [one for one in names[:at] if draw.random() < 0.4]
+        keys[name] = {"depends_on": [f"{one}:{draw.choice(('ready', 'finished'))}" for one in before]}
+    plan = config(**keys)
+    weights = {name: draw.randrange(4) for name in names}
+    over: dict[str, set[str]] = {}  # groups that have finished when one starts
+    for name in names:
+        over[name] = set()
+        for one in plan.groups[name].depends_on:
+            over[name] |= over[one.group] | ({one.group} if one.condition == "finished" else set())
+    best = max(
+        sum(weights[name] for name in some)
+        for size in range(len(names) + 1)
+        for some in itertools.combinations(names, size)
+        if all(one not in over[other] for one in some for other in some)
+    )
+    total, chosen = _peak(plan, weights)
+    assert total == best == sum(weights[name] for name in chosen)
+    assert all(one not in over[other] for one in chosen for other in chosen)
+
+
+def test_many_groups_that_wait_for_each_other_are_looked_through_at_once() -> None:
+    """Trying all sets of these would take longer than anybody lives."""
+    keys: dict[str, dict[str, Any]] = {}
+    for number in range(120):
+        keys[f"a{number}"] = gpus(1)
+        keys[f"b{number}"] = gpus(2, depends_on=[f"a{number}:finished"])
+    began = time.process_time()
+    assert _peak(config(**keys), {name: len(name) for name in keys})[0] == sum(
+        len(f"b{number}") for number in range(120)
+    )
+    assert time.process_time() - began < 10

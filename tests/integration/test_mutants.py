@@ -1,0 +1,85 @@
+"""A thousand configs that nobody meant, given to ``replicas check`` and to a run that lives."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import replicas
+from replicas import config_file
+from replicas.control import cli
+from replicas.errors import BadConfig, ReplicasError
+from replicas.events import ReloadRefused
+from tests.support.mutants import assert_told_well, mutant
+
+COUNT, PARTS = 1000, 4
+THROUGH_A_PROCESS = range(0, 1000, 25)
+CHECK = [sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())", "check"]
+SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_config_is_a_bug(part: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "run.toml"
+    codes: set[int] = set()
+    for seed in range(part, COUNT, PARTS):
+        path.write_bytes(mutant(seed))
+        code = cli.main(["check", str(path)])
+        told = capsys.readouterr().err
+        assert code in (0, cli.BAD_CONFIG), (seed, told[-2000:])
+        assert "Traceback" not in told, (seed, told[-2000:])
+        assert all(one.isprintable() for one in told.splitlines()), (seed, told)
+        codes.add(code)
+    assert codes == {0, cli.BAD_CONFIG}
+
+
+@pytest.mark.parametrize("seed", THROUGH_A_PROCESS)
+def test_nor_for_the_command_itself(seed: int, tmp_path: Path) -> None:
+    path = tmp_path / "run.toml"
+    path.write_bytes(mutant(seed))
+    done = subprocess.run([*CHECK, str(path)], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode in (0, cli.BAD_CONFIG), done.stderr[-2000:]
+    assert "Traceback" not in done.stderr
+    if done.returncode:
+        assert done.stderr.startswith(f"replicas: {path}: ")
+    assert not [one for one in done.stdout + done.stderr if not one.isprintable() and one != "\n"]
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.anyio
+async def test_a_run_that_is_given_one_goes_on_as_it_was(tmp_path: Path) -> None:
+    config = {
+        "schema_version": 1,
+        "run": {"name": "mutants", "state_dir": str(tmp_path / "state")},
+        "control": {"listen": "127.0.0.1:0"},
+        "groups": {"a": {"launcher": "exec", "command": SLEEPS}},
+    }
+    path, refused = tmp_path / "run.toml", 0
+    async with replicas.Supervisor(config) as supervisor:
+        await supervisor.wait_ready(timeout=20)
+        before, after = supervisor.status().groups, supervisor.last_event
+        for seed in range(COUNT):
+            path.write_bytes(mutant(seed))
+            try:
+                config_file.load(path)
+            except BadConfig as error:
+                assert_told_well(error)
+                with pytest.raises(ReplicasError):
+                    await supervisor.reload(path)
+                refused += 1
+        (group,) = supervisor.status().groups
+        assert [(one.name, one.pid, one.state) for one in group.replicas] == [
+            (one.name, one.pid, one.state) for one in before[0].replicas
+        ]
+        told = 0
+        async for record in supervisor.events(after):
+            told += isinstance(record.event, ReloadRefused)
+            if record.seq == supervisor.last_event:
+                break
+        assert told == refused > COUNT // 2
+        assert b"config_last_reload_successful 0.0" in supervisor.metrics_text()
+        await supervisor.drain(hurry=True)
