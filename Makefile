@@ -33,7 +33,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all unit integration properties chaos chaos-links chaos-tree scene gpu gpu-wheels check format bench \
+.PHONY: help demo test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-tree scene gpu gpu-wheels check format bench \
 	bench-peers diagrams clean
 
 help: ## show this list
@@ -72,6 +72,17 @@ test-all: $(VENV)/.dev ## run all tests: some 20 minutes
 	@$(UNIT_TESTS)
 	@$(PYTEST) $(SIDE_BY_SIDE) tests/integration tests/gpu
 	@$(PYTEST) tests/chaos
+
+# The lowest torch that pyproject.toml allows comes from PyPI with 4 GB of CUDA. Where those are too many, name a build for
+# the CPU (.ci/run takes the pinned one): make test-lowest LOWEST_TORCH=2.10.0+cpu PIP_EXTRA_INDEX_URL=URL-of-such-builds
+export LOWEST_TORCH SHORT PIP_EXTRA_INDEX_URL
+
+test-lowest: | $(BIN)/python ## run the unit tests and some others with the lowest versions that pyproject.toml allows, on Python 3.11
+	@$(BIN)/python -m tests.support.versions lowest
+
+test-versions: | $(BIN)/python ## the same, and with the newest versions on each Python that is here (PYTHONS="3.12 3.13")
+	@$(BIN)/python -m tests.support.versions lowest; lowest=$$?; \
+	  $(BIN)/python -m tests.support.versions newest $(PYTHONS) && exit $$lowest
 
 unit: $(VENV)/.dev ## run the fast tests only
 	@$(UNIT_TESTS)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from replicas.foreign import one_line
+
 __all__ = ["CONFIG_NBYTES", "DEPTH", "TOO_DEEP", "Lines", "decode", "is_too_deep", "read"]
 
 CONFIG_NBYTES = 1 << 20
@@ -22,6 +24,7 @@ TOO_DEEP = f"tables or lists lie in each other more than {DEPTH} deep"
 _LOOKS_NCHARS = 1 << 20
 """How much text :class:`Lines` parses to find lines; then it names no more."""
 _KEY_NCHARS = 40
+_REASON_NCHARS = 200
 
 
 def read(path: Path) -> str:
@@ -50,7 +53,8 @@ def decode(text: str) -> dict[str, Any]:
     try:
         mapping = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"is not valid TOML: {error}") from error
+        reason, _, place = str(error).rpartition(" (at ")
+        raise ValueError(f"is not valid TOML: {one_line(reason, _REASON_NCHARS)} (at {place}") from error
     except RecursionError as error:
         raise ValueError(_located(text, TOO_DEEP)) from error
     except ValueError as error:  # such as a number of more digits than Python reads

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from replicas.channel.channel import Channel
-from replicas.channel.joining import join
-from replicas.channel.pending import Pending, Receipt
-from replicas.channel.update import Update
-from replicas.weights.packing import Shard
+from replicas import linux
+
+linux.require()  # before anything is imported that is not there elsewhere
+
+from replicas.channel.channel import Channel  # noqa: E402
+from replicas.channel.joining import join  # noqa: E402
+from replicas.channel.pending import Pending, Receipt  # noqa: E402
+from replicas.channel.update import Update  # noqa: E402
+from replicas.weights.packing import Shard  # noqa: E402
 
 __all__ = ["Channel", "Pending", "Receipt", "Shard", "Update", "join"]

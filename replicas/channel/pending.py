@@ -293,10 +293,19 @@ class Pending(Generic[T]):
         self._work = None
 
 
+def _in_task_of(trio: Any) -> bool:
+    """As ``trio.lowlevel.in_trio_task``, which a trio before 0.29 does not have."""
+    try:
+        trio.lowlevel.current_task()
+    except RuntimeError:
+        return False
+    return True
+
+
 def _event_of_this_library() -> tuple[Any, Callable[[], None]]:
     """An event of the running async library, and a function that sets it from any thread."""
     trio = sys.modules.get("trio")
-    if trio is not None and trio.lowlevel.in_trio_task():
+    if trio is not None and _in_task_of(trio):
         token = trio.lowlevel.current_trio_token()
         trio_event = trio.Event()
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING
 
+from replicas import linux
+
 if TYPE_CHECKING:
     from replicas.coordinator.coordinator import Coordinator
     from replicas.coordinator.readiness import Readiness
@@ -22,6 +24,8 @@ _HOMES = {
     "GroupShape": "replicas.core.roster",
     "Readiness": "replicas.coordinator.readiness",
 }
+
+linux.require()
 
 
 def __getattr__(name: str) -> object:

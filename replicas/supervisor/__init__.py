@@ -7,10 +7,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from replicas import linux
+
 if TYPE_CHECKING:
     from replicas.supervisor.supervisor import Supervisor
 
 __all__ = ["Supervisor"]
+
+linux.require()
 
 
 def __getattr__(name: str) -> object:

@@ -275,7 +275,8 @@ async def fleet(
     try:
         yield made, yard
         if not made.draining:
-            await asyncio.wait_for(made.drain(), 1000)
+            # In a task: what the test has spawned comes first, also where wait_for makes none (from Python 3.12 on).
+            await asyncio.wait_for(asyncio.create_task(made.drain()), 1000)
     finally:
         await yard.end()
 

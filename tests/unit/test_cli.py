@@ -169,7 +169,7 @@ def test_a_bad_config_ends_with_78_and_every_problem(
     assert captured.err.splitlines() == [
         "replicas: grpo.toml: 2 problems",
         f'  line 8: groups.trainer.command: "trian.py" does not exist in {folder}',
-        '  line 12: groups.rollout.replica: unknown key; did you mean "replicas"?',
+        '  line 10: groups.rollout.replica: unknown key; did you mean "replicas"?',
     ]
 
 

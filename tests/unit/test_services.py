@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +54,10 @@ def test_the_unit_runs_a_command_that_exists() -> None:
     command = re.search(r"^ExecStart=\S+/replicas (\w+) ", unit, re.MULTILINE)
     assert command is not None
     assert command[1] in {info.name or getattr(info.callback, "__name__", "") for info in cli.app.registered_commands}
-    assert re.search(r"^Type=notify-reload$", unit, re.MULTILINE)
+    assert re.search(
+        r"^Type=notify$", unit, re.MULTILINE
+    )  # notify-reload is ignored before systemd 253 (Debian 12 has 252)
+    assert re.search(r"^ExecReload=/bin/kill -HUP \$MAINPID$", unit, re.MULTILINE)
     assert re.search(r"^WatchdogSec=\d+$", unit, re.MULTILINE)
     forced = re.search(r"^RestartForceExitStatus=(\d+)$", unit, re.MULTILINE)
     assert forced is not None
@@ -59,3 +65,12 @@ def test_the_unit_runs_a_command_that_exists() -> None:
     prevented = re.search(r"^RestartPreventExitStatus=(.*)$", unit, re.MULTILINE)
     assert prevented is not None
     assert [int(code) for code in prevented[1].split()] == [cli.FAILED, cli.USAGE, cli.SUPERVISED, cli.BAD_CONFIG]
+
+
+@pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
+def test_the_unit_is_understood_by_the_systemd_that_is_here(tmp_path: Path) -> None:
+    unit = tmp_path / "replicas@x.service"
+    unit.write_text((SERVICE / "replicas@.service").read_text().replace("/opt/replicas/bin/replicas", sys.executable))
+    verify = ["systemd-analyze", "verify", "--man=no", str(unit)]
+    done = subprocess.run(verify, capture_output=True, text=True, timeout=60, check=False)
+    assert not [line for line in done.stderr.splitlines() if "replicas@" in line]
