@@ -75,8 +75,6 @@ test-all: $(VENV)/.dev ## run all tests: some 20 minutes
 
 # The lowest torch that pyproject.toml allows comes from PyPI with 4 GB of CUDA. Where those are too many, name a build for
 # the CPU (.ci/run takes the pinned one): make test-lowest LOWEST_TORCH=2.10.0+cpu PIP_EXTRA_INDEX_URL=URL-of-such-builds
-export LOWEST_TORCH SHORT PIP_EXTRA_INDEX_URL
-
 test-lowest: | $(BIN)/python ## run the unit tests and some others with the lowest versions that pyproject.toml allows, on Python 3.11
 	@$(BIN)/python -m tests.support.versions lowest
 

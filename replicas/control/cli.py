@@ -8,6 +8,7 @@ everything else to stderr. No command but ``run`` starts anything, and none impo
 
 from __future__ import annotations
 
+import io
 import sys
 import traceback
 from collections.abc import Callable, Sequence
@@ -116,6 +117,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     :param arguments: without the program's name (default: those of this process).
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):  # else one character that it cannot say would end a command
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="replicas")
     except SystemExit as end:

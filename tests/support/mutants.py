@@ -46,7 +46,7 @@ def _value(draw: random.Random, text: str) -> str:
         return text
     value = draw.choice(_VALUES)
     if draw.random() < 0.25:
-        depth = draw.choice((1, 2, 31, 33, 300, 5000))
+        depth = draw.choice((1, 2, 31, 33, 300, 3000))
         opening, closing = draw.choice((("[", "]"), ("{ a = ", " }")))
         value = opening * depth + value + closing * depth
     return text[: place.start("value")] + " " + value + text[place.end("value") :]
@@ -57,7 +57,7 @@ def _key(draw: random.Random, text: str) -> str:
     if not places:
         return text
     place = draw.choice(places)
-    key = draw.choice([*_KEYS, ".".join(["a"] * draw.choice((30, 40, 400, 2500)))])
+    key = draw.choice([*_KEYS, ".".join(["a"] * draw.choice((30, 40, 400, 800)))])
     return text[: place.start("key")] + key + " " + text[place.end("key") :]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import http.server
 import json
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +15,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
+import replicas
 from replicas.control import cli, client, find, render
 from replicas.control.commands import Answer
 from replicas.control.located import state_dir_of
@@ -417,3 +420,17 @@ def test_duration_text(seconds: float, text: str) -> None:
 )
 def test_size_text(nbytes: int, text: str) -> None:
     assert render.size_text(nbytes) == text
+
+
+@pytest.mark.parametrize("arguments", [["logs", "-c", "grpo.toml"], ["check", "grpo.toml"]])
+def test_a_stdout_that_knows_ascii_alone_gets_escapes(folder: Path, arguments: list[str]) -> None:
+    (folder / "grpo.toml").write_text(CONFIG.replace('"train.py"', '"train.py", "é漢"'))
+    log = folder / ".replicas" / "grpo" / "logs" / "trainer" / "0" / "gen-1" / "rank-0.log"
+    log.parent.mkdir(parents=True)
+    log.write_text("loss é漢\U0001f680\n")
+    code = "import sys; from replicas.control.cli import main; sys.exit(main())"
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(replicas.__file__).parents[1])}
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"\xe9\u6f22" in done.stdout
