@@ -76,7 +76,7 @@ def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
     yield from _gpus(machine, supervisor)
     yield from _limits(config, machine)
     if state_dir is not None:
-        yield from _disk(state_dir)
+        yield from _disk(state_dir, config)
 
 
 # ------------------------------------------------------------ the run
@@ -267,7 +267,7 @@ def _available_nbytes() -> int:
     return 0
 
 
-def _disk(state_dir: Path) -> Iterator[Finding]:
+def _disk(state_dir: Path, config: Config | None) -> Iterator[Finding]:
     folder = next(path for path in (state_dir, *state_dir.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     if not os.access(folder, os.W_OK):
@@ -278,3 +278,14 @@ def _disk(state_dir: Path) -> Iterator[Finding]:
         yield Finding(about="disk", state="problem", text=text, remedy="make room, or set run.state_dir")
     else:
         yield Finding(about="disk", state="ok", text=f"{size_text(free)} are free for logs in {folder}")
+    most = 0 if config is None else _most_logs_nbytes(config)
+    if most > free:
+        text = f"all logs together may take up to {size_text(most)}, and {size_text(free)} are free in {folder}"
+        remedy = "lower logs.max_size, logs.keep or logs.keep_generations, or make room; ranks go on when it is full"
+        yield Finding(about="disk", state="note", text=text, remedy=remedy)
+
+
+def _most_logs_nbytes(config: Config) -> int:
+    """What the logs of all ranks can come to, with those of the run before: each is bounded, they together only so."""
+    ranks = sum(group.replicas * group.world_size for group in config.groups.values())
+    return 2 * ranks * config.logs.keep_generations * (config.logs.keep + 1) * config.logs.max_nbytes

@@ -31,7 +31,7 @@ from typing import Self
 from starlette.routing import BaseRoute
 
 from replicas import errors
-from replicas.control.socket_path import listens, reachable
+from replicas.control.socket_path import is_own, listens, reachable
 from replicas.coordinator.guard import Guard, HttpProtocol
 from replicas.coordinator.server import Server
 from replicas.local_sockets import peer_uid
@@ -105,6 +105,8 @@ class ControlSocket:
             with contextlib.suppress(FileNotFoundError):
                 if not stat.S_ISSOCK(self.path.lstat().st_mode):
                     raise OSError(0, "there is something else in its place")
+                if not is_own(self.path):
+                    raise OSError(0, "another user's socket is in its place")
                 if listens(self.path):
                     raise OSError(0, "another process listens on it")
                 self.path.unlink()

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-__all__ = ["listens", "reachable"]
+__all__ = ["is_own", "listens", "reachable"]
 
 _PATH_NBYTES = 107
 
@@ -27,6 +28,15 @@ def reachable(path: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{folder}/{path.name}"
     finally:
         os.close(folder)
+
+
+def is_own(path: Path) -> bool:
+    """Whether there is a socket of this user.
+
+    :raises OSError: there is nothing.
+    """
+    found = path.lstat()
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def listens(path: Path) -> bool:

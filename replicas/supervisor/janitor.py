@@ -28,7 +28,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from replicas.control.socket_path import listens
+from replicas.control.socket_path import is_own, listens
 from replicas.supervisor import orders
 from replicas.supervisor.processes import send_signal, start_time
 from replicas.supervisor.sweeping import Sweep
@@ -126,9 +126,9 @@ def _sweep(shims: list[Watched]) -> bool:
 
 
 def remove_socket(path: Path) -> None:
-    """The dead supervisor's, of which nobody has made one of his own."""
+    """The dead supervisor's, of which nobody has made one of his own. Whatever else is in its place stays."""
     with contextlib.suppress(OSError):  # it is in a folder that is gone, or is not ours: then it stays
-        if not listens(path):
+        if is_own(path) and not listens(path):
             path.unlink(missing_ok=True)
 
 

@@ -1,0 +1,36 @@
+"""What the doctor says about room for logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from replicas import config_file
+from replicas.control import doctor
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(("free", "said"), [(99 * GIB, False), (101 * GIB, True)])
+def test_all_logs_together_are_compared_with_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, said: bool
+) -> None:
+    """Each log is bounded; of all of them together only a look at the config tells."""
+    (tmp_path / "rank.py").touch()
+    config = config_file.read(
+        {
+            "schema_version": 1,
+            "run": {"name": "r", "state_dir": str(tmp_path)},
+            "logs": {"max_size": "1GiB", "keep": 4, "keep_generations": 2},
+            "groups": {"a": {"command": [str(tmp_path / "rank.py")], "replicas": 5, "nproc_per_node": 1}},
+        }
+    )
+
+    class Usage:
+        def __init__(self, _: Path) -> None:
+            self.free = free
+
+    monkeypatch.setattr("shutil.disk_usage", Usage)
+    notes = [one for one in doctor._disk(tmp_path, config) if one.state == "note"]
+    assert bool(notes) is not said
