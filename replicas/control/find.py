@@ -216,6 +216,7 @@ class Place:
         self._variables = variables
         self._config: Config | None = None
         self._known_token = ""
+        self._known_owner: int | None = None
 
     @property
     def config(self) -> Config | None:
@@ -328,14 +329,21 @@ class Place:
         return self._known_token
 
     def _named_token(self) -> tuple[str, int | None]:
-        """What ``--token-file`` or the environment names, and whose file it is; a link leads where its owner wants it to."""
+        """What ``--token-file`` or the environment names, and whose file it is; a link leads where its owner wants it to.
+
+        Read once, as the run's own.
+        """
+        if self._known_token:
+            return self._known_token, self._known_owner
         path = self._token_file or environ.read(self._variables).token_file
         if path is None:
             return "", None
         try:
             with path.open("rb") as file:
-                return file.read().decode("ascii").strip(), os.fstat(file.fileno()).st_uid
+                self._known_token = file.read().decode("ascii").strip()
+                self._known_owner = os.fstat(file.fileno()).st_uid
         except (OSError, UnicodeDecodeError) as error:
             if self._token_file is None:
                 return "", None  # pages can be read without
             raise UsageError(f"cannot read the token in {path}: {error}") from error
+        return self._known_token, self._known_owner
