@@ -25,20 +25,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import hmac
 import resource
 import select
 import socket
 import time
 from collections.abc import Callable
-from typing import NamedTuple
 
 from replicas import errors
 from replicas.coordinator.crowd import Crowd, source_of
 from replicas.coordinator.hosts import Hosts
 from replicas.coordinator.limits import HEAD_NBYTES, LOBBY, QUEUED, REQUEST_S, REQUEST_TIMEOUT_S, Pace
 
-__all__ = ["Admit", "Door", "Head", "head_of"]
+__all__ = ["Admit", "Door", "authorization_of", "head_of"]
 
 Admit = Callable[[socket.socket, bytes | None], None]
 """Let a connection in, whose request can be read from it. The source of a stranger; None: it has shown the token."""
@@ -54,28 +54,23 @@ _AT_ONCE = 64
 _DRAINED = 8
 _WATCHED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
 _ENDS = (b"\r\n\r\n", b"\n\n", b"\n\r\n")
-_LIVEZ = (b"GET /livez HTTP/1.1", b"GET /livez HTTP/1.0")
+_LIVEZ = b"GET /livez HTTP/1."
 
 
-class Head(NamedTuple):
-    """What the door needs to know of a request."""
+def authorization_of(head: bytes) -> bytes:
+    """What the request shows, if anything."""
+    for line in head.split(b"\n"):
+        name, _, value = line.partition(b":")
+        if name.lower() == b"authorization":
+            return value.strip()
+    return b""
 
-    line: bytes
-    authorization: bytes
-    hosts: tuple[str, ...]
 
-    @classmethod
-    def of(cls, data: bytes) -> Head:
-        line, *headers = data.split(b"\n")
-        authorization, hosts = b"", []
-        for header in headers:
-            name, _, value = header.partition(b":")
-            match name.lower():
-                case b"authorization":
-                    authorization = value.strip()
-                case b"host" | b"origin":
-                    hosts.append(value.strip().decode("latin-1"))
-        return cls(line.rstrip(b"\r"), authorization, tuple(hosts))
+@functools.cache
+def _answer(status: str, text: str) -> bytes:
+    body = f"{text}\n".encode()
+    head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
+    return f"{head}Cache-Control: no-store\r\nConnection: close\r\n\r\n".encode() + body
 
 
 def head_of(data: bytes) -> bytes | None:
@@ -231,14 +226,14 @@ class Door:
         return True
 
     def _heard(self, one: _Caller, data: bytes) -> None:
-        head = Head.of(data)
-        if hmac.compare_digest(head.authorization, b"Bearer " + self._token().encode()):
+        if self._live is not None and data.startswith(_LIVEZ):
+            self._answer(one, _answer(*self._life(self._live)))
+            return
+        if hmac.compare_digest(authorization_of(data), b"Bearer " + self._token().encode()):
             self._let_in(one, None)
-        elif self._live is not None and head.line in _LIVEZ and not self.hosts.problem(head.hosts):
-            self._answer(one, *self._life(self._live))
-        else:
-            self._forget(one)
-            self._enqueue(one)
+            return
+        self._forget(one)
+        self._enqueue(one)
 
     def _enqueue(self, one: _Caller) -> None:
         if len(self._queue) >= QUEUED:
@@ -262,18 +257,14 @@ class Door:
 
     def _turn_away(self, one: _Caller, reason: str, status: str, text: str) -> None:
         self._refused(reason)
-        self._answer(one, status, text)
+        self._answer(one, _answer(status, text))
 
-    def _answer(self, one: _Caller, status: str, text: str) -> None:
-        body = f"{text}\n".encode()
-        head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: {len(body)}\r\n"
-        with contextlib.suppress(OSError):  # what is left unread would cut off the answer
-            for _ in range(_DRAINED):
-                one.sock.recv(HEAD_NBYTES, socket.MSG_DONTWAIT)
+    def _answer(self, one: _Caller, data: bytes) -> None:
         with contextlib.suppress(OSError):
-            one.sock.send(
-                f"{head}Cache-Control: no-store\r\nConnection: close\r\n\r\n".encode() + body, socket.MSG_DONTWAIT
-            )
+            for _ in range(_DRAINED):  # what is left unread would cut off the answer
+                if len(one.sock.recv(HEAD_NBYTES, socket.MSG_DONTWAIT)) < HEAD_NBYTES:
+                    break
+            one.sock.send(data, socket.MSG_DONTWAIT)
         self._drop(one)
 
     def _forget(self, one: _Caller) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replicas.coordinator.crowd import LOOPBACK, Crowd, source_of
-from replicas.coordinator.door import Head, head_of
+from replicas.coordinator.door import authorization_of, head_of
 from replicas.coordinator.hosts import Hosts
 
 
@@ -76,7 +76,8 @@ def test_the_head_of_a_request(end: bytes) -> None:
     )
     head = head_of(data)
     assert head is not None
-    assert Head.of(head) == Head(b"GET / HTTP/1.1", b"Bearer s", ("x:1", "http://y"))
+    assert authorization_of(head) == b"Bearer s"
+    assert authorization_of(b"GET / HTTP/1.1" + end + b"Host: x") == b""
     assert head_of(head) is None
 
 
