@@ -10,7 +10,7 @@ SIDE_BY_SIDE := --numprocesses 3 --dist worksteal
 PYTEST = $(BIN)/python -m pytest -q
 UNIT_TESTS = $(PYTEST) --numprocesses 2 --dist worksteal tests/unit
 # The slice of the integration tests that `make test` runs: each process and each way of the bytes, and a kill of each.
-SLICE := channel channel_operations control_socket coordinator end_to_end hosts mapping operation_faults partial \
+SLICE := channel channel_operations control_socket coordinator end_to_end frames hosts mapping operation_faults partial \
 	sidecar sidecar_routes supervisor_kills supervisor_lifecycle supervisor_torchrun
 
 # With the peers' environment, which sees .venv too, the benchmarks have all that they compare with.
@@ -70,7 +70,7 @@ test: $(VENV)/.dev ## run the fast tests, a slice of the real processes, and a m
 
 test-all: $(VENV)/.dev ## run all tests: some 20 minutes
 	@$(UNIT_TESTS)
-	@$(PYTEST) $(SIDE_BY_SIDE) tests/integration tests/gpu
+	@FRAMES=1000 $(PYTEST) $(SIDE_BY_SIDE) --timeout 600 tests/integration tests/gpu
 	@$(PYTEST) tests/chaos
 
 # The lowest torch that pyproject.toml allows comes from PyPI with 4 GB of CUDA. Where those are too many, name a build for

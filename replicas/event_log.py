@@ -31,10 +31,9 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-import msgspec
-
 from replicas import private
 from replicas.core.tally import Tally
+from replicas.decoding import MALFORMED
 from replicas.events import Event, EventsLost, Record, decode, encode
 
 __all__ = ["MAX_NBYTES", "EventLog", "read"]
@@ -293,7 +292,7 @@ def _whole_lines(file: BinaryIO) -> bytes:
 def _decoded(line: bytes) -> Record | None:
     try:
         return decode(line)
-    except msgspec.DecodeError:
+    except MALFORMED:
         return None
 
 

@@ -32,6 +32,7 @@ from replicas.control.find import End, Place, lives
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
 from replicas.control.render_events import concerns, event_line
 from replicas.control.screen import Screen
+from replicas.decoding import MALFORMED
 from replicas.errors import Disconnected, UsageError
 from replicas.events import Record, RunEnded, RunStarted, decode, encode
 from replicas.foreign import ascii_controls, readable
@@ -262,7 +263,7 @@ def _coming(place: Place, after: int) -> Iterator[Record]:
 def _decoded(found: Iterator[bytes]) -> Iterator[Record]:
     for text in found:
         if text:
-            with contextlib.suppress(msgspec.DecodeError):  # of a newer release
+            with contextlib.suppress(*MALFORMED):  # of a newer release
                 yield decode(text)
 
 

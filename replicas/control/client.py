@@ -20,6 +20,7 @@ import msgspec
 
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Order
 from replicas.control.socket_path import reachable
+from replicas.decoding import MALFORMED
 from replicas.errors import Disconnected, ReplicasError, UsageError
 from replicas.local_sockets import listener_uids, peer_uid, whose
 from replicas.status import RunStatus
@@ -96,7 +97,7 @@ class Client:
             )
         try:
             return msgspec.json.decode(body, type=RunStatus)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise Disconnected(
                 f"{self.where} sent no status of a run: {error}", hint="is it of the same release?"
             ) from error
@@ -194,7 +195,7 @@ class Client:
     def _decoded(self, response: http.client.HTTPResponse, body: bytes, what: str) -> Answer:
         try:
             return msgspec.json.decode(body, type=Answer)
-        except msgspec.DecodeError as error:
+        except MALFORMED as error:
             raise Disconnected(
                 f"{self.where} answered {what} with {response.status} and nothing that can be understood",
                 hint="is it a replicas supervisor of the same release?",

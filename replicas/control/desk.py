@@ -32,6 +32,7 @@ from starlette.routing import Route
 from replicas import errors
 from replicas.control.access import Access
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem, carry_out
+from replicas.decoding import MALFORMED
 
 __all__ = ["BEAT_S", "BODY_NBYTES", "NO_STORE", "QUICK_S", "desk_routes", "json_bytes", "json_response", "refusal"]
 
@@ -72,7 +73,7 @@ def desk_routes(commands: Commands, access: Access, run: Callable[[], str]) -> l
                 return json_response(Answer(done=False, error=problem), 409)
             try:
                 order = msgspec.json.decode(await _body(request), type=kind)
-            except msgspec.DecodeError as error:
+            except MALFORMED as error:
                 return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {_fields(kind)}")
             except _BadBody as error:
                 return refusal(str(error), error.code)

@@ -15,6 +15,7 @@ from replicas.config import Config
 from replicas.config_file import load
 from replicas.control.client import Client
 from replicas.control.located import state_dir_of
+from replicas.decoding import MALFORMED
 from replicas.errors import Disconnected, UsageError
 from replicas.status import RunStatus
 from replicas.supervisor.processes import start_time
@@ -91,7 +92,7 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
         raise Disconnected(
             f'run "{state_dir.name}" is not running: {path} does not exist', hint="start it with: replicas run CONFIG"
         ) from error
-    except (OSError, msgspec.DecodeError) as error:
+    except (OSError, *MALFORMED) as error:
         raise Disconnected(f"{path} cannot be read: {error}", hint="give --endpoint HOST:PORT instead") from error
 
 

@@ -18,6 +18,7 @@ import msgspec
 
 from replicas import errors, private
 from replicas.core.effects import CommitDecision
+from replicas.decoding import MALFORMED
 
 __all__ = ["DecisionLog"]
 
@@ -193,7 +194,7 @@ def _is_at(fd: int, path: Path) -> bool:
 def _decoded(line: bytes, number: int, path: Path) -> CommitDecision:
     try:
         return msgspec.json.decode(line, type=CommitDecision)
-    except msgspec.DecodeError as exc:
+    except MALFORMED as exc:
         raise errors.WorldError(
             f"line {number} of the decision log {path} is damaged: {exc}",
             hint="restore the file, or move it away and publish with version= above every number that was used",

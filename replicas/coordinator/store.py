@@ -17,6 +17,7 @@ import tenacity
 
 from replicas import errors, own_code
 from replicas.coordinator.store_wire import Reply, Request
+from replicas.decoding import MALFORMED
 
 __all__ = ["StoreKeeper"]
 
@@ -247,7 +248,7 @@ def _reply(line: bytes) -> Reply | None:
     """What the store process said; None when it ended, also in the middle of a line."""
     try:
         return msgspec.json.decode(line, type=Reply)
-    except msgspec.DecodeError:
+    except MALFORMED:
         return None
 
 

@@ -37,6 +37,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from replicas.coordinator.store_wire import Reply, Request
+from replicas.decoding import MALFORMED
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -125,7 +126,11 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
     decoder = msgspec.json.Decoder(Request)
     with control.makefile("rb") as lines:
         for line in lines:
-            request = decoder.decode(line)
+            try:
+                request = decoder.decode(line)
+            except MALFORMED as error:
+                control.sendall(encode(Reply(0, error=f"malformed request: {error}")) + b"\n")
+                continue
             if request.op == "sweep":
                 sweep(store, request.prefixes)
             reply = Reply(request.id, keys=store.num_keys(), port=port, error=full(empty_nbytes))

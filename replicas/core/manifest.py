@@ -40,6 +40,7 @@ from replicas.core.tensor_specs import (
     piece_end,
     segment_layout,
 )
+from replicas.decoding import MALFORMED
 from replicas.errors import ManifestMismatch
 from replicas.messages.bounds import MANIFEST_NBYTES, MANIFEST_TENSORS
 
@@ -95,7 +96,7 @@ class _Entry(msgspec.Struct):
 def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_T]) -> _T:
     try:
         return decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ManifestMismatch(f"malformed manifest: {error}", hint="") from error
 
 

@@ -98,9 +98,9 @@ class ForkServer:
             request = wire.decode_forkserver_request(data) if data else None
             match request, fds:
                 case wire.Attach(secret=secret), [pidfd] if client.pidfd < 0 and self._is_ours(secret):
-                    client.pidfd = pidfd
-                    fds = []
                     self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._drop(client))
+                    client.pidfd = pidfd  # from here on ours: what cannot be waited for has ended this above
+                    fds = []
                     self._welcome(client)
                 case wire.Fork(id=number), [channel] if client.pidfd >= 0:
                     self._fork(client, number, channel)

@@ -140,7 +140,9 @@ class Mailbox:
         if frames is None:
             os._exit(0)
         for body, fds in frames:
-            match wire.decode_request(body):
+            decoded = wire.decode_request(body)
+            wire.check_descriptors(decoded, len(fds))
+            match decoded:
                 case wire.Ping(id=number):
                     self.reply(wire.Pong(number, self.traffic.look()))
                 case wire.TransferProgress(transfer=transfer, nbytes=nbytes):

@@ -33,6 +33,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
+from replicas.decoding import MALFORMED
 from replicas.errors import Preflight
 from replicas.messages import Backend
 from replicas.sidecar.signed_store import SignedStore
@@ -156,7 +157,7 @@ def _collect(
 def _decoded(value: bytes, kind: type[_T], what: str) -> _T:
     try:
         return msgspec.msgpack.decode(value, type=kind)
-    except msgspec.DecodeError as error:  # a member has written it
+    except MALFORMED as error:  # a member has written it
         raise RuntimeError(f"the {what} in the store is malformed: {error}") from error
 
 

@@ -29,6 +29,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from replicas.decoding import MALFORMED
 from replicas.messages import Backend, OperationKind, ReduceOp, Segment
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
     "TransferResult",
     "TransferSpec",
     "Transferred",
+    "check_descriptors",
     "close_all",
     "decode_forkserver_reply",
     "decode_forkserver_request",
@@ -345,7 +347,7 @@ _reply = msgspec.msgpack.Decoder(Reply)
 def _decode(data: bytes, decoder: Any) -> Any:
     try:
         return decoder.decode(data)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ConnectionError(f"malformed message: {error}") from error
 
 
@@ -364,6 +366,12 @@ def decode_request(data: bytes) -> Request:
     """What a rank sent to a sidecar."""
     request: Request = _decode(data, _request)
     return request
+
+
+def check_descriptors(request: Request, count: int) -> None:
+    """:class:`ConnectionError` when the request does not come with so many: one with a buffer, none with all others."""
+    if count != isinstance(request, MapBuffer):
+        raise ConnectionError(f"a {type(request).__name__} came with {count} descriptors")
 
 
 def decode_reply(data: bytes) -> Reply:

@@ -30,6 +30,7 @@ from pathlib import Path
 
 from replicas.control.socket_path import is_own, listens
 from replicas.supervisor import orders
+from replicas.supervisor.notes import note
 from replicas.supervisor.processes import send_signal, start_time
 from replicas.supervisor.sweeping import Sweep
 
@@ -76,22 +77,26 @@ def _listen(control: socket.socket, parent: int) -> tuple[dict[str, Watched], Pa
         ready = {fd for fd, _ in poll.poll()}
         if control.fileno() not in ready:
             return watched, run, True  # all that it said has been read
-        message = orders.receive(control)
-        if message is None:
-            return watched, run, True
-        kind = message["type"]
-        if kind == "watch":
-            watched[message["nonce"]] = Watched(message)
-        elif kind == "forget":
-            gone = watched.pop(message["nonce"], None)
-            if gone is not None:
-                gone.forget()
-        elif kind == "run":
-            run = Path(message["cgroup"])
-        elif kind == "done":
-            return watched, run, False
-        else:
-            raise ValueError(f"unknown order {kind!r}")
+        try:
+            message = orders.receive(control)
+            if message is None:
+                return watched, run, True
+            kind = message["type"]
+            with orders.reading(kind):
+                if kind == "watch":
+                    watched[message["nonce"]] = Watched(message)
+                elif kind == "forget":
+                    gone = watched.pop(message["nonce"], None)
+                    if gone is not None:
+                        gone.forget()
+                elif kind == "run":
+                    run = Path(message["cgroup"])
+                elif kind == "done":
+                    return watched, run, False
+                else:
+                    raise orders.Malformed(f"unknown order {kind!r}")
+        except orders.Malformed as error:
+            note(f"what the supervisor said is no message: {error}")
 
 
 def clean_up(watched: Sequence[Watched], run: Path | None, shims_s: float = SHIMS_S) -> bool:

@@ -240,15 +240,18 @@ class LogKeeper:
 
     def _on_message(self) -> None:
         assert self._control is not None
-        message = orders.receive(self._control)
-        if message is None:
-            self._selector.unregister(self._control)
-            self._control.close()
-            self._control = None
-        elif message["type"] == "dropped":
-            self._tell_dropped(LogLoss.of(message))
-        elif message["type"] == "drained" and message["number"] == self._drains:
-            self._drained()
+        try:
+            message = orders.receive(self._control)
+            if message is None:
+                self._selector.unregister(self._control)
+                self._control.close()
+                self._control = None
+            elif message["type"] == "dropped":
+                self._tell_dropped(LogLoss.of(message))
+            elif message["type"] == "drained" and message.get("number") == self._drains:
+                self._drained()
+        except orders.Malformed as error:
+            note(f"what the log pump said is no message: {error}")
 
     def look(self, now: float) -> None:
         """Is it working? Called about every second."""

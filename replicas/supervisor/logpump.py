@@ -48,6 +48,7 @@ from replicas.supervisor.folding import Folder
 from replicas.supervisor.guard import RANK_MARK
 from replicas.supervisor.logfile import RotatedFile
 from replicas.supervisor.logmemory import LogMemory
+from replicas.supervisor.notes import note
 from replicas.supervisor.tee import Tee
 
 __all__ = ["ALONE_S", "COMM", "Log", "LogSource", "Pump", "is_pump", "waiting_nbytes"]
@@ -357,13 +358,17 @@ class Pump:
             self._show(log, lines)
 
     def _on_order(self) -> None:
-        message = orders.receive(self._control)
+        try:
+            message = orders.receive(self._control)
+        except orders.Malformed as error:
+            note(f"what the shim said is no order: {error}")
+            return
         if message is None:  # the shim is dead; what it started follows
             self._selector.unregister(self._control)
             self._leave_at = time.monotonic() + ALONE_S
         elif message["type"] == "drain":
             self._drain()
-            orders.send(self._control, {"type": "drained", "number": message["number"]})
+            orders.send(self._control, {"type": "drained", "number": message.get("number")})
 
     def _drain(self) -> None:
         """Log all that was written up to now, also lines without an end."""

@@ -253,12 +253,14 @@ class Node:
         assert self._control is not None
         try:
             message = orders.receive(self._control)
+            if message is None:
+                self._close_control()
+                return False
+            self._take(message)
         except BlockingIOError:
             return False
-        if message is None:
-            self._close_control()
-            return False
-        self._take(message)
+        except orders.Malformed as error:
+            log.error("what the shim of %s/%s said is no message: %s", self.spec.group, self.spec.replica, error)
         return True
 
     def _take(self, message: orders.Message) -> None:
@@ -267,22 +269,29 @@ class Node:
         if kind == "pong":
             return
         if kind == "started":
-            self.main_pid = int(message["pid"])
+            with orders.reading(kind):
+                self.main_pid = int(message["pid"])
             self._compare(str(message.get("release", "unknown")))
         elif kind == "rendezvous":
-            self.rendezvous = (str(message["host"]), int(message["port"]))
+            with orders.reading(kind):
+                self.rendezvous = (str(message["host"]), int(message["port"]))
         elif kind == "ended":
-            self.report = ExitReport.of(message["report"])
+            with orders.reading(kind):
+                report = message["report"]
+            self.report = ExitReport.of(report)
         elif kind == "dropped":
             self.losses.append(LogLoss.of(message))
         elif kind == "remains":
             self._remains = Remains.of(message)
         elif kind == "belongings":
-            self.belongings = Belongings.of(message)
+            with orders.reading(kind):
+                self.belongings = Belongings.of(message)
             return
         elif kind == "stacks":
             name = f"{self.spec.group}/{self.spec.replica}"
-            self._on_stacks({f"{name}/{rank}": f"process {pid}\n{text}" for rank, pid, text in message["stacks"]})
+            with orders.reading(kind):
+                found = {f"{name}/{rank}": f"process {pid}\n{text}" for rank, pid, text in message["stacks"]}
+            self._on_stacks(found)
             return
         self._changed()
 

@@ -13,11 +13,12 @@ Standard library only, and no dataclasses: they would take a fifth of the time i
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from replicas import __version__
@@ -26,6 +27,7 @@ __all__ = [
     "REMAINS_INTERVAL_S",
     "ExitReport",
     "LogLoss",
+    "Malformed",
     "NodeSpec",
     "OtherRelease",
     "RankExit",
@@ -33,6 +35,7 @@ __all__ = [
     "decode",
     "encode",
     "pair",
+    "reading",
     "receive",
     "send",
 ]
@@ -52,6 +55,19 @@ class OtherRelease(Exception):
             f"the code of replicas was replaced under the running supervisor, which is of release {release}, by code of "
             f"release {__version__}: restart the supervisor ({type(error).__name__}: {error})"
         )
+
+
+class Malformed(ValueError):
+    """What came is no message of ours: it is told, and changes nothing."""
+
+
+@contextlib.contextmanager
+def reading(kind: str) -> Iterator[None]:
+    """:raises Malformed: in the block a field of the message is not there, or of another type."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Malformed(f"a {kind} with wrong fields: {error!r}"[:200]) from error
 
 
 class NodeSpec(NamedTuple):
@@ -100,11 +116,13 @@ class NodeSpec(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> NodeSpec:
-        """:raises OtherRelease: it is not what this release means by a spec."""
+        """:raises OtherRelease: it is not what this release means by a spec. :raises Malformed: it is none at all."""
+        if not isinstance(data, dict):
+            raise Malformed(f"a start with wrong fields: {data!r}"[:200])
         try:
             pipes = tuple((int(out), int(err)) for out, err in data["pipes"])
             return cls(**{**data, "command": tuple(data["command"]), "pipes": pipes})
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError, OverflowError) as error:
             raise OtherRelease(str(data.get("release", "unknown")), error) from error
 
     def message(self) -> Message:
@@ -120,7 +138,8 @@ class LogLoss(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> LogLoss:
-        return cls(int(data["count"]), where=str(data["where"]), reason=str(data["reason"]))
+        with reading("dropped"):
+            return cls(int(data["count"]), where=str(data["where"]), reason=str(data["reason"]))
 
     def message(self) -> Message:
         return {"type": "dropped", "count": self.lines, "where": self.where, "reason": self.reason}
@@ -138,7 +157,8 @@ class Remains(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Remains:
-        return cls(float(data["since"]), tuple((int(pid), str(command)) for pid, command in data["processes"]))
+        with reading("remains"):
+            return cls(float(data["since"]), tuple((int(pid), str(command)) for pid, command in data["processes"]))
 
     def message(self) -> Message:
         return {"type": "remains", "since": self.since, "processes": self.processes[:_MAX_REMAINS]}
@@ -165,7 +185,8 @@ class RankExit(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> RankExit:
-        return cls(**{**data, "lines": tuple(data["lines"])})
+        with reading("rank"):
+            return cls(**{**data, "lines": tuple(data["lines"])})
 
 
 class ExitReport(NamedTuple):
@@ -181,8 +202,9 @@ class ExitReport(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> ExitReport:
-        ranks = tuple(RankExit.of(rank) for rank in data["ranks"])
-        return cls(outcome=data["outcome"], text=data["text"], ranks=ranks)
+        with reading("report"):
+            ranks = tuple(RankExit.of(rank) for rank in data["ranks"])
+            return cls(outcome=str(data["outcome"]), text=str(data["text"]), ranks=ranks)
 
     def message(self, kind: str = "ended") -> Message:
         return {"type": kind, "report": self._asdict() | {"ranks": [rank._asdict() for rank in self.ranks]}}
@@ -193,9 +215,13 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    message = json.loads(data)
+    """:raises Malformed: it is none."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"not a message: {data[:80]!r}") from error
     if not isinstance(message, dict) or not isinstance(message.get("type"), str):
-        raise ValueError(f"not a message: {data[:80]!r}")
+        raise Malformed(f"not a message: {data[:80]!r}")
     return message
 
 
@@ -225,7 +251,7 @@ def send(connection: socket.socket, message: Message) -> bool:
 def receive(connection: socket.socket) -> Message | None:
     """The next message; None at the end of the stream.
 
-    :raises BlockingIOError: on a non-blocking socket with nothing to read.
+    :raises BlockingIOError: on a non-blocking socket with nothing to read. :raises Malformed: it is no message.
     """
     try:
         data = connection.recv(MAX_NBYTES)

@@ -27,6 +27,7 @@ import msgspec
 
 from replicas import private
 from replicas.core.tally import Tally
+from replicas.decoding import MALFORMED
 from replicas.supervisor.processes import start_time
 
 __all__ = [
@@ -214,13 +215,13 @@ def decode(data: bytes) -> Saved:
     """:raises ValueError: it is not a state of this version; the text says why."""
     try:
         schema = msgspec.json.decode(data, type=_Head).schema
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ValueError(f"it is torn or not a state: {error}") from None
     if schema != SCHEMA:
         raise ValueError(f"its schema is {schema}, this version knows {SCHEMA}")
     try:
         return msgspec.json.decode(data, type=Saved)
-    except msgspec.DecodeError as error:
+    except MALFORMED as error:
         raise ValueError(f"it is damaged: {error}") from None
 
 

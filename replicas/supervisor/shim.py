@@ -144,17 +144,28 @@ class Shim:
 
     def _on_control(self) -> None:
         assert self.control is not None
-        message = orders.receive(self.control)
-        if message is None:
-            self._supervisor_gone()
-        elif message["type"] == "start":
+        try:
+            message = orders.receive(self.control)
+            if message is None:
+                self._supervisor_gone()
+            else:
+                self._obey(message)
+        except orders.Malformed as error:
+            note(f"what the supervisor said is no order: {error}")
+
+    def _obey(self, message: orders.Message) -> None:
+        if message["type"] == "start":
+            with orders.reading("start"):
+                spec = message["spec"]
             try:
-                self._start(NodeSpec.of(message["spec"]))
+                self._start(NodeSpec.of(spec))
             except orders.OtherRelease as error:
                 self._tell(ExitReport("failed", text=f"cannot be started: {error}").message())
                 self._begin_sweep()
         elif message["type"] == "stop":
-            self._stop(float(message["timeout_s"]), stacks=bool(message.get("stacks")))
+            with orders.reading("stop"):
+                timeout_s = float(message["timeout_s"])
+            self._stop(timeout_s, stacks=bool(message.get("stacks")))
         elif message["type"] == "stacks":
             self._show_stacks()
         elif message["type"] == "rendezvous":
@@ -167,17 +178,22 @@ class Shim:
             if self._logs is not None:
                 self._logs.look(time.monotonic())
         else:
-            raise ValueError(f"unknown order {message['type']!r}")
+            raise orders.Malformed(f"unknown order {message['type'][:80]!r}")
 
     def _on_launcher(self) -> None:
         assert self._launcher is not None
-        message = orders.receive(self._launcher)
-        if message is None:
-            self._forget_launcher()
-        elif message["type"] == "report":
-            self._report = ExitReport.of(message["report"])
-        else:
-            self._tell(message)
+        try:
+            message = orders.receive(self._launcher)
+            if message is None:
+                self._forget_launcher()
+            elif message["type"] == "report":
+                with orders.reading("report"):
+                    report = message["report"]
+                self._report = ExitReport.of(report)
+            else:
+                self._tell(message)
+        except orders.Malformed as error:
+            note(f"what the launcher said is no message: {error}")
 
     def _hear_launcher_out(self) -> None:
         """It is dead: read what it said. The stream need not end: whatever it forked may have its end of it."""

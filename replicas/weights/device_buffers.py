@@ -40,6 +40,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from replicas.decoding import MALFORMED
 from replicas.errors import NoCapacity, UsageError, WorldError
 from replicas.memory import locks
 from replicas.weights.accelerator import DeviceMemory, Event, device_of
@@ -286,7 +287,7 @@ def _read_page(fd: int, device: str) -> _Page:
     try:
         (length,) = _LENGTH.unpack_from(raw)
         page = _decode(raw[_LENGTH.size : _LENGTH.size + length])
-    except (struct.error, msgspec.DecodeError) as error:
+    except (struct.error, *MALFORMED) as error:
         raise WorldError(f"the memory does not lead to GPU {device}: {error}") from error
     if page.magic != _MAGIC or page.nbytes < 0:
         raise WorldError(

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from torch._C._distributed_c10d import TCPStore
 
 from replicas.coordinator.store import StoreKeeper
 from replicas.coordinator.store_process import MEMORY_MAX_NBYTES, MEMORY_NBYTES
@@ -93,15 +94,18 @@ def test_the_kernel_bounds_what_a_store_may_take() -> None:
                 process.kill()
 
 
+def set_many(client: TCPStore) -> None:
+    for number in range(5000):
+        client.set(f"lane/{number}", "x" * 4096)
+
+
 async def test_a_store_that_is_used_is_left_alone() -> None:
     """As by many more members than a run can have."""
-    from torch._C._distributed_c10d import TCPStore
-
     keeper = StoreKeeper("127.0.0.1", 0, lambda _: None)
     await keeper.start()
     try:
         client = TCPStore("127.0.0.1", keeper.address[1], is_master=False, timeout=timedelta(seconds=30))
-        await asyncio.to_thread(lambda: [client.set(f"lane/{number}", "x" * 4096) for number in range(5000)])
+        await asyncio.to_thread(set_many, client)
         await asyncio.to_thread(client.get, "lane/4999")
         reply = await keeper.ask("stat")
         assert reply.keys >= 5000
