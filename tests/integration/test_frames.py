@@ -282,7 +282,7 @@ def attached(name: str) -> Iterator[socket.socket]:
             try:
                 client.connect("\0" + name)
                 break
-            except ConnectionRefusedError:  # it is just being started
+            except (ConnectionRefusedError, BlockingIOError):  # it is just being started
                 threading.Event().wait(0.05)
         yield client
 
