@@ -15,7 +15,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from msgspec import UNSET, Meta
 
-from replicas import config_text
+from replicas import config_places, config_text
 from replicas.config import (
     ChannelConfig,
     Config,
@@ -76,7 +76,9 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
 
 
 def load(path: Path | str) -> Config:
-    """Read a config file. Relative folders in it are relative to its own folder.
+    """Read a config file. Relative folders in it are relative to its own folder, symbolic links on the way there resolved.
+
+    The path itself is kept with its links: read again it is what they lead to then.
 
     :raises BadConfig: with every problem found, also when the file cannot be read or is no TOML.
     """
@@ -89,9 +91,9 @@ def load(path: Path | str) -> Config:
         raise BadConfig([f"cannot be read: {error.strerror}"], source=source) from error
     except ValueError as error:
         raise BadConfig([visible(str(error))], source=source) from error
-    absolute = path.resolve()
-    lines = config_text.Lines(text, mapping)
-    return _parse(mapping, base=absolute.parent, source=source, path=absolute, lines=lines)
+    path = config_places.absolute(path)
+    home, lines = config_places.state_home(path.parent), config_text.Lines(text, mapping)
+    return _parse(mapping, base=path.parent.resolve(), home=home, source=source, path=path, lines=lines)
 
 
 def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str = "config") -> Config:
@@ -101,7 +103,8 @@ def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str =
     :param source: what to call it in errors.
     :raises BadConfig: with every problem found.
     """
-    return _parse(mapping, base=Path.cwd() if base is None else base.resolve(), source=source, path=None)
+    folder = Path.cwd() if base is None else base.resolve()
+    return _parse(mapping, base=folder, home=folder, source=source, path=None)
 
 
 def channels_from(
@@ -133,9 +136,15 @@ def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
 
 
 def _parse(
-    mapping: Mapping[str, Any], *, base: Path, source: str, path: Path | None, lines: config_text.Lines | None = None
+    mapping: Mapping[str, Any],
+    *,
+    base: Path,
+    home: Path,
+    source: str,
+    path: Path | None,
+    lines: config_text.Lines | None = None,
 ) -> Config:
-    place = Place(base)
+    place = Place(base, home=home)
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
     if "schema_version" not in mapping:
@@ -180,7 +189,7 @@ def _schema_version(place: Place, value: object) -> Any:
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
-    fields.setdefault("state_dir", place.base / ".replicas" / fields["name"])
+    fields.setdefault("state_dir", place.home / ".replicas" / fields["name"])
     return RunConfig(**fields)
 
 

@@ -77,17 +77,23 @@ class Place:
     """Where in the config a value stands, and where its problems are noted.
 
     :param base: folder that relative folders are relative to.
+    :param home: folder that has the state of runs by default (default: the same).
     """
 
     def __init__(
-        self, base: Path, path: tuple[str, ...] = (), problems: list[tuple[tuple[str, ...], str]] | None = None
+        self,
+        base: Path,
+        path: tuple[str, ...] = (),
+        problems: list[tuple[tuple[str, ...], str]] | None = None,
+        home: Path | None = None,
     ):
         self.base = base
+        self.home = base if home is None else home
         self.path = path
         self.problems = [] if problems is None else problems
 
     def at(self, *keys: str) -> Place:
-        return Place(self.base, (*self.path, *keys), self.problems)
+        return Place(self.base, (*self.path, *keys), self.problems, self.home)
 
     def has_problems(self) -> bool:
         """Whether one was noted here or below."""

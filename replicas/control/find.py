@@ -13,6 +13,7 @@ import msgspec
 from replicas import environ, private
 from replicas.config import Config
 from replicas.config_file import load
+from replicas.config_places import absolute, state_home
 from replicas.control.client import Client
 from replicas.control.located import state_dir_of
 from replicas.decoding import MALFORMED
@@ -186,7 +187,7 @@ class End:
 
 def _here() -> Path:
     try:
-        return Path.cwd()
+        return state_home(absolute(Path()))
     except FileNotFoundError as error:
         raise UsageError("the current folder has been removed", hint="change into another one") from error
 

@@ -178,3 +178,28 @@ def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path) -> None:
             assert run.wait() == 78
             assert any(wanted in line for line in run.lines), run.lines
             run.assert_nothing_left()
+
+
+def test_a_config_behind_links_is_read_again_where_they_lead_now(tmp_path: Path) -> None:
+    """As a Kubernetes ConfigMap is: ``run.toml -> ..data/run.toml``, ``..data -> ..v1``, and ``..v1`` goes."""
+    run = Run(tmp_path, group("a", SLEEPS))
+    (tmp_path / "..v1").mkdir()
+    run.config.rename(tmp_path / "..v1/run.toml")
+    (tmp_path / "..data").symlink_to("..v1")
+    run.config.symlink_to("..data/run.toml")
+    try:
+        run.start()
+        eventually(lambda: is_up(run, "a/0"), "a/0")
+        before = run.config.read_text()
+        (tmp_path / "..v1").rename(tmp_path / "..v2")
+        (tmp_path / "..v2/run.toml").write_text(before.replace("[groups.a]", "[groups.a]\nreplicas = 2"))
+        (tmp_path / "new").symlink_to("..v2")
+        (tmp_path / "new").rename(tmp_path / "..data")
+        run.signal(signal.SIGHUP)
+        run.wait_line("SIGHUP: in use; changed: a")
+        eventually(lambda: len(pids(run)) == 2, "a second replica")
+        run.signal(signal.SIGTERM)
+        assert run.wait() == 0
+        run.assert_nothing_left()
+    finally:
+        run.clean_up()
