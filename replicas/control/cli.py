@@ -19,6 +19,7 @@ import typer
 from rich.console import Console
 
 import replicas
+from replicas import inherited
 from replicas.config_file import load
 from replicas.control import render
 from replicas.control.cli_base import (
@@ -117,6 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     :param arguments: without the program's name (default: those of this process).
     """
+    inherited.open_streams()
     if isinstance(sys.stdout, io.TextIOWrapper):  # else one character that it cannot say would end a command
         sys.stdout.reconfigure(errors="backslashreplace")
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import anyio
 from starlette.routing import BaseRoute
 
 from replicas import arguments, own_loop
@@ -125,7 +126,8 @@ class Coordinator:
         except BaseException:
             listener.close()
             self._decisions.close()
-            await self._store.aclose()
+            with anyio.CancelScope(shield=True):
+                await self._store.aclose()
             raise
         host, port = listener.getsockname()[:2]
         self.endpoint = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -12,6 +12,7 @@ import socket
 import sys
 from collections.abc import Callable, Coroutine
 
+import anyio
 import msgspec
 import tenacity
 
@@ -29,6 +30,8 @@ KILL_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 2.0
 PAUSE_S = 1.0
 """A reply's deadline that is noticed this much late: this process was paused."""
+_SLOW = "it loads torch: see whether that hangs (python -c 'import torch'), or the machine is overloaded"
+_ENDED = "what it wrote to standard error says why"
 STRAGGLER_S = 30.0
 """Keys are swept once more after this time: a sidecar that was being killed may have written after the first sweep."""
 
@@ -99,23 +102,35 @@ class StoreKeeper:
         finally:
             theirs.close()
         ours.setblocking(False)
-        reader, self._writer = await asyncio.open_connection(sock=ours)
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                line = await reader.readline()
-        except TimeoutError:
-            line = b""
-        hello = _reply(line) or Reply(0, error="the store process did not start")
+            reader, self._writer = await asyncio.open_connection(sock=ours)
+            hello = await self._greeted(reader)
+        except BaseException:  # the start is given up
+            with anyio.CancelScope(shield=True):
+                await self._kill()
+            raise
         if hello.error:
             await self._kill()
-            raise errors.WorldError(
-                f"store: {hello.error}",
-                hint="choose another [store] port, or 0 to let the kernel choose",
-            )
+            raise errors.WorldError(f"store: {hello.error}", hint=hello.hint or None)
         self.address = (self._bind, hello.port)
         self.up = True
         self._spawn_task(self._read(reader))
         self._on_change(True)
+
+    async def _greeted(self, reader: asyncio.StreamReader) -> Reply:
+        """The first thing that it says; an error in its place if it ends, or says nothing in time."""
+        try:
+            async with asyncio.timeout(START_TIMEOUT_S):
+                line = await _line(reader)
+        except TimeoutError:
+            return Reply(0, error=f"the store process did not start within {START_TIMEOUT_S:g} s", hint=_SLOW)
+        found = _reply(line)
+        if found is not None:
+            return found
+        assert self._process is not None
+        async with asyncio.timeout(KILL_TIMEOUT_S):
+            code = await self._process.wait()
+        return Reply(0, error=f"the store process ended with code {code} before it listened", hint=_ENDED)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while reply := _reply(await _line(reader)):

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import ctypes
+import errno
 import gc
 import os
 import resource
@@ -36,6 +37,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from replicas import inherited
 from replicas.coordinator.store_wire import Reply, Request
 from replicas.decoding import MALFORMED
 
@@ -50,6 +52,14 @@ MEMORY_NBYTES = 128 * 2**20
 """What a store may hold: cards and addresses of members, a few KB each."""
 MEMORY_MAX_NBYTES = 512 * 2**20
 """Beyond that the kernel gives it none."""
+_REACH_S = 5.0
+_OTHER_PORT = "choose another [store] port, or 0 to let the kernel choose"
+_HINTS = {
+    errno.EADDRINUSE: _OTHER_PORT,
+    errno.EACCES: _OTHER_PORT,
+    errno.EADDRNOTAVAIL: "set [store] bind to an address of this machine",
+}
+_UNREACHED = "bring its network device up (for 127.0.0.1: ip link set lo up), or set [store] bind to another address"
 STRAY_KEYS = ("exception_dump",)
 """ProcessGroupNCCL writes this one without any prefix, and every later group of the store would abort on it."""
 
@@ -62,6 +72,16 @@ def listen(bind: str, port: int) -> socket.socket:
     listener.bind((bind, port))
     listener.listen(4096)
     return listener
+
+
+def check_reach(bind: str) -> None:
+    """Connect to a port of this address. A network namespace has an address before its device is up.
+
+    :raises OSError: it does not work.
+    """
+    with listen(bind, 0) as there, socket.socket(there.family, socket.SOCK_STREAM) as here:
+        here.settimeout(_REACH_S)
+        here.connect(there.getsockname())
 
 
 def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
@@ -106,7 +126,14 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
     try:
         listener = listen(bind, port)
     except OSError as exc:
-        control.sendall(encode(Reply(0, error=f"cannot listen on {bind}:{port}: {exc.strerror}")) + b"\n")
+        reply = Reply(0, error=f"cannot listen on {bind}:{port}: {exc.strerror}", hint=_HINTS.get(exc.errno or 0, ""))
+        control.sendall(encode(reply) + b"\n")
+        return 2
+    try:
+        check_reach(bind)
+    except OSError as exc:
+        reason = f"{bind} cannot be reached from this machine itself: {exc.strerror or exc}"
+        control.sendall(encode(Reply(0, error=reason, hint=_UNREACHED)) + b"\n")
         return 2
     port = listener.getsockname()[1]
     gc.disable()  # a tenth of the time that torch takes to load
@@ -145,6 +172,7 @@ def main() -> int:
     parser.add_argument("--control", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args()
+    inherited.put_in_order()
     pr_set_pdeathsig = 1
     ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != args.parent:

@@ -18,3 +18,4 @@ class Reply(msgspec.Struct, frozen=True):
     keys: int = 0
     port: int = 0
     error: str = ""
+    hint: str = ""

@@ -29,7 +29,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from replicas import environ
+from replicas import environ, inherited
 from replicas.local_sockets import Door, peer_uid
 from replicas.sidecar import lifeline, wire
 
@@ -193,6 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--parent", type=int, default=os.getppid(), help="pid whose death ends this process")
     parser.add_argument("--ready", type=int, help="inherited pipe that gets a byte as soon as torch is loaded")
     options = parser.parse_args(argv)
+    inherited.put_in_order()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends us in its own order
     lifeline.name_process("replica-forksrv")
     if options.listener is not None:

@@ -1,7 +1,8 @@
 """``python -m replicas.supervisor CONFIG``: supervise one run until it is over.
 
 Signals: TERM and INT drain, a second one of them kills what is left at once; USR1 is the notice of a preemption: drain, and
-exit with 75; HUP reads the config file again. A terminal that goes away sends HUP too: without it, it drains.
+exit with 75; HUP reads the config file again. A start is given up at the first of these. A terminal that goes away sends HUP
+too: then, too, it drains, unless it was started by nohup.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Coroutine, Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack, contextmanager
 
 import anyio
 
-from replicas import errors
+from replicas import errors, inherited
 from replicas.config import Config
 from replicas.events import Reloaded
 from replicas.supervisor.console import Console
@@ -41,6 +42,7 @@ def supervise(config: Config) -> int:
         is in use), 3 this run is already supervised, 75 drained on preemption.
     :raises replicas.errors.UsageError: it cannot be started so; a BadConfig if its plan does not fit the machine.
     """
+    inherited.put_in_order()
     _allow_files()
     faulthandler.enable()  # systemd's watchdog ends a hung supervisor with SIGABRT: the journal then has its stacks
     console = Console()
@@ -71,7 +73,10 @@ async def _supervise(config: Config, console: Console) -> int:
     operator = _Operator(supervisor, notifier, watcher, console)
     try:
         with operator.listening():
-            async with supervisor:
+            async with AsyncExitStack() as stack:
+                if not await operator.entered(stack):
+                    say(f"run {config.run.name}: not started")
+                    return operator.code_of_no_start
                 say(f"run {config.run.name}: control at http://{supervisor.endpoint}, state in {config.run.state_dir}")
                 operator.started.set()
                 telling = operator.spawn(watcher.run())
@@ -85,6 +90,28 @@ async def _supervise(config: Config, console: Console) -> int:
     return code
 
 
+class _Terminal:
+    """The terminal that this process was started on, if it was, and is to end with it."""
+
+    def __init__(self) -> None:
+        stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
+        self._controls = not stays and _has_controlling_terminal()
+        self._shown = not stays and os.isatty(2)
+
+    @property
+    def gone(self) -> bool:
+        """Whether there was one, and it is no more. Standard error says little: it may be a pipe, as into ``tee``."""
+        return (self._controls and not _has_controlling_terminal()) or (self._shown and not os.isatty(2))
+
+
+def _has_controlling_terminal() -> bool:
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    return True
+
+
 class _Operator:
     """What the signals of an operator do."""
 
@@ -95,8 +122,10 @@ class _Operator:
         self._watcher = watcher
         self._console = console
         self._say = console.say
-        self._had_terminal = os.isatty(2)
+        self._terminal = _Terminal()
         self._ending = False
+        self._starting: asyncio.Task[object] | None = None
+        self._preempted = False
         self._reload_again = False
         self._reloading: asyncio.Task[None] | None = None
         self._changing: set[asyncio.Task[None]] = set()
@@ -134,8 +163,44 @@ class _Operator:
                 task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)  # each has told of its own error
 
+    async def entered(self, stack: AsyncExitStack) -> bool:
+        """Start; False: that was given up, and nothing of it is left."""
+        task = self._starting = asyncio.current_task()
+        assert task is not None
+        entered = False
+        try:
+            await stack.enter_async_context(self._supervisor)
+            entered = True
+            await asyncio.sleep(0)  # a cancellation that came a moment too late is taken here, and not by what follows
+        except asyncio.CancelledError:
+            if not self._ending:
+                raise
+            task.uncancel()
+            if not entered:
+                for waiting in self._tasks:
+                    waiting.cancel()
+                await self.finish()
+        finally:
+            self._starting = None
+        return entered
+
+    @property
+    def code_of_no_start(self) -> int:
+        return PREEMPTED if self._preempted else 0
+
+    def _give_up(self, name: str) -> bool:
+        """Whether there was a start to give up: nothing runs before its end."""
+        if self._starting is None:
+            return False
+        self._say(f"{name}: giving up the start")
+        self._starting.cancel()
+        return True
+
     def _drain(self, name: str) -> None:
-        self._say(f"{name}: {'killing what is left' if self._ending else 'draining; once more to kill at once'}")
+        if self._ending:
+            self._say(f"{name}: killing what is left")
+        elif not self._give_up(name):
+            self._say(f"{name}: draining; once more to kill at once")
         self.spawn(self._end(hurry=self._ending))
         self._ending = True
         self._watcher.stopping()
@@ -144,17 +209,18 @@ class _Operator:
         if self._ending:
             self._say(f"{name}: draining already")
             return
-        self._ending = True
-        self._say(f"{name}: this machine is about to be taken away; draining")
+        self._ending = self._preempted = True
+        if not self._give_up(name):
+            self._say(f"{name}: this machine is about to be taken away; draining")
         self.spawn(self._end(preempted=True))
         self._watcher.stopping()
 
     async def _end(self, *, hurry: bool = False, preempted: bool = False) -> None:
-        await self.started.wait()  # a start has its own deadlines
+        await self.started.wait()
         await (self._supervisor.preempt() if preempted else self._supervisor.drain(hurry=hurry))
 
     def _hang_up(self, name: str) -> None:
-        if self._had_terminal and not os.isatty(2):
+        if self._terminal.gone:
             if not self._ending:
                 self._drain(f"{name} of a terminal that is gone")
         elif self._ending:

@@ -18,6 +18,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Self
 
+import anyio
+
 from replicas import errors, own_code
 from replicas.config import ResourcesConfig
 from replicas.supervisor import orders
@@ -295,7 +297,8 @@ class Containment:
     async def __aexit__(self, *_: object) -> None:
         """End the janitor and remove the run's control group. What still runs is left to the janitor."""
         if self._janitor is not None:
-            await self._janitor.aclose()
+            with anyio.CancelScope(shield=True):
+                await self._janitor.aclose()
             self._janitor = None
         self._remove_cgroups()
 

@@ -28,6 +28,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from replicas import inherited
 from replicas.control.socket_path import is_own, listens
 from replicas.supervisor import orders
 from replicas.supervisor.notes import note
@@ -144,6 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--lock", type=int, help="descriptor of the run's lock, held as long as the janitor lives")
     parser.add_argument("--socket", type=Path, help="the run's Unix socket, of no use without the supervisor")
     options = parser.parse_args(arguments)
+    inherited.put_in_order()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(signum, signal.SIG_IGN)
     for descriptor in (options.control, options.lock):

@@ -51,7 +51,7 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher import api as launcher_api
 
-from replicas import own_code
+from replicas import inherited, own_code
 from replicas.foreign import lines, one_line
 from replicas.supervisor import orders
 from replicas.supervisor.commands import guard_command, guard_orders
@@ -280,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
     parser.add_argument("--parent", type=int, required=True, help="pid of the shim")
     options = parser.parse_args(arguments)
+    inherited.put_in_order()
     die_with_parent(options.parent, signal.SIGTERM)
     forbid_pickles()
     control = socket.socket(fileno=options.control)

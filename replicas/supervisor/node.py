@@ -90,6 +90,8 @@ class Node:
         self._asking: asyncio.Future[dict[str, str]] | None = None
         self._changed = changed
         self._finishing = False
+        self._said_gone = False
+        """The shim's own word that nothing is left: where SIGCHLD is ignored its exit code is lost, and reads 0."""
         self._sweeper: asyncio.Task[None] | None = None
         self._remains: Remains | None = None
         self._asked_at: float | None = None
@@ -268,6 +270,8 @@ class Node:
         self._asked_at, self._answered_at = None, time.monotonic()
         if kind == "pong":
             return
+        if kind == "gone":
+            self._said_gone = True
         if kind == "started":
             with orders.reading(kind):
                 self.main_pid = int(message["pid"])
@@ -323,11 +327,14 @@ class Node:
         code = self._popen.wait()
         self._finishing = True
         os.close(self._pidfd)
-        if code == 0:
+        if code == 0 and self._said_gone:
             self._all_gone()
             return
-        ended = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with code {code}"
-        if self.report is None or self.report.outcome == "ok":
+        if code == 0:
+            ended = "ended before its processes"
+        else:
+            ended = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with code {code}"
+        if self.report is None or (self.report.outcome == "ok" and code != 0):
             self.report = ExitReport("lost", text=f"the shim of node {self.spec.node} {ended}")
         self._changed()
         self._sweeper = self._loop.create_task(self._sweep())

@@ -50,7 +50,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from replicas import __version__, private
+from replicas import __version__, inherited, private
 from replicas.supervisor import cgroups, orders
 from replicas.supervisor.belongings import Stocktaking
 from replicas.supervisor.deaths import DeathWatch
@@ -472,11 +472,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.argv[1:] if arguments is None else arguments
     )  # argparse takes long to load, and nobody types these
     options = {name.removeprefix("--"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    inherited.put_in_order()
     become_subreaper()
     tee = options.get("tee")
-    for inherited in (tee, options.get("lock")):
-        if inherited is not None:
-            os.set_inheritable(inherited, False)
+    for descriptor in (tee, options.get("lock")):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
     control = socket.socket(fileno=options["control"])
     control.set_inheritable(False)
     return Shim(control, options["parent"], tee).run()

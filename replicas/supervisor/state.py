@@ -24,6 +24,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import threading
 import time
 from collections.abc import Collection
 from pathlib import Path
@@ -72,6 +73,8 @@ class StateDir:
         """What a dead supervisor left, once :meth:`acquire` has returned; None: there is nothing to go on from."""
         self.identity = ""
         """The id of the folder, once :meth:`acquire` has returned."""
+        self.given_up = threading.Event()
+        """Set by whoever no longer wants the run: :meth:`acquire` then waits for nobody."""
         self.leftovers: list[LeftoverFound] = []
         """Processes of a dead supervisor that kept its lock, and were killed by :meth:`acquire`."""
         self._left: Saved | None = None
@@ -163,7 +166,9 @@ class StateDir:
                     swept = True
                     self._sweep_orphans()
                     deadline = time.monotonic() + _SETTLE_S
-                time.sleep(_SETTLE_INTERVAL_S)  # nothing announces the end of a flock but taking it
+                # nothing announces the end of a flock but taking it
+                if self.given_up.wait(_SETTLE_INTERVAL_S):
+                    raise errors.WorldError(f'the start of run "{self.run}" was given up') from None
 
     def _sweep_orphans(self) -> None:
         """Kill what holds the lock of a dead supervisor. We do not have it: another one may take it at this very moment.

@@ -23,14 +23,14 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import AsyncExitStack
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import anyio
 import anyio.to_thread
 from anyio.abc import TaskGroup
 
 import replicas
-from replicas import arguments, config_file, environ, errors
+from replicas import arguments, config_file, environ, errors, inherited
 from replicas.config import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
@@ -63,8 +63,29 @@ __all__ = ["PREEMPTED", "Supervisor"]
 
 log = logging.getLogger("replicas.supervisor")
 
+T = TypeVar("T")
+
 _STUCK_LOOP_S = 10.0
 _REFUSALS_INTERVAL_S = 10.0
+
+
+async def _to_its_end(
+    work: Callable[[], T], *, given_up: Callable[[], None] = lambda: None, undo: Callable[[], None] = lambda: None
+) -> T:
+    """``work`` in a thread. A cancellation ends when the thread does: it must not go on behind what is undone meanwhile.
+
+    :param given_up: called at a cancellation; :param undo: then called if the work was done all the same.
+    """
+    task = asyncio.ensure_future(anyio.to_thread.run_sync(work))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        given_up()
+        with anyio.CancelScope(shield=True):
+            await asyncio.wait((task,))
+        if task.exception() is None:
+            undo()
+        raise
 
 
 class Supervisor:
@@ -83,11 +104,13 @@ class Supervisor:
         relative folders are relative to the current one).
     :param report: called with one line for people at each step of a replica. Default: the logger ``replicas.supervisor``.
     :raises replicas.errors.BadConfig: with every problem of the config.
+    :raises replicas.errors.UsageError: ``/proc`` is not the one of this process's pid namespace.
     """
 
     def __init__(
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
+        inherited.check_proc()
         self.config = config_file.read(config)
         start_levels(self.config.groups)
         self.state = StateDir(self.config.run.state_dir, self.config.run.name)
@@ -145,9 +168,10 @@ class Supervisor:
         :raises replicas.errors.BadConfig: the plan does not fit this machine.
         :raises replicas.errors.ReplicasError: a port is in use, the store does not start, the state folder is no good.
         """
+        inherited.open_streams()
         config = self.config
         self.resources.plan(config, await self.check_plan(config))
-        await anyio.to_thread.run_sync(self.state.acquire)
+        await _to_its_end(self.state.acquire, given_up=self.state.given_up.set, undo=self._release)
         async with AsyncExitStack() as stack:
             stack.callback(self._release)
             self._events = self.state.open_events(config.run.events_max_nbytes)
@@ -160,10 +184,10 @@ class Supervisor:
             coordinator.subscribe(self._on_channel_event)
             routes = control_routes(self, commands=self, streams=self)
             await stack.enter_async_context(ControlSocket(self._door, routes, self._refused))
-            self._tasks = await stack.enter_async_context(anyio.create_task_group())
             helpers = [pid for pid in (coordinator.store_pid, containment.janitor_pid) if pid is not None]
-            for leftover in await anyio.to_thread.run_sync(self.state.sweep, helpers):
+            for leftover in await _to_its_end(lambda: self.state.sweep(helpers)):
                 self._events.emit(leftover)
+            self._tasks = await stack.enter_async_context(anyio.create_task_group())
             saved = self.state.saved
             groups = fitting(saved.groups, config, self.resources.machine, self.say) if saved is not None else None
             self._fleet = Fleet(config, self, saved=groups, wall=time.time(), start_shim=containment.start)

@@ -12,7 +12,7 @@ import pytest
 
 from replicas.supervisor.node import Node
 from replicas.supervisor.orders import NodeSpec
-from replicas.supervisor.processes import MARK
+from replicas.supervisor.processes import MARK, marked
 
 DEAF = "echo; exec sleep 600 >&2"
 LEAVES_ONE = "sleep 600 >&2 & echo; exec sleep 600 >&2"
@@ -54,6 +54,20 @@ async def test_a_shim_that_dies_is_gone_although_its_socket_is_held(tmp_path: Pa
     await end(node)
     assert node.report is not None
     assert node.report.outcome == "lost"
+
+
+@pytest.mark.anyio
+async def test_a_shim_that_dies_is_swept_where_exit_codes_are_lost(tmp_path: Path) -> None:
+    """A program that ignores SIGCHLD gets 0 as every exit code."""
+    before = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        node = LeavesOne(spec(tmp_path), lambda: None)
+        await end(node)
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+    assert node.report is not None
+    assert (node.report.outcome, node.report.text) == ("lost", "the shim of node 0 ended before its processes")
+    assert not marked(node.spec.nonce)
 
 
 @pytest.mark.anyio
