@@ -86,7 +86,7 @@ def environment(python: Path, wanted: Sequence[str]) -> Path:
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([python, "-m", "venv", folder], check=True)
-        pip = [str(inside), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+        pip = [str(inside), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
         subprocess.run([*pip, *wanted, "editables"], check=True)
         # What it requires is there, by the list: left are its console script and the compiled copies.
         subprocess.run([*pip, "--no-build-isolation", "--no-deps", "--editable", str(ROOT)], check=True)
