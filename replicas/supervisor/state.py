@@ -140,10 +140,8 @@ class StateDir:
 
     def _has_ended(self, saved: Saved) -> bool:
         """Whether the run had ended in order, and its supervisor was killed before it could remove its state."""
-        last = None
-        for record in read(self.events_file, saved.seq):
-            last = record.event
-        return isinstance(last, RunEnded) and last.exit_code != PREEMPTED
+        since = (record.event for record in read(self.events_file, saved.seq))
+        return any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since)
 
     def _take(self, lock: int) -> None:
         deadline = time.monotonic() + _SETTLE_S
