@@ -23,7 +23,7 @@ import pytest
 from replicas.local_sockets import Door
 from tests.support.exposure import Listener, Process, files_of, listeners, processes_of
 from tests.support.programs import group
-from tests.support.runs import Run, eventually
+from tests.support.runs import MARK, Run, eventually
 from tests.support.users import ATTACKER, VICTIM, as_user, folder_of, needs_users, python_environment
 
 LOOPBACK = "0100007F"
@@ -88,7 +88,8 @@ SERVES = """
 import replicas
 with replicas.join("policy") as channel:
     while True:
-        channel.receive().wait().close()
+        with channel.receive().wait():
+            pass
 """
 MEETS = """
 import time, torch.distributed as dist
@@ -168,14 +169,18 @@ def scene(request: pytest.FixtureRequest) -> Iterator[Scene]:
             run.start()
             run.wait_line("control at", timeout_s=60)
             eventually(lambda: _is_whole(run), "every process of the run", timeout_s=120)
-            processes = processes_of(VICTIM)
+            processes = of_run(run)
             yield Scene(run, home, processes, list(listeners(processes)))
         finally:
             run.clean_up()
 
 
+def of_run(run: Run) -> list[Process]:
+    return [process for process in processes_of(VICTIM) if process.environment.get(MARK) == run.mark]
+
+
 def _is_whole(run: Run) -> bool:
-    kinds = [process.kind for process in processes_of(VICTIM)]
+    kinds = [process.kind for process in of_run(run)]
     return all(kinds.count(kind) for kind in ARGUMENTS) and kinds.count("sidecar") == 2 and run.status().ready
 
 
