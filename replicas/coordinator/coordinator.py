@@ -23,6 +23,7 @@ from replicas.coordinator.given import (
     checked_shape,
     epochs_of,
     listen_host,
+    live_of,
     port_of,
     routes_of,
     shapes_of,
@@ -88,7 +89,7 @@ class Coordinator:
         self.token = arguments.token("token", token) if token is not None else secrets.token_urlsafe(24)
         self._host, self._port = listen_host(host), port_of("port", port)
         self._store = StoreKeeper(bind_address(store_bind), port_of("store_port", store_port), self._store_changed)
-        self._routes, self._live = routes_of(routes), live
+        self._routes, self._live = routes_of(routes), live_of(live)
         folder = state_folder(state_dir)
         run, epochs = arguments.text("run", run), epochs_of(epochs)
         self._decisions = DecisionLog(folder / "decisions.jsonl" if folder is not None else None)

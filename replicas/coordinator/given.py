@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ __all__ = [
     "checked_shape",
     "epochs_of",
     "listen_host",
+    "live_of",
     "port_of",
     "routes_of",
     "shapes_of",
@@ -88,6 +89,13 @@ def _read(what: str, read: Reader, value: object) -> Any:
     if found is UNSET:
         raise errors.UsageError(place.problems[0][1])
     return found
+
+
+def live_of(live: object) -> Callable[[], bool] | None:
+    """What tells whether this program is alive; None: nothing does."""
+    if live is not None and not callable(live):
+        raise errors.UsageError(f"live must be a function without arguments, not {shown(live)}")
+    return live
 
 
 def routes_of(routes: Iterable[BaseRoute]) -> list[BaseRoute]:

@@ -251,6 +251,7 @@ POOLS: dict[str, dict[str, Pool]] = {
         "state_dir": ["a\0b"],
         "epochs": [{"policy": 3}, {"policy": -1}],
         "routes": [[1]],
+        "live": [7],
     },
     "Supervisor": {"config": [*CHANNELS, "no such file", "a\0b", {"schema_version": 1}], "report": []},
     "Supervisor.scale": {"group": ["idle"], "replicas": [1, 2]},
