@@ -25,7 +25,7 @@ def test_a_run_ends_with_0_when_its_groups_have_finished(tmp_path: Path) -> None
         run.assert_nothing_left()
     assert not (run.state_dir / "token").exists()
     assert not (run.state_dir / "endpoint.json").exists()
-    assert sorted(path.name for path in run.state_dir.iterdir()) == ["events.jsonl", "lock", "logs"]
+    assert sorted(path.name for path in run.state_dir.iterdir()) == ["events.jsonl", "id", "lock", "logs"]
     assert any("server/0: stopped" in line for line in run.lines)
 
 
