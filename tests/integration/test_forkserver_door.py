@@ -19,7 +19,7 @@ from replicas.supervisor.processes import children
 from tests.support.runs import eventually
 from tests.support.shims import ShimUnderTest, shim
 from tests.support.sidecars import start_forkserver
-from tests.support.strangers import STRANGER, needs_root, stranger
+from tests.support.users import ATTACKER, needs_users, stranger
 
 pytestmark = pytest.mark.anyio
 
@@ -28,7 +28,7 @@ def new_door() -> Door:
     return Door(f"replicas-test-{secrets.token_hex(8)}", secrets.token_hex(8))
 
 
-@needs_root
+@needs_users
 async def test_a_forkserver_of_another_user_is_told_nothing() -> None:
     door = new_door()
 
@@ -40,7 +40,7 @@ async def test_a_forkserver_of_another_user_is_told_nothing() -> None:
     with stranger(squat) as squatter:
         assert squatter.recv() == "listens"
         with pytest.raises(
-            SidecarDied, match=rf"is of user {STRANGER}, and this rank runs as user 0: nothing was sent"
+            SidecarDied, match=rf"is of user {ATTACKER}, and this rank runs as user 0: nothing was sent"
         ):
             await Forkserver.connect(str(door), timeout_s=30.0)
         assert squatter.poll(30.0)

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import shlex
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
 from tests.support.runs import ROOT
 
-__all__ = ["ATTACKER", "VICTIM", "as_user", "folder_of", "needs_users", "python_environment"]
+__all__ = ["ATTACKER", "VICTIM", "as_user", "folder_of", "needs_users", "python_environment", "stranger"]
 
 VICTIM, ATTACKER = 2001, 2002
+"""Two users without rights, whom no machine of ours has given a name."""
 needs_users = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become two other users")
 
 
@@ -70,3 +73,29 @@ def folder_of(uid: int) -> Iterator[Path]:
         folder.mkdir(mode=0o700)
         shutil.chown(folder, uid, uid)
         yield folder
+
+
+def _become(uid: int, act: Callable[[Connection], None], pipe: Connection) -> None:
+    os.setgroups([])
+    os.setresgid(uid, uid, uid)
+    os.setresuid(uid, uid, uid)
+    act(pipe)
+
+
+@contextmanager
+def stranger(act: Callable[[Connection], None], uid: int = ATTACKER) -> Iterator[Connection]:
+    """``act`` in a process of another user, and our end of its pipe; killed at the end of the block.
+
+    It is forked, as that user may not see our interpreter.
+    """
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_become, args=(uid, act, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours
+    finally:
+        process.kill()
+        process.join()
+        ours.close()

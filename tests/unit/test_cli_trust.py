@@ -14,7 +14,7 @@ import pytest
 
 from replicas.control import cli, doctor, find
 from replicas.local_sockets import listener_uids
-from tests.support.strangers import STRANGER, needs_root, stranger
+from tests.support.users import ATTACKER, needs_users, stranger
 
 TOKEN = "the-crown-jewels"
 
@@ -73,7 +73,7 @@ def heard(pipe: Connection, where: str) -> list[bytes]:
     return found[:-1]
 
 
-@needs_root
+@needs_users
 @pytest.mark.parametrize("command", [["status"], ["events"], ["logs", "a"], ["scale", "a", "2"], ["wait"]])
 def test_a_state_folder_of_somebody_else_is_not_trusted(
     folder: Path, capsys: pytest.CaptureFixture[str], theirs: tuple[Connection, str], command: list[str]
@@ -86,25 +86,25 @@ def test_a_state_folder_of_somebody_else_is_not_trusted(
     (state / "token").symlink_to(secret)
     (state / "lock").touch()
     for path in (state, *state.iterdir()):
-        os.chown(path, STRANGER, STRANGER, follow_symlinks=False)
+        os.chown(path, ATTACKER, ATTACKER, follow_symlinks=False)
     assert cli.main(command) == 2
     said = capsys.readouterr().err
     assert (
-        f"replicas: the state folder {state} is not trusted: it belongs to user {STRANGER}, and this is user 0" in said
+        f"replicas: the state folder {state} is not trusted: it belongs to user {ATTACKER}, and this is user 0" in said
     )
     assert "give --endpoint HOST:PORT or unix:PATH, or run this as the user of the supervisor" in " ".join(said.split())
     assert heard(pipe, endpoint) == []
 
 
-@needs_root
+@needs_users
 def test_an_endpoint_file_and_a_token_of_somebody_else_are_not_trusted(
     folder: Path, capsys: pytest.CaptureFixture[str], theirs: tuple[Connection, str]
 ) -> None:
     pipe, endpoint = theirs
     state = write_state(folder, endpoint)
-    os.chown(state / find.ENDPOINT_FILE, STRANGER, STRANGER)
+    os.chown(state / find.ENDPOINT_FILE, ATTACKER, ATTACKER)
     assert cli.main(["status"]) == 2
-    assert f"it is no file of this user, but of user {STRANGER}" in capsys.readouterr().err
+    assert f"it is no file of this user, but of user {ATTACKER}" in capsys.readouterr().err
     os.chown(state / find.ENDPOINT_FILE, 0, 0)
     (folder / "secret").write_text(TOKEN)
     (state / "token").symlink_to(folder / "secret")
@@ -113,18 +113,18 @@ def test_an_endpoint_file_and_a_token_of_somebody_else_are_not_trusted(
     assert heard(pipe, endpoint) == []
 
 
-@needs_root
+@needs_users
 def test_a_doctor_says_whose_it_is_and_looks_at_the_machine(folder: Path) -> None:
     state = write_state(folder, "127.0.0.1:1")
-    os.chown(state, STRANGER, STRANGER)
+    os.chown(state, ATTACKER, ATTACKER)
     findings = list(doctor.examine(None, state))
     assert [one.text for one in findings if one.about == "run"] == [
-        f"the state folder {state} is not trusted: it belongs to user {STRANGER}, and this is user 0"
+        f"the state folder {state} is not trusted: it belongs to user {ATTACKER}, and this is user 0"
     ]
     assert {one.about for one in findings} > {"run"}
 
 
-@needs_root
+@needs_users
 @pytest.mark.parametrize("command", [["status"], ["scale", "a", "2"]])
 def test_nothing_is_sent_to_whoever_has_the_port_of_a_dead_supervisor(
     folder: Path, capsys: pytest.CaptureFixture[str], theirs: tuple[Connection, str], command: list[str]
@@ -132,11 +132,11 @@ def test_nothing_is_sent_to_whoever_has_the_port_of_a_dead_supervisor(
     pipe, endpoint = theirs
     (write_state(folder, endpoint) / "token").write_text(TOKEN)
     assert cli.main(command) == 69
-    assert f"{endpoint} is of user {STRANGER}: nothing was sent to it" in capsys.readouterr().err
+    assert f"{endpoint} is of user {ATTACKER}: nothing was sent to it" in capsys.readouterr().err
     assert heard(pipe, endpoint) == [b""]
 
 
-@needs_root
+@needs_users
 def test_nothing_is_sent_to_a_socket_of_somebody_else(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     open_folder = folder / "open"
     open_folder.mkdir()
@@ -155,11 +155,11 @@ def test_nothing_is_sent_to_a_socket_of_somebody_else(folder: Path, capsys: pyte
         write_state(folder, "127.0.0.1:1", socket=str(path))
         with contextlib.chdir(folder):
             assert cli.main(["scale", "a", "2"]) == 69
-        assert f"unix:{path} is of user {STRANGER}: nothing was sent to it" in capsys.readouterr().err
+        assert f"unix:{path} is of user {ATTACKER}: nothing was sent to it" in capsys.readouterr().err
         assert heard(pipe, "control.sock") == [b""]
 
 
-@needs_root
+@needs_users
 def test_a_token_of_the_environment_is_not_shown_to_another_user(
     folder: Path,
     capsys: pytest.CaptureFixture[str],
@@ -175,12 +175,12 @@ def test_a_token_of_the_environment_is_not_shown_to_another_user(
     assert TOKEN.encode() not in page
     assert cli.main(["scale", "a", "2", "--endpoint", endpoint]) == 2
     said = capsys.readouterr().err
-    assert f"{endpoint} is of user {STRANGER}: the token, which is another user's, was not shown to it" in said
+    assert f"{endpoint} is of user {ATTACKER}: the token, which is another user's, was not shown to it" in said
     assert "--token-file" in said
     assert heard(pipe, endpoint) == [b""]
 
 
-@needs_root
+@needs_users
 def test_a_token_is_shown_to_whose_it_is_and_to_whom_one_chooses(
     folder: Path, monkeypatch: pytest.MonkeyPatch, theirs: tuple[Connection, str]
 ) -> None:
@@ -188,7 +188,7 @@ def test_a_token_is_shown_to_whose_it_is_and_to_whom_one_chooses(
     (folder / "mine").write_text(TOKEN)
     monkeypatch.setenv("REPLICAS_TOKEN_FILE", str(folder / "mine"))
     assert cli.main(["scale", "a", "2", "--endpoint", endpoint, "--token-file", str(folder / "mine")]) == 2
-    os.chown(folder / "mine", STRANGER, STRANGER)
+    os.chown(folder / "mine", ATTACKER, ATTACKER)
     assert cli.main(["scale", "a", "2", "--endpoint", endpoint]) == 2
     assert [f"Authorization: Bearer {TOKEN}".encode() in request for request in heard(pipe, endpoint)] == [True, True]
 

@@ -11,7 +11,7 @@ import pytest
 
 from replicas import private
 from replicas.private import NotPrivate
-from tests.support.strangers import STRANGER, needs_root
+from tests.support.users import ATTACKER, needs_users
 
 
 def mode(path: Path) -> int:
@@ -70,12 +70,12 @@ def test_what_is_made_is_closed_to_others_whatever_the_folder_shows(
     assert mode(place) == 0o755
 
 
-@needs_root
+@needs_users
 @pytest.mark.parametrize("call", ALL)
 def test_a_folder_of_another_user_is_refused(place: Path, call: Callable[[Path], object]) -> None:
-    os.chown(place, STRANGER, STRANGER)
+    os.chown(place, ATTACKER, ATTACKER)
     before = descriptors()
-    with pytest.raises(NotPrivate, match=f"it belongs to user {STRANGER}, and this is user 0") as caught:
+    with pytest.raises(NotPrivate, match=f"it belongs to user {ATTACKER}, and this is user 0") as caught:
         call(place / "file")
     assert caught.value.filename == str(place)
     assert (place / "file").read_bytes() == b"old"
@@ -114,11 +114,11 @@ def test_a_new_file_takes_the_place_of_a_link(place: Path, tmp_path: Path, call:
     assert not (place / "token").is_symlink()
 
 
-@needs_root
+@needs_users
 @pytest.mark.parametrize("call", [append, write, private.read])
 def test_a_file_of_another_user_is_refused(place: Path, call: Callable[[Path], object]) -> None:
-    os.chown(place / "file", STRANGER, STRANGER)
-    with pytest.raises(NotPrivate, match=f"it is no file of this user, but of user {STRANGER}"):
+    os.chown(place / "file", ATTACKER, ATTACKER)
+    with pytest.raises(NotPrivate, match=f"it is no file of this user, but of user {ATTACKER}"):
         call(place / "file")
     assert (place / "file").read_bytes() == b"old"
 
@@ -144,15 +144,15 @@ def test_links_that_lead_in_a_circle_end(tmp_path: Path) -> None:
         private.read(tmp_path / "a" / "file")
 
 
-@needs_root
+@needs_users
 @pytest.mark.parametrize("call", ALL)
 def test_links_of_others_on_the_way_are_not_followed(
     place: Path, tmp_path: Path, call: Callable[[Path], object]
 ) -> None:
     """Else one who plants ``.replicas`` or ``.replicas/run`` chooses which folder of ours is taken for the state."""
     (tmp_path / "link").symlink_to(place)
-    os.chown(tmp_path / "link", STRANGER, STRANGER, follow_symlinks=False)
-    with pytest.raises(NotPrivate, match=f'"link" on the way to it is a symbolic link of user {STRANGER}'):
+    os.chown(tmp_path / "link", ATTACKER, ATTACKER, follow_symlinks=False)
+    with pytest.raises(NotPrivate, match=f'"link" on the way to it is a symbolic link of user {ATTACKER}'):
         call(tmp_path / "link" / "file")
     assert (place / "file").read_bytes() == b"old"
 

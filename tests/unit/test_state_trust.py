@@ -22,7 +22,7 @@ from replicas.supervisor.logfile import RotatedFile
 from replicas.supervisor.processes import start_time
 from replicas.supervisor.run_state import ProcessRecord, Saved, ShimRecord, machine
 from replicas.supervisor.state import AlreadySupervised, StateDir
-from tests.support.strangers import STRANGER, needs_root
+from tests.support.users import ATTACKER, needs_users
 
 THESIS = b"my thesis"
 
@@ -38,16 +38,16 @@ def modes(folder: Path) -> dict[str, int]:
     return {str(one.relative_to(folder)): stat.S_IMODE(one.lstat().st_mode) for one in folder.rglob("*")}
 
 
-@needs_root
+@needs_users
 @pytest.mark.parametrize("mode", [0o755, 0o777])
 def test_a_folder_that_somebody_else_has_made_is_refused(tmp_path: Path, precious: Path, mode: int) -> None:
     planted = tmp_path / ".replicas" / "r"
     planted.mkdir(parents=True)
     (planted / "lock").symlink_to(precious)
-    os.chown(planted, STRANGER, STRANGER)
+    os.chown(planted, ATTACKER, ATTACKER)
     planted.chmod(mode)
     with pytest.raises(
-        errors.UsageError, match=rf"{planted}: it belongs to user {STRANGER}, and this is user 0"
+        errors.UsageError, match=rf"{planted}: it belongs to user {ATTACKER}, and this is user 0"
     ) as caught:
         StateDir(planted, "r").acquire()
     assert caught.value.hint == "have it removed, or set run.state_dir in the config"
@@ -99,7 +99,7 @@ def test_the_token_and_the_endpoint_are_new_files(tmp_path: Path, precious: Path
     assert {modes(folder.path)[name] for name in ("token", "endpoint.json")} == {0o600}
 
 
-@needs_root
+@needs_users
 def test_a_state_that_somebody_else_has_written_kills_nobody(tmp_path: Path) -> None:
     with sleeper() as process:
         started = start_time(process.pid)
@@ -110,12 +110,12 @@ def test_a_state_that_somebody_else_has_written_kills_nobody(tmp_path: Path) -> 
         folder = StateDir(tmp_path / "s", "r")
         folder.path.mkdir()
         folder.run_state.path.write_bytes(msgspec.json.encode(saved))
-        os.chown(folder.run_state.path, STRANGER, STRANGER)
+        os.chown(folder.run_state.path, ATTACKER, ATTACKER)
         folder.acquire()
         assert process.poll() is None
         assert folder.saved is None
         assert folder.run_state.set_aside is not None
-        assert f"it is no file of this user, but of user {STRANGER}" in folder.run_state.set_aside[1]
+        assert f"it is no file of this user, but of user {ATTACKER}" in folder.run_state.set_aside[1]
 
 
 @contextmanager

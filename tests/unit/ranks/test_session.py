@@ -46,7 +46,7 @@ from replicas.messages import (
     decode_member_frame,
     encode,
 )
-from tests.support.strangers import STRANGER, needs_root, stranger
+from tests.support.users import ATTACKER, needs_users, stranger
 
 pytestmark = pytest.mark.anyio
 
@@ -440,7 +440,7 @@ async def test_refused_by_http(status: int, text: str) -> None:
             await session.open(5)
 
 
-@needs_root
+@needs_users
 async def test_whoever_has_taken_the_port_of_a_coordinator_is_not_shown_the_token() -> None:
     """A member asks for its coordinator again and again, also while that is dead and the port is free."""
 
@@ -456,7 +456,7 @@ async def test_whoever_has_taken_the_port_of_a_coordinator_is_not_shown_the_toke
         endpoint = f"127.0.0.1:{squatter.recv()}"
         owners = frozenset({os.geteuid()})
         session = Session(Loop(), endpoint, "secret", HELLO, Handler(), token_owners=owners)  # type: ignore[arg-type]  # a fake
-        with pytest.raises(errors.Disconnected, match=f"the port is of user {STRANGER}: the run's token was not shown"):
+        with pytest.raises(errors.Disconnected, match=f"the port is of user {ATTACKER}: the run's token was not shown"):
             await session.open(1.0)
         await session.close("end", 0.2)
         assert squatter.recv() == b""
