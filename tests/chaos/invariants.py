@@ -10,7 +10,7 @@ from pathlib import Path
 
 from replicas.status import ReplicaStatus
 from tests.chaos.anatomy import Anatomy
-from tests.chaos.rig import SLOTS, World
+from tests.chaos.rig import LOAD_DEADLINE_S, SLOTS, World
 from tests.chaos.written import Written
 from tests.support.memfds import mapped_anywhere, memories, ownerless
 from tests.support.processes import name_of
@@ -19,6 +19,8 @@ from tests.support.runs import eventually
 __all__ = ["Invariants"]
 
 SETTLE_S = 15.0
+LET_GO_S = LOAD_DEADLINE_S + SETTLE_S
+"""A reader may take its load deadline for what it has mapped, whoever made it; then it is ended."""
 FDS_GROWTH = 30
 STORE_KEYS = 600
 MEMORIES = 3 * SLOTS
@@ -68,7 +70,7 @@ class Invariants(Written):
         run = self.world.run
         try:
             eventually(
-                lambda: not ownerless(run.processes()), f"{what}: I5: no memory without an owner", timeout_s=SETTLE_S
+                lambda: not ownerless(run.processes()), f"{what}: I5: no memory without an owner", timeout_s=LET_GO_S
             )
         except AssertionError:
             for inode, pids in ownerless(run.processes()).items():
