@@ -11,6 +11,8 @@ import pytest
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in the background of a shell; all children would inherit it
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:  # as under nohup, with which a run outlives its terminal
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 SHOWN_BEFORE_S = 1.0
 """Stacks of a test that takes too long are written so long before it is ended."""

@@ -1,4 +1,7 @@
-"""A real run under floods of connections of a stranger: joins, probes and recovery go on."""
+"""A real run under floods of connections of a stranger: joins, probes and recovery go on.
+
+Here, and not beside other tests: a flood takes all the processors that it can get.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
@@ -26,7 +30,8 @@ ROLLOUT = """
 import replicas
 with replicas.join("policy") as channel:
     while True:
-        channel.receive().wait().close()
+        with channel.receive().wait():
+            pass
 """
 
 
@@ -46,7 +51,7 @@ sources = ["trainer"]
 targets = ["rollout"]
 """
     + group("trainer", TRAINER)
-    + group("rollout", ROLLOUT, 'restart = { initial_delay = "50ms", max_restarts = 20 }')
+    + group("rollout", ROLLOUT, 'restart = { initial_delay = "50ms" }')
 )
 LIMIT_S = 1.0
 
@@ -108,33 +113,35 @@ def test_a_flood_delays_joins_and_probes_by_a_second_at_most(
         assert max(times) < quiet_s + LIMIT_S, name
 
 
-def recovers(run: Run) -> float:
-    """Seconds from the death of the rollout's rank to its readiness."""
-    (rollout,) = next(one for one in run.status().groups if one.name == "rollout").replicas
-    victim = run.find("channel.receive()")
-    began = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
+def recovers(folder: Path, kind: str) -> float:
+    """Seconds from the death of the rollout's rank to its readiness, in a run of its own: who dies again waits longer."""
+    folder.mkdir()
+    with running(folder, CONFIG) as run:
+        eventually(lambda: ready(run), "the members", timeout_s=90)
+        host, port = run.endpoint().split(":")
+        with flood(host, int(port), kind):
+            victim = run.find("channel.receive()")
+            began = time.monotonic()
+            os.kill(victim, signal.SIGKILL)
+            eventually(lambda: _is_back(run), "another generation", timeout_s=90)
+            return time.monotonic() - began
 
-    def again() -> bool:
-        status = run.status()
-        (now,) = next(one for one in status.groups if one.name == "rollout").replicas
-        return now.generation > rollout.generation and status.ready
 
-    eventually(again, "another generation", timeout_s=90)
-    return time.monotonic() - began
+def _is_back(run: Run) -> bool:
+    status = run.status()
+    (now,) = next(one for one in status.groups if one.name == "rollout").replicas
+    return now.generation == 2 and status.ready
 
 
 @pytest.mark.parametrize("kind", ["touch", "page"])
 def test_a_flood_delays_recovery_by_half_at_most(
-    run: Run, kind: str, record_property: Callable[[str, object], None]
+    tmp_path: Path, kind: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """Compared with a process that takes as much of the processors, and leaves the port alone."""
-    host, port = run.endpoint().split(":")
-    with flood(host, int(port), "busy"):
-        quiet_s = recovers(run)
-    with flood(host, int(port), kind):
-        flooded_s = recovers(run)
-    record_property("quiet_s", quiet_s)
-    record_property("flooded_s", flooded_s)
-    print(kind, quiet_s, flooded_s)
-    assert flooded_s < 1.5 * quiet_s + LIMIT_S
+    """Compared with a process that takes as much of the processors, and leaves the port alone; the medians of three."""
+    found: dict[str, list[float]] = {"busy": [], kind: []}
+    for turn, name in enumerate(["busy", kind, kind, "busy", "busy", kind]):
+        found[name].append(recovers(tmp_path / str(turn), name))
+    record_property("seconds", found)
+    print(found)
+    quiet_s, flooded_s = (sorted(times)[1] for times in found.values())
+    assert flooded_s < 1.5 * quiet_s
