@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import shlex
 import shutil
+import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
@@ -21,7 +23,22 @@ __all__ = ["ATTACKER", "VICTIM", "as_user", "folder_of", "needs_users", "python_
 
 VICTIM, ATTACKER = 2001, 2002
 """Two users without rights, whom no machine of ours has given a name."""
-needs_users = pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to become two other users")
+
+
+@functools.cache
+def why_no_users() -> str:
+    """Why no test can be two other users here; empty: it can."""
+    if os.geteuid() != 0:
+        return "needs root, to become two other users"
+    command = ["unshare", "--mount", "setpriv", f"--reuid={VICTIM}", f"--regid={VICTIM}", "--clear-groups", "true"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    except OSError as error:
+        return f"needs unshare and setpriv, of util-linux: {error}"
+    return f"this root can make no mount namespace: {done.stderr.strip()}" if done.returncode else ""
+
+
+needs_users = pytest.mark.skipif(bool(why_no_users()), reason=why_no_users())
 
 
 def as_user(uid: int, command: Sequence[str], *, before: str = "") -> list[str]:
