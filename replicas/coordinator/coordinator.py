@@ -206,11 +206,6 @@ class Coordinator:
             channel.roster.groups[group] = shape
             channel.marks.forget(group, shape.replicas)
 
-    def set_group_size(self, group: str, replicas: int) -> None:
-        """The group has so many replicas from now on."""
-        shape = self._shapes.get(group, GroupShape())
-        self.set_group(group, GroupShape(replicas, shape.world_size, shape.heartbeat_timeout_s))
-
     def channel_statuses(self) -> tuple[ChannelStatus, ...]:
         now = asyncio.get_running_loop().time()
         return tuple(channel_status(channel, now) for channel in self.engine.channels.values())

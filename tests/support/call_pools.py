@@ -304,7 +304,6 @@ NOT_CALLED = {
                 "replica_ended",
                 "set_draining",
                 "set_group",
-                "set_group_size",
                 "sidecar_replacements",
                 "store_status",
                 "subscribe",
