@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.trees import Process, Supervised, cpu_s, pss_nbytes, send, supervised, until
-from replicas.control.client import fetch_status
+from replicas.control.client import Client
 
 __all__ = ["SIZES", "ScaleSample", "measure", "p99"]
 
@@ -68,7 +68,7 @@ def _up(run: Supervised, replicas: int) -> float:
 
     def ready() -> bool:
         time.sleep(LOOK_S)
-        (group,) = fetch_status(endpoint).groups
+        (group,) = Client(endpoint).status().groups
         return sum(one.state == "ready" for one in group.replicas) == replicas
 
     until(ready, f"{replicas} replicas are ready", UP_TIMEOUT_S)
@@ -106,7 +106,7 @@ def _while_hit(run: Supervised, endpoint: str, replicas: int) -> list[float]:
 
     def again() -> bool:
         began = time.monotonic()
-        (group,) = fetch_status(endpoint).groups
+        (group,) = Client(endpoint).status().groups
         found.append(time.monotonic() - began)
         restarted = sum(group.restarts.values()) >= max(1, replicas // 10)
         return restarted and all(one.state == "ready" for one in group.replicas)
@@ -125,7 +125,7 @@ def measure(folder: Path, replicas: int) -> ScaleSample:
         time.sleep(SETTLE_S)
         tree = run.processes()
         idle = _idle(tree)
-        status_s = _asked(lambda: fetch_status(endpoint))
+        status_s = _asked(lambda: Client(endpoint).status())
         metrics_s = _asked(lambda: _get(endpoint, "/metrics"))
         memory = pss_nbytes([process for process, line in tree.items() if _kind(line) != "command"])
         hit_s = _while_hit(run, endpoint, replicas)

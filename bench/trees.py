@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from bench.support import ROOT
-from replicas.control.client import fetch_status
+from replicas.control.client import Client
 from replicas.status import RunStatus
 from replicas.supervisor.processes import start_time
 
@@ -196,7 +196,7 @@ class Supervised(Tree):
         return str(msgspec.json.decode(path.read_bytes())["endpoint"])
 
     def status(self) -> RunStatus:
-        return fetch_status(self.endpoint())
+        return Client(self.endpoint()).status()
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from replicas.local_sockets import listener_uids, peer_uid, whose
 from replicas.status import RunStatus
 from replicas.supervisor.processes import is_stopped, start_time
 
-__all__ = ["Client", "fetch_status"]
+__all__ = ["Client"]
 
 _MAX_ANSWER_NBYTES = 64 * 2**20
 _TIMEOUT_S = 5.0
@@ -221,15 +221,6 @@ class Client:
                 raise self._refused(response.status, answer)
             while line := response.readline():
                 yield line.rstrip(b"\r\n")
-
-
-def fetch_status(endpoint: str, *, timeout_s: float = _TIMEOUT_S) -> RunStatus:
-    """Ask ``GET /status`` at ``host:port`` (or ``unix:PATH``).
-
-    :raises UsageError: ``endpoint`` is neither.
-    :raises Disconnected: nobody answers within ``timeout_s`` for each step, or it is no supervisor of replicas.
-    """
-    return Client(endpoint, timeout_s=timeout_s).status()
 
 
 def _host_and_port(endpoint: str) -> tuple[str, int]:

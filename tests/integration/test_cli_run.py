@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from replicas.control import cli
-from replicas.control.client import Client, fetch_status
+from replicas.control.client import Client
 from replicas.control.commands import Scale
 from replicas.errors import UsageError
 from replicas.events import RunEnded, RunStarted, Scaled, decode
@@ -172,7 +172,7 @@ def test_over_tcp_orders_need_the_token_and_errors_help(run: Run, replicas: Cli,
         replicas(*arguments, code=cli.USAGE)
         assert words in replicas.err
 
-    assert fetch_status(endpoint).run == "test"
+    assert Client(endpoint).status().run == "test"
     replicas("scale", "a", "1", "--endpoint", endpoint, code=cli.USAGE)
     assert "takes no orders from here: this needs the run's token" in replicas.err
     assert "give --token-file" in replicas.err

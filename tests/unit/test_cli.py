@@ -370,13 +370,13 @@ def test_an_answer_of_something_else(
     handler, endpoint = supervisor
     handler.code, handler.answer = code, answer
     with pytest.raises(Disconnected) as caught:
-        client.fetch_status(endpoint)
+        client.Client(endpoint).status()
     assert message in str(caught.value)
 
 
 def test_nobody_answers_and_a_damaged_endpoint_file(folder: Path) -> None:
     with pytest.raises(Disconnected, match=r"nobody answers at 127\.0\.0\.1:1: "):
-        client.fetch_status("127.0.0.1:1")
+        client.Client("127.0.0.1:1").status()
     (folder / find.ENDPOINT_FILE).write_text("{")
     with pytest.raises(Disconnected, match="cannot be read"):
         find.read_endpoint(folder)
