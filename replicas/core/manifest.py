@@ -196,11 +196,6 @@ class Manifest(_Encoded, frozen=True, dict=True):
             check_cover(self.tensors, self.parts)
 
     @cached_property
-    def content_hash(self) -> str:
-        """Like :attr:`hash`, of tensors and aliases alone: equal for the same weights in other parts."""
-        return Manifest(self.tensors, self.aliases).hash
-
-    @cached_property
     def offsets(self) -> tuple[int, ...]:
         """Where each tensor starts in the data section, in bytes, in the order of :attr:`tensors`."""
         return packed_offsets([(tensor.dtype, tensor.nbytes) for tensor in self.tensors])

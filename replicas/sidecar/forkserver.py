@@ -56,7 +56,6 @@ class ForkServer:
         self._listener: socket.socket | None = None
         self._clients: set[_Client] = set()
         self._children: dict[int, tuple[int, _Client]] = {}
-        self._until_client_leaves = False
 
     def listen(self, listener: socket.socket) -> None:
         """Serve everyone of this user who connects."""
@@ -65,7 +64,6 @@ class ForkServer:
 
     def serve_only(self, sock: socket.socket) -> None:
         """Serve this one client, and end with it."""
-        self._until_client_leaves = True
         self._add(sock)
 
     def run(self) -> None:

@@ -31,7 +31,7 @@ import xxhash
 
 from replicas.waits import locked
 
-__all__ = ["DEVICE_PREFIX", "DeviceDigest", "DeviceStreamDigest", "device_digest_of", "is_device_digest"]
+__all__ = ["DEVICE_PREFIX", "DeviceDigest", "DeviceStreamDigest", "device_digest_of"]
 
 DEVICE_PREFIX = "d"
 _BLOCK_NBYTES = 16 << 20
@@ -105,11 +105,6 @@ def device_digest_of(data: torch.Tensor) -> str:
     """The digest of a contiguous run of bytes on any device; waits for it. On the thread's current stream: work inside
     :meth:`~replicas.weights.accelerator.Accelerator.on_side_stream` on a thread of ours."""
     return DeviceDigest(data).hexdigest()
-
-
-def is_device_digest(digest: str) -> bool:
-    """Whether it was computed here, and not by :mod:`replicas.weights.digest`."""
-    return digest.startswith(DEVICE_PREFIX) and len(digest) == 33
 
 
 def _combined(sums: Sequence[torch.Tensor], nbytes: int) -> str:

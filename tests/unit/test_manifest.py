@@ -75,8 +75,7 @@ def test_a_manifest_survives_the_wire_and_has_a_stable_hash() -> None:
     again = Manifest.decode(manifest.encode())
     assert again == manifest
     assert again.hash == manifest.hash
-    assert again.content_hash == Manifest(manifest.tensors).hash
-    assert again.hash != again.content_hash
+    assert again.hash != Manifest(manifest.tensors).hash  # the same weights in other parts
 
 
 def test_names_of_aliases_are_in_the_index() -> None:
