@@ -86,7 +86,9 @@ def environment(python: Path, wanted: Sequence[str]) -> Path:
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([python, "-m", "venv", folder], check=True)
-        pip = [str(inside), "-m", "pip", "--disable-pip-version-check", "install", "--quiet", "--no-compile"]
+        # Compiled, all of it: a rank of a test that may write no large file would leave a part of one, and Python
+        # takes that for a compiled file.
+        pip = [str(inside), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         subprocess.run([*pip, *wanted, "editables"], check=True)
         # What it requires is there, by the list: left are its console script and the compiled copies.
         subprocess.run([*pip, "--no-build-isolation", "--no-deps", "--editable", str(ROOT)], check=True)
