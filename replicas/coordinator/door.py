@@ -38,7 +38,7 @@ from typing import Any
 from replicas import errors
 from replicas.coordinator.crowd import Crowd, source_of
 from replicas.coordinator.hosts import Hosts
-from replicas.coordinator.limits import HEAD_NBYTES, LOBBY, QUEUED, REQUEST_S, REQUEST_TIMEOUT_S, Pace
+from replicas.coordinator.limits import HEAD_NBYTES, LOBBY, QUEUED, REQUEST_S, REQUEST_TIMEOUT_S, STRANGERS_SHARE, Pace
 
 __all__ = ["Admit", "Door", "authorization_of", "head_of"]
 
@@ -133,7 +133,7 @@ class Door:
     def open(self, admit: Admit) -> None:
         """Accept from now on."""
         self._loop = asyncio.get_running_loop()
-        self.pace = Pace(self._loop.time())
+        self.pace = Pace(self._loop.time(), STRANGERS_SHARE)
         self._admit = admit
         self._poll = select.epoll()
         self._loop.add_reader(self._poll.fileno(), self._on_news)

@@ -117,6 +117,8 @@ REFUSED_MAX = 3
 
 LOOP_SHARE = 0.25
 """Part of the loop's time that one session can have for its messages, in the long run."""
+STRANGERS_SHARE = 0.1
+"""That of all who do not show the token, together."""
 LOOP_BURST_S = 0.5
 CHARGE_MAX_S = 0.5
 MESSAGE_S = 50e-6
@@ -129,9 +131,10 @@ _PID_MAX = 2**31
 
 
 class Pace:
-    """How fast one connection may go on. Times in seconds; ``used_s`` is time of the loop."""
+    """How fast one connection may go on. Times in seconds; ``used_s`` is time of the loop, ``share`` a part of it."""
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, share: float = LOOP_SHARE) -> None:
+        self._share = share
         self._account_s = LOOP_BURST_S
         self._at = now
         self._messages = 0
@@ -140,13 +143,13 @@ class Pace:
 
     def charge(self, used_s: float, now: float) -> float:
         """Pay; returns how long the connection should be left alone: 0 unless it is overdrawn."""
-        self._account_s = min(LOOP_BURST_S, self._account_s + (now - self._at) * LOOP_SHARE)
+        self._account_s = min(LOOP_BURST_S, self._account_s + (now - self._at) * self._share)
         self._at = now
         self._account_s -= min(used_s, CHARGE_MAX_S)
         if self._account_s >= 0:
             return 0.0
         self.flooded = True
-        return -self._account_s / LOOP_SHARE
+        return -self._account_s / self._share
 
     def after_message(self, used_s: float, now: float) -> float | None:
         """Pay for one message: None: go on; 0: let the others have a turn; else wait so long."""
