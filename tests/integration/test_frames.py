@@ -77,10 +77,11 @@ async def coordinator() -> AsyncIterator[Coordinator]:
 
 
 @pytest.fixture
-async def bystander(coordinator: Coordinator) -> Client:
+async def bystander(coordinator: Coordinator) -> AsyncIterator[Client]:
     client = Client(coordinator, replica=8, incarnation="bystander")
     assert isinstance(await client.join(), wire.Welcome)
-    return client
+    yield client
+    await client.socket.close()
 
 
 def requests(token: str) -> list[bytes]:
@@ -136,7 +137,9 @@ async def test_hellos(coordinator: Coordinator, bystander: Client) -> None:
         await client.socket.send(data)
         await client.socket.close()
         assert await is_well(bystander) < 1.0
-    assert isinstance(await Client(coordinator, replica=1, incarnation="good").join(), wire.Welcome)
+    good = Client(coordinator, replica=1, incarnation="good")
+    assert isinstance(await good.join(), wire.Welcome)
+    await good.socket.close()
 
 
 async def test_requests_at_the_runs_socket(tmp_path: Path) -> None:
