@@ -62,7 +62,7 @@ def test_a_config_map_that_is_switched(tmp_path: Path) -> None:
 
 
 def test_a_link_that_leads_elsewhere_stands_for_what_it_leads_to(tmp_path: Path) -> None:
-    write(tmp_path / "disk/home/work", 1)
+    write(tmp_path / "disk/data/project", 1)
     (tmp_path / "machine").mkdir()
-    (tmp_path / "machine/home").symlink_to(tmp_path / "disk/home")
-    assert load(tmp_path / "machine/home/work/run.toml").run.state_dir == tmp_path / "disk/home/work/.replicas/x"
+    (tmp_path / "machine/data").symlink_to(tmp_path / "disk/data")
+    assert load(tmp_path / "machine/data/project/run.toml").run.state_dir == tmp_path / "disk/data/project/.replicas/x"
