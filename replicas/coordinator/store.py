@@ -104,7 +104,7 @@ class StoreKeeper:
         ours.setblocking(False)
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
-            hello = await self._greeted(reader)
+            hello = await self._greeted(self._process, reader)
         except BaseException:  # the start is given up
             with anyio.CancelScope(shield=True):
                 await self._kill()
@@ -117,7 +117,8 @@ class StoreKeeper:
         self._spawn_task(self._read(reader))
         self._on_change(True)
 
-    async def _greeted(self, reader: asyncio.StreamReader) -> Reply:
+    @staticmethod
+    async def _greeted(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
         """The first thing that it says; an error in its place if it ends, or says nothing in time."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
@@ -127,10 +128,11 @@ class StoreKeeper:
         found = _reply(line)
         if found is not None:
             return found
-        assert self._process is not None
-        async with asyncio.timeout(KILL_TIMEOUT_S):
-            code = await self._process.wait()
-        return Reply(0, error=f"the store process ended with code {code} before it listened", hint=_ENDED)
+        with contextlib.suppress(TimeoutError):  # it has closed its end, and goes on
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                await process.wait()
+        ended = "ended" if process.returncode is None else f"ended with code {process.returncode}"
+        return Reply(0, error=f"the store process {ended} before it listened", hint=_ENDED)
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
         while reply := _reply(await _line(reader)):
