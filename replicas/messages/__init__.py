@@ -209,7 +209,7 @@ __all__ = [
     "encode_frame",
 ]
 
-PROTOCOL = 5
+PROTOCOL = 6
 """Number of this protocol; a Hello with another one is refused."""
 
 
