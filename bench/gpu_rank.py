@@ -157,13 +157,6 @@ class GpuRank:
         for _ in range(self._products):
             torch.mm(self._matrix, self._matrix)
 
-    def train(self, steps: int) -> dict[str, Any]:
-        """Steps alone: how long each took, on the GPU's clock."""
-        loop = _Steps(self)
-        for _ in range(steps):
-            loop.one()
-        return {"steps": loop.end()}
-
     def train_and_publish(self, channel: str, hold: bool, before: int, after: int) -> dict[str, Any]:
         """Steps without a pause, and a publish between two of them: how long each took, from ``before`` steps before the
         call to ``after`` steps behind the commit, and how long it was from the call to the commit."""
@@ -239,7 +232,7 @@ class GpuRank:
 
     def handlers(self) -> list[Handler]:
         card = (self.card, self.memory, self.fill, self.limits)
-        trainer = (self.publish, self.place, self.prepare_steps, self.train, self.train_and_publish)
+        trainer = (self.publish, self.place, self.prepare_steps, self.train_and_publish)
         return [*card, self.join, *trainer, self.receive, self.open_and_copy, self.digest, self.leave]
 
 

@@ -25,7 +25,7 @@ __all__ = ["constraints", "main", "requirements", "unmet"]
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-OLDEST_TORCH = (2, 9)
+OLDEST_TORCH = (2, 10)
 FREE_GIB = 20
 """Some twenty processes that use the GPU at once, of which each takes half a gigabyte for itself."""
 

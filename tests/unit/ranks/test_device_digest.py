@@ -61,9 +61,11 @@ def test_zeros_of_each_length_differ() -> None:
     assert len({device_digest_of(torch.zeros(nbytes, dtype=torch.uint8)) for nbytes in (0, 1, 8, 9, BLOCK)}) == 5
 
 
-def test_where_it_lies_and_how_it_came_do_not_matter() -> None:
+@pytest.mark.parametrize("at_once", [2, 4])
+def test_where_it_lies_and_how_it_came_do_not_matter(monkeypatch: pytest.MonkeyPatch, at_once: int) -> None:
     data = some_bytes(3 * BLOCK + 5)
     wanted = device_digest_of(data)
+    monkeypatch.setattr(device_digest, "_AT_ONCE", {"cpu": at_once})  # as a GPU is given several blocks
     shifted = torch.empty(len(data) + 3, dtype=torch.uint8)[3:].copy_(data)
     assert device_digest_of(shifted) == wanted
     assert digest_of(data, "device") == digest_of(data.numpy().tobytes(), "device") == wanted
