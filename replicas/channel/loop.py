@@ -241,7 +241,6 @@ class SessionLoop:
         for task in rest:
             task.cancel()
         await asyncio.gather(*rest, return_exceptions=True)
-        await self.loop.shutdown_default_executor()
 
     def abandon(self) -> None:
         """This is a forked child: let go of every connection of the parent's."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -539,3 +540,29 @@ async def test_a_slot_that_is_written_in_place_is_published_without_a_copy() -> 
         with pytest.raises(errors.UsageError, match="target of the channel"):
             rollout.arena_like(given)
         assert (await publish(trainer, given)).version > receipt.version
+
+
+LEAVES_AS_IT_IS = """
+import sys
+import replicas
+
+channel = replicas.join("policy", endpoint=sys.argv[1], token=sys.argv[2], group="rollout", replica=0, rank=0, world_size=1)
+pending = channel.receive()
+print("joined", flush=True)
+print(pending.wait(30).version, flush=True)
+"""
+
+
+async def test_a_program_ends_without_closing_anything() -> None:
+    """Python 3.12 and later start no thread any more when they call what was left for the exit."""
+    async with channel_world({"transport": "group"}, rollout=1) as world:
+        trainer = await world.join("trainer")
+        where = (world.endpoint, world.coordinator.token)
+        pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
+        process = await asyncio.create_subprocess_exec(sys.executable, "-c", LEAVES_AS_IT_IS, *where, **pipes)
+        assert process.stdout is not None
+        async with asyncio.timeout(60):
+            assert await process.stdout.readline() == b"joined\n"
+            await publish(trainer, weights())
+            said, complaints = await process.communicate()
+    assert (process.returncode, said, complaints.decode()) == (0, b"1\n", "")
