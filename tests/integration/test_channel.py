@@ -558,8 +558,8 @@ async def test_a_program_ends_without_closing_anything() -> None:
     async with channel_world({"transport": "group"}, rollout=1) as world:
         trainer = await world.join("trainer")
         where = (world.endpoint, world.coordinator.token)
-        pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.PIPE}
-        process = await asyncio.create_subprocess_exec(sys.executable, "-c", LEAVES_AS_IT_IS, *where, **pipes)
+        command, pipe = [sys.executable, "-c", LEAVES_AS_IT_IS], asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*command, *where, stdout=pipe, stderr=pipe)
         assert process.stdout is not None
         async with asyncio.timeout(60):
             assert await process.stdout.readline() == b"joined\n"
