@@ -565,4 +565,5 @@ async def test_a_program_ends_without_closing_anything() -> None:
             assert await process.stdout.readline() == b"joined\n"
             await publish(trainer, weights())
             said, complaints = await process.communicate()
-    assert (process.returncode, said, complaints.decode()) == (0, b"1\n", "")
+    assert (process.returncode, complaints.decode()) == (0, "")
+    assert said.splitlines()[-1] == b"1"  # Gloo may have said something before
