@@ -27,8 +27,8 @@ from bench.rank import Driver, Handler
 from bench.shapes import FULL, shapes
 from replicas import messages as wire
 from replicas.core.fetching import pieces
-from replicas.core.identity import ProcessIdentity
 from replicas.core.manifest import PartManifest, TensorSpec
+from replicas.messages.identity import ProcessIdentity
 
 __all__ = ["handlers"]
 

@@ -16,7 +16,7 @@ __version__ = "0.2.0"
 if TYPE_CHECKING:
     from replicas.channel import Channel, Pending, Receipt, Shard, Update, join
     from replicas.coordinator import Coordinator
-    from replicas.core.identity import Member
+    from replicas.messages.identity import Member
     from replicas.supervisor import Supervisor
 
 __all__ = [
@@ -36,7 +36,7 @@ __all__ = [
 _HOMES = {
     "Channel": "replicas.channel",
     "Coordinator": "replicas.coordinator",
-    "Member": "replicas.core.identity",
+    "Member": "replicas.messages.identity",
     "Pending": "replicas.channel",
     "Receipt": "replicas.channel",
     "Shard": "replicas.channel",

@@ -32,9 +32,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 from replicas import private
-from replicas.core.tally import Tally
 from replicas.decoding import MALFORMED
 from replicas.events import Event, EventsLost, Record, decode, encode
+from replicas.tally import Tally
 
 __all__ = ["MAX_NBYTES", "EventLog", "read"]
 

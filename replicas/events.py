@@ -1,7 +1,7 @@
 """What happens in a run, as typed values: the one stream from which logs for machines and all counters are made.
 
 Whoever makes something happen says it once, as one of the structs below (:data:`Event`); :class:`replicas.event_log.EventLog`
-numbers it, writes it down as a line of JSON, counts it (:mod:`replicas.core.tally`) and passes it on. Fields are only ever
+numbers it, writes it down as a line of JSON, counts it (:mod:`replicas.tally`) and passes it on. Fields are only ever
 added, with a default. Times are seconds since 1970 (``at``) or durations (``*_s``).
 """
 

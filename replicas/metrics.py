@@ -1,7 +1,7 @@
 """What a run tells Prometheus. The only importer of prometheus_client.
 
 Nothing is kept here: at scrape time gauges are made from one :class:`replicas.status.RunStatus`, counters and histograms
-from the fold of the run's events (:class:`replicas.core.tally.Tally`). A metric therefore cannot disagree with ``GET
+from the fold of the run's events (:class:`replicas.tally.Tally`). A metric therefore cannot disagree with ``GET
 /status`` or with ``GET /events``, counters go on when a new supervisor does, and the series of a removed replica are gone
 with it. The registry is private: an embedding program's own metrics are neither touched nor shown. Labels are bounded:
 ``group``, ``replica``, ``channel``, ``phase``, ``reason``, ``state`` and ``outcome``; never a rank, pid, host, version or
@@ -21,8 +21,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 import replicas
-from replicas.core.tally import START_BUCKETS, SYNC_BUCKETS, Spread, Tally
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, RunStatus
+from replicas.tally import START_BUCKETS, SYNC_BUCKETS, Spread, Tally
 
 __all__ = ["Metrics"]
 

@@ -30,9 +30,9 @@ from replicas.channel.session import Session
 from replicas.channel.transfers import Transfers
 from replicas.channel.update import Update
 from replicas.channel.watches import Watches
-from replicas.core.identity import Member
 from replicas.messages import Hello
 from replicas.messages.bounds import VERSION_MAX, shown
+from replicas.messages.identity import Member
 from replicas.waits import Latch
 from replicas.weights.accelerator import accelerator
 from replicas.weights.packing import Feed

@@ -14,9 +14,9 @@ from replicas.channel.operations import Operations
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.results import Operation
 from replicas.channel.scratch import segments_of
-from replicas.core.identity import Member
 from replicas.messages import ReduceOp
 from replicas.messages.bounds import is_name, shown
+from replicas.messages.identity import Member
 
 __all__ = ["Collectives", "Peer", "Tensors"]
 

@@ -35,7 +35,6 @@ from replicas.channel.leases import Leases
 from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
 from replicas.channel.session import Session
-from replicas.core.identity import Member
 from replicas.memory.beacon import find
 from replicas.messages import (
     Ack,
@@ -59,6 +58,7 @@ from replicas.messages import (
     WireError,
 )
 from replicas.messages.bounds import text_of
+from replicas.messages.identity import Member
 from replicas.sidecar.client import SidecarDied, SidecarFailed
 from replicas.weights.arena import Arena
 

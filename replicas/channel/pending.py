@@ -34,8 +34,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 import msgspec
 
 from replicas import arguments, errors, own_loop
-from replicas.core.identity import Member
 from replicas.messages import ReceiptData
+from replicas.messages.identity import Member
 from replicas.waits import Latch, locked
 
 if TYPE_CHECKING:

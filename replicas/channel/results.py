@@ -14,9 +14,9 @@ from replicas import errors
 from replicas.channel.moving import call_point, copy_out, gpu_of
 from replicas.channel.pending import Receipt
 from replicas.channel.scratch import read_segments, segments_of
-from replicas.core.identity import Member
 from replicas.core.tensor_specs import item_nbytes
 from replicas.messages import OperationGo, OperationKind, ReceiptData, ReduceOp, Segment
+from replicas.messages.identity import Member
 from replicas.weights.accelerator import Event, device_of
 from replicas.weights.arena import Buffer
 from replicas.weights.layout import copy_elements

@@ -10,8 +10,8 @@ from rich.text import Text
 from replicas import events as happened
 from replicas.control.render import STATE_STYLES, duration_text, size_text
 from replicas.core import effects
-from replicas.core.identity import Member
 from replicas.foreign import one_line
+from replicas.messages.identity import Member
 
 __all__ = ["concerns", "event_line"]
 

@@ -43,7 +43,6 @@ from replicas.core.effects import (
     Sweep,
     SyncEnded,
 )
-from replicas.core.identity import Member
 from replicas.core.lanes import SECRET_NBYTES
 from replicas.core.manifests import Joined, read
 from replicas.core.roster import GroupShape
@@ -63,6 +62,7 @@ from replicas.messages import (
     Welcome,
     WireError,
 )
+from replicas.messages.identity import Member
 
 __all__ = ["Engine"]
 

@@ -26,7 +26,6 @@ from typing import Any, get_args
 import msgspec
 
 from replicas import messages as wire
-from replicas.core.identity import ProcessIdentity
 from replicas.messages.bounds import (
     FRAME_NBYTES,
     HELLO_NBYTES,
@@ -41,6 +40,7 @@ from replicas.messages.bounds import (
     is_name,
     most_nbytes,
 )
+from replicas.messages.identity import ProcessIdentity
 
 __all__ = [
     "CLOSE_TIMEOUT_S",

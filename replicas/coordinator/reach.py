@@ -6,8 +6,8 @@ import ipaddress
 import socket
 
 from replicas import errors
-from replicas.core.identity import ProcessIdentity
 from replicas.messages import Hello
+from replicas.messages.identity import ProcessIdentity
 
 __all__ = ["check_reach"]
 

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Protocol
 
 from replicas.coordinator.limits import OUTBOX_MESSAGES, OUTBOX_NBYTES
-from replicas.core.identity import Member, ProcessIdentity
 from replicas.messages import Ack, FromCoordinator, Refused, Welcome, encode_body, encode_frame
+from replicas.messages.identity import Member, ProcessIdentity
 
 __all__ = ["Connection", "Encoded", "ProcessWatch", "Session"]
 

@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from replicas import errors
-from replicas.core.identity import Member
 from replicas.core.payload import TransferContext
 from replicas.core.probes import Probe
 from replicas.messages import Backend
+from replicas.messages.identity import Member
 
 __all__ = ["Blame", "Verdict"]
 

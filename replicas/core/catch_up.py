@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING
 
 from replicas import errors
 from replicas.core.effects import CaughtUp, Emit
-from replicas.core.identity import Member
 from replicas.core.payload import Payload
 from replicas.core.roster import MemberState
 from replicas.core.transfers import Transfer
+from replicas.messages.identity import Member
 
 if TYPE_CHECKING:
     from replicas.core.channel import ChannelState

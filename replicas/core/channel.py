@@ -41,7 +41,6 @@ from replicas.core.effects import (
     Send,
 )
 from replicas.core.hosts import Hosts, Place
-from replicas.core.identity import Member
 from replicas.core.keeping import Keeping
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.links import Links
@@ -54,6 +53,7 @@ from replicas.core.rounds import ReplicaView, Rounds
 from replicas.core.stuck import StuckOperations
 from replicas.core.told import Told
 from replicas.messages import Backend, FromMember
+from replicas.messages.identity import Member
 
 __all__ = ["ChannelState"]
 

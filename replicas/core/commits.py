@@ -21,7 +21,6 @@ from replicas import messages as wire
 from replicas.core.catch_up import CatchUp
 from replicas.core.effects import CommitDecision, Emit, Record, Send, SyncEnded
 from replicas.core.fetching import pieces
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane
 from replicas.core.manifests import Manifests
 from replicas.core.payload import Payload
@@ -30,6 +29,7 @@ from replicas.core.roster import MemberState, Reading
 from replicas.core.rounds import Newest
 from replicas.core.transfers import Transfer
 from replicas.messages import ReceiptData, WireError
+from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 
 if TYPE_CHECKING:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from replicas.core.effects import Effect
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.preflight import nccl_works
 from replicas.core.roster import MemberState, Roster
 from replicas.messages import Backend
+from replicas.messages.identity import Member
 
 __all__ = ["DomainLanes"]
 

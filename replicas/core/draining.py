@@ -12,7 +12,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from replicas.core.effects import Emit, ReplicaIdle
-from replicas.core.identity import Member
+from replicas.messages.identity import Member
 
 if TYPE_CHECKING:
     from replicas.core.channel import ChannelState

@@ -6,8 +6,8 @@ from typing import Literal
 
 import msgspec
 
-from replicas.core.identity import Member
 from replicas.messages import FromCoordinator, SlotPlace
+from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 
 __all__ = [

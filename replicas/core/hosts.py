@@ -27,9 +27,9 @@ import itertools
 from dataclasses import dataclass, field
 
 from replicas.core.effects import Effect, Send
-from replicas.core.identity import Member
 from replicas.core.roster import MemberState, Roster
 from replicas.messages import Beacon, LaneAhead, Locate, Located, Released
+from replicas.messages.identity import Member
 
 __all__ = ["Hosts", "Place"]
 

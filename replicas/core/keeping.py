@@ -23,10 +23,10 @@ from copy import copy
 
 from replicas.core.effects import Effect, Keep, LetGo
 from replicas.core.hosts import Hosts
-from replicas.core.identity import Member
 from replicas.core.roster import MemberState, Roster
 from replicas.core.roster_index import Held
 from replicas.messages import SlotPlace
+from replicas.messages.identity import Member
 
 __all__ = ["Keeping"]
 

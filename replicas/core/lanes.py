@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from replicas.core.effects import Effect, Emit, ReplaceStore, Send, SidecarReplaced, Sweep
-from replicas.core.identity import Member
 from replicas.core.membership import LANE, LaneState
 from replicas.core.pace import Pace
 from replicas.core.roster import MemberState
 from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
+from replicas.messages.identity import Member
 
 __all__ = ["Lane", "Lanes", "form_timeout"]
 

@@ -23,10 +23,10 @@ from dataclasses import dataclass
 from functools import partial
 
 from replicas import errors
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane
 from replicas.core.probes import Probe, ProbeContext
 from replicas.core.roster import MemberState
+from replicas.messages.identity import Member
 
 __all__ = ["Links", "Pairs"]
 

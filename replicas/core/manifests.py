@@ -13,11 +13,11 @@ from typing import NamedTuple, cast
 from replicas import errors
 from replicas.core.effects import Effect, Read, Send
 from replicas.core.fetching import Cache, Fetch
-from replicas.core.identity import Member
 from replicas.core.manifest import Manifest, PartManifest, check_size, difference, merge_parts
 from replicas.core.payload import Payload
 from replicas.core.publishes import Publish
 from replicas.messages import ManifestPiece, Meta
+from replicas.messages.identity import Member
 
 __all__ = ["Joined", "Manifests", "read"]
 

@@ -6,7 +6,7 @@ have no number that could be compared, so that each of them counts.
 
 from __future__ import annotations
 
-from replicas.core.identity import Member
+from replicas.messages.identity import Member
 
 __all__ = ["Marks"]
 

@@ -10,12 +10,12 @@ import msgspec
 
 from replicas import errors
 from replicas.core.effects import Send
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane
 from replicas.core.paths import Plan
 from replicas.core.payload import Payload, TransferContext
 from replicas.core.roster import MemberState
 from replicas.messages import SlotPlace, TransferCancel, TransferGo, TransferOffer
+from replicas.messages.identity import Member
 
 __all__ = ["Offers"]
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from replicas import errors
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane
 from replicas.core.pairing import Due
 from replicas.core.posts import PAIRWISE, Post
 from replicas.messages import OperationGo, ReceiptData
+from replicas.messages.identity import Member
 
 __all__ = ["Operation"]
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from replicas import errors
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane
 from replicas.core.operation import Operation
 from replicas.core.roster import Roster
+from replicas.messages.identity import Member
 
 __all__ = ["ATTEMPT_MIN_S", "Faults", "Verdict"]
 

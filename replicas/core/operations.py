@@ -38,7 +38,6 @@ from collections.abc import Callable, Sequence
 from replicas import errors
 from replicas.core.domain_lanes import DomainLanes
 from replicas.core.effects import Effect, Emit, OperationEnded, Send
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane, Lanes, form_timeout
 from replicas.core.operation import Operation
 from replicas.core.operation_faults import Faults
@@ -47,6 +46,7 @@ from replicas.core.posts import Post
 from replicas.core.roster import MemberState, Roster
 from replicas.core.settling import Settling
 from replicas.messages import Backend, OperationEnd, OperationPost, ReceiptData, WireError
+from replicas.messages.identity import Member
 
 __all__ = ["Operation", "Operations"]
 

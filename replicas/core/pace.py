@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable
 
-from replicas.core.identity import Member
 from replicas.messages import LaneMoved
+from replicas.messages.identity import Member
 
 __all__ = ["STILL_S", "Pace"]
 

@@ -31,9 +31,9 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from replicas import errors
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane
 from replicas.core.payload import TransferContext
+from replicas.messages.identity import Member
 
 if TYPE_CHECKING:
     from replicas.core.transfers import Transfer

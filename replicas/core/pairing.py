@@ -29,12 +29,12 @@ import msgspec
 
 from replicas import errors
 from replicas.core.effects import Effect, Send
-from replicas.core.identity import Member
 from replicas.core.membership import MEMBER
 from replicas.core.posts import Post, disagreement, miscount, show
 from replicas.core.roster import MemberState, Roster
 from replicas.core.settling import Settling
 from replicas.messages import OperationPost, OperationSettled
+from replicas.messages.identity import Member
 
 __all__ = ["Due", "Pairing"]
 

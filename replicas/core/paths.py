@@ -26,8 +26,8 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
 
-from replicas.core.identity import Member
 from replicas.core.roster import MemberState
+from replicas.messages.identity import Member
 
 __all__ = ["Plan", "Works", "plan"]
 

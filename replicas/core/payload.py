@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from replicas.core.effects import Effect
-from replicas.core.identity import Member
 from replicas.core.keeping import Keeping
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.links import Links
 from replicas.core.manifest import Manifest
 from replicas.core.roster import Roster
 from replicas.messages import Backend, Meta
+from replicas.messages.identity import Member
 
 __all__ = ["Payload", "TransferContext"]
 

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from replicas import errors
-from replicas.core.identity import Member
 from replicas.messages import OperationPost
+from replicas.messages.identity import Member
 
 __all__ = ["PAIRWISE", "Post", "disagreement", "miscount", "show"]
 

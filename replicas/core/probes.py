@@ -20,10 +20,10 @@ from typing import Protocol
 
 from replicas import errors
 from replicas.core.effects import Effect
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.roster import Roster
 from replicas.messages import Backend
+from replicas.messages.identity import Member
 
 __all__ = ["Probe", "ProbeContext", "culprits"]
 

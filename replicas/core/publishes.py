@@ -24,11 +24,11 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
-from replicas.core.identity import Member
 from replicas.core.membership import PUBLISH, PublishState
 from replicas.core.payload import Payload
 from replicas.core.transfers import Transfer
 from replicas.messages import Filled, Packed, PackFailed, PublishBegin, ReceiptData, WireError
+from replicas.messages.identity import Member
 
 __all__ = ["Publish", "Publishes"]
 

@@ -30,9 +30,9 @@ import msgspec
 from replicas import errors
 from replicas import messages as wire
 from replicas.core.effects import Send
-from replicas.core.identity import Member
 from replicas.core.payload import Payload
 from replicas.core.roster import MemberState
+from replicas.messages.identity import Member
 
 if TYPE_CHECKING:
     from replicas.core.channel import ChannelState

@@ -28,11 +28,11 @@ import msgspec
 from replicas import errors
 from replicas.config import ChannelConfig, Party
 from replicas.core.heartbeats import Heartbeats
-from replicas.core.identity import Member
 from replicas.core.membership import MEMBER, MemberEvent, Standing
 from replicas.core.preflight import carries_bytes, check_join
 from replicas.core.roster_index import Held, RosterIndex, preflight_shape
 from replicas.messages import ChannelSettings, Hello, SlotPlace
+from replicas.messages.identity import Member
 
 __all__ = ["GroupShape", "MemberState", "Reading", "Roster"]
 

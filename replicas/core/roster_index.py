@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from replicas.core.identity import Member
 from replicas.messages import Hello
+from replicas.messages.identity import Member
 
 if TYPE_CHECKING:
     from replicas.core.roster import MemberState

@@ -23,10 +23,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from replicas import errors
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane
 from replicas.core.operation import Operation
 from replicas.core.probes import Probe
+from replicas.messages.identity import Member
 
 if TYPE_CHECKING:
     from replicas.core.channel import ChannelState

@@ -33,7 +33,6 @@ from typing import Literal
 
 from replicas import errors
 from replicas.core.blame import Blame
-from replicas.core.identity import Member
 from replicas.core.lanes import Lane, form_timeout
 from replicas.core.membership import TRANSFER, TransferState
 from replicas.core.offers import Offers
@@ -47,6 +46,7 @@ from replicas.messages import (
     TransferDone,
     TransferGo,
 )
+from replicas.messages.identity import Member
 
 __all__ = ["Transfer"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from replicas.core.identity import ProcessIdentity
+from replicas.messages.identity import ProcessIdentity
 
 __all__ = ["own_process"]
 

@@ -6,7 +6,7 @@ from typing import Literal
 
 import msgspec
 
-from replicas.core.identity import Member
+from replicas.messages.identity import Member
 from replicas.messages.values import (
     Backend,
     Beacon,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from replicas.core.identity import ProcessIdentity
+from replicas.messages.identity import ProcessIdentity
 from replicas.messages.values import (
     Beacon,
     HeldVersion,

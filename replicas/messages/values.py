@@ -7,9 +7,9 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
-from replicas.core.identity import Member
 from replicas.foreign import lines, one_line
 from replicas.messages.bounds import INFO_LENGTH, INTEGER_MAX, TEXT_LENGTH, text_of
+from replicas.messages.identity import Member
 
 __all__ = [
     "Backend",

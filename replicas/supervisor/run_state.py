@@ -26,9 +26,9 @@ from pathlib import Path
 import msgspec
 
 from replicas import private
-from replicas.core.tally import Tally
 from replicas.decoding import MALFORMED
 from replicas.supervisor.processes import start_time
+from replicas.tally import Tally
 
 __all__ = [
     "SCHEMA",

@@ -39,7 +39,6 @@ from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.effects import MemberLost, ReplicaIdle
 from replicas.core.ordering import start_levels
-from replicas.core.tally import Growth
 from replicas.event_log import EventLog
 from replicas.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
 from replicas.messages.bounds import REPLICAS_MAX
@@ -58,6 +57,7 @@ from replicas.supervisor.run_state import machine as this_machine
 from replicas.supervisor.sizes import fitting, with_sizes
 from replicas.supervisor.state import PREEMPTED, StateDir
 from replicas.supervisor.words import line
+from replicas.tally import Growth
 
 __all__ = ["PREEMPTED", "Supervisor"]
 

@@ -12,9 +12,9 @@ import pytest
 
 from replicas.core.effects import SyncEnded
 from replicas.core.lifecycle import Event, Lifecycle
-from replicas.core.tally import Tally
 from replicas.metrics import Metrics
 from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
+from replicas.tally import Tally
 
 SERVICE = Path(__file__).parents[2] / "services" / "supervisor"
 PROMTOOL = shutil.which(

@@ -20,7 +20,7 @@ import replicas
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel import Channel
-from replicas.core.identity import ProcessIdentity
+from replicas.messages.identity import ProcessIdentity
 from tests.support.channels import ChannelWorld, channel_world, wait_until
 from tests.support.members import Client
 from tests.support.programs import RECEIVES

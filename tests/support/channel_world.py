@@ -33,10 +33,10 @@ from replicas.core.effects import (
     Sweep,
 )
 from replicas.core.fetching import pieces
-from replicas.core.identity import Member, ProcessIdentity
 from replicas.core.manifest import PartManifest, TensorSpec
 from replicas.core.manifests import read
 from replicas.core.roster import GroupShape
+from replicas.messages.identity import Member, ProcessIdentity
 
 NBYTES = 16
 """Of a version."""

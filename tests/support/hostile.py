@@ -8,7 +8,7 @@ import msgspec
 from hypothesis import strategies as st
 
 from replicas import messages as wire
-from replicas.core.identity import ProcessIdentity
+from replicas.messages.identity import ProcessIdentity
 from tests.support.channel_world import MANIFEST
 
 __all__ = ["any_hello", "any_message"]

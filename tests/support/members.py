@@ -9,7 +9,7 @@ from websockets.asyncio.client import ClientConnection, connect
 
 from replicas import messages as wire
 from replicas.coordinator import Coordinator
-from replicas.core.identity import ProcessIdentity
+from replicas.messages.identity import ProcessIdentity
 
 __all__ = ["ELSEWHERE", "Client"]
 

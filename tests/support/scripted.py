@@ -20,8 +20,8 @@ from replicas.channel.receive import Receiver
 from replicas.channel.transfers import Transfers
 from replicas.channel.watches import Watches
 from replicas.core.fetching import pieces
-from replicas.core.identity import Member, ProcessIdentity
 from replicas.core.manifest import Manifest, TensorSpec
+from replicas.messages.identity import Member, ProcessIdentity
 from replicas.sidecar.client import CollectiveSpec, GroupSpec, SidecarDied, TransferResult, TransferSpec
 from replicas.weights.arena import Buffer
 

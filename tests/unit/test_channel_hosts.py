@@ -8,10 +8,10 @@ from replicas import messages as wire
 from replicas.config import Party
 from replicas.core.effects import CaughtUp, SyncEnded
 from replicas.core.hosts import LOCATE_S
-from replicas.core.identity import Member
 from replicas.core.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.paths import plan
 from replicas.core.roster import GroupShape, MemberState
+from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config
 
 

@@ -6,9 +6,9 @@ import pytest
 
 from replicas import messages as wire
 from replicas.core.effects import MemberLost, MemberQuarantined
-from replicas.core.identity import Member
 from replicas.core.probes import culprits
 from replicas.core.roster import GroupShape
+from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, peer_config
 
 

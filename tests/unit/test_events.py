@@ -27,10 +27,8 @@ from replicas.core.effects import (
     StoreChanged,
     SyncEnded,
 )
-from replicas.core.identity import Member
 from replicas.core.lifecycle import Event as Step
 from replicas.core.lifecycle import Lifecycle
-from replicas.core.tally import Growth, Tally
 from replicas.event_log import EventLog, read
 from replicas.events import (
     ConnectionsRefused,
@@ -56,7 +54,9 @@ from replicas.events import (
     decode,
     encode,
 )
+from replicas.messages.identity import Member
 from replicas.status import ChannelStatus, GroupStatus, RunStatus, StoreStatus, SyncRecord
+from replicas.tally import Growth, Tally
 from tests.support.full_disk import file_size_limit
 
 RANK = Member("a", 0, 1, "n")

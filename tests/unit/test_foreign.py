@@ -26,8 +26,8 @@ from replicas.control.render import run_status
 from replicas.control.render_events import event_line
 from replicas.control.screen import Screen, complain
 from replicas.core.effects import MemberLost
-from replicas.core.identity import Member
 from replicas.foreign import ascii_controls, characters, hanging, lines, one_line, readable, visible
+from replicas.messages.identity import Member
 from replicas.messages.values import WireError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
 from replicas.supervisor import launcher, remains

@@ -22,7 +22,7 @@ TORCH_FILES = ("coordinator/store_process.py", "supervisor/launcher.py")
 
 # Each room may import these rooms (and itself); what is not a room is shared: errors, config, status, environ.
 WAYS = {
-    "messages": {"core"},
+    "messages": set(),
     "core": {"messages"},
     "memory": {"messages", "core"},
     "weights": {"messages", "core", "memory"},
@@ -31,8 +31,6 @@ WAYS = {
     "coordinator": {"messages", "core", "memory"},
     "supervisor": {"messages", "core", "coordinator", "control"},
     "control": {"messages", "core", "coordinator", "supervisor"},
-    "engines": {"messages", "core", "supervisor"},
-    "integrations": {"messages", "core", "channel"},
 }
 
 

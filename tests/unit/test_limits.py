@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from replicas import messages as wire
 from replicas.coordinator import limits
 from replicas.coordinator.limits import Pace, hello_problem, message_problem, size_problem
-from replicas.core.identity import ProcessIdentity
 from replicas.messages.bounds import OPERATION_NBYTES, VERSION_MAX
+from replicas.messages.identity import ProcessIdentity
 from tests.support.hostile import any_message
 
 HELLO = wire.Hello(

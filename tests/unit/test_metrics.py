@@ -8,7 +8,6 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replicas.core.effects import Retried, SidecarReplaced, SyncEnded
 from replicas.core.lifecycle import Event, Lifecycle
-from replicas.core.tally import Tally
 from replicas.events import ConnectionsRefused, EventsLost, LogLinesDropped, ReloadRefused
 from replicas.metrics import Metrics
 from replicas.status import (
@@ -20,6 +19,7 @@ from replicas.status import (
     StoreStatus,
     SyncRecord,
 )
+from replicas.tally import Tally
 
 CONTRACT = {
     "build_info",

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replicas import messages as wire
-from replicas.core.identity import Member
 from replicas.core.roster import GroupShape
+from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, peer_config
 
 NAMES = tuple(f"peer/{replica}/0" for replica in range(4))

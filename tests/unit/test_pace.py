@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.core.identity import Member
 from replicas.core.pace import FRESH_S, STILL_S, Pace
 from replicas.messages import LaneMoved, TransferGo
+from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World
 
 HERE, THERE = Member("peer", 0, 0), Member("peer", 1, 0)

@@ -8,10 +8,10 @@ import msgspec
 import pytest
 
 from replicas.config import ChannelConfig, Party
-from replicas.core.identity import ProcessIdentity
 from replicas.core.preflight import NCCL_AGREED, check_join
 from replicas.errors import Preflight
 from replicas.messages import PROTOCOL, Hello
+from replicas.messages.identity import ProcessIdentity
 
 PROCESS = ProcessIdentity(1, 2, "boot", 3)
 

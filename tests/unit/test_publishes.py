@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from replicas import messages as wire
-from replicas.core.identity import Member
 from replicas.core.publishes import KEPT_VERDICTS, Publish, Publishes
+from replicas.messages.identity import Member
 
 
 class Sources:

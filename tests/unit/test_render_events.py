@@ -9,8 +9,8 @@ import pytest
 from replicas import events
 from replicas.control.render_events import concerns, event_line
 from replicas.core import effects
-from replicas.core.identity import Member
 from replicas.core.lifecycle import Event as Step
+from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 
 MEMBER = Member("rollout", 1, 0, "nonce")

@@ -9,11 +9,11 @@ import pytest
 
 from replicas import messages as wire
 from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
-from replicas.core.identity import Member, ProcessIdentity
 from replicas.core.membership import ROUND
 from replicas.core.roster import MemberState
 from replicas.core.rounds import Newest, ReplicaView, Rounds
 from replicas.core.tables import InvalidStep
+from replicas.messages.identity import Member, ProcessIdentity
 
 HELLO = wire.Hello(1, "", "policy", "rollout", 0, 0, 2, "", 1, ProcessIdentity(1, 2, "b", 3))
 SETTINGS = wire.ChannelSettings("target", 5.0, 2, "leader", "all", "auto", 1.0)

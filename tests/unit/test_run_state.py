@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from replicas.core.tally import Spread, Tally
 from replicas.supervisor.run_state import (
     SCHEMA,
     ProcessRecord,
@@ -19,6 +18,7 @@ from replicas.supervisor.run_state import (
     machine,
     this_process,
 )
+from replicas.tally import Spread, Tally
 from tests.support.full_disk import file_size_limit
 
 STATE = Saved(

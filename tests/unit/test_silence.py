@@ -10,7 +10,6 @@ from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.sessions import Session
 from replicas.core.effects import Event, MemberLost
-from replicas.core.identity import ProcessIdentity
 from replicas.core.roster import GroupShape
 from replicas.core.silence import DEAF_MAX_S, Silence
 from replicas.messages import (
@@ -27,6 +26,7 @@ from replicas.messages import (
     OperationPost,
     decode_server_frame,
 )
+from replicas.messages.identity import ProcessIdentity
 from tests.support.channel_world import peer_config
 from tests.support.virtual import virtually
 

@@ -17,9 +17,9 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.channel.publish_job import PublishJob
 from replicas.channel.results import Operation
 from replicas.channel.update import Update
-from replicas.core.identity import Member
 from replicas.core.manifest import PartManifest
 from replicas.messages import Segment
+from replicas.messages.identity import Member
 from replicas.weights.arena import Slot
 from replicas.weights.packing import Feed
 from tests.support.scripted import MANIFEST, ME, World

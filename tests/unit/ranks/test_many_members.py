@@ -13,10 +13,10 @@ from bench.scale_model import Rates, chain_s, leaders_of, messages_of, messages_
 from replicas import messages as wire
 from replicas.coordinator.sessions import Encoded, Session
 from replicas.core import manifests
-from replicas.core.identity import Member
 from replicas.core.manifest import Manifest, PartManifest, merge_parts
 from replicas.core.roster import GroupShape, MemberState, Roster
 from replicas.core.roster_index import Held
+from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config
 from tests.support.members import Client
 from tests.support.rosters import check_roster

@@ -16,7 +16,7 @@ from replicas import messages as wire
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.results import Operation
 from replicas.channel.unknown import KEPT_RESULTS
-from replicas.core.identity import Member
+from replicas.messages.identity import Member
 from replicas.sidecar.client import CollectiveSpec, SidecarFailed
 from replicas.weights.arena import Buffer
 from tests.support.scripted import ME, Sidecar, World

@@ -10,8 +10,8 @@ import trio
 
 from replicas import errors
 from replicas.channel.pending import Pending, Receipt
-from replicas.core.identity import Member
 from replicas.messages import ReceiptData
+from replicas.messages.identity import Member
 
 
 def _resolve_when_waited(pending: Pending[int], end: Callable[[], object]) -> threading.Thread:

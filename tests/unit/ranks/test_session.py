@@ -21,7 +21,6 @@ from websockets.frames import Frame, Opcode
 from replicas import errors
 from replicas.channel import session as session_module
 from replicas.channel.session import MALFORMED_MAX, SILENCE_S, Session
-from replicas.core.identity import ProcessIdentity
 from replicas.messages import (
     PROTOCOL,
     Ack,
@@ -46,6 +45,7 @@ from replicas.messages import (
     decode_member_frame,
     encode,
 )
+from replicas.messages.identity import ProcessIdentity
 from tests.support.users import ATTACKER, needs_users, stranger
 
 pytestmark = pytest.mark.anyio
