@@ -16,7 +16,7 @@ import msgspec
 
 from replicas.config import ChannelConfig
 from replicas.core.channel import ChannelState
-from replicas.core.roster import MemberState
+from replicas.core.member_state import MemberState
 
 __all__ = ["Readiness", "ReadinessBook"]
 

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 
 from replicas import errors
 from replicas.core.effects import CaughtUp, Emit
+from replicas.core.member_state import MemberState
 from replicas.core.payload import Payload
-from replicas.core.roster import MemberState
 from replicas.core.transfers import Transfer
 from replicas.messages.identity import Member
 

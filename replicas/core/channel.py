@@ -46,9 +46,10 @@ from replicas.core.lanes import Lane, Lanes
 from replicas.core.links import Links
 from replicas.core.manifests import Joined
 from replicas.core.marks import Marks
+from replicas.core.member_state import MemberState
 from replicas.core.operations import Operations
 from replicas.core.recovery import Recovery
-from replicas.core.roster import GroupShape, MemberState, Roster
+from replicas.core.roster import GroupShape, Roster
 from replicas.core.rounds import ReplicaView, Rounds
 from replicas.core.stuck import StuckOperations
 from replicas.core.told import Told

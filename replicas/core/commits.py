@@ -23,9 +23,9 @@ from replicas.core.effects import CommitDecision, Emit, Record, Send, SyncEnded
 from replicas.core.fetching import pieces
 from replicas.core.lanes import Lane
 from replicas.core.manifests import Manifests
+from replicas.core.member_state import MemberState, Reading
 from replicas.core.payload import Payload
 from replicas.core.publishes import Publish, Publishes
-from replicas.core.roster import MemberState, Reading
 from replicas.core.rounds import Newest
 from replicas.core.transfers import Transfer
 from replicas.messages import ReceiptData, WireError

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Sequence
 
 from replicas.core.effects import Effect
 from replicas.core.lanes import Lane, Lanes
+from replicas.core.member_state import MemberState
 from replicas.core.preflight import nccl_works
-from replicas.core.roster import MemberState, Roster
+from replicas.core.roster import Roster
 from replicas.messages import Backend
 from replicas.messages.identity import Member
 

@@ -27,7 +27,8 @@ import itertools
 from dataclasses import dataclass, field
 
 from replicas.core.effects import Effect, Send
-from replicas.core.roster import MemberState, Roster
+from replicas.core.member_state import MemberState
+from replicas.core.roster import Roster
 from replicas.messages import Beacon, LaneAhead, Locate, Located, Released
 from replicas.messages.identity import Member
 

@@ -23,8 +23,8 @@ from copy import copy
 
 from replicas.core.effects import Effect, Keep, LetGo
 from replicas.core.hosts import Hosts
-from replicas.core.roster import MemberState, Roster
-from replicas.core.roster_index import Held
+from replicas.core.member_state import Held, MemberState
+from replicas.core.roster import Roster
 from replicas.messages import SlotPlace
 from replicas.messages.identity import Member
 

@@ -15,9 +15,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from replicas.core.effects import Effect, Emit, ReplaceStore, Send, SidecarReplaced, Sweep
+from replicas.core.member_state import MemberState
 from replicas.core.membership import LANE, LaneState
 from replicas.core.pace import Pace
-from replicas.core.roster import MemberState
 from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
 from replicas.messages.identity import Member
 

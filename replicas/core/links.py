@@ -24,8 +24,8 @@ from functools import partial
 
 from replicas import errors
 from replicas.core.lanes import Lane
+from replicas.core.member_state import MemberState
 from replicas.core.probes import Probe, ProbeContext
-from replicas.core.roster import MemberState
 from replicas.messages.identity import Member
 
 __all__ = ["Links", "Pairs"]

@@ -11,9 +11,9 @@ import msgspec
 from replicas import errors
 from replicas.core.effects import Send
 from replicas.core.lanes import Lane
+from replicas.core.member_state import MemberState
 from replicas.core.paths import Plan
 from replicas.core.payload import Payload, TransferContext
-from replicas.core.roster import MemberState
 from replicas.messages import SlotPlace, TransferCancel, TransferGo, TransferOffer
 from replicas.messages.identity import Member
 

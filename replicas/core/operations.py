@@ -39,11 +39,12 @@ from replicas import errors
 from replicas.core.domain_lanes import DomainLanes
 from replicas.core.effects import Effect, Emit, OperationEnded, Send
 from replicas.core.lanes import Lane, Lanes, form_timeout
+from replicas.core.member_state import MemberState
 from replicas.core.operation import Operation
 from replicas.core.operation_faults import Faults
 from replicas.core.pairing import Due, Pairing
 from replicas.core.posts import Post
-from replicas.core.roster import MemberState, Roster
+from replicas.core.roster import Roster
 from replicas.core.settling import Settling
 from replicas.messages import Backend, OperationEnd, OperationPost, ReceiptData, WireError
 from replicas.messages.identity import Member

@@ -29,9 +29,10 @@ import msgspec
 
 from replicas import errors
 from replicas.core.effects import Effect, Send
+from replicas.core.member_state import MemberState
 from replicas.core.membership import MEMBER
 from replicas.core.posts import Post, disagreement, miscount, show
-from replicas.core.roster import MemberState, Roster
+from replicas.core.roster import Roster
 from replicas.core.settling import Settling
 from replicas.messages import OperationPost, OperationSettled
 from replicas.messages.identity import Member

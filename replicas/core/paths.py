@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from itertools import combinations
 from typing import Literal
 
-from replicas.core.roster import MemberState
+from replicas.core.member_state import MemberState
 from replicas.messages.identity import Member
 
 __all__ = ["Plan", "Works", "plan"]

@@ -30,8 +30,8 @@ import msgspec
 from replicas import errors
 from replicas import messages as wire
 from replicas.core.effects import Send
+from replicas.core.member_state import MemberState
 from replicas.core.payload import Payload
-from replicas.core.roster import MemberState
 from replicas.messages.identity import Member
 
 if TYPE_CHECKING:

@@ -21,20 +21,21 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Container, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from replicas import errors
 from replicas.config import ChannelConfig, Party
 from replicas.core.heartbeats import Heartbeats
-from replicas.core.membership import MEMBER, MemberEvent, Standing
+from replicas.core.member_state import Held, MemberState
+from replicas.core.membership import MEMBER
 from replicas.core.preflight import carries_bytes, check_join
-from replicas.core.roster_index import Held, RosterIndex, preflight_shape
-from replicas.messages import ChannelSettings, Hello, SlotPlace
+from replicas.core.roster_index import RosterIndex, preflight_shape
+from replicas.messages import ChannelSettings, Hello
 from replicas.messages.identity import Member
 
-__all__ = ["GroupShape", "MemberState", "Reading", "Roster"]
+__all__ = ["GroupShape", "Roster"]
 
 FLAPS = 3
 FLAP_WINDOW_S = 60.0
@@ -58,117 +59,6 @@ class GroupShape:
     replicas: int = 1
     world_size: int = 1
     heartbeat_timeout_s: float = 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How far a member had a manifest when it asked for more of it. Times of the monotonic clock."""
-
-    manifest_hash: str
-    since: float
-    at: float
-    nbytes: int
-    total_nbytes: int
-
-    @property
-    def ends_at(self) -> float:
-        """When it will have it, as it goes on as until now."""
-        return self.since + (self.at - self.since) * self.total_nbytes / max(1, self.nbytes)
-
-
-@dataclass(slots=True, eq=False)
-class MemberState:
-    """What the coordinator knows of one member.
-
-    :ivar note: why it is behind or quarantined.
-    :ivar missed: the version without which it was left behind: it is with the others again when it holds that or a newer one.
-    :ivar not_before: it is not admitted before this time.
-    :ivar rtt_s: how long a round trip to it takes lately; 0: not known.
-    :ivar slow: the others went on without it, because it would have held them up.
-    :ivar served: it was caught up since it was quarantined.
-    :ivar draining: it is being ended: it may finish what it has begun, and takes no part in anything new.
-    :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
-    :ivar cut_at: when its connection ended; 0 while it has one.
-    :ivar host: number of the host that it is on (:mod:`replicas.core.hosts`); 0: not known yet.
-    :ivar reading: the manifest that it has asked for last.
-    :ivar places: where the slots lie that it has filled for a publish, by version.
-    :ivar lent: versions in memory of its own that others of its host may have mapped.
-    """
-
-    member: Member
-    hello: Hello
-    settings: ChannelSettings
-    address: str
-    last_seen: float
-    cut_at: float = 0.0
-    standing: Standing = "joining"
-    note: str = ""
-    missed: int = 0
-    not_before: float = 0.0
-    draining: bool = False
-    resumed: bool = True
-    host: int = 0
-    places: dict[int, SlotPlace] = field(default_factory=dict)
-    lent: set[int] = field(default_factory=set)
-    carries: bool = True
-    held: Held = field(default_factory=Held)
-    parts: set[int] = field(default_factory=set)
-    reading: Reading | None = None
-    loaded: int = 0
-    progressed_at: float = 0.0
-    retry_at: float = 0.0
-    failures: int = 0
-    served: bool = False
-    slow: bool = False
-    rtt_s: float = 0.0
-    view_epoch: int = 0
-    """The last epoch of which it was told."""
-
-    def step(self, event: MemberEvent) -> None:
-        """Move on by the table.
-
-        :raises replicas.core.tables.InvalidStep: this cannot happen to it now.
-        """
-        self.standing = MEMBER.next(self.standing, event)
-
-    def forget(self, version: int) -> bool:
-        """It has neither the version nor a part of it any more; False when it had neither."""
-        had = self.held.pop(version, None) is not None or version in self.parts
-        self.parts.discard(version)
-        self.places.pop(version, None)
-        return had
-
-    @property
-    def live(self) -> bool:
-        """Whether it is part of the current epoch."""
-        return self.standing == "live"
-
-    @property
-    def caught_up(self) -> bool:
-        """Whether it has what it was left behind without. A target that takes nothing would hold up the others each time."""
-        return not self.missed or max(self.held, default=0) >= self.missed
-
-    @property
-    def from_before(self) -> bool:
-        """Whether it was a member under another coordinator."""
-        return self.hello.resume_term != 0
-
-    @property
-    def is_source(self) -> bool:
-        return self.settings.role in ("source", "both")
-
-    @property
-    def is_target(self) -> bool:
-        return self.settings.role in ("target", "both")
-
-    @property
-    def is_peer(self) -> bool:
-        return self.settings.role == "peer"
-
-    @property
-    def observes(self) -> bool:
-        """Whether it takes part in nothing: a process that only looks on."""
-        return self.settings.role == "observer"
 
 
 def _party(parties: tuple[Party, ...], group: str) -> Party | None:

@@ -7,68 +7,20 @@ A sync to *n* members is some ten messages for each of them; what walks all memb
 questions that come up at each message are answered from sets that are kept up to date instead: who has an identity's name,
 who is of a replica, who holds a version and which targets lack it.
 
-What a member holds is changed in many places. So it is a :class:`Held`, a dict that reports versions that come and go, and
-nobody has to remember that there is an index.
+What a member holds is changed in many places. So it is a :class:`~replicas.core.member_state.Held`, a dict that
+reports versions that come and go, and nobody has to remember that there is an index.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from replicas.core.member_state import MemberState
 from replicas.messages import Hello
 from replicas.messages.identity import Member
 
-if TYPE_CHECKING:
-    from replicas.core.roster import MemberState
-
-__all__ = ["Held", "RosterIndex"]
-
-
-class Held(dict[int, str]):
-    """Digests of the versions that a member holds. ``on_change(version, held)``: called when one comes or goes."""
-
-    on_change: Callable[[int, bool], None] | None = None
-
-    def __setitem__(self, version: int, digest: str) -> None:
-        new = version not in self
-        super().__setitem__(version, digest)
-        if new and self.on_change is not None:
-            self.on_change(version, True)
-
-    def __delitem__(self, version: int) -> None:
-        super().__delitem__(version)
-        if self.on_change is not None:
-            self.on_change(version, False)
-
-    def pop(self, version: int, *default: Any) -> Any:
-        """As of a dict."""
-        had = version in self
-        digest = super().pop(version, *default)
-        if had and self.on_change is not None:
-            self.on_change(version, False)
-        return digest
-
-    def setdefault(self, version: int, default: str = "") -> str:
-        """As of a dict."""
-        if version not in self:
-            self[version] = default
-        return self[version]
-
-    def update(self, *others: Any, **names: str) -> None:
-        """As of a dict."""
-        for version, digest in dict(*others, **names).items():
-            self[version] = digest
-
-    def clear(self) -> None:
-        """As of a dict."""
-        for version in list(self):
-            del self[version]
-
-    def popitem(self) -> tuple[int, str]:
-        """As of a dict."""
-        version = next(reversed(self))
-        return version, self.pop(version)
+__all__ = ["RosterIndex", "preflight_shape"]
 
 
 class RosterIndex:

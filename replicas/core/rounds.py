@@ -32,8 +32,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
+from replicas.core.member_state import MemberState
 from replicas.core.membership import ROUND, RoundEvent, RoundState
-from replicas.core.roster import MemberState
 from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
 from replicas.messages.identity import Member
 

@@ -30,7 +30,7 @@ from replicas.messages.identity import Member
 
 if TYPE_CHECKING:
     from replicas.core.channel import ChannelState
-    from replicas.core.roster import MemberState
+    from replicas.core.member_state import MemberState
 
 __all__ = ["StuckOperations"]
 

@@ -34,13 +34,13 @@ from typing import Literal
 from replicas import errors
 from replicas.core.blame import Blame
 from replicas.core.lanes import Lane, form_timeout
+from replicas.core.member_state import MemberState
 from replicas.core.membership import TRANSFER, TransferState
 from replicas.core.offers import Offers
 from replicas.core.pacing import Pacing
 from replicas.core.paths import Plan, Works, plan
 from replicas.core.payload import Payload, TransferContext
 from replicas.core.preflight import nccl_works
-from replicas.core.roster import MemberState
 from replicas.messages import (
     Backend,
     TransferDone,

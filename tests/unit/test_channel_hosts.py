@@ -9,8 +9,9 @@ from replicas.config import Party
 from replicas.core.effects import CaughtUp, SyncEnded
 from replicas.core.hosts import LOCATE_S
 from replicas.core.manifest import PartManifest, Piece, TensorSpec
+from replicas.core.member_state import MemberState
 from replicas.core.paths import plan
-from replicas.core.roster import GroupShape, MemberState
+from replicas.core.roster import GroupShape
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config
 

@@ -9,8 +9,8 @@ import pytest
 
 from replicas import messages as wire
 from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
+from replicas.core.member_state import MemberState
 from replicas.core.membership import ROUND
-from replicas.core.roster import MemberState
 from replicas.core.rounds import Newest, ReplicaView, Rounds
 from replicas.core.tables import InvalidStep
 from replicas.messages.identity import Member, ProcessIdentity

@@ -14,8 +14,8 @@ from replicas import messages as wire
 from replicas.coordinator.sessions import Encoded, Session
 from replicas.core import manifests
 from replicas.core.manifest import Manifest, PartManifest, merge_parts
-from replicas.core.roster import GroupShape, MemberState, Roster
-from replicas.core.roster_index import Held
+from replicas.core.member_state import Held, MemberState
+from replicas.core.roster import GroupShape, Roster
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config
 from tests.support.members import Client
