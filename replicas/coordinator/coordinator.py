@@ -98,9 +98,7 @@ class Coordinator:
             self._shapes,
             run=run,
             decisions=self._decisions,
-            store_address=lambda: self._store.address,
-            sweep=self._store.sweep,
-            replace_store=self._store.replace,
+            store=self._store,
             epochs=epochs,
         )
         self._book = ReadinessBook()
@@ -192,7 +190,7 @@ class Coordinator:
 
     def busy(self, group: str, replica: int) -> str:
         """What the replica is in the middle of, in words; empty: it may be ended without cutting anything short."""
-        words = (channel.busy(group, replica) for channel in self.engine.channels.values())
+        words = (channel.drains.busy(group, replica) for channel in self.engine.channels.values())
         return next((text for text in words if text), "")
 
     def progress(self, group: str, replica: int) -> tuple[int, ...]:

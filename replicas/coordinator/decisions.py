@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 
 from replicas import errors, private
-from replicas.core.effects import CommitDecision
+from replicas.core.effects import CommitDecision, Past
 from replicas.decoding import MALFORMED
 
 __all__ = ["DecisionLog"]
@@ -95,18 +95,11 @@ class DecisionLog:
         for version in [version for version in aborts if version < decision.version]:
             del aborts[version]
 
-    def committed(self, channel: str) -> tuple[int, str]:
-        """Number and digest of the newest commit; (0, "") when there was none."""
+    def past(self, channel: str, epoch: int = 0) -> Past:
+        """What it tells of a channel. ``epoch``: the last one that its members may have seen."""
         decision = self._commits.get(channel)
-        return (decision.version, decision.digest) if decision is not None else (0, "")
-
-    def aborted(self, channel: str) -> frozenset[int]:
-        """Versions newer than that one which will never be committed."""
-        return frozenset(self._aborts.get(channel, ()))
-
-    def floor(self, channel: str) -> int:
-        """The newest version number that was ever decided on the channel."""
-        return max((self.committed(channel)[0], *self.aborted(channel)))
+        decided = (decision.version, decision.digest) if decision is not None else (0, "")
+        return Past(decided, frozenset(self._aborts.get(channel, ())), epoch)
 
     def append(self, decision: CommitDecision) -> None:
         """:raises OSError: the disk does not take it; the log is as it was, and the same decision may be tried again."""

@@ -20,6 +20,7 @@ import logging
 import secrets
 from collections import deque
 from collections.abc import Callable, Mapping
+from typing import Protocol
 
 from replicas import errors
 from replicas.config import ChannelConfig
@@ -64,7 +65,7 @@ from replicas.messages import (
 )
 from replicas.messages.identity import Member
 
-__all__ = ["Engine"]
+__all__ = ["Engine", "Store"]
 
 log = logging.getLogger("replicas.coordinator")
 
@@ -88,6 +89,17 @@ class _Outlet:
         self.disk_problem = ""
 
 
+class Store(Protocol):
+    """What the engine needs of the store's process."""
+
+    @property
+    def address(self) -> tuple[str, int]: ...
+
+    def sweep(self, prefix: str) -> None: ...
+
+    def replace(self, address: tuple[str, int]) -> None: ...
+
+
 class Engine:
     """All channels of a run."""
 
@@ -98,18 +110,15 @@ class Engine:
         *,
         run: str,
         decisions: DecisionLog,
-        store_address: Callable[[], tuple[str, int]],
-        sweep: Callable[[str], None],
-        replace_store: Callable[[tuple[str, int]], None],
+        store: Store,
         epochs: Mapping[str, int] | None = None,
     ) -> None:
         self.run = run
         self.decisions = decisions
-        self._sweep = sweep
-        self._replace_store = replace_store
+        self._store = store
         self._keeper = Keeper()
         beacon, process = own_beacon(), own_process()
-        self._process, self._store_address = process, store_address
+        self._process = process
         here = ((process.boot_id, process.pid_namespace, beacon.uid), beacon)
         self.channels = {
             name: ChannelState(
@@ -117,12 +126,9 @@ class Engine:
                 groups,
                 run=run,
                 term=decisions.term,
-                store=store_address,
+                store=lambda: store.address,
                 secret=secrets.token_bytes(SECRET_NBYTES),
-                floor=decisions.floor(name),
-                decided=decisions.committed(name),
-                aborted=decisions.aborted(name),
-                epoch=(epochs or {}).get(name, 0),
+                past=decisions.past(name, (epochs or {}).get(name, 0)),
                 here=here,
             )
             for name, config in channels.items()
@@ -176,7 +182,8 @@ class Engine:
             raise errors.Fenced(f"{member} was declared lost while it could not be heard", members=[member.name])
         if session is not None:
             self.lose(member, "left")  # its Welcome never arrived, and it starts anew
-        check_reach(hello, self._process, address, seen_as or self._store_address()[0], self._store_address()[0])
+        store = self._store.address[0]
+        check_reach(hello, self._process, address, seen_as or store, store)
         watch = self._watch(hello, member)
         session = Session(member)
         session.watch = watch
@@ -378,9 +385,9 @@ class Engine:
                     channel.lose(effect.member, "overflow", self._now())
                     self._apply(channel)
             case Sweep():
-                self._sweep(effect.prefix)
+                self._store.sweep(effect.prefix)
             case ReplaceStore():
-                self._replace_store((effect.host, effect.port))
+                self._store.replace((effect.host, effect.port))
             case Keep():
                 place = self._keeper.keep((effect.channel, effect.owner), effect.place, effect.version)
                 channel.kept(effect.owner, effect.version, place)

@@ -96,8 +96,8 @@ class ReadinessBook:
             return [f"{channel.config.name}: version {latest} is loaded by a part of its ranks"]
         if loaded or not latest:
             self._was_ready[key] = generation
-        elif self._was_ready.get(key) != generation and channel.commits.obtainable(
-            channel.roster.replica(group, replica)
+        elif self._was_ready.get(key) != generation and (
+            channel.recovery.active or channel.commits.obtainable(channel.roster.replica(group, replica))
         ):
             return [f"{channel.config.name}: has version {loaded}, version {latest} is committed"]
         return []

@@ -19,7 +19,7 @@ def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
         digest=digest,
         members=tuple(_member(state, now) for state in sorted(channel.roster, key=lambda s: s.member)),
         syncs=dict(told.syncs),
-        retries=dict(commits.retries),
+        retries=dict(channel.ground.retries),
         bytes_total=told.nbytes,
         operations=dict(channel.operations.totals),
         last_sync=told.last,

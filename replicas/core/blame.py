@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from replicas import errors
-from replicas.core.payload import TransferContext
+from replicas.core.ground import Ground
 from replicas.core.probes import Probe
 from replicas.messages import Backend
 from replicas.messages.identity import Member
@@ -45,8 +45,8 @@ class Verdict(Protocol):
 class Blame:
     """Failures of one transfer. ``failures``: of its lane in a row, with everybody alive."""
 
-    def __init__(self, context: TransferContext, transfer: Verdict) -> None:
-        self._context = context
+    def __init__(self, ground: Ground, transfer: Verdict) -> None:
+        self._ground = ground
         self._transfer = transfer
         self.failures = 0
         self._probes = 0
@@ -72,7 +72,7 @@ class Blame:
         :param lane: members of its lane. :param givers: who gives in it.
         :param wrong: those that alone have other bytes than the sender's.
         """
-        if not suspects and self._context.links.broken_within(lane):
+        if not suspects and self._ground.links.broken_within(lane):
             self._transfer.again("link", now)
             return
         self.failures += 1
@@ -99,7 +99,7 @@ class Blame:
         if not self._transfer.probe(now):
             return
         self._probes += 1
-        probe = Probe(self._context, lane, backend(), now, self._probed)
+        probe = Probe(self._ground.lanes, lane, backend(), now, self._probed)
         if not probe.over:
             self._probe = probe
 

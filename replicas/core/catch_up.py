@@ -17,18 +17,15 @@ version waits for them, and once they have that one nobody needs the old one any
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable
 
 from replicas import errors
-from replicas.core.effects import CaughtUp, Emit
+from replicas.core.effects import CaughtUp
+from replicas.core.ground import Ground
 from replicas.core.member_state import MemberState
 from replicas.core.payload import Payload
 from replicas.core.transfers import Transfer
 from replicas.messages.identity import Member
-
-if TYPE_CHECKING:
-    from replicas.core.channel import ChannelState
 
 __all__ = ["CatchUp"]
 
@@ -41,10 +38,15 @@ PATIENCE_S = 5.0
 
 
 class CatchUp:
-    """A catch-up of one channel. ``slow``: of those that would hold up the others (:mod:`replicas.core.pacing`)."""
+    """A catch-up of one channel.
 
-    def __init__(self, channel: ChannelState, *, slow: bool = False) -> None:
-        self._channel = channel
+    :param on_end: called with what was sent, whoever got it.
+    :param slow: of those that would hold up the others (:mod:`replicas.core.pacing`).
+    """
+
+    def __init__(self, ground: Ground, on_end: Callable[[Payload], None], *, slow: bool = False) -> None:
+        self._ground = ground
+        self._on_end = on_end
         self._slow = slow
         self.transfer: Transfer | None = None
         self._bad_holder: Member | None = None
@@ -62,25 +64,25 @@ class CatchUp:
         if self.transfer is not None:
             return
         busy = main.concerned | main.needers if main is not None and main.payload is payload else frozenset()
-        hosts = self._served_hosts(main) - {state.host for state in self._channel.roster.holders(version)}
+        hosts = self._served_hosts(main) - {state.host for state in self._ground.roster.holders(version)}
         waiting = [s for s in self._lacking(version, now) if s.member not in busy and s.host not in hosts]
         alone = [state for state in waiting if state.standing == "quarantined"]
         needers = [state.member for state in waiting if state not in alone] or [state.member for state in alone[:1]]
-        held = any(version in s.held or version in s.parts for s in self._channel.roster)
-        if not needers or not (held or self._channel.keeping.serves(version, payload.part_owners, waiting)):
+        held = any(version in s.held or version in s.parts for s in self._ground.roster)
+        if not needers or not (held or self._ground.keeping.serves(version, payload.part_owners, waiting)):
             return
         if now < self._look_at:
             return
         transfer = Transfer(
-            self._channel,
+            self._ground,
             payload,
             needers,
             kind="catch_up",
-            deadline=now + self._channel.config.deadline_s,
+            deadline=now + self._ground.config.deadline_s,
             on_end=self._ended,
             avoid=self._bad_holder,
         )
-        if self._channel.links and not transfer.possible(now):
+        if self._ground.links and not transfer.possible(now):
             self._look_at = now + LOOK_S
             return
         self.transfer = transfer
@@ -92,7 +94,7 @@ class CatchUp:
         return self._hosts(main.needers | main.verified) if main is not None else set()
 
     def _hosts(self, members: Iterable[Member]) -> set[int]:
-        return {state.host for state in map(self._channel.roster.get, members) if state is not None}
+        return {state.host for state in self._ground.roster.states(members)}
 
     def served_by(self, main: Transfer, now: float) -> None:
         """All hosts to which an older version is under way get this newer one."""
@@ -105,7 +107,7 @@ class CatchUp:
 
     def _release(self, payload: Payload | None, now: float) -> None:
         """Who has been kept out for its time, and was served or lacks nothing, is tried again with the others."""
-        for state in self._channel.roster.index.apart.values():
+        for state in self._ground.roster.index.apart.values():
             lacks = payload is not None and state.carries and payload.version not in state.held
             waits = state.standing == "quarantined" and state.is_target and now >= state.not_before
             if waits and (state.served or not lacks):
@@ -115,8 +117,8 @@ class CatchUp:
         transfer = self.transfer
         if transfer is None or transfer.payload.version >= version:
             return
-        states = [self._channel.roster.get(member) for member in transfer.needers]
-        if all(state is None or version in state.held for state in states):
+        states = self._ground.roster.states(transfer.needers)
+        if all(version in state.held for state in states):
             self._supersede(transfer, now)
 
     def _supersede(self, transfer: Transfer, now: float) -> None:
@@ -125,13 +127,13 @@ class CatchUp:
         self._ended(transfer, None, now, superseded=True)
 
     def _lacking(self, version: int, now: float) -> list[MemberState]:
-        return [state for state in self._channel.roster.lacking(version) if self._lacks(state, version, now)]
+        return [state for state in self._ground.roster.lacking(version) if self._lacks(state, version, now)]
 
     def _lacks(self, state: MemberState, version: int, now: float) -> bool:
         """Whether it is to be served now."""
         wants = state.is_target and state.carries and version not in state.held and now >= state.retry_at
         may = state.standing == "quarantined" or state.slow or now >= state.not_before
-        return wants and state.slow == self._slow and may and self._channel.roster.available(state, now)
+        return wants and state.slow == self._slow and may and self._ground.roster.available(state, now)
 
     def tick(self, now: float) -> None:
         """Give up at the deadline, and on those who do not get ready while others wait."""
@@ -160,19 +162,15 @@ class CatchUp:
     def _ended(
         self, transfer: Transfer, error: errors.ReplicasError | None, now: float, *, superseded: bool = False
     ) -> None:
-        channel = self._channel
+        ground = self._ground
         self.transfer = None
-        if transfer.lane is not None:
-            channel.close_lane(transfer.lane)
-            transfer.lane = None
+        transfer.close_lane()
         self._bad_holder = transfer.givers[0] if error is not None and transfer.givers else None
-        channel.commits.assembled(transfer.payload)
+        self._on_end(transfer.payload)
         if transfer.verified:
             served = tuple(sorted(transfer.verified))
-            channel.out.append(
-                Emit(CaughtUp(channel.config.name, transfer.payload.version, served, transfer.moved_nbytes))
-            )
-        for state in channel.roster:
+            ground.emit(CaughtUp(ground.config.name, transfer.payload.version, served, transfer.moved_nbytes))
+        for state in ground.roster:
             if state.member in transfer.verified:
                 state.served = True
                 continue

@@ -36,16 +36,16 @@ from replicas.core.effects import (
     MemberJoined,
     MemberLost,
     MemberQuarantined,
+    Past,
     Read,
-    Retried,
     Send,
 )
+from replicas.core.ground import Ground
 from replicas.core.hosts import Hosts, Place
 from replicas.core.keeping import Keeping
-from replicas.core.lanes import Lane, Lanes
+from replicas.core.lanes import Lanes
 from replicas.core.links import Links
 from replicas.core.manifests import Joined
-from replicas.core.marks import Marks
 from replicas.core.member_state import MemberState
 from replicas.core.operations import Operations
 from replicas.core.recovery import Recovery
@@ -53,7 +53,7 @@ from replicas.core.roster import GroupShape, Roster
 from replicas.core.rounds import ReplicaView, Rounds
 from replicas.core.stuck import StuckOperations
 from replicas.core.told import Told
-from replicas.messages import Backend, FromMember
+from replicas.messages import FromMember
 from replicas.messages.identity import Member
 
 __all__ = ["ChannelState"]
@@ -65,8 +65,6 @@ VIEWS_PER_S = 5_000
 VIEWS_AT_ONCE = 2_000
 QUARANTINE_S = 1.0
 QUARANTINE_MAX_S = 300.0
-SLOW_S = 2.0
-SLOW_MAX_S = 300.0
 SERVED_MAX_S = 30.0
 """One that is quarantined is served alone after so much of its time."""
 LOSS_WORDS = {
@@ -90,21 +88,15 @@ class ChannelState:
         term: int,
         store: Callable[[], tuple[str, int]],
         secret: bytes = b"",
-        floor: int = 0,
-        decided: tuple[int, str] = (0, ""),
-        aborted: frozenset[int] = frozenset(),
-        epoch: int = 0,
+        past: Past | None = None,
         here: tuple[Place, wire.Beacon] | None = None,
     ) -> None:
-        """``floor``, ``decided`` and ``aborted``: newest number, newest commit and late failures in the decision log.
-
-        ``epoch``: the last one that members of an earlier coordinator may have seen. ``secret``: the coordinator's own.
-        ``here``: where this process is, if it can keep the memory of others.
-        """
+        """``secret``: the coordinator's own. ``here``: where this process is, if it can keep the memory of others."""
+        past = past or Past()
         self.config = config
         self.term = term
         self.out: list[Effect] = []
-        self.roster = Roster(config, groups, epoch=epoch)
+        self.roster = Roster(config, groups, epoch=past.epoch)
         self.hosts = Hosts(
             self.roster,
             self.out,
@@ -113,22 +105,31 @@ class ChannelState:
             here=here,
         )
         self.keeping = Keeping(config.name, self.roster, self.hosts, self.out)
-        self.lanes = Lanes(run, config.name, term, store, secret)
-        self.links = Links(self)
+        self.lanes = Lanes(self.roster, self.out, run=run, term=term, store=store, secret=secret)
+        self.links = Links(self.lanes)
+        self.ground = Ground(
+            term=term,
+            past=past,
+            roster=self.roster,
+            hosts=self.hosts,
+            keeping=self.keeping,
+            lanes=self.lanes,
+            links=self.links,
+            out=self.out,
+            quarantine=self.quarantine,
+            others_wait=self.others_wait,
+        )
         self.rounds = Rounds(config.name)
         self.roster.index.on_held = self.rounds.touch
-        self.commits = Commits(self, floor, decided)
-        self.told = Told(*decided)
-        self.recovery = Recovery(self, decided=decided, aborted=aborted)
-        self.operations = Operations(
-            self.roster, self.lanes, self.out.append, self.next_id, term=term, retried=self.retried
-        )
-        self.stuck = StuckOperations(self)
-        self.drains = Drains(self)
-        self.marks = Marks()
-        self._ids = 0
+        self.commits = Commits(self.ground)
+        self.told = Told(*past.decided)
+        self.operations = Operations(self.ground)
+        self.recovery = Recovery(self.ground, self.commits, self.operations.pairing)
+        self.stuck = StuckOperations(self.ground, self.operations)
+        self.drains = Drains(self.ground, self.commits, self.rounds, self.operations)
+        self.marks = self.ground.marks
         self._watches: dict[Member, wire.WatchLoaded] = {}
-        self._view_epoch = epoch
+        self._view_epoch = past.epoch
         self._view_members: frozenset[Member] = frozenset()
         self._view_credit = float(VIEWS_AT_ONCE)
         self._view_at = 0.0
@@ -209,8 +210,8 @@ class ChannelState:
         if state is None:
             return
         state.last_seen = now
-        self._handle_weights(state, message, now)
-        self._handle_rest(state, message, now)
+        if self._handle(state, message, now):
+            state.progressed_at = now
         self._settle(now)
 
     def seen(self, member: Member, now: float) -> None:
@@ -246,7 +247,7 @@ class ChannelState:
         self.hosts.tick(now)
         self.recovery.tick(now)
         self.links.tick(now)
-        self.commits.tick(now)
+        self.commits.tick(now, recovering=self.recovery.active)
         self.hosts.release(self.commits.latest, now)
         if self.config.peers:
             self.operations.tick(now)
@@ -281,37 +282,11 @@ class ChannelState:
         return self.rounds.asks(member) or self.operations.posted(member)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
-        """This generation is being ended: nothing new waits for it, what it has begun may finish (:meth:`busy`)."""
+        """This generation is being ended: nothing new waits for it, what it has begun may finish (:meth:`Drains.busy`)."""
         self.drains.begin(group, replica, generation, now)
         self._settle(now)
 
-    def busy(self, group: str, replica: int) -> str:
-        """What the replica is in the middle of, in words; empty: it may be ended without cutting anything short."""
-        return self.drains.busy(group, replica)
-
     # ------------------------------------------------------------ what the parts share
-
-    def next_id(self) -> int:
-        self._ids += 1
-        return self._ids
-
-    def idle_lane(self, members: tuple[Member, ...], backend: Backend) -> Lane | None:
-        """The kept lane of the last main transfer, if it is of exactly these members."""
-        lane = self.commits.kept_lane
-        if lane is None or lane.members != members or lane.backend != backend or lane.state != "formed":
-            return None
-        self.commits.kept_lane = None
-        return lane
-
-    def close_lane(self, lane: Lane) -> None:
-        """It has done its work."""
-        gone = frozenset(member for member in lane.members if member not in self.roster)
-        self.lanes.close(lane, self.out, gone=gone)
-
-    def retried(self, reason: str) -> None:
-        """Count another attempt of a transfer or an operation."""
-        self.commits.retries[reason] = self.commits.retries.get(reason, 0) + 1
-        self.out.append(Emit(Retried(self.config.name, reason)))
 
     def others_wait(self, now: float) -> bool:
         """Whether somebody waits for the end of the publish that is being sent: to publish, or to be admitted."""
@@ -339,19 +314,6 @@ class ChannelState:
         if why:
             self.roster.isolate(state, why, now)
             self.out.append(Emit(MemberQuarantined(self.config.name, state.member, why)))
-
-    def slow(self, member: Member, now: float) -> None:
-        """It would hold up the others: it is caught up at its own pace, and with them again later, longer each time."""
-        state = self.roster.get(member)
-        if state is not None:
-            state.failures += 1
-            state.slow, state.not_before = True, now + min(SLOW_MAX_S, SLOW_S * 2 ** min(state.failures, 10))
-
-    def apart(self, member: Member) -> None:
-        """It cannot map the memory of others: it is sent what it needs from now on."""
-        state = self.roster.get(member)
-        if state is not None:
-            self.hosts.apart(state)
 
     def view(self, group: str, replica: int) -> ReplicaView:
         ranks = [s for s in self.roster.replica(group, replica) if s.is_target and s.carries]
@@ -437,31 +399,24 @@ class ChannelState:
 
     # ------------------------------------------------------------ messages
 
-    def _handle_weights(self, state: MemberState, message: FromMember, now: float) -> None:
-        """Publishes, transfers and receives."""
+    def _handle(self, state: MemberState, message: FromMember, now: float) -> bool:
+        """Returns whether it shows that the member's program gets on."""
         commits, member = self.commits, state.member
         match message:
+            case wire.Progress():
+                self.marks.step(member, message.step)
             case wire.ManifestAsk():
                 commits.asked(state, message, now)
             case wire.ManifestPiece():
-                commits.piece(state, message, now)
-            case wire.PublishBegin():
-                commits.begin(state, message, now)
-            case wire.Packed():
-                commits.packed(state, message, now)
+                if not commits.piece(state, message, now):
+                    self.recovery.undescribed(state)
+            case wire.PublishBegin() | wire.Packed() | wire.PackFailed():
+                if not self.recovery.defers(state, message, now):
+                    commits.publishing(state, message, now)
             case wire.Filled():
                 commits.filled(state, message, now)
-            case wire.PackFailed():
-                commits.pack_failed(state, message, now)
-            case wire.TransferReady():
-                for transfer in commits.transfers:
-                    transfer.ready(member, message.transfer, now)
-            case wire.TransferDone():
-                for transfer in commits.transfers:
-                    transfer.done(member, message, now)
-            case wire.TransferFailed():
-                for transfer in commits.transfers:
-                    transfer.member_failed(member, message.transfer, message.error.exception(), now)
+            case wire.TransferReady() | wire.TransferDone() | wire.TransferFailed():
+                commits.transferring(member, message, now)
             case wire.Described():
                 self.recovery.described(state, message)
             case wire.Resumed():
@@ -470,7 +425,7 @@ class ChannelState:
                 self.hosts.located(state, message)
             case wire.Dropped():
                 state.forget(message.version)
-                self.hosts.release(self.commits.latest, now, host=state.host)
+                self.hosts.release(commits.latest, now, host=state.host)
             case wire.ReceiveAsk() if state.is_target and state.carries:  # nobody else is ever granted one
                 self.rounds.ask(member, message)
             case wire.ReceiveCancel():
@@ -483,17 +438,18 @@ class ChannelState:
             case wire.WatchLoaded():
                 self._look_at_watches()
                 self._watch(member, message)
+            case wire.OperationPost():
+                self.marks.operation(member, message.step)
+                self._post(state, message, now)
             case _:
-                return
-        state.progressed_at = now
+                self._report(state, message, now)
+                return False
+        return True
 
-    def _handle_rest(self, state: MemberState, message: FromMember, now: float) -> None:
-        """Lanes, operations and progress."""
+    def _report(self, state: MemberState, message: FromMember, now: float) -> None:
+        """What a member's sidecars have done, or not."""
         member = state.member
         match message:
-            case wire.Progress():
-                state.progressed_at = now
-                self.marks.step(member, message.step)
             case wire.LaneFormed():
                 lane = self.lanes.formed(member, message.lane, now)
                 if lane is not None:
@@ -504,10 +460,6 @@ class ChannelState:
                 self._lane_failed(state, message, now)
             case wire.LaneMoved():
                 self.lanes.moved(member, message, now)
-            case wire.OperationPost():
-                state.progressed_at = now
-                self.marks.operation(member, message.step)
-                self._post(state, message, now)
             case wire.OperationDone():
                 self.operations.done(member, message.operation, now)
             case wire.OperationFailed():
@@ -521,7 +473,7 @@ class ChannelState:
             return
         error = message.error.exception()
         if isinstance(error, errors.StoreTampered):
-            self.lanes.tampered(lane, self.out)
+            self.lanes.tampered(lane)
         elif self.lanes.waits_for_store(lane):
             return
         elif state.is_peer:

@@ -14,13 +14,14 @@ What another coordinator had begun comes in by :mod:`replicas.core.recovery`.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import Literal
 
 from replicas import errors
 from replicas import messages as wire
 from replicas.core.catch_up import CatchUp
-from replicas.core.effects import CommitDecision, Emit, Record, Send, SyncEnded
+from replicas.core.effects import CommitDecision, Record, Send, SyncEnded
 from replicas.core.fetching import pieces
+from replicas.core.ground import Ground
 from replicas.core.lanes import Lane
 from replicas.core.manifests import Manifests
 from replicas.core.member_state import MemberState, Reading
@@ -31,9 +32,6 @@ from replicas.core.transfers import Transfer
 from replicas.messages import ReceiptData, WireError
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
-
-if TYPE_CHECKING:
-    from replicas.core.channel import ChannelState
 
 __all__ = ["Commits"]
 
@@ -48,24 +46,22 @@ LAST_WORDS_S = 0.4
 class Commits:
     """Publishes, transfers and decisions of one channel."""
 
-    def __init__(self, channel: ChannelState, floor: int, decided: tuple[int, str]) -> None:
-        self._channel = channel
-        config = channel.config
+    def __init__(self, ground: Ground) -> None:
+        self._ground, self._roster = ground, ground.roster
+        config = ground.config
         source_ranks = "all" if any(party.ranks == "all" for party in config.sources) else "leader"
-        self.publishes = Publishes(config.name, source_ranks, floor)  # type: ignore[arg-type]  # one of the two literals
-        self.latest, self.decided = decided
+        self.publishes = Publishes(config.name, source_ranks, ground.past.floor)  # type: ignore[arg-type]  # one of the two literals
+        self.latest, self.decided = ground.past.decided
         """Number and digest of the newest committed version."""
         self.committed: Payload | None = None
         """Its bytes, once they are known here."""
         self._decided_here = False
         """Whether the newest commit is of a publish under this coordinator: then it is no other source's of that number."""
         self.main: Transfer | None = None
-        self.catch_ups = (CatchUp(channel), CatchUp(channel, slow=True))
-        self.kept_lane: Lane | None = None
-        self.manifests = Manifests(config.name, channel.out)
+        self.catch_ups = tuple(CatchUp(ground, self._assembled, slow=slow) for slow in (False, True))
+        self.manifests = Manifests(config.name, ground.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
         """Words about publishes whose manifest is not here yet, in order."""
-        self.retries: dict[str, int] = {}
 
     # ------------------------------------------------------------ what members say
 
@@ -83,37 +79,45 @@ class Commits:
         known = (self.main, *(catch_up.transfer for catch_up in self.catch_ups))
         return [transfer for transfer in known if transfer is not None]
 
-    def begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
-        out, member = self._channel.out, state.member
+    def publishing(
+        self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
+    ) -> None:
+        """A rank publishes."""
+        match message:
+            case wire.PublishBegin():
+                self._begin(state, message, now)
+            case wire.Packed():
+                self._packed(state, message, now)
+            case wire.PackFailed():
+                self._pack_failed(state, message, now)
+
+    def _begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
+        ground, member = self._ground, state.member
         error: errors.ReplicasError
         if not state.is_source:
             error = errors.UsageError(
-                f"{member} is no source of channel {self._channel.config.name!r} and cannot publish on it",
-                channel=self._channel.config.name,
+                f"{member} is no source of channel {self._ground.config.name!r} and cannot publish on it",
+                channel=self._ground.config.name,
                 hint="name its group under `sources`",
             )
-            out.append(Send(member, wire.PublishEnd(message.publish, error=WireError.of(error))))
-            return
-        if self._channel.recovery.defers(state, message, now):
+            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(error)))
             return
         try:
             publish = self.publishes.begin(member, message, now)
         except errors.RanksDisagree as exc:
             found = self.publishes.get(member, message.publish)
-            out.append(Send(member, wire.PublishEnd(message.publish, error=WireError.of(exc))))
+            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(exc)))
             if found is not None and not found.over:
                 self._fail(found, exc, now)
             return
         except errors.UsageError as exc:
-            out.append(Send(member, wire.PublishEnd(message.publish, error=WireError.of(exc))))
+            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(exc)))
             return
-        out.append(Send(member, wire.PublishAdmitted(message.publish, publish.version)))
+        ground.send(member, wire.PublishAdmitted(message.publish, publish.version))
         if publish.over:
-            out.append(Send(member, wire.PublishEnd(publish.number, publish.receipt, publish.error)))
+            ground.send(member, wire.PublishEnd(publish.number, publish.receipt, publish.error))
 
-    def packed(self, state: MemberState, message: wire.Packed, now: float) -> None:
-        if self._channel.recovery.defers(state, message, now):
-            return
+    def _packed(self, state: MemberState, message: wire.Packed, now: float) -> None:
         known = self.publishes.get(state.member, message.publish)
         if message.manifest_hash and known is not None and not known.over:
             encoded = self.manifests.get(message.manifest_hash)
@@ -144,20 +148,30 @@ class Commits:
         if publish.transfer is not None:
             publish.transfer.filled(now)
 
-    def pack_failed(self, state: MemberState, message: wire.PackFailed, now: float) -> None:
-        if self._channel.recovery.defers(state, message, now):
-            return
+    def _pack_failed(self, state: MemberState, message: wire.PackFailed, now: float) -> None:
         publish = self.publishes.pack_failed(state.member, message)
         if publish is not None:
             self._fail(publish, message.error.exception(), now)
+
+    def transferring(
+        self, member: Member, message: wire.TransferReady | wire.TransferDone | wire.TransferFailed, now: float
+    ) -> None:
+        """A member's part in a transfer."""
+        for transfer in self.transfers:
+            match message:
+                case wire.TransferReady():
+                    transfer.ready(member, message.transfer, now)
+                case wire.TransferDone():
+                    transfer.done(member, message, now)
+                case wire.TransferFailed():
+                    transfer.member_failed(member, message.transfer, message.error.exception(), now)
 
     def lane_formed(self, lane: Lane, now: float) -> None:
         for transfer in self.transfers:
             transfer.lane_formed(lane, now)
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        if lane is self.kept_lane:
-            self._close_kept()
+        self._ground.lanes.broke(lane)
         for transfer in self.transfers:
             transfer.lane_failed(lane, error, now)
 
@@ -172,28 +186,29 @@ class Commits:
             goes_on = before is not None and before.manifest_hash == ask.manifest_hash and ask.offset > before.nbytes
             since = before.since if before is not None and goes_on else now
             state.reading = Reading(ask.manifest_hash, since, now, ask.offset, len(found))
-        self._channel.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
+        self._ground.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
 
-    def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> None:
-        """Of a manifest that was asked for here."""
+    def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> bool:
+        """Of a manifest that was asked for here; False: what this member has of it is of no use."""
         try:
             if self.manifests.add(state.member, piece, now):
                 self._read_on(now)
+            return True
         except errors.ReplicasError as error:
             failed = [m.publish for s, m in self._unread if s is state and _hash_of(m) == piece.manifest_hash]
             for publish in filter(None, (self.publishes.get(state.member, number) for number in failed)):
                 self._fail(publish, errors.ManifestMismatch(f"{state.member}: {error.message}", hint=error.hint), now)
-            self._channel.recovery.undescribed(state)
             self._read_on(now)
+            return False
 
     def _read_on(self, now: float) -> None:
         """What waited for a manifest may wait no longer."""
         unread, self._unread = self._unread, []
         for state, message in unread:
-            if self._channel.roster.get(state.member) is not state:
+            if self._roster.get(state.member) is not state:
                 continue
             if isinstance(message, wire.Packed):
-                self.packed(state, message, now)
+                self._packed(state, message, now)
             else:
                 self.filled(state, message, now)
 
@@ -204,7 +219,7 @@ class Commits:
             self._fail(publish, exc, now)
             return
         if payload is not None and not payload.part_owners:
-            state = self._channel.roster.get(publish.carriers[0])
+            state = self._roster.get(publish.carriers[0])
             if state is not None:
                 state.held.setdefault(publish.version, payload.digest)
                 state.parts.discard(publish.version)
@@ -215,30 +230,29 @@ class Commits:
             self._prepare(publish, now)
         for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
             self._overtaken(publish, now)
-        if self.main is None and self.publishes.queue and self._target_replicas() >= self._channel.config.min_targets:
+        if self.main is None and self.publishes.queue and self._target_replicas() >= self._ground.config.min_targets:
             self._start_next(now)
         for catch_up in self.catch_ups:
             catch_up.advance(self.committed, self.main, now)
 
     def _target_replicas(self) -> int:
         """Target replicas with a live member: a version waits in the queue until there are ``min_targets``."""
-        targets = self._channel.roster.targets
+        targets = self._roster.targets
         return len({(s.member.group, s.member.replica) for s in targets if not s.draining})
 
     def _overtaken(self, publish: Publish, now: float) -> None:
         """Its number is that of the newest commit (it was decided before the coordinator started again), or an older one."""
         if publish.resumed and publish.version == self.latest and not self._decided_here:
-            channel = self._channel
-            holders = [s for s in channel.roster if s.is_target and s.carries and publish.version in s.held]
+            holders = [s for s in self._roster if s.is_target and s.carries and publish.version in s.held]
             publish.receipt = ReceiptData(
-                epoch=channel.roster.epoch,
+                epoch=self._roster.epoch,
                 members=tuple(sorted(state.member for state in holders)),
                 lost=(),
                 nbytes=publish.payload.nbytes if publish.payload is not None else 0,
                 seconds=now - publish.began_at,
                 phases=publish.phases(now, 0.0) | publish.hold,
                 version=publish.version,
-                staging=channel.config.staging,
+                staging=self._ground.config.staging,
                 digest=self.decided,
             )
             if self.committed is None and publish.payload is not None:
@@ -254,10 +268,10 @@ class Commits:
         if publish.payload is None:
             return  # its manifest is being read
         self.publishes.take(publish, now)
-        targets = self._channel.roster.targets
+        targets = self._roster.targets
         needers = [s.member for s in targets if publish.version not in s.held and not s.draining]
         publish.transfer = self.main = Transfer(
-            self._channel, publish.payload, needers, kind="main", deadline=publish.deadline, on_end=self._main_ended
+            self._ground, publish.payload, needers, kind="main", deadline=publish.deadline, on_end=self._main_ended
         )
         for catch_up in self.catch_ups:
             catch_up.served_by(self.main, now)
@@ -272,7 +286,7 @@ class Commits:
         if error is not None:
             self._fail(publish, error, now)
             return
-        config = self._channel.config
+        config = self._ground.config
         if publish.version <= self.latest:
             self._overtaken(publish, now)
         elif config.on_lost == "raise" and publish.lost:
@@ -291,14 +305,14 @@ class Commits:
     def _too_few(self, publish: Publish, text: str) -> errors.PeersLost:
         return errors.PeersLost(
             f"version {publish.version} is not committed: {text}",
-            channel=self._channel.config.name,
+            channel=self._ground.config.name,
             version=publish.version,
             phase="transfer",
             members=tuple(publish.lost),
         )
 
     def _commit(self, publish: Publish, transfer: Transfer, now: float) -> None:
-        channel, payload = self._channel, transfer.payload
+        payload = transfer.payload
         self._leave_behind(publish, transfer)
         digest = payload.digest or self._held_digest(payload.version)
         self._vouch(payload.version, digest)
@@ -309,7 +323,7 @@ class Commits:
         seconds = now - publish.began_at
         phases = publish.phases(now, max(0.0, seconds - _accounted(publish, now)))
         publish.receipt = ReceiptData(
-            epoch=channel.roster.epoch,
+            epoch=self._roster.epoch,
             members=tuple(sorted(transfer.verified | self._holders(publish.version))),
             lost=tuple(publish.lost),
             reasons=dict(publish.lost),
@@ -317,28 +331,30 @@ class Commits:
             seconds=seconds,
             phases=phases | publish.hold,
             version=publish.version,
-            staging=channel.config.staging,
+            staging=self._ground.config.staging,
             digest=digest,
         )
-        for state in map(channel.roster.get, transfer.verified):
-            if state is not None:
-                state.failures, state.slow = 0, False  # it works with the others
+        for state in self._roster.states(transfer.verified):
+            state.failures, state.slow = 0, False  # it works with the others
         moved_nbytes = transfer.moved_nbytes
         self._verdict(publish, "committed", now, moved_nbytes=moved_nbytes)
-        channel.marks.version(publish.group, publish.replica, publish.version)
-        self._keep_lane(transfer)
+        self._ground.marks.version(publish.group, publish.replica, publish.version)
+        self._ground.lanes.keep(transfer.lane)
         self.main = None
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
         """The decision: on disk before anyone is told."""
-        channel = self._channel
         self.latest, self.decided, self.committed = version, digest, payload
         self._decided_here = False
-        channel.keeping.look(version)
-        decision = CommitDecision("commit", channel.config.name, version, digest, channel.roster.epoch, channel.term)
-        channel.out.append(Record(decision))
+        self._ground.keeping.look(version)
+        self._record("commit", version, digest)
         commit = self.commit_message()
-        channel.out.extend(Send(state.member, commit) for state in channel.roster)
+        self._ground.out.extend(Send(state.member, commit) for state in self._roster)
+
+    def _record(self, kind: Literal["commit", "abort"], version: int, digest: str = "") -> None:
+        ground = self._ground
+        decision = CommitDecision(kind, ground.config.name, version, digest, self._roster.epoch, ground.term)
+        ground.out.append(Record(decision))
 
     def commit_message(self) -> wire.Commit:
         """What everybody is told of the newest committed version."""
@@ -346,38 +362,36 @@ class Commits:
         return wire.Commit(self.latest, self.decided, manifest_hash)
 
     def obtainable(self, members: Iterable[MemberState]) -> bool:
-        """Whether ``members`` can get the newest committed version: somebody still has it, or may come back with it."""
+        """Whether ``members`` can get the newest committed version: somebody still has it."""
         owners = self.committed.part_owners if self.committed is not None else ()
-        if self._channel.recovery.active or self._channel.keeping.serves(self.latest, owners, members):
-            return True
-        return self._held_by_any(self.latest)
+        return self._ground.keeping.serves(self.latest, owners, members) or self._held_by_any(self.latest)
 
     def _held_by_any(self, version: int) -> bool:
-        roster = self._channel.roster
+        roster = self._roster
         return bool(roster.holders(version)) or any(version in state.parts for state in roster)
 
     def _holders(self, version: int) -> set[Member]:
-        return {s.member for s in self._channel.roster if s.is_target and s.carries and version in s.held}
+        return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
 
     def _held_digest(self, version: int) -> str:
         """What the holders say, whom another coordinator had it sent to. Empty: there is no image of it, only the parts."""
-        digests = {s.held[version] for s in self._channel.roster if s.held.get(version)}
+        digests = {s.held[version] for s in self._roster if s.held.get(version)}
         return digests.pop() if len(digests) == 1 else ""
 
-    def assembled(self, payload: Payload) -> None:
+    def _assembled(self, payload: Payload) -> None:
         """The first image has been made of a version that was committed in parts, when nobody was there to receive it."""
         if payload is self.committed and not self.decided:
             self.decided = payload.digest
 
     def _vouch(self, version: int, digest: str) -> None:
         """Write the digest down for holders that had none yet (the image's own source); others' must be equal."""
-        for state in self._channel.roster:
+        for state in self._roster:
             held = state.held.get(version)
             if held == "":
                 state.held[version] = digest
             elif held is not None and held != digest:
                 state.forget(version)
-                self._channel.out.append(Send(state.member, wire.Discard(version)))
+                self._ground.send(state.member, wire.Discard(version))
 
     def quarantined(self, state: MemberState) -> None:
         """It takes no part any more in what is under way."""
@@ -387,12 +401,12 @@ class Commits:
 
     def _leave_behind(self, publish: Publish, transfer: Transfer) -> None:
         """Targets of the epoch that do not hold it: out of the epoch until they have caught up."""
-        for state in self._channel.roster.targets:
+        for state in self._roster.targets:
             if publish.version not in state.held:
                 why = transfer.why.get(state.member, "it did not have all of it by the deadline")
                 if not state.draining or state.member in transfer.asked:  # else nobody has waited for it
                     publish.lost[state.member.name] = why
-                self._channel.roster.leave_behind(state, why, missed=publish.version)
+                self._roster.leave_behind(state, why, missed=publish.version)
 
     # ------------------------------------------------------------ what another coordinator had begun
 
@@ -424,7 +438,7 @@ class Commits:
         """One verdict for all ranks; the number is never used again."""
         if publish.over:
             return
-        error.channel = error.channel or self._channel.config.name
+        error.channel = error.channel or self._ground.config.name
         error.version = error.version or publish.version
         error.unanimous = True
         publish.error = WireError.of(error)
@@ -432,21 +446,15 @@ class Commits:
         if transfer is not None and transfer is self.main:
             self.main = None
             transfer.stop(complete=False)
-            if transfer.lane is not None:  # its bytes had all moved, and yet it is no version
-                self._channel.close_lane(transfer.lane)
-                transfer.lane = None
-        channel = self._channel
+            transfer.close_lane()  # its bytes had all moved, and yet it is no version
         if publish.state == "moving" and publish.version > self.latest:
-            decision = CommitDecision(
-                "abort", channel.config.name, publish.version, "", channel.roster.epoch, channel.term
-            )
-            channel.out.append(Record(decision))
+            self._record("abort", publish.version)
         asked = transfer.asked if transfer is not None else frozenset()
-        for state in channel.roster:
+        for state in self._roster:
             if self._is_committed(state, publish):
                 continue
             if state.forget(publish.version) or state.member in asked:  # it may have all, and not say so
-                channel.out.append(Send(state.member, wire.Discard(publish.version)))
+                self._ground.send(state.member, wire.Discard(publish.version))
         self._verdict(publish, _snake(type(error).__name__), now)
 
     def _is_committed(self, state: MemberState, publish: Publish) -> bool:
@@ -455,10 +463,10 @@ class Commits:
         return same and bool(self.decided) and state.member not in publish.begun
 
     def _verdict(self, publish: Publish, outcome: str, now: float, *, moved_nbytes: int = 0) -> None:
-        channel = self._channel
+        ground = self._ground
         self.publishes.end(publish, committed=publish.receipt is not None)
         end = wire.PublishEnd(publish.number, publish.receipt, publish.error)
-        channel.out.extend(Send(member, end) for member in sorted(publish.begun) if member in channel.roster)
+        ground.out.extend(Send(member, end) for member in sorted(publish.begun) if member in self._roster)
         receipt = publish.receipt
         record = SyncRecord(
             version=publish.version,
@@ -470,7 +478,7 @@ class Commits:
             members=len(receipt.members) if receipt is not None else 0,
             lost=tuple(publish.lost),
         )
-        channel.out.append(Emit(SyncEnded(channel.config.name, record)))
+        ground.emit(SyncEnded(ground.config.name, record))
 
     # ------------------------------------------------------------ losses and time
 
@@ -479,8 +487,7 @@ class Commits:
         member = state.member
         self.manifests.lost(member)
         self._unread = [(one, message) for one, message in self._unread if one is not state]
-        if self.kept_lane is not None and member in self.kept_lane.members:
-            self._close_kept()
+        self._ground.lanes.lost(member)
         for publish in self.publishes.open():
             mine = (publish.group, publish.replica) == (member.group, member.replica)
             if publish.state == "packing" and mine and member in publish.begun:
@@ -491,7 +498,8 @@ class Commits:
         for transfer in self.transfers:
             transfer.lost(member, now)
 
-    def tick(self, now: float) -> None:
+    def tick(self, now: float, *, recovering: bool) -> None:
+        """Time passes. ``recovering``: members may still come back to a new coordinator."""
         for transfer in self.transfers:
             transfer.tick(now)
         for publish in self.publishes.open():
@@ -499,7 +507,7 @@ class Commits:
                 self._leave_laggards(publish, now)
             grace = LAST_WORDS_S if publish.state == "packing" else 0.0
             if not publish.over and now > publish.deadline + grace:
-                self._deadline(publish, now)
+                self._deadline(publish, now, recovering=recovering)
         for catch_up in self.catch_ups:
             catch_up.tick(now)
 
@@ -508,7 +516,7 @@ class Commits:
         if others are.
         """
         transfer = publish.transfer
-        if transfer is None or self._channel.config.on_lost == "raise":
+        if transfer is None or self._ground.config.on_lost == "raise":
             return
         half = publish.laggard_time()
         if transfer.attempts > 1:
@@ -519,14 +527,14 @@ class Commits:
             waited = f"{now - publish.moving_at:.1f} s"
             transfer.exclude(laggards, now, reason="refused", why=f"it was not ready to receive within {waited}")
 
-    def _deadline(self, publish: Publish, now: float) -> None:
+    def _deadline(self, publish: Publish, now: float, *, recovering: bool) -> None:
         transfer = publish.transfer
         waited = f"{publish.deadline - publish.began_at:.1f} s"
         if publish.state == "packing":
             missing = [f"{g}/{r}/{k}" for g, r, k in sorted(self._missing(publish))]
             text = f"version {publish.version}: {', '.join(missing)} did not pack it within {waited}"
             self._fail(publish, errors.DeadlineExceeded(text, phase="pack", members=missing), now)
-        elif publish.state == "queued" and self._channel.recovery.active:
+        elif publish.state == "queued" and recovering:
             text = f"version {publish.version} waited {waited} for the members to come back to a new coordinator"
             self._fail(publish, errors.DeadlineExceeded(text, phase="queue"), now)
         elif publish.state == "queued" and publish.payload is None:
@@ -534,13 +542,13 @@ class Commits:
             self._fail(publish, errors.DeadlineExceeded(text, phase="queue"), now)
         elif publish.state == "queued" and self.main is None:
             text = (
-                f"{self._target_replicas()} target replicas are there, min_targets = {self._channel.config.min_targets}"
+                f"{self._target_replicas()} target replicas are there, min_targets = {self._ground.config.min_targets}"
             )
             self._fail(publish, self._too_few(publish, text), now)
         elif transfer is None or publish.state == "queued":
             text = f"version {publish.version} waited {waited} for an earlier version to be done"
             self._fail(publish, errors.Busy(text, phase="queue"), now)
-        elif transfer.verified and self._channel.config.on_lost == "drop":
+        elif transfer.verified and self._ground.config.on_lost == "drop":
             transfer.stop(complete=True)
             self._main_ended(transfer, None, now)
         else:
@@ -556,25 +564,9 @@ class Commits:
             self._fail(publish, kind(text, phase=phase, members=late), now)
 
     def _missing(self, publish: Publish) -> set[tuple[str, int, int]]:
-        world = max(
-            (s.hello.world_size for s in self._channel.roster.replica(publish.group, publish.replica)), default=1
-        )
+        world = max((s.hello.world_size for s in self._roster.replica(publish.group, publish.replica)), default=1)
         have = {(m.group, m.replica, m.rank) for m in publish.packed}
         return self.publishes.contributors(publish, world) - have
-
-    # ------------------------------------------------------------ lanes
-
-    def _keep_lane(self, transfer: Transfer) -> None:
-        """The main lane serves the next version too, as long as it is still of the right members."""
-        self._close_kept()
-        lane = transfer.lane
-        if lane is not None and lane.state == "formed":
-            self.kept_lane = lane
-
-    def _close_kept(self) -> None:
-        lane, self.kept_lane = self.kept_lane, None
-        if lane is not None:
-            self._channel.close_lane(lane)
 
 
 def _hash_of(message: wire.Packed | wire.Filled) -> str:

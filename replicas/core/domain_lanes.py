@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from replicas.core.effects import Effect
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.member_state import MemberState
 from replicas.core.preflight import nccl_works
-from replicas.core.roster import Roster
 from replicas.messages import Backend
 from replicas.messages.identity import Member
 
@@ -25,10 +23,9 @@ class DomainLanes:
     whole domain has one that works.
     """
 
-    def __init__(self, roster: Roster, lanes: Lanes, out: Callable[[Effect], None]) -> None:
-        self._roster = roster
+    def __init__(self, lanes: Lanes) -> None:
+        self._roster = lanes.roster
         self._lanes = lanes
-        self._out = out
         self._current: dict[tuple[_Whose, Backend], Lane] = {}
         self._retired: list[Lane] = []
 
@@ -60,10 +57,7 @@ class DomainLanes:
             if lane.members == members or (within and set(members) <= set(lane.members) <= live):
                 return lane
             self._retired.append(lane)
-        effects: list[Effect] = []
-        lane = self._lanes.open(self._roster.epoch, wanted, backend, now, timeout_s, effects)
-        self._emit(effects)
-        self._current[key] = lane
+        lane = self._current[key] = self._lanes.open(wanted, backend, now, timeout_s)
         return lane
 
     def parted(self, pair: tuple[Member, ...]) -> bool:
@@ -88,10 +82,7 @@ class DomainLanes:
         """End it at once; ``reason``: why it has to be replaced, empty when it was just done."""
         self._current = {key: kept for key, kept in self._current.items() if kept is not lane}
         self._retired = [kept for kept in self._retired if kept is not lane]
-        effects: list[Effect] = []
-        gone = frozenset(member for member in lane.members if member not in self._roster)
-        self._lanes.close(lane, effects, gone=gone, reason=reason)
-        self._emit(effects)
+        self._lanes.close(lane, reason)
 
     def close_idle(self, busy: set[str]) -> None:
         """Close what is not wanted any more, or has members that are not live, and is not named in ``busy``."""
@@ -108,7 +99,3 @@ class DomainLanes:
             return False
         whole = [lane for (other, _), lane in self._current.items() if not isinstance(other, tuple)]
         return any(lane.state == "formed" and set(whose) <= set(lane.members) for lane in whole)
-
-    def _emit(self, effects: Sequence[Effect]) -> None:
-        for effect in effects:
-            self._out(effect)

@@ -9,14 +9,12 @@ At the first moment at which it is not busy,
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from replicas.core.effects import Emit, ReplicaIdle
-from replicas.messages.identity import Member
-
-if TYPE_CHECKING:
-    from replicas.core.channel import ChannelState
-    from replicas.core.member_state import MemberState
+from replicas.core.commits import Commits
+from replicas.core.effects import ReplicaIdle
+from replicas.core.ground import Ground
+from replicas.core.member_state import MemberState
+from replicas.core.operations import Operations
+from replicas.core.rounds import Rounds
 
 __all__ = ["Drains"]
 
@@ -24,8 +22,9 @@ __all__ = ["Drains"]
 class Drains:
     """The draining replicas of one channel."""
 
-    def __init__(self, channel: ChannelState) -> None:
-        self._channel = channel
+    def __init__(self, ground: Ground, commits: Commits, rounds: Rounds, operations: Operations) -> None:
+        self._ground = ground
+        self._commits, self._rounds, self._operations = commits, rounds, operations
         self._waiting: dict[tuple[str, int], int] = {}
         """Generations that are busy still."""
         self._ending: dict[tuple[str, int], int] = {}
@@ -35,10 +34,8 @@ class Drains:
         """This generation is being ended, and so is any before it."""
         self._ending[group, replica] = generation
         states = self._of(group, replica, generation)
-        for member in states:
-            state = self._channel.roster.get(member)
-            if state is not None:
-                state.draining = True
+        for state in states:
+            state.draining = True
         if states:
             self._waiting[group, replica] = generation
 
@@ -53,28 +50,27 @@ class Drains:
             if not self.busy(group, replica):
                 del self._waiting[group, replica]
                 if self._of(group, replica, generation):
-                    self._channel.out.append(Emit(ReplicaIdle(self._channel.config.name, group, replica, generation)))
+                    self._ground.emit(ReplicaIdle(self._ground.config.name, group, replica, generation))
 
     def busy(self, group: str, replica: int) -> str:
         """What the replica is in the middle of, in words; empty: of nothing."""
-        channel = self._channel
-        name = channel.config.name
-        members = [state.member for state in channel.roster.replica(group, replica)]
+        name = self._ground.config.name
+        members = [state.member for state in self._ground.roster.replica(group, replica)]
         if not members:
             return ""
-        for publish in channel.commits.publishes.open():
+        for publish in self._commits.publishes.open():
             if (publish.group, publish.replica) == (group, replica):
                 return f"{name}: publishes version {publish.version}"
-        for transfer in channel.commits.transfers:
+        for transfer in self._commits.transfers:
             concerned = transfer.concerned | (transfer.needers - transfer.verified)
             if not concerned.isdisjoint(members):
                 return f"{name}: version {transfer.payload.version} is on its way"
-        if channel.rounds.loading(group, replica):
-            return f"{name}: loads version {channel.rounds.of(group, replica).version}"
-        if any(channel.operations.engages(member) for member in members):
+        if self._rounds.loading(group, replica):
+            return f"{name}: loads version {self._rounds.of(group, replica).version}"
+        if any(self._operations.engages(member) for member in members):
             return f"{name}: waits for the end of an operation"
         return ""
 
-    def _of(self, group: str, replica: int, generation: int) -> list[Member]:
-        states = self._channel.roster.replica(group, replica)
-        return [state.member for state in states if state.hello.generation <= generation]
+    def _of(self, group: str, replica: int, generation: int) -> list[MemberState]:
+        states = self._ground.roster.replica(group, replica)
+        return [state for state in states if state.hello.generation <= generation]

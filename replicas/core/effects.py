@@ -23,6 +23,7 @@ __all__ = [
     "MemberLost",
     "MemberQuarantined",
     "OperationEnded",
+    "Past",
     "Read",
     "Record",
     "ReplicaIdle",
@@ -153,6 +154,24 @@ class CommitDecision(msgspec.Struct, frozen=True):
     digest: str
     epoch: int
     term: int
+
+
+class Past(msgspec.Struct, frozen=True):
+    """What the decision log tells of a channel when a coordinator starts.
+
+    :param decided: number and digest of the newest commit; (0, ""): none.
+    :param aborted: later numbers that failed.
+    :param epoch: the last one that members of an earlier coordinator may have seen.
+    """
+
+    decided: tuple[int, str] = (0, "")
+    aborted: frozenset[int] = frozenset()
+    epoch: int = 0
+
+    @property
+    def floor(self) -> int:
+        """The newest number that was ever decided."""
+        return max(self.decided[0], *self.aborted, 0)
 
 
 class Send(msgspec.Struct, frozen=True):

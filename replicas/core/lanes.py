@@ -18,6 +18,7 @@ from replicas.core.effects import Effect, Emit, ReplaceStore, Send, SidecarRepla
 from replicas.core.member_state import MemberState
 from replicas.core.membership import LANE, LaneState
 from replicas.core.pace import Pace
+from replicas.core.roster import Roster
 from replicas.messages import Backend, LaneDrop, LaneForm, LaneMoved
 from replicas.messages.identity import Member
 
@@ -65,16 +66,26 @@ class Lane:
 class Lanes:
     """All lanes of a channel. Lane names are never used twice within a term."""
 
-    def __init__(self, run: str, channel: str, term: int, store: Callable[[], tuple[str, int]], secret: bytes) -> None:
+    def __init__(
+        self,
+        roster: Roster,
+        out: list[Effect],
+        *,
+        run: str,
+        term: int,
+        store: Callable[[], tuple[str, int]],
+        secret: bytes = b"",
+    ) -> None:
         """``secret``: nobody's but the coordinator's; those of the lanes are made of it."""
-        self._base = f"{run}/{channel}"
-        self._channel = channel
-        self._term = term
+        self.roster = roster
+        self._out = out
+        self._base = f"{run}/{roster.config.name}/{term}"
         self._store = store
         self._secret = secret
         self._lost: tuple[str, int] | None = None
         self._count = 0
         self._lanes: dict[str, Lane] = {}
+        self._kept: Lane | None = None
         self.replaced: dict[str, int] = {}
         """Sidecars killed because their lane failed, by reason."""
 
@@ -85,20 +96,13 @@ class Lanes:
         return self._lanes.get(name)
 
     def open(
-        self,
-        epoch: int,
-        states: Sequence[MemberState],
-        backend: Backend,
-        now: float,
-        timeout_s: float,
-        out: list[Effect],
-        *,
-        probe: bool = False,
+        self, states: Sequence[MemberState], backend: Backend, now: float, timeout_s: float, *, probe: bool = False
     ) -> Lane:
         """Ask every member to form a group of them all, in this order."""
         self._count += 1
+        epoch = self.roster.epoch
         name = f"{epoch}.{self._count}"
-        prefix = f"{self._base}/{self._term}/{epoch}/{self._count}"
+        prefix = f"{self._base}/{epoch}/{self._count}"
         members = tuple(state.member for state in states)
         host, port = self._store()
         lane = Lane(name, prefix, members, backend, opened_at=now, deadline=now + timeout_s, store=(host, port))
@@ -121,7 +125,7 @@ class Lanes:
                 probe=probe,
                 secret=secret,
             )
-            out.append(Send(member, form))
+            self._out.append(Send(member, form))
         return lane
 
     def formed(self, member: Member, name: str, now: float) -> Lane | None:
@@ -136,11 +140,11 @@ class Lanes:
         lane.formed_s = now - lane.opened_at
         return lane
 
-    def tampered(self, lane: Lane, out: list[Effect]) -> None:
+    def tampered(self, lane: Lane) -> None:
         """Its store was written to by others, says one of its members: another one takes its place."""
         if lane.state == "forming" and lane.store == self._store() != self._lost:
             self._lost = lane.store
-            out.append(ReplaceStore(*lane.store))
+            self._out.append(ReplaceStore(*lane.store))
 
     def store_lost(self) -> None:
         """The store has ended."""
@@ -160,18 +164,47 @@ class Lanes:
         if lane is not None and member in lane.ranks:
             lane.pace.moved(member, message, now)
 
-    def close(self, lane: Lane, out: list[Effect], *, gone: frozenset[Member] = frozenset(), reason: str = "") -> None:
+    def close(self, lane: Lane, reason: str = "") -> None:
         """Kill the lane's sidecars and sweep its keys.
 
-        ``gone``: members that need not be told. ``reason``: why it has to be replaced; empty when it was just done.
+        ``reason``: why it has to be replaced; empty when it was just done.
         """
         if lane.state == "dead":
             return
         lane.state = LANE.next(lane.state, "close")
         del self._lanes[lane.name]
-        out.extend(Send(member, LaneDrop(lane.name)) for member in lane.members if member not in gone)
-        out.append(Sweep(lane.prefix))
-        count = len(lane.members) - len(gone)
-        if reason and count:
-            self.replaced[reason] = self.replaced.get(reason, 0) + count
-            out.append(Emit(SidecarReplaced(self._channel, reason, count)))
+        if lane is self._kept:
+            self._kept = None
+        here = [member for member in lane.members if member in self.roster]
+        self._out.extend(Send(member, LaneDrop(lane.name)) for member in here)
+        self._out.append(Sweep(lane.prefix))
+        if reason and here:
+            self.replaced[reason] = self.replaced.get(reason, 0) + len(here)
+            self._out.append(Emit(SidecarReplaced(self.roster.config.name, reason, len(here))))
+
+    # ------------------------------------------------------------ between two transfers
+
+    def keep(self, lane: Lane | None) -> None:
+        """Of the last transfer: it waits for the next one, in place of the one before."""
+        kept = self._kept
+        if kept is not None and kept is not lane:
+            self.close(kept)
+        self._kept = lane if lane is not None and lane.state == "formed" else None
+
+    def take(self, members: tuple[Member, ...], backend: Backend) -> Lane | None:
+        """The lane that waits, if it is of exactly these."""
+        kept = self._kept
+        if kept is None or (kept.members, kept.backend) != (members, backend):
+            return None
+        self._kept = None
+        return kept
+
+    def broke(self, lane: Lane) -> None:
+        """A member says so."""
+        if lane is self._kept:
+            self.close(lane)
+
+    def lost(self, member: Member) -> None:
+        """A member is out of the roster."""
+        if self._kept is not None and member in self._kept.ranks:
+            self.close(self._kept)

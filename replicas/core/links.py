@@ -23,9 +23,9 @@ from dataclasses import dataclass
 from functools import partial
 
 from replicas import errors
-from replicas.core.lanes import Lane
+from replicas.core.lanes import Lane, Lanes
 from replicas.core.member_state import MemberState
-from replicas.core.probes import Probe, ProbeContext
+from replicas.core.probes import Probe
 from replicas.messages.identity import Member
 
 __all__ = ["Links", "Pairs"]
@@ -57,8 +57,9 @@ class _Fault:
 class Links:
     """The links of one channel."""
 
-    def __init__(self, context: ProbeContext) -> None:
-        self._context = context
+    def __init__(self, lanes: Lanes) -> None:
+        self._lanes = lanes
+        self._roster = lanes.roster
         self._faults: dict[frozenset[str], _Fault] = {}
         self._usual: dict[str, float] = {}
 
@@ -73,7 +74,7 @@ class Links:
 
     def broken_within(self, members: Iterable[Member]) -> bool:
         """Whether the link between some two of these is broken."""
-        addresses = {state.address for state in map(self._context.roster.get, members) if state is not None}
+        addresses = {state.address for state in self._roster.states(members)}
         return any(fault.broken and link <= addresses for link, fault in self._faults.items())
 
     def why(self, state: MemberState) -> str:
@@ -130,16 +131,16 @@ class Links:
 
     def tick(self, now: float) -> None:
         """Begin the trials that are due; forget links to where nobody is any more."""
-        if len(self._usual) > 2 * len(self._context.roster):
-            there = {state.address for state in self._context.roster}
+        if len(self._usual) > 2 * len(self._roster):
+            there = {state.address for state in self._roster}
             self._usual = {address: rate for address, rate in self._usual.items() if address in there}
         if not self._faults:
             return
         ends: dict[str, MemberState] = {}
-        for state in self._context.roster:
-            if not state.observes and not self._context.roster.suspect(state, now):
+        for state in self._roster:
+            if not state.observes and not self._roster.suspect(state, now):
                 ends.setdefault(state.address, state)
-        there = {state.address for state in self._context.roster}
+        there = {state.address for state in self._roster}
         for link, fault in list(self._faults.items()):
             if fault.trial is not None:
                 fault.trial.tick(now)
@@ -154,7 +155,7 @@ class Links:
             self._try(link, [ends[address].member for address in sorted(link)], now)
 
     def _try(self, link: frozenset[str], members: list[Member], now: float) -> None:
-        trial = Probe(self._context, members, "gloo", now, partial(self._tried, link))
+        trial = Probe(self._lanes, members, "gloo", now, partial(self._tried, link))
         if not trial.over:
             self._faults[link].trial = trial
 

@@ -10,10 +10,11 @@ import msgspec
 
 from replicas import errors
 from replicas.core.effects import Send
+from replicas.core.ground import Ground
 from replicas.core.lanes import Lane
 from replicas.core.member_state import MemberState
 from replicas.core.paths import Plan
-from replicas.core.payload import Payload, TransferContext
+from replicas.core.payload import Payload
 from replicas.messages import SlotPlace, TransferCancel, TransferGo, TransferOffer
 from replicas.messages.identity import Member
 
@@ -23,8 +24,8 @@ __all__ = ["Offers"]
 class Offers:
     """Of one transfer. Equal messages are one object, which is encoded once."""
 
-    def __init__(self, context: TransferContext, payload: Payload) -> None:
-        self._context = context
+    def __init__(self, ground: Ground, payload: Payload) -> None:
+        self._ground = ground
         self._payload = payload
 
     def offer(self, plan: Plan, transfer: int, remaining_s: float) -> None:
@@ -36,9 +37,9 @@ class Offers:
         )
         for member in plan.senders:
             self._send(member, send)
-        waiting = Counter(self._host(member) for member in plan.waiting)
+        waiting = Counter(self._ground.roster.host(member) for member in plan.waiting)
         for member in plan.receivers:
-            self._send(member, receive, sharing=1 + waiting[self._host(member)])
+            self._send(member, receive, sharing=1 + waiting[self._ground.roster.host(member)])
         readers = Counter(plan.maps.values())
         for member, lender in plan.maps.items():
             self._send(member, place, self._place(lender), sharing=readers[lender])
@@ -64,11 +65,11 @@ class Offers:
     def _send(
         self, member: Member, last: list[TransferOffer], place: SlotPlace | None = None, *, sharing: int = 1
     ) -> None:
-        if member not in self._context.roster:
+        if member not in self._ground.roster:
             return
         if (last[0].place, last[0].sharing) != (place, sharing):
             last[0] = msgspec.structs.replace(last[0], place=place, sharing=sharing)
-        self._context.out.append(Send(member, last[0]))
+        self._ground.send(member, last[0])
 
     def go(self, plan: Plan, go: TransferGo, lane: Lane | None) -> None:
         """All have what they need: move the bytes."""
@@ -77,20 +78,16 @@ class Offers:
             own = msgspec.structs.replace(go, places=places) if places else go
             if lane is not None and member not in lane.members:
                 own = msgspec.structs.replace(own, lane="", routes=())
-            self._context.out.append(Send(member, own))
+            self._ground.send(member, own)
 
     def withdraw(self, transfer: int, members: Iterable[Member]) -> None:
         """Of attempt ``transfer`` nothing is wanted from these any more."""
-        context, cancel = self._context, TransferCancel(transfer)
-        context.out.extend(Send(member, cancel) for member in sorted(members) if member in context.roster)
-
-    def _host(self, member: Member) -> int:
-        state = self._context.roster.get(member)
-        return state.host if state is not None else 0
+        ground, cancel = self._ground, TransferCancel(transfer)
+        ground.out.extend(Send(member, cancel) for member in sorted(members) if member in ground.roster)
 
     def lender(self, member: Member) -> MemberState | None:
         """The member, or who stands in for it."""
-        return self._context.roster.get(member) or self._context.keeping.get(member)
+        return self._ground.roster.get(member) or self._ground.keeping.get(member)
 
     def _place(self, member: Member) -> SlotPlace | None:
         state = self.lender(member)

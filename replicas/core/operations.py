@@ -37,14 +37,14 @@ from collections.abc import Callable, Sequence
 
 from replicas import errors
 from replicas.core.domain_lanes import DomainLanes
-from replicas.core.effects import Effect, Emit, OperationEnded, Send
-from replicas.core.lanes import Lane, Lanes, form_timeout
+from replicas.core.effects import OperationEnded
+from replicas.core.ground import Ground
+from replicas.core.lanes import Lane, form_timeout
 from replicas.core.member_state import MemberState
 from replicas.core.operation import Operation
 from replicas.core.operation_faults import Faults
 from replicas.core.pairing import Due, Pairing
 from replicas.core.posts import Post
-from replicas.core.roster import Roster
 from replicas.core.settling import Settling
 from replicas.messages import Backend, OperationEnd, OperationPost, ReceiptData, WireError
 from replicas.messages.identity import Member
@@ -68,27 +68,14 @@ class Operations:
         parked until :meth:`resume`; False: it ends with the error.
     """
 
-    def __init__(
-        self,
-        roster: Roster,
-        lanes: Lanes,
-        out: Callable[[Effect], None],
-        next_id: Callable[[], int],
-        *,
-        term: int = 0,
-        retried: Callable[[str], None] | None = None,
-    ) -> None:
-        self._roster = roster
-        self._out = out
-        self._next_id = next_id
-        self._term = term
-        self._retried = retried
+    def __init__(self, ground: Ground) -> None:
+        self._ground, self._roster = ground, ground.roster
         self._settling = Settling()
-        self._lanes = DomainLanes(roster, lanes, out)
-        self.pairing = Pairing(roster, self._settling, out, self.reply, self._is_running)
+        self._lanes = DomainLanes(ground.lanes)
+        self.pairing = Pairing(ground, self._settling, self.reply, self._is_running)
         self._running: dict[int, Operation] = {}
         self._vanished: dict[Member, str] = {}
-        self.faults = Faults(roster)
+        self.faults = Faults(ground.roster)
         self.totals: dict[str, int] = {}
         self.on_stuck: Callable[[Operation, errors.ReplicasError, float], bool] = _nobody
 
@@ -126,10 +113,10 @@ class Operations:
             self._run(operation, now)
 
     def _start(self, due: Due, now: float) -> None:
-        number = self._next_id()
+        number = next(self._ground.ids)
         self._running[number] = Operation(
             number=number,
-            ref=f"{self._term}.{number}",
+            ref=f"{self._ground.term}.{number}",
             channel=self._roster.config.name,
             due=due,
             posts=due.posts,
@@ -152,10 +139,10 @@ class Operations:
         operation.ran_at = now
         lane.pace.begin()
         for post in operation.posts:
-            self._out(Send(post.member, operation.go(post, lane, now)))
+            self._ground.send(post.member, operation.go(post, lane, now))
 
     def _lane_for(self, operation: Operation, now: float) -> Lane:
-        wanted = [state for member in operation.participants if (state := self._roster.get(member)) is not None]
+        wanted = self._roster.states(operation.participants)
         operation.apart = operation.apart or (operation.pairwise and self._lanes.parted(operation.participants))
         if operation.pairwise and not operation.apart:  # in the lane of the whole domain, as far as that can be heard
             live = self.pairing.live(operation.due.domain)
@@ -172,7 +159,7 @@ class Operations:
 
     def backend_of(self, operation: Operation) -> Backend:
         """The backend of the lane that it takes."""
-        states = [state for member in operation.participants if (state := self._roster.get(member)) is not None]
+        states = self._roster.states(operation.participants)
         return self.backend_for(states, on_device=self._on_device(operation))
 
     def backend_for(self, states: Sequence[MemberState], *, on_device: bool = False) -> Backend:
@@ -241,15 +228,15 @@ class Operations:
         if self._lanes.owns(lane):
             self._lanes.close(lane, reason)
         concerned = [operation for operation in self.running if operation.lane is lane]
-        if concerned and self._retried is not None:
-            self._retried(reason)
+        if concerned:
+            self._ground.retried(reason)
         for operation in concerned:
             self._again(operation, now)
 
     def _again(self, operation: Operation, now: float) -> None:
         """Another attempt, with another number, over those that are left."""
         del self._running[operation.number]
-        operation.number = self._next_id()
+        operation.number = next(self._ground.ids)
         self._running[operation.number] = operation
         operation.attempt += operation.gone
         operation.gone = False
@@ -305,14 +292,14 @@ class Operations:
             self.reply(post, error, receipt)
         outcome = "ok" if error is None else type(error).__name__
         self.totals[outcome] = self.totals.get(outcome, 0) + 1
-        self._out(Emit(OperationEnded(self._roster.config.name, operation.kind, outcome, seconds)))
+        self._ground.emit(OperationEnded(self._roster.config.name, operation.kind, outcome, seconds))
         if not self._running:
             self._vanished.clear()
 
     def reply(self, post: Post, error: errors.ReplicasError | None = None, receipt: ReceiptData | None = None) -> None:
         if post.member in self._roster:
             wire = WireError.of(error) if error is not None else None
-            self._out(Send(post.member, OperationEnd(post.message.post, receipt, wire)))
+            self._ground.send(post.member, OperationEnd(post.message.post, receipt, wire))
 
     # ------------------------------------------------------------ losses and time
 
@@ -393,8 +380,9 @@ class Operations:
                 self._part_from_others(operation, now)
                 continue
             awaited = [member for member in operation.participants if member not in operation.done]
-            states = [state for member in awaited if (state := self._roster.get(member)) is not None]
-            silent = [state for state in states if state.live and self._roster.suspect(state, now)]
+            silent = [
+                state for state in self._roster.states(awaited) if state.live and self._roster.suspect(state, now)
+            ]
             heard = len(operation.posts) - len(silent)
             if not heard or not all(operation.can_do_without(state.member) for state in silent):
                 continue
@@ -407,7 +395,7 @@ class Operations:
         lane = operation.lane
         if lane is None or lane.state != "forming" or len(lane.members) == 2:
             return
-        third = [state for m in lane.members if m not in operation.participants and (state := self._roster.get(m))]
+        third = self._roster.states(set(lane.members) - set(operation.participants))
         if any(self._roster.suspect(state, now) for state in third):
             self.close_lane(lane, "frozen", now)
         elif now > lane.opened_at + PAIR_PATIENCE_S:

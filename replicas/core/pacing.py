@@ -27,16 +27,16 @@ in the same way, before an attempt, by what the kernel says of their sessions.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
 
 from replicas import errors
+from replicas.core.ground import Ground
 from replicas.core.lanes import Lane
-from replicas.core.payload import TransferContext
+from replicas.core.membership import TransferState
+from replicas.core.paths import Plan
+from replicas.core.payload import Payload
 from replicas.messages.identity import Member
-
-if TYPE_CHECKING:
-    from replicas.core.transfers import Transfer
 
 __all__ = ["Pacing"]
 
@@ -56,12 +56,40 @@ UNUSUAL = 3.0
 FAR = 3.0
 """Who was so many times too slow in an earlier attempt is not measured again."""
 
+SLOW_S = 2.0
+SLOW_MAX_S = 300.0
+
+
+class Paced(Protocol):
+    """What pacing looks at in its transfer, and may have it do."""
+
+    payload: Payload
+    plan: Plan
+    state: TransferState
+    lane: Lane | None
+    needers: set[Member]
+    verified: set[Member]
+    sent_to: set[Member]
+    why: dict[Member, str]
+
+    @property
+    def at_work(self) -> list[Member]: ...
+
+    @property
+    def drops(self) -> bool: ...
+
+    def again(self, reason: str, now: float) -> None: ...
+
+    def failed_all_alive(self, error: errors.ReplicasError, now: float) -> None: ...
+
+    def leave_slow(self, late: Mapping[Member, str], now: float) -> None: ...
+
 
 class Pacing:
     """Of one transfer. ``rates``: bytes a second, by address, of those who were seen to be slow."""
 
-    def __init__(self, context: TransferContext, transfer: Transfer) -> None:
-        self._context = context
+    def __init__(self, ground: Ground, transfer: Paced) -> None:
+        self._ground = ground
         self._transfer = transfer
         self.rates: dict[str, float] = {}
         self._began_at = 0.0
@@ -82,12 +110,12 @@ class Pacing:
             self._leave_slow(transfer.lane, awaited, now)
 
     def _stood_still(self, lane: Lane, now: float) -> None:
-        pairs = {(self._address(member), other) for member, other in lane.pace.held_up()}
+        pairs = {(self._ground.roster.address(member), other) for member, other in lane.pace.held_up()}
         ends = {address for pair in pairs for address in pair}
-        names = [member.name for member in lane.members if self._address(member) in ends]
+        names = [member.name for member in lane.members if self._ground.roster.address(member) in ends]
         names = names or [member.name for member in lane.members]
         text = f"no byte has moved for {lane.pace.still_s():.1f} s between {', '.join(names)}"
-        self._context.links.doubt(pairs, text, now)
+        self._ground.links.doubt(pairs, text, now)
         if any(len(set(pair)) == 2 for pair in pairs):
             self._transfer.again("link", now)
         else:
@@ -100,13 +128,13 @@ class Pacing:
 
     def _go_round(self, lane: Lane, awaited: Sequence[Member], now: float) -> bool:
         """Whether one link slows down all, so that another way is taken."""
-        transfer, links = self._transfer, self._context.links
+        transfer, links = self._transfer, self._ground.links
         receivers = [member for member in transfer.plan.receivers if member in awaited]
         held_up = lane.pace.held_up_lately(awaited, now)
         if len(receivers) < 2 or not held_up:
             return False
         before, behind = held_up[0]  # the chain has no more behind this link than what that lets through
-        slow = [member for member in receivers if self._address(member) == behind]
+        slow = [member for member in receivers if self._ground.roster.address(member) == behind]
         if not slow or len(slow) == len(receivers) or self._left_s(lane, slow[0]) < LONG_S:
             return False
         known = self._alone(held_up, lane) or self._unusual(lane, slow[0], receivers)
@@ -115,7 +143,9 @@ class Pacing:
         rate = lane.pace.rate(slow[0]) or 0.0
         self.rates[behind] = rate
         if known:
-            links.slow([(self._address(before), behind)], f"{slow[0].name} takes {rate:,.0f} bytes/s", now)
+            links.slow(
+                [(self._ground.roster.address(before), behind)], f"{slow[0].name} takes {rate:,.0f} bytes/s", now
+            )
         transfer.again("slow", now)
         return True
 
@@ -125,12 +155,12 @@ class Pacing:
 
     def _worth_a_try(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
         """Whether it may be this link alone, for all that is known, and there is very long to go: once."""
-        usual = any(self._context.links.usual(self._address(member)) for member in receivers)
+        usual = any(self._ground.links.usual(self._ground.roster.address(member)) for member in receivers)
         return not (usual or self.rates) and self._left_s(lane, slow) >= UNKNOWN_S
 
     def _unusual(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
         """Whether it goes far more slowly than it did before with any of these."""
-        usual = [self._context.links.usual(self._address(member)) for member in receivers]
+        usual = [self._ground.links.usual(self._ground.roster.address(member)) for member in receivers]
         known = [rate for rate in usual if rate]
         return bool(known) and (lane.pace.rate(slow) or 0.0) * UNUSUAL < min(known)
 
@@ -150,41 +180,48 @@ class Pacing:
                 rate = transfer.payload.nbytes / left_s if left_s else 0.0
                 waited_s = now - self._others_at
                 late[member] = f"it is slow: {rate:,.0f} bytes/s, and the others have had it for {waited_s:.1f} s"
-        hosts = {self._host(member) for member in late}
-        late |= {m: "its host is slow" for m in transfer.needers if m not in late and self._host(m) in hosts}
+        hosts = {self._ground.roster.host(member) for member in late}
+        late |= {
+            m: "its host is slow" for m in transfer.needers if m not in late and self._ground.roster.host(m) in hosts
+        }
         if late and self._enough_without(late):
-            for member in late:
-                self._context.slow(member, now)
+            self._note_slow(late, now)
             transfer.leave_slow(late, now)
 
     def leave_far(self, now: float) -> None:
         """Before an attempt of a publish: those who would take too long to form a process group do not take part."""
-        transfer, roster = self._transfer, self._context.roster
-        if transfer.kind != "main" or not transfer.drops:
+        transfer, roster = self._transfer, self._ground.roster
+        if not transfer.drops:
             return
         version = transfer.payload.version
         here = {state.host for state in roster if version in state.held or version in state.parts}  # where it is mapped
-        needers = [state for state in map(roster.get, transfer.needers) if state is not None and state.host not in here]
+        needers = [state for state in roster.states(transfer.needers) if state.host not in here]
         trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
         far = {state.member: trips[state.host] for state in needers if state.host in trips}
         if not far or not self._enough_without(far):
             return
         for member, rtt_s in far.items():
             transfer.why[member] = f"it is far: a round trip takes {rtt_s:.1f} s"
-            self._context.slow(member, now)
+        self._note_slow(far, now)
         transfer.needers -= far.keys()
+
+    def _note_slow(self, members: Iterable[Member], now: float) -> None:
+        """They are caught up at their own pace, and with the others again later, longer each time."""
+        for state in self._ground.roster.states(members):
+            state.failures += 1
+            state.slow, state.not_before = True, now + min(SLOW_MAX_S, SLOW_S * 2 ** min(state.failures, 10))
 
     def _enough_without(self, late: Collection[Member]) -> bool:
         """Whether the version can be committed with the others: some of them, and ``min_targets`` of their replicas."""
         others = (self._transfer.needers | self._transfer.verified) - set(late)
         replicas = {(member.group, member.replica) for member in others}
-        return bool(others) and len(replicas) >= self._context.roster.config.min_targets
+        return bool(others) and len(replicas) >= self._ground.roster.config.min_targets
 
     def _left_s(self, lane: Lane, member: Member) -> float:
         """How long it still takes, by what was seen; 0 where nothing was, or nothing comes at all."""
         nbytes = max(0, self._transfer.payload.nbytes - lane.pace.received(member))
         rate = lane.pace.rate(member)
-        rate = self.rates.get(self._address(member)) if rate is None else rate
+        rate = self.rates.get(self._ground.roster.address(member)) if rate is None else rate
         if rate is None or not nbytes or lane.pace.stalls(member):
             return 0.0
         return nbytes / rate if rate else math.inf
@@ -193,13 +230,7 @@ class Pacing:
         """Names of those who still need it and were seen to be slow, or are behind a link that holds up the others."""
         lane = self._transfer.lane
         behind = {address for _, address in lane.pace.held_up()} if lane is not None else set()
-        slow = [member for member in self._transfer.needers if self._address(member) in {*self.rates, *behind}]
+        slow = [
+            member for member in self._transfer.needers if self._ground.roster.address(member) in {*self.rates, *behind}
+        ]
         return sorted(member.name for member in slow)
-
-    def _address(self, member: Member) -> str:
-        state = self._context.roster.get(member)
-        return state.address if state is not None else ""
-
-    def _host(self, member: Member) -> int:
-        state = self._context.roster.get(member)
-        return state.host if state is not None else 0

@@ -28,11 +28,10 @@ from dataclasses import dataclass
 import msgspec
 
 from replicas import errors
-from replicas.core.effects import Effect, Send
+from replicas.core.ground import Ground
 from replicas.core.member_state import MemberState
 from replicas.core.membership import MEMBER
 from replicas.core.posts import Post, disagreement, miscount, show
-from replicas.core.roster import Roster
 from replicas.core.settling import Settling
 from replicas.messages import OperationPost, OperationSettled
 from replicas.messages.identity import Member
@@ -56,16 +55,14 @@ class Pairing:
 
     def __init__(
         self,
-        roster: Roster,
+        ground: Ground,
         settling: Settling,
-        out: Callable[[Effect], None],
         reply: Callable[[Post, errors.ReplicasError], None],
         running: Callable[[str], bool],
     ) -> None:
         self._expects = True
-        self._roster = roster
+        self._ground, self._roster = ground, ground.roster
         self._settling = settling
-        self._out = out
         self._reply = reply
         self._running = running
         self._streams: dict[Member, list[Post]] = {}
@@ -297,7 +294,7 @@ class Pairing:
         for post in heads:
             answers = found[post.member]
             for ref, applied in answers.items():
-                self._out(Send(post.member, OperationSettled(ref, bool(applied))))
+                self._ground.send(post.member, OperationSettled(ref, bool(applied)))
             missed = [ref for ref, applied in answers.items() if applied]
             if missed:
                 self._refuse(post, self._settling.missed(post.member.name, missed))

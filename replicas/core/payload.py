@@ -1,20 +1,14 @@
-"""What a transfer carries, and what it needs of its channel."""
+"""The bytes of one version, as a transfer carries them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
 
-from replicas.core.effects import Effect
-from replicas.core.keeping import Keeping
-from replicas.core.lanes import Lane, Lanes
-from replicas.core.links import Links
 from replicas.core.manifest import Manifest
-from replicas.core.roster import Roster
-from replicas.messages import Backend, Meta
+from replicas.messages import Meta
 from replicas.messages.identity import Member
 
-__all__ = ["Payload", "TransferContext"]
+__all__ = ["Payload"]
 
 
 @dataclass(slots=True)
@@ -36,27 +30,3 @@ class Payload:
     part_digests: dict[Member, str] = field(default_factory=dict)
     part_owners: tuple[Member, ...] = ()
     filling: Member | None = None
-
-
-class TransferContext(Protocol):
-    """What a transfer needs of its channel."""
-
-    roster: Roster
-    lanes: Lanes
-    keeping: Keeping
-    links: Links
-    out: list[Effect]
-
-    def next_id(self) -> int: ...
-
-    def idle_lane(self, members: tuple[Member, ...], backend: Backend) -> Lane | None: ...
-
-    def retried(self, reason: str) -> None: ...
-
-    def others_wait(self, now: float) -> bool: ...
-
-    def quarantine(self, member: Member, why: str, now: float) -> None: ...
-
-    def slow(self, member: Member, now: float) -> None: ...
-
-    def apart(self, member: Member) -> None: ...

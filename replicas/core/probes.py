@@ -16,27 +16,16 @@ sender there, and one receiver is of less weight to the others than the sender o
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
 
 from replicas import errors
-from replicas.core.effects import Effect
 from replicas.core.lanes import Lane, Lanes
-from replicas.core.roster import Roster
 from replicas.messages import Backend
 from replicas.messages.identity import Member
 
-__all__ = ["Probe", "ProbeContext", "culprits"]
+__all__ = ["Probe", "culprits"]
 
 PROBE_TIMEOUT_S = 4.0
 ALL_PAIRS = 5
-
-
-class ProbeContext(Protocol):
-    """What a probe needs of its channel."""
-
-    roster: Roster
-    lanes: Lanes
-    out: list[Effect]
 
 
 class Probe:
@@ -44,7 +33,7 @@ class Probe:
 
     def __init__(
         self,
-        context: ProbeContext,
+        lanes: Lanes,
         members: Sequence[Member],
         backend: Backend,
         now: float,
@@ -52,24 +41,15 @@ class Probe:
         *,
         pairs: Sequence[tuple[Member, Member]] | None = None,
     ) -> None:
-        self._context = context
-        self._members = tuple(member for member in members if member in context.roster)
+        self._lanes = lanes
+        self._members = tuple(member for member in members if member in lanes.roster)
         self._on_end = on_end
         self._deadline = now + PROBE_TIMEOUT_S
         self._open: dict[str, Lane] = {}
         self._bad: dict[tuple[Member, Member], str] = {}
         self.over = False
         for pair in self._pairs() if pairs is None else pairs:
-            states = [context.roster.get(member) for member in pair]
-            lane = context.lanes.open(
-                context.roster.epoch,
-                [state for state in states if state is not None],
-                backend,
-                now,
-                PROBE_TIMEOUT_S,
-                context.out,
-                probe=True,
-            )
+            lane = lanes.open(lanes.roster.states(pair), backend, now, PROBE_TIMEOUT_S, probe=True)
             self._open[lane.name] = lane
         self._end_if_done(now)
 
@@ -86,14 +66,14 @@ class Probe:
     def formed(self, lane: Lane, now: float) -> None:
         """This pair works."""
         if self._open.pop(lane.name, None) is not None:
-            self._close(lane)
+            self._lanes.close(lane)
             self._end_if_done(now)
 
     def failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
         """This pair does not."""
         if self._open.pop(lane.name, None) is not None:
             self._bad[lane.members[0], lane.members[1]] = error.message
-            self._close(lane)
+            self._lanes.close(lane)
             self._end_if_done(now)
 
     def lost(self, member: Member, now: float) -> None:
@@ -104,7 +84,7 @@ class Probe:
     def tick(self, now: float) -> None:
         """What has not formed by the deadline is bad."""
         if now > self._deadline:
-            self._forget([lane for lane in self._open.values() if self._context.lanes.waits_for_store(lane)], now)
+            self._forget([lane for lane in self._open.values() if self._lanes.waits_for_store(lane)], now)
             for lane in list(self._open.values()):
                 late = [member.name for member in lane.members if member not in lane.formed_by]
                 text = f"no process group within {PROBE_TIMEOUT_S:g} s; missing: {', '.join(late)}"
@@ -117,19 +97,15 @@ class Probe:
     def _forget(self, lanes: Sequence[Lane], now: float) -> None:
         for lane in lanes:
             del self._open[lane.name]
-            self._close(lane)
+            self._lanes.close(lane)
         self._end_if_done(now)
 
     def abandon(self) -> None:
         """Close every lane, and end without a word."""
         self.over = True
         for lane in self._open.values():
-            self._close(lane)
+            self._lanes.close(lane)
         self._open.clear()
-
-    def _close(self, lane: Lane) -> None:
-        gone = frozenset(member for member in lane.members if member not in self._context.roster)
-        self._context.lanes.close(lane, self._context.out, gone=gone)
 
     def _end_if_done(self, now: float) -> None:
         if not self._open and not self.over:

@@ -23,19 +23,16 @@ What the newest committed version looks like is told by any holder of it (``Desc
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.core.effects import Send
+from replicas.core.commits import Commits
+from replicas.core.ground import Ground
 from replicas.core.member_state import MemberState
+from replicas.core.pairing import Pairing
 from replicas.core.payload import Payload
 from replicas.messages.identity import Member
-
-if TYPE_CHECKING:
-    from replicas.core.channel import ChannelState
 
 __all__ = ["RECOVERY_S", "Recovery"]
 
@@ -43,16 +40,18 @@ RECOVERY_S = 3.0
 
 
 class Recovery:
-    """The recovery of one channel. ``decided``: version and digest of the newest commit in the log."""
+    """The recovery of one channel."""
 
-    def __init__(self, channel: ChannelState, *, decided: tuple[int, str], aborted: frozenset[int]) -> None:
-        self._channel = channel
-        self._aborted = aborted
+    def __init__(self, ground: Ground, commits: Commits, pairing: Pairing) -> None:
+        self._ground, self._roster = ground, ground.roster
+        self._commits = commits
+        self._pairing = pairing
+        self._aborted = ground.past.aborted
         self._started: float | None = None
         self._described: Member | None = None
         self._answer: wire.Described | None = None
         self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
-        self._done = not decided[0]
+        self._done = not ground.past.decided[0]
         """Nothing to recover until somebody from before comes."""
 
     @property
@@ -64,9 +63,8 @@ class Recovery:
 
     def heard(self, state: MemberState, now: float) -> None:
         """A member joined that was there under another coordinator."""
-        channel, hello = self._channel, state.hello
-        commits = channel.commits
-        channel.roster.epoch = max(channel.roster.epoch, hello.epoch + 1)
+        commits, hello = self._commits, state.hello
+        self._roster.epoch = max(self._roster.epoch, hello.epoch + 1)
         versions = [hello.latest, hello.loaded, hello.assigned, *(held.version for held in hello.held)]
         commits.publishes.numbered = max(commits.publishes.numbered, *versions)
         if state.is_source:
@@ -77,23 +75,23 @@ class Recovery:
         commits.learn(hello.latest, hello.latest_digest)
         self._check_held(state)
         if commits.latest > hello.latest:
-            channel.out.append(Send(state.member, commits.commit_message()))
+            self._ground.send(state.member, commits.commit_message())
 
     def _check_held(self, state: MemberState) -> None:
         """What it holds under a committed number, but is something else, is of no use."""
-        commits = self._channel.commits
+        commits = self._commits
         digest = state.held.get(commits.latest, "")
         if digest and commits.decided and digest != commits.decided:
             state.forget(commits.latest)
-            self._channel.out.append(Send(state.member, wire.Discard(commits.latest)))
+            self._ground.send(state.member, wire.Discard(commits.latest))
 
     def defers(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> bool:
         """Whether it is to be handled at the end of the window: a publish without a number, and what comes after it."""
-        numbered = isinstance(message, wire.PublishBegin) and message.resumed
-        known = self._channel.commits.publishes.get(state.member, message.publish)
-        if self._done or numbered or (known is not None and state.member in known.begun):
+        at_once = isinstance(message, wire.PublishBegin) and (message.resumed or not state.is_source)
+        known = self._commits.publishes.get(state.member, message.publish)
+        if self._done or at_once or (known is not None and state.member in known.begun):
             return False
         self._deferred.append((state, message, now))
         return True
@@ -107,86 +105,79 @@ class Recovery:
         if self._started is None:
             self._started = now
         passed = now - self._started
-        unheard = any(not state.resumed for state in self._channel.roster)
+        unheard = any(not state.resumed for state in self._roster)
         if passed < RECOVERY_S or (unheard and passed < 2 * RECOVERY_S):
             return
         self._done = True
-        if any(state.is_peer and state.from_before for state in self._channel.roster):
-            self._channel.operations.pairing.expect_nobody()
+        if any(state.is_peer and state.from_before for state in self._roster):
+            self._pairing.expect_nobody()
         self._handle_deferred(now)
         self._end_known_publishes(now)
         for version in sorted(self._prepared()):
             self._settle(version, now)
 
     def _handle_deferred(self, now: float) -> None:
-        commits = self._channel.commits
         deferred, self._deferred = self._deferred, []
         for state, message, at in deferred:
-            if self._channel.roster.get(state.member) is not state:
+            if self._roster.get(state.member) is not state:
                 continue
-            if isinstance(message, wire.PackFailed):
-                commits.pack_failed(state, message, now)
-            elif isinstance(message, wire.Packed):
-                commits.packed(state, message, now)
-            else:
+            if isinstance(message, wire.PublishBegin):
                 left_s = max(0.0, message.deadline_s - (now - at))
-                commits.begin(state, msgspec.structs.replace(message, deadline_s=left_s), now)
+                message = msgspec.structs.replace(message, deadline_s=left_s)
+            self._commits.publishing(state, message, now)
 
     def _end_known_publishes(self, now: float) -> None:
         """A rank that does not announce its replica's publish again has had its verdict: so has the replica."""
-        channel = self._channel
-        for publish in channel.commits.publishes.open():
+        commits = self._commits
+        for publish in commits.publishes.open():
             if not publish.resumed:
                 continue
-            ranks = channel.roster.replica(publish.group, publish.replica)
+            ranks = self._roster.replica(publish.group, publish.replica)
             told = [s for s in ranks if s.from_before and s.hello.publishes >= publish.number and s.resumed]
             silent = [s.member for s in told if s.member not in publish.begun]
-            failed = publish.version in self._aborted or (silent and publish.version > channel.commits.latest)
+            failed = publish.version in self._aborted or (silent and publish.version > commits.latest)
             if failed:
                 names = ", ".join(member.name for member in silent)
-                channel.commits.fail_resumed(publish, f"{names} had its verdict" if names else "it had failed", now)
+                commits.fail_resumed(publish, f"{names} had its verdict" if names else "it had failed", now)
 
     def _prepared(self) -> set[int]:
         """Versions that somebody holds, newer than the committed one, that no publish carries."""
-        commits = self._channel.commits
+        commits = self._commits
         carried = {publish.version for publish in commits.publishes.open()}
-        held = {version for state in self._channel.roster for version in state.held}
+        held = {version for state in self._roster for version in state.held}
         return {version for version in held if version > commits.latest} - carried
 
     def _settle(self, version: int, now: float) -> None:
-        channel = self._channel
-        targets = [s for s in channel.roster if s.is_target and s.carries]
+        targets = [s for s in self._roster if s.is_target and s.carries]
         digests = {state.held.get(version, "") for state in targets}
-        sources = any(state.is_source and state.from_before for state in channel.roster)
+        sources = any(state.is_source and state.from_before for state in self._roster)
         forward = version not in self._aborted and not sources and len(digests) == 1 and digests != {""}
         if forward:
-            channel.commits.decide_forward(version, digests.pop())
+            self._commits.decide_forward(version, digests.pop())
             return
-        for state in channel.roster:
-            if version in state.held:
-                state.forget(version)
-                channel.out.append(Send(state.member, wire.Discard(version)))
+        for state in self._roster.holders(version):
+            state.forget(version)
+            self._ground.send(state.member, wire.Discard(version))
 
     # ------------------------------------------------------------ the bytes of the committed version
 
     def advance(self, now: float) -> None:
         """Ask a holder what the committed version looks like, if that is not known."""
-        channel = self._channel
-        version = channel.commits.latest
-        if self.active or not version or channel.commits.committed is not None:
+        version = self._commits.latest
+        if self.active or not version or self._commits.committed is not None:
             return
-        if self._described is not None and self._described in channel.roster:
+        if self._described is not None and self._described in self._roster:
             if self._answer is not None:
                 self._read(self._described, self._answer, now)
             return
-        holder = min((state.member for state in channel.roster.holders(version)), default=None)
+        holder = min((state.member for state in self._roster.holders(version)), default=None)
         self._described, self._answer = holder, None
         if holder is not None:
-            channel.out.append(Send(holder, wire.Describe(version)))
+            self._ground.send(holder, wire.Describe(version))
 
     def described(self, state: MemberState, message: wire.Described) -> None:
         """A holder's answer."""
-        commits = self._channel.commits
+        commits = self._commits
         if state.member != self._described:
             return
         if message.version != commits.latest or commits.committed is not None:
@@ -202,11 +193,11 @@ class Recovery:
         """What it holds is of no use: somebody else is asked."""
         if state.member == self._described:
             self._described = self._answer = None
-            state.forget(self._channel.commits.latest)
+            state.forget(self._commits.latest)
 
     def _read(self, holder: Member, answer: wire.Described, now: float) -> None:
         """Have the manifest, and read it: the bytes of the version are known then."""
-        commits, wanted = self._channel.commits, answer.manifest_hash
+        commits, wanted = self._commits, answer.manifest_hash
         if answer.version != commits.latest:
             self._described = self._answer = None
             return
@@ -217,7 +208,7 @@ class Recovery:
         try:
             joined = commits.manifests.joined(wanted, [encoded], whole=True)
         except errors.ManifestMismatch:
-            if (state := self._channel.roster.get(holder)) is not None:
+            if (state := self._roster.get(holder)) is not None:
                 self.undescribed(state)
             return
         if joined is None:

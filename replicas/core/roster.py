@@ -20,7 +20,7 @@ all of them by the pauses of its own loop (:meth:`Roster.forgive`), so that a st
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Container, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import msgspec
@@ -98,6 +98,20 @@ class Roster:
 
     def get(self, member: Member) -> MemberState | None:
         return self._members.get(member)
+
+    def states(self, members: Iterable[Member]) -> list[MemberState]:
+        """Of those of ``members`` that are there."""
+        return [state for state in map(self._members.get, members) if state is not None]
+
+    def address(self, member: Member) -> str:
+        """Where it is reached; empty: it is not there."""
+        state = self._members.get(member)
+        return state.address if state is not None else ""
+
+    def host(self, member: Member) -> int:
+        """The number of its host; 0: it is not known, or the member is not there."""
+        state = self._members.get(member)
+        return state.host if state is not None else 0
 
     def shape(self, group: str) -> GroupShape:
         return self.groups.get(group, GroupShape())

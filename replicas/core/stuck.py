@@ -20,17 +20,15 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from replicas import errors
+from replicas.core.ground import Ground
 from replicas.core.lanes import Lane
+from replicas.core.member_state import MemberState
 from replicas.core.operation import Operation
+from replicas.core.operations import Operations
 from replicas.core.probes import Probe
 from replicas.messages.identity import Member
-
-if TYPE_CHECKING:
-    from replicas.core.channel import ChannelState
-    from replicas.core.member_state import MemberState
 
 __all__ = ["StuckOperations"]
 
@@ -55,12 +53,13 @@ class _Apart:
 class StuckOperations:
     """Of one channel of peers."""
 
-    def __init__(self, channel: ChannelState) -> None:
-        self._channel = channel
+    def __init__(self, ground: Ground, operations: Operations) -> None:
+        self._ground = ground
+        self._operations = operations
         self._probes: dict[str, tuple[Operation, Probe]] = {}
         self._probed: dict[str, int] = {}
         self._apart: dict[Member, _Apart] = {}
-        channel.operations.on_stuck = self.take
+        operations.on_stuck = self.take
 
     def take(self, operation: Operation, error: errors.ReplicasError, now: float) -> bool:
         """Find out whom it is up to; False when that has been tried, or there is nobody to tell apart."""
@@ -70,9 +69,9 @@ class StuckOperations:
         if count >= MAX_PROBES:
             return False
         self._probed[operation.ref] = count + 1
-        operations = self._channel.operations
-        members = operations.faults.by_weight(operation)
-        probe = Probe(self._channel, members, operations.backend_of(operation), now, partial(self._ended, operation))
+        members = self._operations.faults.by_weight(operation)
+        backend = self._operations.backend_of(operation)
+        probe = Probe(self._ground.lanes, members, backend, now, partial(self._ended, operation))
         if not probe.over:
             self._probes[operation.ref] = (operation, probe)
         return not probe.over
@@ -80,37 +79,37 @@ class StuckOperations:
     def _ended(self, operation: Operation, culprits: Mapping[Member, str], now: float) -> None:
         self._probes.pop(operation.ref, None)
         for member, why in culprits.items():
-            self._channel.quarantine(member, why, now)
-        if operation in self._channel.operations.running:
-            self._channel.operations.resume(operation, now)
+            self._ground.quarantine(member, why, now)
+        if operation in self._operations.running:
+            self._operations.resume(operation, now)
 
     # ------------------------------------------------------------ trials
 
     def _try(self, state: MemberState, apart: _Apart, now: float) -> None:
         partners = self._partners(state, now)
         pairs = [(other.member, state.member) for other in partners]
-        backend = self._channel.operations.backend_for([*partners, state])
+        backend = self._operations.backend_for([*partners, state])
         end = partial(self._tried, state, apart)
         members = [other.member for other in partners] + [state.member]
-        trial = Probe(self._channel, members, backend, now, end, pairs=pairs)
+        trial = Probe(self._ground.lanes, members, backend, now, end, pairs=pairs)
         apart.trial = None if trial.over else trial
 
     def _partners(self, state: MemberState, now: float) -> Sequence[MemberState]:
-        pairing = self._channel.operations.pairing
-        live = [s for s in pairing.live(pairing.domain_of(state.member)) if not self._channel.roster.suspect(s, now)]
+        pairing = self._operations.pairing
+        live = [s for s in pairing.live(pairing.domain_of(state.member)) if not self._ground.roster.suspect(s, now)]
         return live[:: -(-len(live) // TRIAL_PAIRS) or 1]
 
     def _tried(self, state: MemberState, apart: _Apart, culprits: Mapping[Member, str], now: float) -> None:
         apart.trial = None
         if not culprits:
-            self._channel.roster.release(state)
+            self._ground.roster.release(state)
             return
         state.note = next(iter(culprits.values()))
         state.not_before = now + min(TRIAL_MAX_S, max(TRIAL_MIN_S, TRIAL_PART * (now - apart.since)))
 
     def _look(self, now: float) -> None:
         """Begin the trials that are due, and forget those who are apart no more."""
-        roster = self._channel.roster
+        roster = self._ground.roster
         here = {s.member: s for s in roster.index.apart.values() if s.standing == "quarantined" and s.is_peer}
         for member in [member for member in self._apart if member not in here]:
             trial = self._apart.pop(member).trial
@@ -151,7 +150,7 @@ class StuckOperations:
 
     def tick(self, now: float) -> None:
         """Time passes; operations that have ended are forgotten."""
-        running = {operation.ref for operation in self._channel.operations.running}
+        running = {operation.ref for operation in self._operations.running}
         self._probed = {ref: count for ref, count in self._probed.items() if ref in running}
         for ref in [ref for ref in self._probes if ref not in running]:
             self._probes.pop(ref)[1].abandon()

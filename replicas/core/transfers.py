@@ -33,13 +33,14 @@ from typing import Literal
 
 from replicas import errors
 from replicas.core.blame import Blame
+from replicas.core.ground import Ground
 from replicas.core.lanes import Lane, form_timeout
 from replicas.core.member_state import MemberState
 from replicas.core.membership import TRANSFER, TransferState
 from replicas.core.offers import Offers
 from replicas.core.pacing import Pacing
 from replicas.core.paths import Plan, Works, plan
-from replicas.core.payload import Payload, TransferContext
+from replicas.core.payload import Payload
 from replicas.core.preflight import nccl_works
 from replicas.messages import (
     Backend,
@@ -61,7 +62,7 @@ class Transfer:
 
     def __init__(
         self,
-        context: TransferContext,
+        ground: Ground,
         payload: Payload,
         needers: Sequence[Member],
         *,
@@ -70,7 +71,7 @@ class Transfer:
         on_end: Callable[[Transfer, errors.ReplicasError | None, float], None],
         avoid: Member | None = None,
     ) -> None:
-        self._context = context
+        self._ground = ground
         self.payload = payload
         self.needers = set(needers)
         self.kind = kind
@@ -85,10 +86,10 @@ class Transfer:
         self.refused: dict[Member, errors.ReplicasError] = {}
         self.why: dict[Member, str] = {}
         """Why members were left out."""
-        self.blame = Blame(context, self)
-        self.pacing = Pacing(context, self)
-        self._offers = Offers(context, payload)
-        self._copies = context.roster.config.staging == "device"
+        self.blame = Blame(ground, self)
+        self.pacing = Pacing(ground, self)
+        self._offers = Offers(ground, payload)
+        self._copies = ground.roster.config.staging == "device"
         """Whether those that map copy what they find."""
         self.attempts = 0
         self.attempt_at = 0.0
@@ -147,7 +148,7 @@ class Transfer:
     @property
     def drops(self) -> bool:
         """Whether others may go on without those that are slow."""
-        return self.kind == "main" and self._context.roster.config.on_lost == "drop"
+        return self.kind == "main" and self._ground.roster.config.on_lost == "drop"
 
     def gets_on(self, now: float) -> bool:
         """Whether bytes move."""
@@ -163,15 +164,15 @@ class Transfer:
     @property
     def _readers(self) -> set[Member]:
         """Those of the present attempt who have asked for its manifest."""
-        states = (state for state in map(self._context.roster.get, self.concerned) if state is not None)
+        states = self._ground.roster.states(self.concerned)
         wanted = self.payload.manifest_hash
         return {state.member for state in states if state.reading is not None and state.reading.manifest_hash == wanted}
 
     def slow_readers(self, until: float) -> set[Member]:
         """Those who still read the manifest, and will not have it by then."""
         waited = self._mapping if self.state == "moving" else self._mapping | (set(self._movers) - self._ready)
-        states = [self._context.roster.get(member) for member in waited & self._readers & self.needers]
-        return {s.member for s in states if s is not None and s.reading is not None and s.reading.ends_at > until}
+        states = self._ground.roster.states(waited & self._readers & self.needers)
+        return {s.member for s in states if s.reading is not None and s.reading.ends_at > until}
 
     def lane_formed_or_none(self) -> bool:
         """Whether what an offered transfer waits for is slots, and not its process group."""
@@ -184,8 +185,8 @@ class Transfer:
 
     def start(self, now: float) -> None:
         """Begin an attempt over those that still need the version."""
-        context = self._context
-        self.needers = {m for m in self.needers if m in context.roster and not self._holds(m)}
+        ground = self._ground
+        self.needers = {m for m in self.needers if m in ground.roster and not self._holds(m)}
         self.pacing.leave_far(now)
         found = self._plan(now)
         if found is None:
@@ -195,7 +196,7 @@ class Transfer:
             self._leave_unreached()
             self._end(None if self.verified else self._refusal(), now)
             return
-        self.id = context.next_id()
+        self.id = next(ground.ids)
         self.attempt_at = now
         self.attempts += 1
         if self._started:
@@ -213,13 +214,13 @@ class Transfer:
         self._go_if_ready(now)
 
     def _holds(self, member: Member) -> bool:
-        state = self._context.roster.get(member)
+        state = self._ground.roster.get(member)
         return state is not None and self.payload.version in state.held
 
     def _plan(self, now: float) -> Plan | None:
         """From holders of the image (in catch-up from targets first: trainers are left alone), or from all parts' owners."""
-        version, roster = self.payload.version, self._context.roster
-        kept = self._context.keeping.of(version)
+        version, roster = self.payload.version, self._ground.roster
+        kept = self._ground.keeping.of(version)
         holders = [s for s in roster if version in s.held and s.member not in self.refused]
         targets_first = self.kind == "catch_up"
         holders.sort(
@@ -235,7 +236,7 @@ class Transfer:
         owners = [s for s in states if s is not None and version in s.parts and s.member not in self.refused]
         if len(owners) < len(states):
             owners = []
-        needers = [state for state in map(roster.get, self.needers) if state is not None]
+        needers = roster.states(self.needers)
         lost = {state.member for state in kept}
         for works in self._ways(now):
             found = plan(version, needers, holders, owners, self.payload.filling, lost, works, self.pacing.rates)
@@ -245,7 +246,7 @@ class Transfer:
 
     def _ways(self, now: float) -> list[Works | None]:
         """Which links to use: those that are sure to work, and where that serves nobody, also those in doubt."""
-        links = self._context.links
+        links = self._ground.links
         if not links:
             return [None]
         return [
@@ -256,8 +257,8 @@ class Transfer:
     def _leave_unreached(self) -> None:
         """Nobody who has it reaches those that still need it: they are caught up when somebody does."""
         for member in sorted(self.needers):
-            state = self._context.roster.get(member)
-            known = self._context.links.why(state) if state is not None else ""
+            state = self._ground.roster.get(member)
+            known = self._ground.links.why(state) if state is not None else ""
             self.why[member] = f"nobody who has it reaches {member}: {known}"
             hint = "open all TCP ports between these machines, in both directions"
             self.refused[member] = errors.Preflight(self.why[member], phase="form", members=[member.name], hint=hint)
@@ -266,34 +267,27 @@ class Transfer:
 
     def _open_lane(self, members: tuple[Member, ...], remaining: float, now: float) -> None:
         """Take the kept lane of these members, or form one."""
-        context = self._context
-        states = [state for state in map(context.roster.get, members) if state is not None]
+        ground = self._ground
+        states = ground.roster.states(members)
         backend = self._backend(states)
-        kept = self.lane or context.idle_lane(members, backend)
+        kept = self.lane or ground.lanes.take(members, backend)
         if kept is not None and (kept.members, kept.backend, kept.state) != (members, backend, "formed"):
-            self._close_lane("done")
+            self.close_lane()
             kept = None
         self._forms_lane = kept is None
-        self.lane = kept or context.lanes.open(
-            context.roster.epoch,
-            states,
-            backend,
-            now,
-            form_timeout(remaining, max(state.rtt_s for state in states)),
-            context.out,
-        )
+        timeout_s = form_timeout(remaining, max(state.rtt_s for state in states))
+        self.lane = kept or ground.lanes.open(states, backend, now, timeout_s)
 
     def _backend(self, states: Sequence[MemberState]) -> Backend:
         """``nccl`` for CUDA weights, or slots, where NCCL takes all members, as configured or by itself."""
-        config = self._context.roster.config
+        config = self._ground.roster.config
         if config.backend == "gloo" or (config.backend == "nccl" and not self._copies):
             return config.backend
         on_device = self._copies or self.payload.device == "cuda"
         return "nccl" if on_device and nccl_works([state.hello for state in states]) else "gloo"
 
     def _lane_backend(self) -> Backend:
-        roster = self._context.roster
-        return self._backend([state for state in map(roster.get, self.plan.lane) if state is not None])
+        return self._backend(self._ground.roster.states(self.plan.lane))
 
     def _go_if_ready(self, now: float) -> None:
         if self.state != "offering" or len(self._ready) < len(self._movers):
@@ -386,23 +380,19 @@ class Transfer:
         good = {member for member in good if self._done[member].image_digest == payload.digest}
         self.sent_to |= good
         for member in good:
-            self._context.links.took(self._address(member), payload.nbytes, self._done[member].transfer_s)
+            self._ground.links.took(self._ground.roster.address(member), payload.nbytes, self._done[member].transfer_s)
         self._keep_received({member: self._done[member] for member in good})
-        if self._context.links:
-            self._context.links.proved(
-                pair for route in self.plan.routes for pair in pairwise(map(self._address, route))
+        if self._ground.links:
+            self._ground.links.proved(
+                pair for route in self.plan.routes for pair in pairwise(map(self._ground.roster.address, route))
             )
         return self.needers & set(receivers)
-
-    def _address(self, member: Member) -> str:
-        state = self._context.roster.get(member)
-        return state.address if state is not None else ""
 
     def _keep(self, replies: Mapping[Member, TransferDone], *, lent: bool) -> None:
         """These have it now. ``lent``: in memory of their own."""
         version = self.payload.version
         for member, reply in replies.items():
-            state = self._context.roster.get(member)
+            state = self._ground.roster.get(member)
             if state is None:
                 continue
             state.held[version] = self.payload.digest or reply.image_digest
@@ -455,10 +445,11 @@ class Transfer:
             self.why[member] = error.message
             self.needers.discard(member)
         elif not isinstance(error, errors.Gone) or self._misses[member] >= MAP_TRIES:
-            self._context.apart(member)
+            for state in self._ground.roster.states([member]):
+                self._ground.hosts.apart(state)
 
     def _forget_held(self, member: Member) -> None:
-        state = self._context.roster.get(member)
+        state = self._ground.roster.get(member)
         if state is not None:
             state.forget(self.payload.version)
 
@@ -466,7 +457,7 @@ class Transfer:
         if lane is self.lane and not self.over and self.plan.lane:
             self.failed_all_alive(error, now)
         elif lane is self.lane:
-            self._close_lane("failed")
+            self.close_lane("failed")
         elif self.blame.probing is not None:
             self.blame.probing.failed(lane, error, now)
 
@@ -493,7 +484,7 @@ class Transfer:
         if not self.needers and (self.verified or self.kind == "catch_up" or self.refused):
             self._end(None if self.verified else self._refusal(), now)
             return
-        self._context.retried(reason)
+        self._ground.retried(reason)
         self.start(now)
 
     def probe(self, now: float) -> bool:
@@ -505,7 +496,7 @@ class Transfer:
             self.resume(now, "failed")
             return False
         self.state = TRANSFER.next(self.state, "stuck")
-        self.id = self._context.next_id()  # what is still said of the attempt falls on the floor
+        self.id = next(self._ground.ids)  # what is still said of the attempt falls on the floor
         return True
 
     def quarantine(self, culprits: Mapping[Member, str], now: float) -> None:
@@ -513,7 +504,7 @@ class Transfer:
             self.why[member] = why
             self.refused[member] = errors.Preflight(why, phase="probe", members=[member.name])
             self.needers.discard(member)
-            self._context.quarantine(member, why, now)
+            self._ground.quarantine(member, why, now)
 
     def give_up(self, error: errors.ReplicasError, now: float) -> None:
         self.cancel()
@@ -557,7 +548,7 @@ class Transfer:
             return
         self._offers.withdraw(self.id, members & self._mapping)
         self._mapping -= members
-        self._context.retried(reason)
+        self._ground.retried(reason)
         self._end_attempt_if_done(now)
 
     def leave_slow(self, late: Mapping[Member, str], now: float) -> None:
@@ -577,7 +568,7 @@ class Transfer:
         if frozen and not self._in_vain_without(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
         elif self.lane is not None and self.lane.state == "forming" and now > self.lane.deadline:
-            if self._context.lanes.waits_for_store(self.lane):
+            if self._ground.lanes.waits_for_store(self.lane):
                 self.again("store", now)
                 return
             late = sorted(m.name for m in self.lane.members if m not in self.lane.formed_by)
@@ -589,13 +580,13 @@ class Transfer:
 
     def _in_vain_without(self, silent: set[Member], now: float) -> bool:
         """Whether nobody else has what is published, and nobody waits for its end: then its source may take its time."""
-        givers, context = silent & set(self.givers), self._context
-        if not givers or self.kind != "main" or context.others_wait(now):
+        givers, ground = silent & set(self.givers), self._ground
+        if not givers or self.kind != "main" or ground.others_wait(now):
             return False
         version = self.payload.version
-        holders = (one.member for one in context.roster if version in one.held)
+        holders = (one.member for one in ground.roster if version in one.held)
         others = any(member not in silent and member not in self.refused for member in holders)
-        return not others and not context.keeping.of(version)
+        return not others and not ground.keeping.of(version)
 
     def store_moved(self, now: float) -> None:
         """A lane that is forming over the old store never will: form another one over the new one."""
@@ -603,9 +594,8 @@ class Transfer:
             self.again("store", now)
 
     def _suspects(self, members: Iterable[Member], now: float) -> set[Member]:
-        roster = self._context.roster
-        states = [state for state in map(roster.get, members) if state is not None]
-        return {state.member for state in states if roster.suspect(state, now)}
+        roster = self._ground.roster
+        return {state.member for state in roster.states(members) if roster.suspect(state, now)}
 
     def cancel(self, reason: str = "failed") -> None:
         """Withdraw the present attempt from everyone in it, and kill its lane: bytes may have moved."""
@@ -613,13 +603,13 @@ class Transfer:
         self._offers.withdraw(self.id, {m for m in self._movers if m not in self._done} | self._mapping)
         self._mapping = set()
         if self.plan.lane and len(self._done) < len(self._movers):
-            self._close_lane(reason)
+            self.close_lane(reason)
 
-    def _close_lane(self, reason: str) -> None:
+    def close_lane(self, reason: str = "") -> None:
+        """``reason``: why it has to be replaced; empty when it was just done."""
         lane, self.lane = self.lane, None
         if lane is not None:
-            gone = frozenset(m for m in lane.members if m not in self._context.roster)
-            self._context.lanes.close(lane, self._context.out, gone=gone, reason=reason if reason != "done" else "")
+            self._ground.lanes.close(lane, reason)
 
     def _keep_vouched(self) -> None:
         """Keep those that are certainly right: equal to what the sender says or, if it cannot, all equal to each other."""

@@ -26,6 +26,7 @@ from replicas.core.effects import (
     Keep,
     LetGo,
     MemberLost,
+    Past,
     Read,
     Record,
     ReplaceStore,
@@ -435,7 +436,7 @@ class World:
         self.kept: dict[Member, int] = {}
         """Versions in the coordinator's hands, by whose they are."""
         self.state = ChannelState(
-            self.config, self.groups, run="run", term=1, store=lambda: self.store, floor=0, here=self._here
+            self.config, self.groups, run="run", term=1, store=lambda: self.store, here=self._here
         )
         self.members: dict[Member, SimMember] = {}
         self.decisions: list[CommitDecision] = []
@@ -517,9 +518,7 @@ class World:
             run="run",
             term=next(self.terms),
             store=lambda: self.store,
-            floor=max(decided[0], *newer, 0),
-            decided=decided,
-            aborted=frozenset(newer),
+            past=Past(decided, frozenset(newer)),
             here=self._here,
         )
         self.kept.clear()

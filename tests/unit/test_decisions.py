@@ -25,8 +25,8 @@ def test_the_floor_is_read_back(tmp_path: Path) -> None:
         log.append(decision(version))
     log.close()
     again = DecisionLog(tmp_path / "log")
-    assert again.floor("policy") == 3
-    assert again.floor("other") == 0
+    assert again.past("policy").floor == 3
+    assert again.past("other").floor == 0
     again.close(remove=True)
     assert not (tmp_path / "log").exists()
 
@@ -42,12 +42,12 @@ def test_a_disk_that_takes_half_a_line_leaves_the_log_as_it_was(
     with pytest.raises(OSError, match="only a part"):
         log.append(decision(2))
     assert (tmp_path / "log").read_bytes() == before
-    assert log.floor("policy") == 1
+    assert log.past("policy").floor == 1
     monkeypatch.undo()
     log.append(decision(2))
     log.close()
     again = DecisionLog(tmp_path / "log")
-    assert again.floor("policy") == 2
+    assert again.past("policy").floor == 2
     again.close()
 
 
@@ -58,11 +58,11 @@ def test_aborted_numbers_are_not_used_again(tmp_path: Path) -> None:
     log.append(CommitDecision("abort", "policy", 3, "", 1, 1))
     log.close()
     again = DecisionLog(tmp_path / "log")
-    assert again.committed("policy") == (1, "digest")
-    assert again.floor("policy") == 3
-    assert again.aborted("policy") == {2, 3}
+    assert again.past("policy").decided == (1, "digest")
+    assert again.past("policy").floor == 3
+    assert again.past("policy").aborted == {2, 3}
     again.append(decision(4))
-    assert (again.floor("policy"), again.aborted("policy")) == (4, frozenset())
+    assert (again.past("policy").floor, again.past("policy").aborted) == (4, frozenset())
     again.close()
 
 
@@ -85,7 +85,7 @@ def test_a_long_log_is_written_anew_and_stays_locked(tmp_path: Path, monkeypatch
         DecisionLog(tmp_path / "log")
     log.close()
     again = DecisionLog(tmp_path / "log")
-    assert (again.committed("policy"), again.floor("policy")) == ((200, "digest"), 201)
+    assert (again.past("policy").decided, again.past("policy").floor) == ((200, "digest"), 201)
     assert [path.name for path in tmp_path.iterdir()] == ["log"]
     again.close()
 
@@ -136,7 +136,7 @@ def test_a_folder_that_cannot_be_synced_refuses_the_decision(tmp_path: Path, mon
         patch.setattr(os, "fsync", refuse)
         with pytest.raises(OSError, match="the disk is broken"):
             log.append(decision(1))
-    assert log.floor("policy") == 0
+    assert log.past("policy").floor == 0
     log.append(decision(1))
     log.close()
 
@@ -156,5 +156,5 @@ def test_a_new_file_that_cannot_be_locked_is_not_taken(tmp_path: Path, monkeypat
     log.append(decision(3))
     log.close()
     again = DecisionLog(tmp_path / "log")
-    assert again.committed("policy") == (3, "digest")
+    assert again.past("policy").decided == (3, "digest")
     again.close()

@@ -20,7 +20,7 @@ def drain(world: World, group: str, replica: int) -> str:
     """Ask for the end of the replica; what it is in the middle of."""
     world.state.set_draining(group, replica, 1, world.now)
     world._collect()
-    return world.state.busy(group, replica)
+    return world.state.drains.busy(group, replica)
 
 
 def idle(world: World) -> list[str]:

@@ -102,6 +102,16 @@ class FarMember:
         return [message for message in self.heard if isinstance(message, OperationEnd)]
 
 
+class NoStore:
+    """An address, and nothing behind it."""
+
+    address = ("10.0.0.1", 1)
+
+    def sweep(self, prefix: str) -> None: ...
+
+    def replace(self, address: tuple[str, int]) -> None: ...
+
+
 def scene(work: Callable[[Engine, list[FarMember]], Awaitable[None]], *, stuck: bool = False) -> list[Event]:
     """Three peers on other hosts, in virtual time. Returns what happened."""
     events: list[Event] = []
@@ -113,9 +123,7 @@ def scene(work: Callable[[Engine, list[FarMember]], Awaitable[None]], *, stuck: 
             {"peer": shape},
             run="run",
             decisions=DecisionLog(None),
-            store_address=lambda: ("10.0.0.1", 1),
-            sweep=lambda prefix: None,
-            replace_store=lambda address: None,
+            store=NoStore(),
         )
         engine.subscribe(events.append)
         members = [FarMember(engine, replica, stuck=stuck) for replica in range(3)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicas.core.effects import MemberLost, MemberQuarantined
+from replicas.core.effects import Effect, MemberLost, MemberQuarantined
 from replicas.core.lanes import SECRET_NBYTES, Lanes
 from replicas.core.roster import GroupShape
 from replicas.messages import LaneForm
@@ -108,12 +108,13 @@ def test_a_store_that_is_down_says_nothing_of_members_either() -> None:
 def test_each_lane_has_a_secret_of_its_own() -> None:
     def forms(secret: bytes) -> list[LaneForm]:
         world, sims = peers()
-        world.state.lanes = lanes = Lanes("run", "outer", 1, lambda: STORE, secret)
         states = [state for state in world.state.roster if state.live]
         assert len(states) == len(sims)
-        out: list[object] = []
+        world.state.roster.epoch = 1
+        out: list[Effect] = []
+        lanes = Lanes(world.state.roster, out, run="run", term=1, store=lambda: STORE, secret=secret)
         for _ in range(2):
-            lanes.open(1, states, "gloo", 0.0, 5.0, out)  # type: ignore[arg-type]  # effects of any kind
+            lanes.open(states, "gloo", 0.0, 5.0)
         return [message for effect in out if isinstance(message := getattr(effect, "message", None), LaneForm)]
 
     first, other = forms(b"a" * SECRET_NBYTES), forms(b"b" * SECRET_NBYTES)

@@ -1,0 +1,66 @@
+"""What the parts of one channel share, and may ask of each other.
+
+A part of a channel (its commits, its transfers, its operations, ...) is given a
+:class:`Ground` and the few parts that it works with, and never the whole
+:class:`~replicas.core.channel.ChannelState`: what it can change is what it names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from itertools import count
+
+from replicas.config import ChannelConfig
+from replicas.core.effects import Effect, Emit, Event, Past, Retried, Send
+from replicas.core.hosts import Hosts
+from replicas.core.keeping import Keeping
+from replicas.core.lanes import Lanes
+from replicas.core.links import Links
+from replicas.core.marks import Marks
+from replicas.core.roster import Roster
+from replicas.messages import FromCoordinator
+from replicas.messages.identity import Member
+
+__all__ = ["Ground"]
+
+
+@dataclass(frozen=True, slots=True)
+class Ground:
+    """The shared parts of one channel.
+
+    :ivar out: the effects of the present event, in order.
+    :ivar ids: numbers for attempts, each given once.
+    :ivar retries: attempts that were not the first, by the reason for them.
+    :ivar quarantine: takes a member out of all that it does together with others.
+    :ivar others_wait: whether anybody waits for the end of the present publish.
+    """
+
+    term: int
+    past: Past
+    roster: Roster
+    hosts: Hosts
+    keeping: Keeping
+    lanes: Lanes
+    links: Links
+    out: list[Effect]
+    quarantine: Callable[[Member, str, float], None]
+    others_wait: Callable[[float], bool]
+    marks: Marks = field(default_factory=Marks)
+    retries: dict[str, int] = field(default_factory=dict)
+    ids: Iterator[int] = field(default_factory=lambda: count(1))
+
+    @property
+    def config(self) -> ChannelConfig:
+        return self.roster.config
+
+    def send(self, member: Member, message: FromCoordinator) -> None:
+        self.out.append(Send(member, message))
+
+    def emit(self, event: Event) -> None:
+        self.out.append(Emit(event))
+
+    def retried(self, reason: str) -> None:
+        """Count another attempt of a transfer or an operation."""
+        self.retries[reason] = self.retries.get(reason, 0) + 1
+        self.emit(Retried(self.config.name, reason))
