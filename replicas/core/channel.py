@@ -283,7 +283,7 @@ class ChannelState:
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
         """This generation is being ended: nothing new waits for it, what it has begun may finish (:meth:`Drains.busy`)."""
-        self.drains.begin(group, replica, generation, now)
+        self.drains.begin(group, replica, generation)
         self._settle(now)
 
     # ------------------------------------------------------------ what the parts share

@@ -250,7 +250,7 @@ class Commits:
                 lost=(),
                 nbytes=publish.payload.nbytes if publish.payload is not None else 0,
                 seconds=now - publish.began_at,
-                phases=publish.phases(now, 0.0) | publish.hold,
+                phases=publish.phases() | publish.hold,
                 version=publish.version,
                 staging=self._ground.config.staging,
                 digest=self.decided,
@@ -321,7 +321,7 @@ class Commits:
         self._decide(publish.version, digest, payload)
         self._decided_here = True
         seconds = now - publish.began_at
-        phases = publish.phases(now, max(0.0, seconds - _accounted(publish, now)))
+        phases = publish.phases(max(0.0, seconds - sum(publish.phases().values())))
         publish.receipt = ReceiptData(
             epoch=self._roster.epoch,
             members=tuple(sorted(transfer.verified | self._holders(publish.version))),
@@ -571,10 +571,6 @@ class Commits:
 
 def _hash_of(message: wire.Packed | wire.Filled) -> str:
     return message.manifest_hash if isinstance(message, wire.Packed) else ""
-
-
-def _accounted(publish: Publish, now: float) -> float:
-    return sum(publish.phases(now, 0.0).values())
 
 
 def _snake(name: str) -> str:

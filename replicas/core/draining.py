@@ -30,7 +30,7 @@ class Drains:
         self._ending: dict[tuple[str, int], int] = {}
         """The last generation of each replica that was ever ended on request."""
 
-    def begin(self, group: str, replica: int, generation: int, now: float) -> None:
+    def begin(self, group: str, replica: int, generation: int) -> None:
         """This generation is being ended, and so is any before it."""
         self._ending[group, replica] = generation
         states = self._of(group, replica, generation)

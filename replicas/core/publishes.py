@@ -80,7 +80,7 @@ class Publish:
         """When to go on without those who do not get ready."""
         return self.moving_at + (self.deadline - self.moving_at) / 2
 
-    def phases(self, now: float, commit_s: float) -> dict[str, float]:
+    def phases(self, commit_s: float = 0.0) -> dict[str, float]:
         """Seconds by phase, one after another."""
         transfer = self.transfer
         phases = {

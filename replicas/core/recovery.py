@@ -114,7 +114,7 @@ class Recovery:
         self._handle_deferred(now)
         self._end_known_publishes(now)
         for version in sorted(self._prepared()):
-            self._settle(version, now)
+            self._settle(version)
 
     def _handle_deferred(self, now: float) -> None:
         deferred, self._deferred = self._deferred, []
@@ -147,7 +147,7 @@ class Recovery:
         held = {version for state in self._roster for version in state.held}
         return {version for version in held if version > commits.latest} - carried
 
-    def _settle(self, version: int, now: float) -> None:
+    def _settle(self, version: int) -> None:
         targets = [s for s in self._roster if s.is_target and s.carries]
         digests = {state.held.get(version, "") for state in targets}
         sources = any(state.is_source and state.from_before for state in self._roster)
