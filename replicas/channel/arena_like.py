@@ -50,7 +50,6 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, deadline_s:
         if refusal is not None:
             raise refusal from None
         raise
-    slot.buffer.begin_write()
     return WritableSlot(slot, manifest, partial(_give_back, hub, holder), holder)
 
 

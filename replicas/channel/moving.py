@@ -55,7 +55,7 @@ def copy_out(
     with device.on_side_stream(gpu):
         for event in after:
             event.wait()
-        source.begin_read()
+        source.wait_for_write()
         _copy(targets, results)
         device.synchronize(gpu)
 

@@ -90,10 +90,7 @@ def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor
     found = pairs(source.readable())
     with gpu.on_side_stream(device):
         try:
-            slot.buffer.begin_write()
-            source.begin_read()
             gpu.copy([one for one, _ in found], [one for _, one in found])
-            slot.buffer.end_write()
         finally:
             gpu.synchronize(device)
 

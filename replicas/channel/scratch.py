@@ -124,9 +124,9 @@ def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequenc
     """
     places = read_segments(buffer, segments)
     if gpu:
-        buffer.begin_write()
+        buffer.wait_for_write()
         copy_in(gpu, places, tensors)
-        buffer.end_write()
+        buffer.record_write()
         return
     for place, tensor in zip(places, tensors, strict=True):
         copy_elements(place, tensor.detach())

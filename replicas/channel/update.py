@@ -161,7 +161,6 @@ class Update:
         gpu = device_of(buffer.device)
         for name, shared in views(buffer.readable(), self.manifest).items():
             self._open_slot()
-            buffer.begin_read()
             tensor = shared.clone()
             event = gpu.event(buffer.device)
             event.record()
@@ -185,7 +184,6 @@ class Update:
             slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
             tensors = views(buffer.readable(), self.manifest)
-            buffer.begin_read()
             sharing = slot.sharing  # they mostly load at the same time
             load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
         finally:

@@ -75,9 +75,8 @@ def _written(uuid: str, nonce: bytes) -> Buffer:
     buffer = Buffer.allocate(len(nonce), "replicas-probe", device=uuid)
     try:
         with gpu.on_side_stream(uuid):
-            buffer.begin_write()
             buffer.tensor().copy_(torch.frombuffer(bytearray(nonce), dtype=torch.uint8))
-            buffer.end_write()
+            buffer.record_write()
             gpu.synchronize(uuid)
     except BaseException:
         buffer.close()

@@ -189,7 +189,7 @@ class SidecarProcess:
         """What the rank has enqueued on them is done."""
         if self._gpu is not None and any(buffer.device for buffer in buffers):
             for buffer in buffers:
-                buffer.begin_read()
+                buffer.wait_for_write()
             self._gpu.synchronize(self._uuid)
 
     def _settle(self, *buffers: Buffer) -> None:

@@ -283,19 +283,11 @@ class Buffer:
 
     # ------------------------------------------------------------ order, on a GPU; nothing to do in host memory
 
-    def begin_write(self) -> None:
-        """Before work that writes to it is enqueued: it waits, on this thread's current stream, for who still reads."""
+    def record_write(self) -> None:
+        """The owner's work that writes to it is enqueued, on this thread's current stream."""
 
-    def end_write(self) -> None:
-        """The work that writes to it is enqueued, on this thread's current stream."""
-
-    def begin_read(self) -> None:
-        """Before work that reads it is enqueued: it waits, on this thread's current stream, for who writes in this process;
-        in a sidecar also for what its rank writes."""
-
-    def end_read(self) -> None:
-        """The work that reads it is enqueued, on this thread's current stream. Of several readers the last one counts:
-        each waits for its work before it tells anybody that it is done."""
+    def wait_for_write(self) -> None:
+        """Order this thread's current stream behind the recorded write, in the owner's process and in its sidecars."""
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
         """Where the mapping of somebody else's memory outlives this buffer, for the next one of the same memory."""

@@ -4,21 +4,21 @@ Theory of operation
 ===================
 
 The memfd of a :class:`DeviceBuffer` is one page: on which device the bytes are, how many, and the handles by which other
-processes open the memory and two events. Whoever may open the page may so open the memory, by CUDA IPC, and all that is said
+processes open the memory and an event. Whoever may open the page may so open the memory, by CUDA IPC, and all that is said
 of the file (its locks, places, claims, offers, retirement) is said of the memory. It is one allocation of the driver's own,
 not of torch's allocator, so that no setting of that one (``expandable_segments``) can make it unshareable.
 
-*Order.* Writers and readers of one buffer are in several processes and on any streams. ``written`` is recorded by a
-writer behind its work (:meth:`~replicas.weights.buffers.Buffer.end_write`), ``read`` by a reader (``end_read``); readers wait
-for the one, writers for the other, on the device.
+*Order.* Writers and readers of one buffer are in several processes and on any streams.
+Locks keep them apart, and each waits on the host for its own work on the device before it
+says that it is done: a reader before it drops its lock or pin, a sidecar before it answers,
+a writer before it offers a version. So no stream waits for a reader. Only what a rank gives
+its sidecar for an operation may still be under way: the event of the page is recorded behind
+it (:meth:`~DeviceBuffer.record_write`, by the owner alone), and the sidecar's stream waits
+for it (:meth:`~DeviceBuffer.wait_for_write`), as does the rank's before the next write.
 
-But an event that was recorded by a process which was killed before it happened, or which has closed it, may never happen,
-and a stream that waits for it stands still for ever (https://github.com/pytorch/pytorch/pull/15974 has seen this). So the
-only streams that wait for another process's event are those of sidecars, which are killed at their deadline, and are told of
-what their rank has written. A rank's streams wait for the rank's own work alone. What others have written is complete when
-the rank hears of it, for they wait for their work before they say so, and what is offered to others is complete, too. Before
-it writes, the rank looks whether ``read`` has happened, waits a moment for it (:data:`_PATIENCE_S`) if not, and goes on: then
-it was a killed sidecar's.
+An event of a process that was killed may never happen, and a stream that waits for it stands
+still for ever (https://github.com/pytorch/pytorch/pull/15974). So only sidecars wait for an
+event of another process: they are killed at their deadline.
 
 *The end.* Memory that was freed by its owner must not be used by anybody: on a GPU this is no harmless read of old bytes,
 but may end the reader's context. So whoever opens the memory marks the page (:data:`~replicas.memory.locks.OPENED`) by a
@@ -34,7 +34,6 @@ import contextlib
 import os
 import struct
 import threading
-import time
 from collections.abc import Callable
 
 import msgspec
@@ -56,20 +55,16 @@ _MAGIC = "replicas-device-1"
 _LENGTH = struct.Struct("<I")
 _LINGER_LOOK_S = 0.1
 _END_S = 10.0
-_PATIENCE_S = 0.1
-"""How long a rank waits for a reader that should have ended."""
-_LOOK_S = 0.0005
 
 
 class _Page(msgspec.Struct, frozen=True):
-    """What the file says. ``memory``, ``written``, ``read``: handles; ``nbytes``: of the memory."""
+    """What the file says. ``memory``, ``written``: handles; ``nbytes``: of the memory."""
 
     magic: str
     uuid: str
     nbytes: int
     memory: bytes
     written: bytes
-    read: bytes
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -88,8 +83,7 @@ class DeviceBuffer(Buffer):
         self.device = page.uuid
         self._page = page
         self._memory: DeviceMemory | None = None
-        self._events: tuple[Event, Event] | None = None
-        self._own_events: tuple[Event, Event] | None = None
+        self._written: Event | None = None
 
     @classmethod
     def allocate_on(
@@ -109,14 +103,14 @@ class DeviceBuffer(Buffer):
             more = f"{error.message}; {left} bytes of ours are freed when other processes close them"
             raise NoCapacity(more, hint=error.hint) from error
         try:
-            written, read = gpu.event(device, interprocess=True), gpu.event(device, interprocess=True)
-            page = _Page(_MAGIC, device, nbytes, memory.handle, written.handle, read.handle)
+            written = gpu.event(device, interprocess=True)
+            page = _Page(_MAGIC, device, nbytes, memory.handle, written.handle)
             buffer = cls(_write_page(page, name), page, writable=True)
         except BaseException:
             memory.close()
             raise
         buffer._locks_in = os.getpid()
-        buffer._memory, buffer._events = memory, (written, read)
+        buffer._memory, buffer._written = memory, written
         return buffer
 
     @classmethod
@@ -150,8 +144,6 @@ class DeviceBuffer(Buffer):
     def private(self) -> torch.Tensor:
         """A copy of the bytes, on the device; it is complete."""
         shared, gpu = self.readable(), device_of(self.device)
-        self.begin_read()
-        gpu.synchronize(self.device)
         copied = shared.clone()
         gpu.synchronize(self.device)
         return copied
@@ -160,73 +152,31 @@ class DeviceBuffer(Buffer):
         """It is on the device: nothing to pin."""
         return False
 
-    def begin_write(self) -> None:
+    def record_write(self) -> None:
+        if self._locks_in != os.getpid() or self._origin is not None:
+            raise ValueError("only the owner of device memory records what it writes")
         with self._lock:
-            _, read = self._open_events()
-            own = self._own_events and self._own_events[1]
-        if self._shared:
-            read.wait()
-        elif own is not None and not own.query():
-            own.wait()
-        elif not self._happens(read):
-            read.record()  # nobody else need wait for it again
+            self._open_event().record()
 
-    def end_write(self) -> None:
-        self._record(0)
-
-    def begin_read(self) -> None:
-        with self._lock:
-            event = self._open_events()[0] if self._shared else self._own_events and self._own_events[0]
-        if event is not None:
-            event.wait()
-
-    def end_read(self) -> None:
-        if self._origin is None:  # nobody else writes there, or asks
-            self._record(1)
-
-    def _record(self, which: int) -> None:
-        with self._lock:
-            self._open_events()[which].record()
-            if self._own_events is None and not self._shared:
-                gpu = device_of(self.device)
-                self._own_events = (gpu.event(self.device), gpu.event(self.device))
-            if self._own_events is not None:
-                self._own_events[which].record()
-
-    def _happens(self, event: Event) -> bool:
-        """Whether an event of another process has happened, or does so in a moment."""
-        deadline = time.monotonic() + _PATIENCE_S
-        while not event.query():
-            if time.monotonic() >= deadline or not self._open_elsewhere():
-                return event.query()
-            time.sleep(_LOOK_S)
-        return True
-
-    @property
-    def _shared(self) -> bool:
-        """It came as a descriptor: this process is a sidecar of its owner."""
-        return self._locks_in != os.getpid()
-
-    def _open_elsewhere(self) -> bool:
-        """Whether anybody is there who may have recorded an event."""
-        with contextlib.suppress(OSError):  # see _Leftover
-            return locks.marked(self._open_fd, locks.OPENED)
-        return True
+    def wait_for_write(self) -> None:
+        if self._origin is None:  # what others offer is complete
+            with self._lock:
+                self._open_event().wait()
 
     def close(self) -> None:
         """Let go of it. The memory goes when nobody else has it open or holds it, and no tensor over it is left here.
 
         Work on it that this process has enqueued must be over.
         """
-        fd, memory, events = self.fd, self._memory, self._events
+        fd, memory, written = self.fd, self._memory, self._written
         owner = fd >= 0 and bool(memory and memory.handle) and self._locks_in == os.getpid()
         page = os.dup(fd) if owner else -1
         super().close()
-        self._memory = self._events = self._own_events = None
+        self._memory = self._written = None
         if memory is None:
             return
         if owner:
-            _lingering.add(_Leftover(page, memory, events))
+            _lingering.add(_Leftover(page, memory, written))
         else:
             memory.close()
 
@@ -243,12 +193,11 @@ class DeviceBuffer(Buffer):
                 raise
         return self._memory
 
-    def _open_events(self) -> tuple[Event, Event]:
-        if self._events is None:
-            self._open_memory()  # whose mark keeps the events alive, too
-            gpu, page = device_of(self.device), self._page
-            self._events = (gpu.open_event(page.written, self.device), gpu.open_event(page.read, self.device))
-        return self._events
+    def _open_event(self) -> Event:
+        if self._written is None:
+            self._open_memory()  # whose mark keeps the event alive, too
+            self._written = device_of(self.device).open_event(self._page.written, self.device)
+        return self._written
 
 
 class _Mark:
@@ -302,10 +251,10 @@ def _read_page(fd: int, device: str) -> _Page:
 class _Leftover:
     """Memory whose buffer is closed. ``page``: a descriptor of the description that its owner had."""
 
-    def __init__(self, page: int, memory: DeviceMemory, events: tuple[Event, Event] | None) -> None:
+    def __init__(self, page: int, memory: DeviceMemory, written: Event | None) -> None:
         self._page = page
         self._memory = memory
-        self._events = events  # others must not use those that are destroyed
+        self._written = written  # others must not use one that is destroyed
 
     @property
     def nbytes(self) -> int:
@@ -319,7 +268,7 @@ class _Leftover:
             if locks.marked(self._page, locks.OPENED):
                 return False
         self._memory.close()
-        self._events = None
+        self._written = None
         os.close(self._page)
         return True
 

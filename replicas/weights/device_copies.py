@@ -269,9 +269,7 @@ class DeviceCopies:
             return
         assert self._buffer is not None
         with self._accelerator.on_side_stream(self._device):
-            self._buffer.begin_write()
             self._accelerator.copy(destinations, sources)
-            self._buffer.end_write()
             self._accelerator.synchronize(self._device)
 
     def _use(self, uuids: set[str]) -> None:
@@ -280,8 +278,6 @@ class DeviceCopies:
         for uuid in uuids - self._starts.keys():
             self._starts[uuid] = event = self._accelerator.event(uuid, timing=True)
             event.record()
-            if uuid == self._device and self._buffer is not None:
-                self._buffer.begin_write()
 
     def _aside(self, uuids: set[str]) -> ExitStack:
         """Within it the current streams of these devices are ours, behind what the caller's have under way."""
@@ -311,8 +307,6 @@ class DeviceCopies:
         for uuid in self._used:
             self._ends[uuid] = event = self._accelerator.event(uuid, timing=True)
             event.record()
-            if uuid == self._device and self._buffer is not None:
-                self._buffer.end_write()
         self._batches.put(([self._ends[uuid] for uuid in self._used], self._batch))
         self._batch, self._batch_nbytes, self._used = [], 0, set()
 

@@ -67,9 +67,7 @@ def fill(slot: Slot, weights: dict[str, torch.Tensor]) -> None:
     packed = slot if not slot.buffer.device else slot_for(image, "host")
     stage(Feed(weights)).write(packed.data)
     if packed is not slot:
-        slot.buffer.begin_write()
         card().copy([slot.data], [packed.data])
-        slot.buffer.end_write()
         card().synchronize()
 
 
@@ -86,7 +84,6 @@ async def send_image(made: Lane, manifest: Manifest, slots: list[Slot]) -> list[
 
 def found_in(slot: Slot, manifest: Manifest) -> dict[str, torch.Tensor]:
     """The tensors of an image."""
-    slot.buffer.begin_read()
     return views(slot.buffer.readable(), manifest)
 
 

@@ -104,9 +104,8 @@ async def test_an_image_goes_from_gpu_to_gpu_behind_what_its_writer_has_enqueued
     async with lane(3, either, devices=GPUS) as three:
         for _ in range(2):
             weights += 1
-            slots[0].buffer.begin_write()
             fake().copy([slots[0].data[: weights.numel()]], [weights])
-            slots[0].buffer.end_write()
+            slots[0].buffer.record_write()
             asked = [
                 sidecar.transfer(image_spec(rank, manifest), slots[rank].buffer)
                 for rank, sidecar in enumerate(three.sidecars)

@@ -40,9 +40,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAccelerator]:
 def offered(nbytes: int = 1000, version: int = 7) -> Buffer:
     buffer = Buffer.allocate(nbytes, "test", device=GPU)
     assert buffer.claim() == "claimed"
-    buffer.begin_write()
     buffer.tensor().fill_(version)
-    buffer.end_write()
     buffer.offer(version)
     return buffer
 
@@ -55,10 +53,8 @@ def test_the_file_is_a_page_and_the_bytes_are_on_the_device(gpu: FakeAccelerator
         _ = buffer.path
     other = Buffer.open(place, 7)
     assert (other.nbytes, other.device, other.writable) == (1000, GPU, False)
-    other.begin_read()
     assert other.readable().eq(7).all()
     copied = other.private()
-    other.end_read()
     with pytest.raises(ValueError, match="somebody else"):
         other.tensor()
     assert buffer.claim() == "held"
@@ -76,10 +72,7 @@ def test_the_file_is_a_page_and_the_bytes_are_on_the_device(gpu: FakeAccelerator
 def test_a_sidecar_writes_in_place() -> None:
     buffer = Buffer.allocate(64, "test", device=GPU)
     theirs = Buffer.adopt(os.dup(buffer.fd), GPU)
-    theirs.begin_write()
     theirs.tensor().fill_(5)
-    theirs.end_write()
-    buffer.begin_read()
     assert buffer.readable().eq(5).all()
     assert buffer.claim() == "claimed"  # who shares the descriptor holds nothing
     theirs.close()
@@ -180,53 +173,48 @@ def test_only_visible_devices_can_be_used(monkeypatch: pytest.MonkeyPatch, gpu: 
     buffer.close()
 
 
-def test_writes_and_reads_wait_for_each_other_on_the_device(
-    monkeypatch: pytest.MonkeyPatch, gpu: FakeAccelerator
+@pytest.mark.parametrize("who", ["rank", "sidecar"])
+def test_reads_wait_for_what_the_rank_has_enqueued(
+    monkeypatch: pytest.MonkeyPatch, gpu: FakeAccelerator, who: str
 ) -> None:
     buffer = Buffer.allocate(4, "test", device=GPU)
+    reader = buffer if who == "rank" else Buffer.adopt(os.dup(buffer.fd), GPU)
     monkeypatch.setenv("FAKE_DELAY_S", "0.0001")
     found, busy = torch.zeros(4, dtype=torch.uint8), threading.Event()
     gpu.launch(lambda: busy.wait(30))
-    buffer.begin_write()
     gpu.copy([buffer.tensor()], [torch.full((4,), 9, dtype=torch.uint8)])
-    buffer.end_write()
+    buffer.record_write()
     with gpu.on_side_stream():
-        buffer.begin_read()
-        gpu.copy([found], [buffer.readable()])
-        buffer.end_read()
-    buffer.begin_write()
-    gpu.copy([buffer.tensor()], [torch.zeros(4, dtype=torch.uint8)])
-    done = gpu.event()
-    done.record()
+        reader.wait_for_write()
+        gpu.copy([found], [reader.readable()])
+        done = gpu.event()
+        done.record()
     assert not done.query()
     assert not found.any()
     busy.set()
     done.synchronize()
     assert found.eq(9).all()
+    reader.close()
     buffer.close()
 
 
-def test_an_event_of_somebody_who_was_killed_holds_nobody_up(
+def test_an_event_that_never_happens_holds_up_nobody_but_sidecars(
     monkeypatch: pytest.MonkeyPatch, gpu: FakeAccelerator
 ) -> None:
-    monkeypatch.setattr("replicas.weights.device_buffers._PATIENCE_S", 0.01)
     monkeypatch.setenv("FAKE_DELAY_S", "0.0001")
-    buffer, never = Buffer.allocate(4, "test", device=GPU), threading.Event()
-    sidecar = Buffer.adopt(os.dup(buffer.fd), GPU)
+    buffer, never = offered(4), threading.Event()
+    sidecar, other = Buffer.adopt(os.dup(buffer.fd), GPU), Buffer.open(buffer.place, 7)
     with gpu.on_stream(gpu.new_stream()):  # stands for another process
         gpu.launch(lambda: never.wait(30))
-        sidecar.begin_write()
-        sidecar.end_write()
-        sidecar.end_read()
-    buffer.begin_read()
-    buffer.begin_write()
-    sidecar.close()
-    buffer.begin_write()
-    buffer.end_write()
-    buffer.begin_read()
+        buffer.record_write()
+    for one in (sidecar, other):
+        with pytest.raises(ValueError, match="only the owner"):
+            one.record_write()
+    other.wait_for_write()
     gpu.synchronize()
     never.set()
-    buffer.close()
+    for one in (sidecar, other, buffer):
+        one.close()
 
 
 def fill(arena: Arena, version: int) -> Slot:

@@ -37,7 +37,7 @@ def filled(buffer: Buffer, tensors: tuple[torch.Tensor, ...]) -> list[list[float
     gpu = accelerator()
     assert gpu is not None
     with gpu.on_side_stream(GPU):
-        buffer.begin_read()
+        buffer.wait_for_write()
         gpu.synchronize(GPU)
     return [place.tolist() for place in read_segments(buffer, segments_of(tensors))]
 
