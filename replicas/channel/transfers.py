@@ -297,7 +297,6 @@ class Transfers:
             role=offer.role,
             mode=offer.mode,
             manifest=transfer.manifest,
-            owners=(),
             routes=go.routes,
             part=owned[0] if offer.mode == "parts" and transfer.sends else None,
             timeout_s=go.deadline_s,

@@ -57,7 +57,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 
@@ -72,7 +72,7 @@ from replicas.weights.device_digest import DeviceDigest, DeviceStreamDigest
 from replicas.weights.digest import Digest
 from replicas.weights.tensors import piece_view
 
-__all__ = ["WaitPacked", "routes_of", "run_transfer", "scatter"]
+__all__ = ["WaitPacked", "check_routes", "run_transfer", "scatter"]
 
 WaitPacked = Callable[[int, float], None]
 """Return when so many bytes of the image's data are there, or raise :class:`TimeoutError` at a deadline (monotonic)."""
@@ -100,20 +100,17 @@ def _elements(staged: torch.Tensor, first: int, like: torch.Tensor) -> torch.Ten
     return chunk.view(like.dtype).view(like.shape)
 
 
-def routes_of(spec: TransferSpec, manifest: Manifest, size: int) -> tuple[tuple[int, ...], ...]:
-    """The route of each part; without any in ``spec``, everybody in a group of ``size`` takes part in every part.
+def check_routes(spec: TransferSpec, manifest: Manifest, size: int) -> None:
+    """Check that there is a route for each part, through members of a group of ``size``.
 
     :raises ValueError: they do not fit the manifest or the group.
     """
     parts = 1 if spec.mode == "image" else len(manifest.parts or ())
-    everybody = range(size)
-    routes = spec.routes or tuple((owner, *(rank for rank in everybody if rank != owner)) for owner in spec.owners)
-    if len(routes) != parts:
-        raise ValueError(f"{len(routes)} routes do not fit {parts} part(s)")
-    for route in routes:
-        if len(set(route)) != len(route) or not all(rank in everybody for rank in route):
+    if len(spec.routes) != parts:
+        raise ValueError(f"{len(spec.routes)} routes do not fit {parts} part(s)")
+    for route in spec.routes:
+        if len(set(route)) != len(route) or not all(rank in range(size) for rank in route):
             raise ValueError(f"the route {route} does not fit a group of {size}")
-    return routes
 
 
 class _Flight:
@@ -214,7 +211,6 @@ class _Mover:
         group: Group,
         spec: TransferSpec,
         manifest: Manifest,
-        routes: Sequence[Sequence[int]],
         memory: torch.Tensor,
         wait_packed: WaitPacked,
         device: Accelerator | None,
@@ -225,7 +221,7 @@ class _Mover:
         self._wait_packed = wait_packed if spec.streaming else None
         self._group = group
         self._manifest = manifest
-        self._routes = routes
+        self._routes = spec.routes
         self._deadline = time.monotonic() + spec.timeout_s
         self._receives = spec.role == "receive"
         self._hashes = self._receives or not (spec.digest or spec.streaming)
@@ -236,7 +232,7 @@ class _Mover:
         self._memory = memory[manifest.data_offset :] if holds_image else memory
         by_part = spec.mode == "parts"
         limit = SPREAD_NBYTES if group.spreads else None
-        self._plan = make_plan(manifest, routes, group.rank, by_part=by_part, limit=limit)
+        self._plan = make_plan(manifest, spec.routes, group.rank, by_part=by_part, limit=limit)
         self._spare_nbytes = limit or MAX_BUCKET_NBYTES
         self._spare: list[torch.Tensor] = []
         self._leaving: deque[_Flight] = deque()
@@ -349,9 +345,9 @@ def run_transfer(
     :raises TimeoutError: the image of a streaming sender was not packed in time.
     :raises ValueError: ``spec`` does not fit the manifest, the group or the memory.
     """
-    routes = routes_of(spec, manifest, group.size)
+    check_routes(spec, manifest, group.size)
     started = time.monotonic()
-    mover = _Mover(group, spec, manifest, routes, memory, wait_packed, device, worked)
+    mover = _Mover(group, spec, manifest, memory, wait_packed, device, worked)
     thread = ThreadPoolExecutor(1, "digest")
     try:
         mover.run(thread)
@@ -359,16 +355,14 @@ def run_transfer(
         mover.finish()
     finally:
         thread.shutdown(cancel_futures=True)  # and nobody writes to the memory once we have answered
-    image_digest, part_digests = _digests(group.rank, spec, routes, mover)
+    image_digest, part_digests = _digests(group.rank, spec, mover)
     return TransferResult(image_digest, part_digests, moved - started, time.monotonic() - moved)
 
 
-def _digests(
-    rank: int, spec: TransferSpec, routes: Sequence[Sequence[int]], mover: _Mover
-) -> tuple[str, dict[int, str]]:
+def _digests(rank: int, spec: TransferSpec, mover: _Mover) -> tuple[str, dict[int, str]]:
     """Of the image, and of each part by its owner, as far as this member has seen or knows them."""
     if spec.role == "receive":
-        seen = {route[0] for route in routes if rank in route} if spec.mode == "parts" else set()
+        seen = {route[0] for route in spec.routes if rank in route} if spec.mode == "parts" else set()
         return mover.checker.image_digest(), {owner: mover.checker.part_digest(owner) for owner in seen}
     mine = spec.digest if spec.digest or spec.streaming else mover.checker.part_digest(rank)
     return (mine, {}) if spec.mode == "image" else ("", {rank: mine})

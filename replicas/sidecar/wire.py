@@ -125,11 +125,10 @@ class TransferSpec(msgspec.Struct, frozen=True):
     :param role: of this member. A sender's buffer is read, a receiver's is an image slot to fill.
     :param mode: ``"image"``: the one owner has the whole image. ``"parts"``: each owner has a packed part.
     :param manifest: :meth:`replicas.core.manifest.Manifest.encode`.
-    :param owners: lane rank of each part's sender (one for mode ``"image"``); not used when there are ``routes``.
-    :param part: index of my part, when I send in mode ``"parts"``.
     :param routes: for each part (one for mode ``"image"``) the lane ranks that it goes through, its owner first. A member
         that is not in a part's route has nothing to do with it (a receiver has its bytes in place already); a route
-        may be empty. None at all: all members take part in all parts.
+        may be empty.
+    :param part: index of my part, when I send in mode ``"parts"``.
     :param digest: of what I send, if it is known: it is not computed again then.
     :param streaming: I send an image that is still being packed: its bytes may go only as far as :class:`TransferProgress`
         has said. It is not digested here: whoever packs it does that.
@@ -139,10 +138,9 @@ class TransferSpec(msgspec.Struct, frozen=True):
     role: Literal["send", "receive"]
     mode: Literal["image", "parts"]
     manifest: bytes
-    owners: tuple[int, ...]
+    routes: tuple[tuple[int, ...], ...]
     part: int | None
     timeout_s: float
-    routes: tuple[tuple[int, ...], ...] = ()
     digest: str = ""
     streaming: bool = False
 

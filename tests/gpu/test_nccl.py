@@ -73,9 +73,12 @@ def fill(slot: Slot, weights: dict[str, torch.Tensor]) -> None:
 
 async def send_image(made: Lane, manifest: Manifest, slots: list[Slot]) -> list[TransferResult]:
     """From lane rank 0 to all others."""
+    everybody = tuple(range(len(slots)))
     roles = ["send", *["receive"] * (len(slots) - 1)]
     specs = [
-        TransferSpec(1, "send" if role == "send" else "receive", "image", manifest.encode(), (0,), None, TIMEOUT_S)
+        TransferSpec(
+            1, "send" if role == "send" else "receive", "image", manifest.encode(), (everybody,), None, TIMEOUT_S
+        )
         for role in roles
     ]
     moves = zip(made.sidecars, specs, slots, strict=True)
@@ -146,8 +149,8 @@ async def test_a_version_goes_to_some_of_a_lane(staging: str) -> None:
         for number, receiver in enumerate((2, 1), start=1):
             routes = ((0, receiver),)
             specs = {
-                0: TransferSpec(number, "send", "image", manifest.encode(), (), None, TIMEOUT_S, routes),
-                receiver: TransferSpec(number, "receive", "image", manifest.encode(), (), None, TIMEOUT_S, routes),
+                0: TransferSpec(number, "send", "image", manifest.encode(), routes, None, TIMEOUT_S),
+                receiver: TransferSpec(number, "receive", "image", manifest.encode(), routes, None, TIMEOUT_S),
             }
             moves = [three.sidecars[rank].transfer(spec, slots[rank].buffer) for rank, spec in specs.items()]
             results = await asyncio.gather(*moves)

@@ -65,9 +65,11 @@ def slots_for(manifest: Manifest, count: int) -> list[Slot]:
     return [slot for slot in found if slot is not None]
 
 
-def image_spec(rank: int, manifest: Manifest, *, digest: str = "", timeout_s: float = 30.0) -> TransferSpec:
+def image_spec(
+    rank: int, manifest: Manifest, *, size: int = 3, digest: str = "", timeout_s: float = 30.0
+) -> TransferSpec:
     role = "receive" if rank else "send"
-    return TransferSpec(1, role, "image", manifest.encode(), (0,), None, timeout_s, digest=digest)  # type: ignore[arg-type]
+    return TransferSpec(1, role, "image", manifest.encode(), (tuple(range(size)),), None, timeout_s, digest=digest)  # type: ignore[arg-type]
 
 
 # ---------------------------------------------------------------- what works
@@ -145,7 +147,15 @@ async def test_parts_on_two_gpus_make_the_image_of_a_third(either: str) -> None:
     buffers.append(target)
     async with lane(3, either, devices=GPUS) as three:
         specs = [
-            TransferSpec(1, "receive" if rank == 2 else "send", "parts", manifest.encode(), (0, 1), rank % 2, 30.0)
+            TransferSpec(
+                1,
+                "receive" if rank == 2 else "send",
+                "parts",
+                manifest.encode(),
+                ((0, 1, 2), (1, 0, 2)),
+                rank % 2,
+                30.0,
+            )
             for rank in range(3)
         ]
         results = await asyncio.gather(
@@ -181,7 +191,7 @@ async def test_a_sidecar_that_ends_in_mid_transfer_leaves_no_memory(server: str,
     async with lane(2, server, devices=GPUS[:2]) as two:
         os.kill(two.sidecars[1].pid, signal.SIGSTOP)  # so that it cannot be over before it is hit
         asked = [
-            asyncio.ensure_future(sidecar.transfer(image_spec(rank, manifest), slots[rank].buffer))
+            asyncio.ensure_future(sidecar.transfer(image_spec(rank, manifest, size=2), slots[rank].buffer))
             for rank, sidecar in enumerate(two.sidecars)
         ]
         await asyncio.wait(asked, timeout=0.1)
@@ -202,7 +212,8 @@ async def test_a_sidecar_that_ends_in_mid_transfer_leaves_no_memory(server: str,
         again[0].data.fill_(4)
         async with lane(2, server, devices=GPUS[:2]) as other:
             moves = [
-                one.transfer(image_spec(rank, manifest), again[rank].buffer) for rank, one in enumerate(other.sidecars)
+                one.transfer(image_spec(rank, manifest, size=2), again[rank].buffer)
+                for rank, one in enumerate(other.sidecars)
             ]
             results = await asyncio.gather(*moves)
         assert results[0].image_digest == results[1].image_digest == device_digest_of(again[1].data)

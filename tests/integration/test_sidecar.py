@@ -185,10 +185,13 @@ def slots_for(manifest: Manifest, count: int) -> list[Slot]:
 async def send_image(
     two: Lane, manifest: Manifest, slots: Sequence[Slot], timeout_s: float = 30.0
 ) -> list[TransferResult]:
+    everybody = tuple(range(len(two.sidecars)))
     return await asyncio.gather(
         *[
             sidecar.transfer(
-                TransferSpec(1, "send" if rank == 0 else "receive", "image", manifest.encode(), (0,), None, timeout_s),
+                TransferSpec(
+                    1, "send" if rank == 0 else "receive", "image", manifest.encode(), (everybody,), None, timeout_s
+                ),
                 slots[rank].buffer,
             )
             for rank, sidecar in enumerate(two.sidecars)
@@ -241,16 +244,16 @@ async def test_parts_of_two_owners_make_the_image_of_a_receiver(server: str) -> 
             part.write(slot.data)
             slots.append(slot)
         slots.append(target)
-        owners = (1, 0)  # the owner of part 0 is lane rank 1
+        routes = ((1, 0, 2), (0, 1, 2))  # the owner of part 0 is lane rank 1
         results = await asyncio.gather(
             three.sidecars[1].transfer(
-                TransferSpec(1, "send", "parts", manifest.encode(), owners, 0, 30.0), slots[0].buffer
+                TransferSpec(1, "send", "parts", manifest.encode(), routes, 0, 30.0), slots[0].buffer
             ),
             three.sidecars[0].transfer(
-                TransferSpec(1, "send", "parts", manifest.encode(), owners, 1, 30.0), slots[1].buffer
+                TransferSpec(1, "send", "parts", manifest.encode(), routes, 1, 30.0), slots[1].buffer
             ),
             three.sidecars[2].transfer(
-                TransferSpec(1, "receive", "parts", manifest.encode(), owners, None, 30.0), target.buffer
+                TransferSpec(1, "receive", "parts", manifest.encode(), routes, None, 30.0), target.buffer
             ),
         )
     found = views(target.buffer.tensor(), manifest)
@@ -269,7 +272,7 @@ async def test_a_slot_of_another_size_is_refused(server: str) -> None:
         with pytest.raises(SidecarFailed, match="the slot has 4116 bytes, the image 4112"):
             await send_image(alone, manifest, slots_for(other, 1))
         with pytest.raises(SidecarFailed, match="malformed manifest"):
-            spec = TransferSpec(1, "send", "image", b"\xc1", (0,), None, 5.0)
+            spec = TransferSpec(1, "send", "image", b"\xc1", ((0,),), None, 5.0)
             await alone.sidecars[0].transfer(spec, slots_for(other, 1)[0].buffer)
 
 
@@ -514,5 +517,5 @@ async def test_a_closed_buffer_is_refused(server: str) -> None:
         buffer.close()
         manifest = Manifest((TensorSpec("x", "float32", (4,)),))
         with pytest.raises(ValueError, match="the buffer is closed"):
-            spec = TransferSpec(1, "send", "image", manifest.encode(), (0,), None, 5.0)
+            spec = TransferSpec(1, "send", "image", manifest.encode(), ((0,),), None, 5.0)
             await alone.sidecars[0].transfer(spec, buffer)

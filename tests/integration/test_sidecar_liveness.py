@@ -59,7 +59,7 @@ async def test_a_sidecar_frozen_in_mid_transfer_is_killed_long_before_the_deadli
             sidecar.on_exit = exits.append
         frozen = three.sidecars[2]
         roles = ["send", "receive", "receive"]
-        specs = [TransferSpec(1, role, "image", manifest.encode(), (0,), None, 100.0) for role in roles]  # type: ignore[arg-type]  # one of them
+        specs = [TransferSpec(1, role, "image", manifest.encode(), ((0, 1, 2),), None, 100.0) for role in roles]  # type: ignore[arg-type]  # one of them
         started = time.monotonic()
         tasks = [
             asyncio.ensure_future(sidecar.transfer(spec, slot.buffer))
@@ -165,7 +165,7 @@ async def test_a_crowded_machine_makes_no_false_alarm(server: str) -> None:
                 await asyncio.gather(
                     *(
                         sidecar.transfer(
-                            TransferSpec(1, role, "image", manifest.encode(), (0,), None, 60.0),  # type: ignore[arg-type]  # one of them
+                            TransferSpec(1, role, "image", manifest.encode(), ((0, 1, 2),), None, 60.0),  # type: ignore[arg-type]  # one of them
                             slot.buffer,
                         )
                         for sidecar, role, slot in zip(three.sidecars, roles, slots, strict=True)

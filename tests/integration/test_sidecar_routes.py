@@ -68,10 +68,9 @@ def move(
                     "send" if rank in owners else "receive",
                     mode,
                     manifest.encode(),
-                    (),
+                    routes,
                     owners.index(rank) if rank in owners else None,
                     timeout_s,
-                    routes,
                     digest if rank in owners else "",
                 ),
                 buffer,
@@ -137,9 +136,9 @@ def stream(
     return {
         rank: asyncio.ensure_future(
             made.sidecars[rank].transfer(
-                TransferSpec(number, "send", "image", encoded, (), None, timeout_s, (route,), streaming=True)
+                TransferSpec(number, "send", "image", encoded, (route,), None, timeout_s, streaming=True)
                 if rank == route[0]
-                else TransferSpec(number, "receive", "image", encoded, (), None, timeout_s, (route,)),
+                else TransferSpec(number, "receive", "image", encoded, (route,), None, timeout_s),
                 buffer,
             )
         )
@@ -223,7 +222,7 @@ async def test_a_sender_that_waits_for_its_rank_gives_signs_of_life(server: str)
 async def test_only_the_sender_of_an_image_can_be_streaming(server: str) -> None:
     manifest, source = image_of(MIB)
     async with lane(2, server) as two:
-        spec = TransferSpec(1, "receive", "image", manifest.encode(), (), None, TIMEOUT_S, ((0, 1),), streaming=True)
+        spec = TransferSpec(1, "receive", "image", manifest.encode(), ((0, 1),), None, TIMEOUT_S, streaming=True)
         with pytest.raises(SidecarFailed, match="only the sender of an image can be streaming"):
             await two.sidecars[1].transfer(spec, source.buffer)
         assert two.sidecars[1].usable

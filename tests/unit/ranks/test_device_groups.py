@@ -298,7 +298,7 @@ def test_spread_parts_arrive_whatever_their_routes_are(seed: int, monkeypatch: p
     def run(rank: int) -> wire.TransferResult:
         sends = rank < 2
         spec = wire.TransferSpec(
-            1, "send" if sends else "receive", "parts", manifest.encode(), (), rank if sends else None, 5.0, routes
+            1, "send" if sends else "receive", "parts", manifest.encode(), routes, rank if sends else None, 5.0
         )
         memory = parts[rank] if sends else images[rank]
         return run_transfer(SerialGroup(board, rank, 4), spec, manifest, memory, lambda nbytes, deadline: None, gpu)
@@ -345,7 +345,7 @@ def test_a_digest_is_made_of_what_the_other_thread_has_waited_for(monkeypatch: p
 
     def run(rank: int) -> None:
         spec = wire.TransferSpec(
-            1, "receive" if rank else "send", "image", manifest.encode(), (0,), None, 5.0, digest="d"
+            1, "receive" if rank else "send", "image", manifest.encode(), ((0, 1),), None, 5.0, digest="d"
         )
         run_transfer(SerialGroup(board, rank, 2), spec, manifest, images[rank], lambda nbytes, deadline: None, gpu)
 
@@ -435,7 +435,7 @@ def test_an_image_in_host_memory_keeps_its_digest() -> None:
     board = Board()
 
     def run(rank: int) -> wire.TransferResult:
-        spec = wire.TransferSpec(1, "receive" if rank else "send", "image", manifest.encode(), (0,), None, 5.0)
+        spec = wire.TransferSpec(1, "receive" if rank else "send", "image", manifest.encode(), ((0, 1),), None, 5.0)
         return run_transfer(SerialGroup(board, rank, 2), spec, manifest, images[rank], lambda nbytes, deadline: None)
 
     assert {result.image_digest for result in everywhere(2, run)} == {digest_of(images[0][manifest.data_offset :])}
