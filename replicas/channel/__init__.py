@@ -10,6 +10,6 @@ from replicas.channel.channel import Channel  # noqa: E402
 from replicas.channel.joining import join  # noqa: E402
 from replicas.channel.pending import Pending, Receipt  # noqa: E402
 from replicas.channel.update import Update  # noqa: E402
-from replicas.weights.packing import Shard  # noqa: E402
+from replicas.weights.feed import Shard  # noqa: E402
 
 __all__ = ["Channel", "Pending", "Receipt", "Shard", "Update", "join"]

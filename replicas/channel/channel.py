@@ -35,7 +35,7 @@ from replicas.messages.bounds import VERSION_MAX, shown
 from replicas.messages.identity import Member
 from replicas.waits import Latch
 from replicas.weights.accelerator import accelerator
-from replicas.weights.packing import Feed
+from replicas.weights.feed import Feed
 from replicas.weights.tensors import overlaps_itself
 from replicas.weights.writable import WritableSlot
 

@@ -17,7 +17,10 @@ from replicas.channel.under_way import CopiesUnderWay
 from replicas.core.manifest import PartManifest, check_size
 from replicas.weights.accelerator import device_of
 from replicas.weights.arena import Slot
-from replicas.weights.packing import Copier, DeviceCopies, Feed, Manner, Packer, Packing, stage
+from replicas.weights.copying import Copier
+from replicas.weights.device_copies import DeviceCopies, Manner
+from replicas.weights.feed import Feed
+from replicas.weights.packing import Packer, Packing, stage
 from replicas.weights.writable import WritableSlot
 
 __all__ = ["Filling"]

@@ -63,7 +63,8 @@ from replicas.channel.publish_job import PublishJob
 from replicas.core.manifest import PartManifest
 from replicas.messages import PackFailed, PublishAdmitted, PublishEnd
 from replicas.messages.bounds import SECONDS_MAX, text_of
-from replicas.weights.packing import Feed, Mode, Packing
+from replicas.weights.feed import Feed, Mode
+from replicas.weights.packing import Packing
 
 __all__ = ["Publisher"]
 

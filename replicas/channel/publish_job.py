@@ -12,7 +12,8 @@ from replicas.channel.pending import Pending, Receipt
 from replicas.core.manifest import PartManifest
 from replicas.messages import Filled, Meta, Packed, PackFailed, PublishBegin, SlotPlace
 from replicas.weights.arena import Slot
-from replicas.weights.packing import Copier, DeviceCopies
+from replicas.weights.copying import Copier
+from replicas.weights.device_copies import DeviceCopies
 
 __all__ = ["PublishJob"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 from replicas.weights.accelerator import accelerator
-from replicas.weights.packing import DeviceCopies
+from replicas.weights.device_copies import DeviceCopies
 
 __all__ = ["CopiesUnderWay"]
 

@@ -21,7 +21,7 @@ from replicas.messages.bounds import shown
 from replicas.waits import locked
 from replicas.weights.accelerator import Event, device_of
 from replicas.weights.arena import Buffer, Slot
-from replicas.weights.packing import load_into, views
+from replicas.weights.loading import load_into, views
 
 __all__ = ["Update", "UpdateOwner"]
 

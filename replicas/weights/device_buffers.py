@@ -46,7 +46,7 @@ from replicas.weights.accelerator import DeviceMemory, Event, device_of
 from replicas.weights.buffers import AllocationStopped, Buffer
 from replicas.weights.mappings import reopen
 
-__all__ = ["PAGE_NBYTES", "DeviceBuffer", "lingering_nbytes"]
+__all__ = ["PAGE_NBYTES", "DeviceBuffer"]
 
 PAGE_NBYTES = 4096
 """Size of the page: all that host memory it takes."""
@@ -333,8 +333,3 @@ class _Lingering:
 _lingering = _Lingering()
 os.register_at_fork(after_in_child=_lingering.forget)
 atexit.register(_lingering.stop)
-
-
-def lingering_nbytes() -> int:
-    """Device memory of this process that is closed here, and not freed yet because others have it open."""
-    return _lingering.nbytes()

@@ -4,9 +4,10 @@ Theory of operation
 ===================
 
 A publish walks the weights once (:class:`replicas.weights.feed.Feed`). What is known before the first step
-(:meth:`Feed.plan`: a module, a mapping, an object with ``metadata()``) is written straight into the slot by :func:`pack`.
-A plain iterable tells nothing beforehand: give :func:`pack` the manifest of the last publish of the same channel, or keep
-private copies of everything with :func:`stage`, which then knows its manifest.
+(:meth:`Feed.plan`: a module, a mapping, an object with ``metadata()``) is written straight into
+the slot by :meth:`Packer.pack`. A plain iterable tells nothing beforehand: give the manifest of
+the last publish of the same channel, or keep private copies of everything with :func:`stage`,
+which then knows its manifest.
 
 A module or a mapping of which nothing has to be gathered is copied *at once*: all its tensors exist, so they are taken in
 the order of their bytes, in large steps, by several threads (:mod:`replicas.weights.copying`). A :class:`Packer` remembers
@@ -31,7 +32,6 @@ from __future__ import annotations
 
 import operator
 import time
-from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 
@@ -43,35 +43,14 @@ from replicas.weights.arena import Slot
 from replicas.weights.copying import Copier, Progress
 from replicas.weights.crew import cores
 from replicas.weights.device_copies import Begun, DeviceCopies, Manner
-from replicas.weights.feed import Feed, Mode, Shard
+from replicas.weights.feed import Feed
 from replicas.weights.layout import Entry, copy_elements, layout
-from replicas.weights.loading import load_into, views
 from replicas.weights.places import Filler, Places, Writer, steps
 from replicas.weights.planned import Planned
 from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import bits, torch_dtype
 
-__all__ = [
-    "Begun",
-    "Copier",
-    "DeviceCopies",
-    "Entry",
-    "Feed",
-    "Manner",
-    "Mode",
-    "Packer",
-    "Packing",
-    "Progress",
-    "Shard",
-    "Staged",
-    "iter_tensors",
-    "load_into",
-    "pack",
-    "packing_of",
-    "plan",
-    "stage",
-    "views",
-]
+__all__ = ["Packer", "Packing", "Staged", "packing_of", "stage"]
 
 
 _ON_CPU = operator.attrgetter("is_cpu")
@@ -89,31 +68,6 @@ class Packing:
     digest: Future[str]
     copy_s: float
     copies: DeviceCopies | None = None
-
-
-def iter_tensors(weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> Iterator[Entry]:
-    """The entries of ``weights``; see :class:`Feed`."""
-    return iter(Feed(weights, dtype=dtype, mode=mode))
-
-
-def plan(weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> PartManifest | None:
-    """What ``weights`` will give, without consuming them; None when it cannot be known. See :meth:`Feed.plan`."""
-    return Feed(weights, dtype=dtype, mode=mode).plan()
-
-
-def pack(feed: Feed, manifest: PartManifest, data: torch.Tensor) -> Packing:
-    """Walk ``feed`` and copy each tensor to its place before the next one is asked for.
-
-    :param manifest: of this feed, from :meth:`Feed.plan` or from an earlier publish of the same weights.
-    :param data: uint8, ``slot.data``: the data section of an image slot, or a part slot.
-    :raises ManifestMismatch: the feed gave something else than ``manifest`` says; the feed has been drained.
-    """
-    try:
-        places = Places(manifest)
-        return _walk(feed, manifest, places, places.views(data), data)
-    except BaseException:
-        feed.drain()
-        raise
 
 
 def _walk(
@@ -250,12 +204,13 @@ class Packer:
         hold: bool = True,
         begun: Begun = lambda copies: None,
     ) -> Packing:
-        """Copy everything to its place in ``slot``; see :func:`pack`.
+        """Copy everything to its place in ``slot``. What has to be walked is copied step by step, before the next one.
 
         :param manifest: from :meth:`plan`, or of an earlier publish of the same weights.
         :param progress: told how far the slot's data is there from its start. The last call says that all is, and comes
             before this returns, or after :attr:`Packing.copies` are done; it does not come when this raises or those fail.
         :param hold: see :class:`Manner`, as for ``begun``.
+        :raises ManifestMismatch: the feed gave something else than ``manifest`` says; the feed has been drained.
         """
         manner = Manner(slot.buffer, hold, begun)
         known = self.knows(feed, manifest)
@@ -276,10 +231,6 @@ class Packer:
             feed.drain()
             raise
         return packing
-
-    def forget(self) -> None:
-        """Keep no views of any slot."""
-        self._views.clear()
 
     def _places_of(self, manifest: PartManifest) -> Places:
         if self._places is None or self._places[0].hash != manifest.hash:
@@ -308,7 +259,7 @@ class Staged:
     entries: tuple[Entry, ...]
 
     def write(self, data: torch.Tensor, manner: Manner = Manner()) -> Packing:
-        """Copy everything to its place in ``data`` (see :func:`pack`)."""
+        """Copy everything to its place in ``data`` (uint8: a slot's data)."""
         places = Places(self.manifest)
         full = self.manifest.pieces is not None
         tensors = [one.tensor for one in self.entries if one.alias_of is None and (one.box is not None or not full)]

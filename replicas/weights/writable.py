@@ -26,7 +26,8 @@ import torch
 from replicas.core.manifest import PartManifest
 from replicas.errors import UsageError
 from replicas.weights.arena import Slot
-from replicas.weights.packing import Begun, Packing, packing_of
+from replicas.weights.device_copies import Begun
+from replicas.weights.packing import Packing, packing_of
 from replicas.weights.places import Places
 from replicas.weights.tensors import torch_dtype
 

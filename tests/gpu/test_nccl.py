@@ -17,7 +17,12 @@ from replicas.channel import Channel
 from replicas.core.manifest import Manifest
 from replicas.messages import OperationKind
 from replicas.sidecar.client import SidecarFailed, TransferResult, TransferSpec
-from replicas.weights import Arena, Feed, Slot, digest_of, stage, views
+from replicas.weights.arena import Arena
+from replicas.weights.digest import digest_of
+from replicas.weights.feed import Feed
+from replicas.weights.loading import views
+from replicas.weights.packing import stage
+from replicas.weights.slots import Slot
 from tests.gpu.card import BACKEND, DEVICE, REAL, as_host, bits, card, uuid
 from tests.support.channels import channel_world, wait_until
 from tests.support.sidecars import Lane, lane, read_segments, segments_of
@@ -231,7 +236,7 @@ CPU_TARGET = """
 import sys
 import torch
 import replicas
-from replicas.weights import digest_of
+from replicas.weights.digest import digest_of
 
 assert not torch.cuda.is_available()
 endpoint, token = sys.argv[1:]

@@ -14,7 +14,9 @@ from safetensors.torch import load_file
 from replicas import errors
 from replicas.channel import Channel, Receipt, filling
 from replicas.coordinator import GroupShape
-from replicas.weights import Feed, Staged, buffers, stage
+from replicas.weights import buffers
+from replicas.weights.feed import Feed
+from replicas.weights.packing import Staged, stage
 from tests.support.channels import channel_world
 
 pytestmark = pytest.mark.anyio

@@ -17,12 +17,17 @@ from replicas.core.manifest import Manifest, TensorSpec, merge_parts
 from replicas.errors import Preflight
 from replicas.sidecar.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
 from replicas.sidecar.device_probe import prove_device
-from replicas.weights import Arena, Buffer, Feed, Shard, Slot, stage, views
 from replicas.weights.accelerator import accelerator
-from replicas.weights.device_buffers import lingering_nbytes
+from replicas.weights.arena import Arena
+from replicas.weights.buffers import Buffer
 from replicas.weights.device_digest import device_digest_of
+from replicas.weights.feed import Feed, Shard
+from replicas.weights.loading import views
+from replicas.weights.packing import stage
+from replicas.weights.slots import Slot
 from tests.support import fake_accelerator, far_accelerator
 from tests.support.channels import wait_until
+from tests.support.device_memory import lingering_nbytes
 from tests.support.fake_accelerator import FakeAccelerator, fake_memory_nbytes
 from tests.support.sidecars import lane, read_segments, segments_of, shared_forkserver
 

@@ -13,7 +13,7 @@ import torch
 
 from replicas import errors
 from replicas.channel import Channel
-from replicas.weights.packing import Feed
+from replicas.weights.feed import Feed
 from tests.support.channels import channel_world, wait_until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.filterwarnings("ignore:.*nested tensors is in prototype")]

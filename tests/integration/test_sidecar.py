@@ -19,7 +19,13 @@ import torch
 from replicas.core.manifest import Manifest, TensorSpec, merge_parts
 from replicas.messages import OperationKind, ReduceOp, Segment
 from replicas.sidecar.client import Forkserver, Sidecar, SidecarDied, SidecarFailed, TransferResult, TransferSpec
-from replicas.weights import Arena, Buffer, Feed, Shard, Slot, digest_of, stage, views
+from replicas.weights.arena import Arena
+from replicas.weights.buffers import Buffer
+from replicas.weights.digest import digest_of
+from replicas.weights.feed import Feed, Shard
+from replicas.weights.loading import views
+from replicas.weights.packing import stage
+from replicas.weights.slots import Slot
 from tests.support.sidecars import (
     Lane,
     children_of,

@@ -24,7 +24,8 @@ from replicas.core.manifest import Manifest, TensorSpec
 from replicas.sidecar import forks, pulse
 from replicas.sidecar.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
 from replicas.supervisor.processes import start_time
-from replicas.weights import Arena, Slot
+from replicas.weights.arena import Arena
+from replicas.weights.slots import Slot
 from tests.support.channels import channel_world, wait_until
 from tests.support.processes import name_of
 from tests.support.runs import eventually, running

@@ -23,7 +23,10 @@ from replicas.core.manifest import PartManifest, merge_parts
 from replicas.errors import ManifestMismatch
 from replicas.sidecar.buckets import buckets_of_part
 from replicas.sidecar.transfer import scatter
-from replicas.weights import Feed, load_into, pack, plan, stage, views
+from replicas.weights.feed import Feed
+from replicas.weights.loading import load_into, views
+from replicas.weights.packing import stage
+from tests.support.packing import pack
 
 WORLD = 4
 
@@ -152,7 +155,7 @@ def check_placements(mesh: DeviceMesh) -> None:
     assert all(torch.equal(found[name], value) for name, value in whole.items())
     partial = DTensor.from_local(torch.ones(2), mesh["dp"], [Partial()])
     with pytest.raises(ManifestMismatch, match="tensor 'p' is a DTensor with placements"):
-        plan({"p": partial}, mode="parts")
+        Feed({"p": partial}, mode="parts").plan()
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ from pathlib import Path
 import torch
 
 from replicas.core.manifest import Manifest, TensorSpec
-from replicas.weights import Arena, Slot
+from replicas.weights.arena import Arena
+from replicas.weights.slots import Slot
 
 __all__ = ["MANIFEST", "Child", "fill", "memory_left"]
 

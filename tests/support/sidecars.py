@@ -23,7 +23,7 @@ from replicas.core.manifest import item_nbytes, segment_layout
 from replicas.local_sockets import Door
 from replicas.messages import OperationKind, ReduceOp, Segment
 from replicas.sidecar.client import CollectiveSpec, Forkserver, GroupSpec, Sidecar
-from replicas.weights import Buffer
+from replicas.weights.buffers import Buffer
 from replicas.weights.tensors import dtype_name, torch_dtype, typed
 
 __all__ = [

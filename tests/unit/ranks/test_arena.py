@@ -11,8 +11,10 @@ from safetensors.torch import load_file
 
 from replicas.core.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.errors import Gone
-from replicas.weights import Arena, Buffer, Slot
+from replicas.weights.arena import Arena
+from replicas.weights.buffers import Buffer
 from replicas.weights.pool import SPARE_BEATS
+from replicas.weights.slots import Slot
 from tests.support.memory import MANIFEST, fill, memory_left
 
 OTHER = Manifest((TensorSpec("x", "float32", (9,)),))

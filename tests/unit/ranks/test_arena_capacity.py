@@ -12,7 +12,9 @@ import pytest
 
 from replicas.core.manifest import Manifest, TensorSpec
 from replicas.errors import NoCapacity
-from replicas.weights import Arena, Buffer, buffers, capacity, pool
+from replicas.weights import buffers, capacity, pool
+from replicas.weights.arena import Arena
+from replicas.weights.buffers import Buffer
 from replicas.weights.capacity import RESERVE_NBYTES, available_nbytes, check_capacity
 from tests.support.memory import MANIFEST, fill, memory_left
 

@@ -21,7 +21,7 @@ from replicas.core.manifest import PartManifest
 from replicas.messages import Segment
 from replicas.messages.identity import Member
 from replicas.weights.arena import Slot
-from replicas.weights.packing import Feed
+from replicas.weights.feed import Feed
 from tests.support.scripted import MANIFEST, ME, World
 
 pytestmark = pytest.mark.anyio

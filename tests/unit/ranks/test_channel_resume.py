@@ -18,7 +18,7 @@ from replicas.channel.update import Update
 from replicas.core.manifest import Manifest
 from replicas.weights.arena import Arena, Slot
 from replicas.weights.digest import digest_of
-from replicas.weights.packing import Feed
+from replicas.weights.feed import Feed
 from tests.support.channels import wait_until
 from tests.support.scripted import MANIFEST, World
 

@@ -13,11 +13,14 @@ from replicas import environ
 from replicas.core.manifest import Manifest, TensorSpec
 from replicas.errors import Gone, NoCapacity, Preflight, UsageError, WorldError
 from replicas.memory.kept import Keeper
-from replicas.weights import Arena, Buffer, Slot
 from replicas.weights.accelerator import accelerator
-from replicas.weights.device_buffers import PAGE_NBYTES, lingering_nbytes
+from replicas.weights.arena import Arena
+from replicas.weights.buffers import Buffer
+from replicas.weights.device_buffers import PAGE_NBYTES
 from replicas.weights.digest import digest_of
 from replicas.weights.mappings import KeptMappings
+from replicas.weights.slots import Slot
+from tests.support.device_memory import lingering_nbytes
 from tests.support.fake_accelerator import NAME, FakeAccelerator, fake_memory_nbytes
 from tests.support.memory import Child, memory_left
 

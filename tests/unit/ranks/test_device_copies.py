@@ -13,12 +13,16 @@ import pytest
 import torch
 
 from replicas.errors import ManifestMismatch, SyncError, UsageError, WorldError
-from replicas.weights import Arena, Feed, Slot, digest_of, load_into, stage, views
-from replicas.weights.device_buffers import lingering_nbytes
+from replicas.weights.arena import Arena
 from replicas.weights.device_copies import DeviceCopies, Manner
 from replicas.weights.device_digest import device_digest_of
-from replicas.weights.packing import Packer, Packing, packing_of
+from replicas.weights.digest import digest_of
+from replicas.weights.feed import Feed
+from replicas.weights.loading import load_into, views
+from replicas.weights.packing import Packer, Packing, packing_of, stage
+from replicas.weights.slots import Slot
 from replicas.weights.writable import WritableSlot
+from tests.support.device_memory import lingering_nbytes
 from tests.support.fake_accelerator import NAME, FakeAccelerator
 
 WAIT_S = 60.0

@@ -24,9 +24,12 @@ from replicas.sidecar import building, wire
 from replicas.sidecar.groups import GlooGroup, Group, Handle, NcclGroup
 from replicas.sidecar.process import SidecarProcess
 from replicas.sidecar.transfer import run_transfer
-from replicas.weights import Buffer, Feed, Shard, digest_of, stage
-from replicas.weights.device_buffers import lingering_nbytes
+from replicas.weights.buffers import Buffer
 from replicas.weights.device_digest import DeviceDigest, DeviceStreamDigest, device_digest_of
+from replicas.weights.digest import digest_of
+from replicas.weights.feed import Feed, Shard
+from replicas.weights.packing import stage
+from tests.support.device_memory import lingering_nbytes
 from tests.support.fake_accelerator import NAME, FakeAccelerator
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below

@@ -18,9 +18,13 @@ from replicas.core.manifest import ITEM_NBYTES, Manifest, PartManifest, Piece, T
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.sidecar.buckets import Bucket, buckets_of_part, split_piece
 from replicas.sidecar.transfer import scatter
-from replicas.weights import Arena, Feed, Mode, Shard, Slot, load_into, pack, plan, stage, views
-from replicas.weights.packing import Packer
+from replicas.weights.arena import Arena
+from replicas.weights.feed import Feed, Mode, Shard
+from replicas.weights.loading import load_into, views
+from replicas.weights.packing import Packer, stage
+from replicas.weights.slots import Slot
 from replicas.weights.tensors import bits, torch_dtype
+from tests.support.packing import pack
 
 DTYPES = [name for name in ITEM_NBYTES if hasattr(torch, name)]
 
@@ -52,7 +56,7 @@ def packed(weights: object, *, dtype: torch.dtype | None = None) -> Slot:
     else:
         slot = arena.acquire(1, manifest)
         assert slot is not None
-        pack(feed, manifest, slot.data)
+        Packer().pack(feed, manifest, slot)
     assert feed.finished
     return slot
 
@@ -162,7 +166,7 @@ def test_wrappers_leave_no_prefix() -> None:
             super().__init__()
             self._orig_mod = model
 
-    known = plan(Compiled(Tied()))
+    known = Feed(Compiled(Tied())).plan()
     assert known is not None
     assert [spec.name for spec in known.tensors] == ["scale", "embed.weight", "norm.weight", "norm.bias"]
 
@@ -214,7 +218,7 @@ TENSORS = {"a": torch.arange(6.0).view(2, 3), "b": torch.tensor(1, dtype=torch.i
     ],
 )
 def test_metadata_is_a_plan(described: Any) -> None:
-    assert plan(Described(TENSORS, described), dtype=torch.float16) == PartManifest(
+    assert Feed(Described(TENSORS, described), dtype=torch.float16).plan() == PartManifest(
         (TensorSpec("a", "float16", (2, 3)), TensorSpec("b", "int64", ()))
     )
     found = unpacked(packed(Described(TENSORS, described)))
@@ -224,7 +228,7 @@ def test_metadata_is_a_plan(described: Any) -> None:
 @pytest.mark.parametrize("row", [("a", 3), 3, ParamMeta("a", "float32", (1,)), ParamMeta(3, torch.int8, ())])  # type: ignore[arg-type]  # on purpose
 def test_metadata_of_another_form_is_refused(row: object) -> None:
     with pytest.raises(ManifestMismatch, match=r"metadata\(\) gave"):
-        plan(Described(TENSORS, [row]))
+        Feed(Described(TENSORS, [row])).plan()
 
 
 @pytest.mark.parametrize(

@@ -22,16 +22,21 @@ from torch import nn
 
 from replicas.core.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.errors import ManifestMismatch, UsageError
-from replicas.weights import Arena, Digest, Feed, Shard, Slot, digest_of, pack, stage, streaming, views
+from replicas.weights import streaming
+from replicas.weights.arena import Arena
 from replicas.weights.copying import PROGRESS_NBYTES, STEP_NBYTES, Copier, Prefix, Step, copy_pairs
 from replicas.weights.crew import ALONE_NBYTES, Crew, helpers_for, one_thread
-from replicas.weights.digest import BLOCK_NBYTES
-from replicas.weights.packing import Packer, Packing
+from replicas.weights.digest import BLOCK_NBYTES, Digest, digest_of
+from replicas.weights.feed import Feed, Shard
+from replicas.weights.loading import views
+from replicas.weights.packing import Packer, Packing, stage
 from replicas.weights.parts import scatter_parts
 from replicas.weights.places import Places
 from replicas.weights.planned import LOOK
+from replicas.weights.slots import Slot
 from replicas.weights.tensors import bits
 from replicas.weights.writable import WritableSlot
+from tests.support.packing import pack
 
 WAIT_S = 60.0
 MIB = 1 << 20

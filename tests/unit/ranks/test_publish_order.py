@@ -14,7 +14,8 @@ from replicas import errors
 from replicas import messages as wire
 from replicas.channel.publish_job import PublishJob
 from replicas.messages import Meta
-from replicas.weights.packing import Feed, Packing
+from replicas.weights.feed import Feed
+from replicas.weights.packing import Packing
 from tests.support.channels import wait_until
 from tests.support.scripted import World
 

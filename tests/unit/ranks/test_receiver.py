@@ -16,7 +16,7 @@ from replicas.channel import update as update_module
 from replicas.channel.pending import Pending
 from replicas.channel.receive import Bound
 from replicas.channel.update import Update
-from replicas.weights.packing import load_into
+from replicas.weights.loading import load_into
 from tests.support.channels import wait_until
 from tests.support.scripted import World
 
