@@ -35,7 +35,7 @@ from replicas.sidecar.groups import Group
 from replicas.sidecar.mailbox import Mailbox
 from replicas.sidecar.meeting import Unreachable
 from replicas.sidecar.transfer import run_transfer
-from replicas.weights import cuda, device_buffers  # noqa: F401  # loaded before sidecars are forked, not by each of them
+from replicas.weights import cuda  # noqa: F401  # loaded before sidecars are forked, not by each of them
 from replicas.weights.accelerator import Accelerator, device_of
 from replicas.weights.arena import Buffer
 

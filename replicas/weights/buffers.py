@@ -25,7 +25,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import ClassVar, Literal, Protocol
 
 import torch
 
@@ -39,10 +39,7 @@ from replicas.weights.accelerator import Accelerator, Registration, accelerator
 from replicas.weights.capacity import check_capacity
 from replicas.weights.mappings import KeptMappings, map_private, map_readable, map_shared
 
-if TYPE_CHECKING:
-    from replicas.weights.device_buffers import DeviceBuffer
-
-__all__ = ["AllocationStopped", "Buffer", "BufferWatcher", "Claim"]
+__all__ = ["AllocationStopped", "Buffer", "BufferWatcher", "Claim", "DeviceKind"]
 
 _ALLOCATE_NBYTES = 64 << 20
 
@@ -59,6 +56,16 @@ class BufferWatcher(Protocol):
     def buffer_closed(self, key: int) -> None: ...
 
 
+class DeviceKind(Protocol):
+    """Makes buffers whose bytes are on a GPU."""
+
+    def allocate_on(self, device: str, nbytes: int, name: str, *, stop: Callable[[], bool]) -> Buffer:
+        """See :meth:`Buffer.allocate`."""
+
+    def adopted(self, fd: int, device: str, *, writable: bool) -> Buffer:
+        """See :meth:`Buffer.adopt`."""
+
+
 class Buffer:
     """Anonymous shared memory.
 
@@ -71,8 +78,10 @@ class Buffer:
     :ivar serial: how often it has been filled.
     :ivar offered: the version that came of the last time, for others to hold; 0: none.
     :ivar released: nobody who can be heard of still needs that version.
+    :cvar on_device: set by :mod:`replicas.weights.device_buffers`, which is above this module.
     """
 
+    on_device: ClassVar[DeviceKind]
     _keys = itertools.count(1)
     _living: Living[Buffer] = Living()
     device = ""
@@ -107,7 +116,7 @@ class Buffer:
         :raises AllocationStopped: ``stop`` said so.
         """
         if device:
-            return _device_buffers().allocate_on(device, nbytes, name, stop=stop)
+            return Buffer.on_device.allocate_on(device, nbytes, name, stop=stop)
         what = f"the buffer {name!r}"
         check_capacity(nbytes, what)
         buffer = Buffer(os.memfd_create(name[:200], os.MFD_CLOEXEC), nbytes)
@@ -141,7 +150,7 @@ class Buffer:
         """
         writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
         if device:
-            return _device_buffers().adopted(fd, device, writable=writable)
+            return Buffer.on_device.adopted(fd, device, writable=writable)
         return Buffer(fd, os.fstat(fd).st_size, writable=writable)
 
     @staticmethod
@@ -158,7 +167,7 @@ class Buffer:
         fd = hold(place, version)
         buffer: Buffer
         if place.device:
-            buffer = _device_buffers().adopted(fd, place.device, writable=False)
+            buffer = Buffer.on_device.adopted(fd, place.device, writable=False)
         else:
             buffer = Buffer(fd, place.nbytes, writable=False)
         buffer._locks_in = os.getpid()
@@ -345,9 +354,3 @@ def _forget_all() -> None:
 
 
 os.register_at_fork(after_in_child=_forget_all)
-
-
-def _device_buffers() -> type[DeviceBuffer]:
-    from replicas.weights.device_buffers import DeviceBuffer  # it is a Buffer itself
-
-    return DeviceBuffer

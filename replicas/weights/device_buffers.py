@@ -200,6 +200,9 @@ class DeviceBuffer(Buffer):
         return self._written
 
 
+Buffer.on_device = DeviceBuffer
+
+
 class _Mark:
     """Says of a page that the memory is open in this process, by a description of its own."""
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import torch
 from torch.nn.parameter import is_lazy
@@ -22,12 +22,10 @@ from replicas.messages.bounds import plain
 from replicas.weights.dtensor import Box, is_dtensor, local_box
 from replicas.weights.layout import Entry, layout
 from replicas.weights.sources import Declared, Ties, can_be_walked, declared, known_values, streamed_values
+from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import dtype_name, is_castable
 
-if TYPE_CHECKING:
-    from replicas.weights.planned import Sources
-
-__all__ = ["Feed", "Mode", "Shard"]
+__all__ = ["Feed", "Mode", "Shard", "Sources"]
 
 Mode = Literal["image", "parts"]
 
@@ -60,6 +58,17 @@ class Shard:
                 f"a Shard of shape {list(self.tensor.shape)} at offsets {list(self.offsets)} does not lie in a tensor "
                 f"of shape {list(self.shape)}"
             )
+
+
+@dataclass(frozen=True, eq=False)
+class Sources:
+    """What to copy at once, in the order of the bytes.
+
+    :ivar addresses: where the bytes of each lie together, just as they are to be; None: some have to be gathered or cast.
+    """
+
+    tensors: list[torch.Tensor]
+    addresses: Addresses | None
 
 
 class Feed:

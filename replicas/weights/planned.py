@@ -11,7 +11,7 @@ differs makes it answer None, and so does whatever is of an unusual kind: then t
 Ties are compared by address: tied tensors must have one again, and all others different ones. No tensor is kept.
 
 When each tensor is one run of bytes in host memory, and they are just those of its place, they are copied by their addresses,
-and no view of either side is made (:attr:`Sources.addresses`).
+and no view of either side is made (:attr:`~replicas.weights.feed.Sources.addresses`).
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ import torch
 from replicas.core.manifest import PartManifest
 from replicas.weights import streaming
 from replicas.weights.dtensor import is_dtensor
-from replicas.weights.feed import Feed, Shard
+from replicas.weights.feed import Feed, Shard, Sources
 from replicas.weights.layout import Entry
 from replicas.weights.places import Places
 from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import bits, torch_dtype
 
-__all__ = ["Planned", "Sources"]
+__all__ = ["Planned"]
 
 LOOK = 2048
 """How many tensors are looked at together: they fit the caches."""
@@ -41,17 +41,6 @@ LOOK = 2048
 _SAME, _IS, _SHAPE, _DTYPE = operator.eq, operator.is_, operator.attrgetter("shape"), operator.attrgetter("dtype")
 _ON_CPU = operator.attrgetter("is_cpu")
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
-
-
-@dataclass(frozen=True, eq=False)
-class Sources:
-    """What to copy at once, in the order of the bytes.
-
-    :ivar addresses: where the bytes of each lie together, just as they are to be; None: some have to be gathered or cast.
-    """
-
-    tensors: list[torch.Tensor]
-    addresses: Addresses | None
 
 
 @dataclass(frozen=True, eq=False)
