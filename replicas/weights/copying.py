@@ -222,8 +222,11 @@ class Copier:
     :param beside: hash while the copying goes on; None: when there are two helpers or more.
     :param progress: told how far ``data`` is filled from its start.
     :param begun: called with it before the first helper is there.
+    :ivar step_nbytes: how large steps should be.
     :ivar digest: of all of ``data``, once :meth:`finish` was called; set on a helper's thread.
     """
+
+    step_nbytes = STEP_NBYTES
 
     def __init__(
         self,
@@ -292,6 +295,10 @@ class Copier:
         """Copy one tensor here and now, from wherever it is; it fills the bytes from ``start`` to ``end``."""
         destination.copy_(source)
         self.filled(start, end)
+
+    def written(self) -> None:
+        """All bytes are there."""
+        self.filled(0, sum(self._unfilled))
 
     def filled(self, start: int, end: int) -> None:
         """These bytes are filled."""

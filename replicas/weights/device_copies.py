@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import dataclass
@@ -46,7 +46,6 @@ from replicas.weights.accelerator import Accelerator, Event
 from replicas.weights.buffers import Buffer
 from replicas.weights.copying import DEVICE_NBYTES, Copier, Prefix, Progress, Step
 from replicas.weights.device_digest import device_digest_of
-from replicas.weights.places import Places, steps
 from replicas.weights.streaming import copy_all
 
 __all__ = ["DeviceCopies", "Manner"]
@@ -126,6 +125,7 @@ class DeviceCopies:
     :ivar copied: everything has been copied; its result: seconds for which the caller's stream was held. It fails when the
         device has failed, or the block has raised. Set on the follower's thread, before the digest is asked for.
     :ivar ended: set behind ``copied``, for those who may be interrupted.
+    :ivar step_nbytes: how large steps should be.
     :ivar digest: of all of ``data``.
     """
 
@@ -147,12 +147,12 @@ class DeviceCopies:
         else:
             self._sink = _HostSink(data, progress)
         self.digest = self._sink.digest
-        self._most, self._step_nbytes = DEVICE_NBYTES, DEVICE_NBYTES
+        self._most, self.step_nbytes = DEVICE_NBYTES, DEVICE_NBYTES
         if not self._device:
             self._most = DEVICE_NBYTES if progress is None else DEVICE_NBYTES // 4
-            self._step_nbytes = DEVICE_NBYTES // 4
+            self.step_nbytes = DEVICE_NBYTES // 4
         elif progress is None:
-            self._most = self._step_nbytes = max(1, self._nbytes)
+            self._most = self.step_nbytes = max(1, self._nbytes)
         self._starts: dict[str, Event] = {}
         self._ends: dict[str, Event] = {}
         self._last: dict[str, Event] = {}
@@ -208,9 +208,9 @@ class DeviceCopies:
             self._copy_from_host([destination], [source])
         self._note(start, end)
 
-    def run(self, places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor]) -> None:
-        """Copy ``sources``, which all exist by themselves, to ``destinations``; both in the order of the bytes."""
-        known = list(steps(places, destinations, sources, places.cuts_of(self._step_nbytes)))
+    def run(self, steps: Iterable[Step]) -> None:
+        """Do all steps, begun in this order: tensors that all exist by themselves."""
+        known = list(steps)
         uuids = [list(map(self._accelerator.uuid_of, step.sources)) for step in known]
         used = {uuid for found in uuids for uuid in found}
         if "" in used:
@@ -229,9 +229,9 @@ class DeviceCopies:
             finally:
                 self._end_batch()  # on the streams of the copies
 
-    def written(self, device: str) -> None:
-        """All bytes are what the current stream of ``device`` has written, or is about to."""
-        self._use({device})
+    def written(self) -> None:
+        """All bytes are what the current stream of their device, or of this thread's, has written, or is about to."""
+        self._use({self._device or self._accelerator.device()})
         self._note(0, self._nbytes)
 
     def finish(self) -> None:

@@ -32,28 +32,27 @@ from __future__ import annotations
 
 import operator
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from replicas.core.manifest import PartManifest
-from replicas.weights.accelerator import accelerator
+from replicas.weights.accelerator import Accelerator, accelerator
 from replicas.weights.arena import Slot
 from replicas.weights.copying import Copier, Progress
 from replicas.weights.crew import cores
 from replicas.weights.device_copies import Begun, DeviceCopies, Manner
 from replicas.weights.feed import Feed
 from replicas.weights.layout import Entry, copy_elements, layout
-from replicas.weights.places import Filler, Places, Writer, steps
+from replicas.weights.places import Places, Writer, steps
 from replicas.weights.planned import Planned
 from replicas.weights.streaming import Addresses
 from replicas.weights.tensors import bits, torch_dtype
 
 __all__ = ["Packer", "Packing", "Staged", "packing_of", "stage"]
-
-
-_ON_CPU = operator.attrgetter("is_cpu")
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,54 +69,60 @@ class Packing:
     copies: DeviceCopies | None = None
 
 
-def _walk(
-    feed: Feed,
-    manifest: PartManifest,
-    places: Places,
-    destinations: list[torch.Tensor],
+_ON_CPU = operator.attrgetter("is_cpu")
+
+Fill = Callable[[Copier | DeviceCopies], None]
+"""Copies all of the weights, or says that they are there."""
+
+
+def _filled(
+    fill: Fill,
     data: torch.Tensor,
+    manner: Manner,
     progress: Progress | None = None,
-    manner: Manner = Manner(),
+    *,
+    device: Accelerator | None,
+    beside: bool | None = None,
 ) -> Packing:
+    """Fill ``data``: the one way, whatever the weights are.
+
+    :param device: makes the copies; None: threads of the CPU do.
+    :param beside: see :class:`Copier`.
+    """
     started = time.monotonic()
-    device = accelerator()
-    if device is not None:
-        with DeviceCopies(device, data, manner, progress) as copies:
-            _write(feed, manifest, places, destinations, copies)
-            copies.finish()
-        return Packing(copies.digest, time.monotonic() - started, copies)
-    beside = torch.get_num_threads() < cores()  # torch copies with its own threads here
-    with Copier(data, beside=beside, progress=progress, begun=manner.begun) as copier:
-        _write(feed, manifest, places, destinations, copier)
-        copier.finish()
-    return Packing(copier.digest, time.monotonic() - started)
+    with (
+        DeviceCopies(device, data, manner, progress)
+        if device is not None
+        else Copier(data, beside=beside, progress=progress, begun=manner.begun)
+    ) as copies:
+        fill(copies)
+        copies.finish()
+    held_s = time.monotonic() - started
+    return Packing(copies.digest, held_s, copies if isinstance(copies, DeviceCopies) else None)
 
 
-def _write(
-    feed: Feed, manifest: PartManifest, places: Places, destinations: list[torch.Tensor], filler: Filler
-) -> None:
-    writer = Writer(manifest, places, destinations, filler)
-    for entry in feed:
-        writer.write(entry)
-    writer.finish()
-
-
-def packing_of(slot: Slot, started: float, begun: Begun = lambda copies: None) -> Packing:
-    """The digest of a slot that was filled from ``started`` until now. Returns at once.
+def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
+    """The digest of a slot that is filled already. Returns at once.
 
     What was written to it on a device, or from one to pinned memory, is waited for first, as far as it is on the current
     stream; see :class:`Manner` for ``begun``.
     """
-    data, buffer, device = slot.data, slot.buffer, accelerator()
-    if device is not None and (buffer.device or buffer.pinned):
-        with DeviceCopies(device, data, Manner(buffer, begun=begun)) as copies:
-            copies.written(buffer.device or device.device())
-            copies.finish()
-        return Packing(copies.digest, time.monotonic() - started, copies)
-    with Copier(data, begun=begun) as copier:
-        copier.filled(0, data.numel())
-        copier.finish()
-    return Packing(copier.digest, time.monotonic() - started)
+    buffer = slot.buffer
+    device = accelerator() if buffer.device or buffer.pinned else None
+    return _filled(lambda copies: copies.written(), slot.data, Manner(buffer, begun=begun), device=device)
+
+
+def _walk(feed: Feed, writer: Writer, copies: Copier | DeviceCopies) -> None:
+    """Copy each tensor of a walk before the next one is asked for."""
+    for entry in feed:
+        writer.write(entry, copies)
+    writer.finish()
+
+
+def _device_for(sources: list[torch.Tensor], manner: Manner) -> Accelerator | None:
+    """The device that has anything to do with the copies of these."""
+    device = accelerator()
+    return device if device is not None and (manner.device or any(map(device.owns, sources))) else None
 
 
 def _copy(
@@ -125,41 +130,31 @@ def _copy(
     destinations: list[torch.Tensor],
     sources: list[torch.Tensor],
     data: torch.Tensor,
+    manner: Manner,
     progress: Progress | None = None,
-    manner: Manner = Manner(),
 ) -> Packing:
     """Copy tensors that all exist; both in the order of their bytes."""
-    started = time.monotonic()
-    device = accelerator()
-    if device is not None and _on_device(sources, manner):
-        with DeviceCopies(device, data, manner, progress) as copies:
-            copies.run(places, destinations, sources)
-            copies.finish()
-        return Packing(copies.digest, time.monotonic() - started, copies)
-    with Copier(data, progress=progress, begun=manner.begun) as copier:
-        if all(map(_ON_CPU, sources)):
-            copier.run(steps(places, destinations, sources))
+
+    def copy(copies: Copier | DeviceCopies) -> None:
+        made = steps(places, destinations, sources, copies.step_nbytes)
+        if isinstance(copies, DeviceCopies) or all(map(_ON_CPU, sources)):
+            copies.run(made)
         else:
-            copier.run_here(steps(places, destinations, sources))
-        copier.finish()
-    return Packing(copier.digest, time.monotonic() - started)
+            copies.run_here(made)
 
-
-def _on_device(sources: list[torch.Tensor], manner: Manner) -> bool:
-    """Whether a device has anything to do with the copies."""
-    device = accelerator()
-    return device is not None and (bool(manner.device) or any(map(device.owns, sources)))
+    return _filled(copy, data, manner, progress, device=_device_for(sources, manner))
 
 
 def _copy_runs(
-    places: Places, sources: Addresses, data: torch.Tensor, progress: Progress | None, manner: Manner
+    places: Places, sources: Addresses, data: torch.Tensor, manner: Manner, progress: Progress | None
 ) -> Packing:
     """Copy bytes of host memory as they are, by their addresses in the order of the places."""
-    started = time.monotonic()
-    with Copier(data, progress=progress, begun=manner.begun) as copier:
-        copier.run(places.runs(data, sources))
-        copier.finish()
-    return Packing(copier.digest, time.monotonic() - started)
+
+    def copy(copies: Copier | DeviceCopies) -> None:
+        assert isinstance(copies, Copier)
+        copies.run(places.runs(data, sources))
+
+    return _filled(copy, data, manner, progress, device=None)
 
 
 class Packer:
@@ -218,14 +213,15 @@ class Packer:
         try:
             if not known or sources is None or self._planned is None:
                 places = self._places_of(manifest)
-                destinations = self._destinations(manifest, places, slot)
-                return _walk(feed, manifest, places, destinations, slot.data, progress, manner)
+                walk = partial(_walk, feed, Writer(manifest, places, self._destinations(manifest, places, slot)))
+                beside = torch.get_num_threads() < cores()  # torch copies with its own threads here
+                return _filled(walk, slot.data, manner, progress, device=accelerator(), beside=beside)
             places = self._planned.places
-            if sources.addresses is not None and not _on_device(sources.tensors, manner):
-                packing = _copy_runs(places, sources.addresses, slot.data, progress, manner)
+            if sources.addresses is not None and _device_for(sources.tensors, manner) is None:
+                packing = _copy_runs(places, sources.addresses, slot.data, manner, progress)
             else:
                 destinations = self._destinations(manifest, places, slot)
-                packing = _copy(places, destinations, sources.tensors, slot.data, progress, manner)
+                packing = _copy(places, destinations, sources.tensors, slot.data, manner, progress)
             feed.take_known()
         except BaseException:
             feed.drain()
@@ -266,7 +262,7 @@ class Staged:
         sources = [tensor for tensor in (tensors[number] for number in places.order) if tensor is not None]
         for index in places.odd:
             sources[index] = bits(sources[index])
-        return _copy(places, places.views(data), sources, data, manner=manner)
+        return _copy(places, places.views(data), sources, data, manner)
 
 
 def stage(feed: Feed) -> Staged:

@@ -166,11 +166,9 @@ def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbyt
         start += count * row_nbytes
 
 
-def steps(
-    places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor], cuts: Sequence[Cut] | None = None
-) -> Iterator[Step]:
-    """All steps that copy ``sources`` to ``destinations``; both in the order of the bytes."""
-    for cut in places.cuts if cuts is None else cuts:
+def steps(places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> Iterator[Step]:
+    """Steps of about ``nbytes`` that copy ``sources`` to ``destinations``; both in the order of the bytes."""
+    for cut in places.cuts_of(nbytes):
         yield Step(cut.start, cut.end, cut.of(destinations), cut.of(sources))
 
 
@@ -185,24 +183,24 @@ class Writer:
 
     :param places: of ``manifest``.
     :param destinations: ``places.views(data)``.
-    :param filler: of the same ``data``.
     """
 
-    def __init__(
-        self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor], filler: Filler
-    ) -> None:
+    def __init__(self, manifest: PartManifest, places: Places, destinations: Sequence[torch.Tensor]) -> None:
         self._manifest = manifest
         self._places = places
         self._destinations = destinations
-        self._filler = filler
         self._specs = {spec.name: (number, spec) for number, spec in enumerate(manifest.tensors)}
         self._aliases = dict(manifest.aliases)
         self._missing = dict(places.index)
         self._odd = set(places.odd)
         self._unseen = set(self._specs)
 
-    def write(self, entry: Entry) -> None:
-        """Put one entry into its place; :class:`ManifestMismatch` when the manifest has none for it."""
+    def write(self, entry: Entry, filler: Filler) -> None:
+        """Put one entry into its place.
+
+        :param filler: of the same ``data``.
+        :raises ManifestMismatch: the manifest has none for it.
+        """
         if entry.alias_of is not None:
             if self._aliases.get(entry.name) != entry.alias_of:
                 raise ManifestMismatch(f"tensor {entry.name!r} is tied to {entry.alias_of!r}, which it was not before")
@@ -222,11 +220,8 @@ class Writer:
             known = (number, *entry.box) in self._places.index
             what = "came twice" if known else f"has another part than before: {entry.box[1]} at {entry.box[0]}"
             raise ManifestMismatch(f"tensor {entry.name!r} {what}")
-        self._copy(index, entry.tensor)
-
-    def _copy(self, index: int, source: torch.Tensor) -> None:
-        source = bits(source) if index in self._odd else source
-        self._filler.put(self._destinations[index], source, *self._places.extent(index))
+        source = bits(entry.tensor) if index in self._odd else entry.tensor
+        filler.put(self._destinations[index], source, *self._places.extent(index))
 
     def finish(self) -> None:
         """Check that everything came; :class:`ManifestMismatch` names the first that did not."""

@@ -16,7 +16,6 @@ out of reach: they must not be kept.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 from typing import Literal
@@ -103,7 +102,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
 
     def digest(self, begun: Begun = lambda copies: None) -> Packing:
         """For the publish: the digest of what was written, once taken; returns at once. See :func:`packing_of`."""
-        return packing_of(self.slot, time.monotonic(), begun)
+        return packing_of(self.slot, begun)
 
     def _close(self, state: Literal["taken", "dropped"]) -> None:
         self._state = state

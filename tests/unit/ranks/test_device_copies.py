@@ -312,11 +312,11 @@ def test_a_slot_on_the_device_is_written_in_place(gpu: FakeAccelerator) -> None:
 
 def test_pinned_memory_that_was_written_in_place_is_waited_for(gpu: FakeAccelerator) -> None:
     publish = Publish(weights())
-    assert packing_of(publish.slot, 0.0).copies is None
+    assert packing_of(publish.slot).copies is None
     assert publish.slot.buffer.pin()
     source = torch.full((publish.slot.data.numel(),), 7, dtype=torch.uint8)
     gpu.copy([publish.slot.data], [source])
-    packing = packing_of(publish.slot, 0.0)
+    packing = packing_of(publish.slot)
     assert packing.copies is not None
     outcome(packing.copies.copied)
     assert packing.digest.result(WAIT_S) == digest_of(source)
