@@ -263,10 +263,6 @@ class Pending(Generic[T]):
         self._ended.set()
         return True
 
-    def _add_waker(self, waker: Callable[[], object]) -> None:
-        """Call ``waker`` once, from any thread, when there is an outcome (at once when there is one)."""
-        self._ended.add(waker)
-
     def _unobserved_error(self) -> BaseException | None:
         """The failure that no caller has been told of; None when there is none."""
         return None if self._told or not self.done() else self._error

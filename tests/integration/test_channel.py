@@ -57,7 +57,7 @@ async def publish(channel: Channel, given: object, **options: Any) -> Receipt:
 async def ended(pending: Pending[Any]) -> None:
     """Wait for the end of an operation without taking its outcome."""
     event = threading.Event()
-    pending._add_waker(event.set)
+    pending._ended.add(event.set)
     assert await asyncio.to_thread(event.wait, 30)
 
 
