@@ -25,7 +25,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicas.local_sockets import Door
+from replicas.linux.sockets import Door
 
 __all__ = ["Forkserver", "Hit", "Progress", "children_of", "forkservers", "held", "one_core_left", "send"]
 

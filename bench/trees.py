@@ -23,8 +23,8 @@ import msgspec
 
 from bench.support import ROOT
 from replicas.control.client import Client
+from replicas.linux.processes import start_time
 from replicas.status import RunStatus
-from replicas.supervisor.processes import start_time
 
 __all__ = [
     "WORKER",

@@ -31,9 +31,9 @@ from itertools import islice
 from pathlib import Path
 from typing import BinaryIO
 
-from replicas import private
 from replicas.decoding import MALFORMED
 from replicas.events import Event, EventsLost, Record, decode, encode
+from replicas.linux import private
 from replicas.tally import Tally
 
 __all__ = ["MAX_NBYTES", "EventLog", "read"]

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 import torch
 
-from replicas import arguments, environ, errors, own_loop, stacks
+from replicas import arguments, environ, errors, own_loop
 from replicas.channel.channel import Channel
 from replicas.channel.hub import GRACE_S, Hub
 from replicas.channel.loop import session_loop
 from replicas.environ import Environment
+from replicas.linux import stacks
 from replicas.memory.beacon import own_beacon
 from replicas.memory.process import own_process
 from replicas.messages import PROTOCOL, Hello

@@ -32,7 +32,7 @@ from typing import Any, Protocol, TypeVar
 
 from replicas import errors
 from replicas.channel.pending import Pending
-from replicas.local_sockets import Door
+from replicas.linux.sockets import Door
 from replicas.sidecar.client import Forkserver
 from replicas.waits import locked
 

@@ -19,7 +19,6 @@ import typer
 from rich.console import Console
 
 import replicas
-from replicas import inherited
 from replicas.config_file import load
 from replicas.control import render
 from replicas.control.cli_base import (
@@ -41,6 +40,7 @@ from replicas.control.cli_orders import drain, reload, reset_failed, restart, sc
 from replicas.control.cli_wait import wait
 from replicas.control.screen import complain
 from replicas.foreign import lines
+from replicas.linux import inherited
 
 __all__ = [
     "BAD_CONFIG",

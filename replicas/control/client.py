@@ -19,12 +19,11 @@ from urllib.parse import quote, urlencode
 import msgspec
 
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Order
-from replicas.control.socket_path import reachable
 from replicas.decoding import MALFORMED
 from replicas.errors import Disconnected, ReplicasError, UsageError
-from replicas.local_sockets import listener_uids, peer_uid, whose
+from replicas.linux.processes import is_stopped, start_time
+from replicas.linux.sockets import listener_uids, peer_uid, reachable, whose
 from replicas.status import RunStatus
-from replicas.supervisor.processes import is_stopped, start_time
 
 __all__ = ["Client"]
 

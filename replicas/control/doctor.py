@@ -21,15 +21,16 @@ from replicas.config import Config
 from replicas.control.find import ENDPOINT_FILE, NotTrusted, read_endpoint, trusted
 from replicas.control.render import size_text
 from replicas.control.socket import SOCKET_FILE
-from replicas.supervisor import cgroups, leftovers
+from replicas.linux import cgroups
+from replicas.linux.processes import descendants, start_time
+from replicas.linux.smi import gpu_processes
+from replicas.supervisor import leftovers
 from replicas.supervisor.belongings import Belongings, Listener, listeners
 from replicas.supervisor.identity import identity_of
 from replicas.supervisor.machine import Machine, look
-from replicas.supervisor.processes import descendants, start_time
 from replicas.supervisor.remains import held
 from replicas.supervisor.resources import notes, problems
 from replicas.supervisor.run_state import RunState, Saved
-from replicas.supervisor.smi import gpu_processes
 
 __all__ = ["Finding", "examine"]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from replicas import environ, private
+from replicas import environ
 from replicas.config import Config
 from replicas.config_file import load
 from replicas.config_places import absolute, state_home
@@ -18,8 +18,9 @@ from replicas.control.client import Client
 from replicas.control.located import state_dir_of
 from replicas.decoding import MALFORMED
 from replicas.errors import Disconnected, UsageError
+from replicas.linux import private
+from replicas.linux.processes import start_time
 from replicas.status import RunStatus
-from replicas.supervisor.processes import start_time
 
 __all__ = [
     "ENDPOINT_FILE",

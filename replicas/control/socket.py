@@ -31,10 +31,9 @@ from typing import Self
 from starlette.routing import BaseRoute
 
 from replicas import errors
-from replicas.control.socket_path import is_own, listens, reachable
 from replicas.coordinator.guard import Guard, HttpProtocol
 from replicas.coordinator.server import Server
-from replicas.local_sockets import peer_uid
+from replicas.linux.sockets import is_own, listens, peer_uid, reachable
 
 __all__ = ["SOCKET_FILE", "ControlSocket"]
 

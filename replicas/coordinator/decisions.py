@@ -16,9 +16,10 @@ from pathlib import Path
 
 import msgspec
 
-from replicas import errors, private
+from replicas import errors
 from replicas.core.effects import CommitDecision, Past
 from replicas.decoding import MALFORMED
+from replicas.linux import private
 
 __all__ = ["DecisionLog"]
 

@@ -19,10 +19,11 @@ import os
 from collections import deque
 from collections.abc import Callable, Sequence
 from functools import cache
-from pathlib import Path
 from typing import Protocol
 
 from replicas.coordinator.limits import OUTBOX_MESSAGES, OUTBOX_NBYTES
+from replicas.linux.machine import boot_id, namespace
+from replicas.linux.processes import START_TIME, stat_fields
 from replicas.messages import Ack, FromCoordinator, Refused, Welcome, encode_body, encode_frame
 from replicas.messages.identity import Member, ProcessIdentity
 
@@ -222,7 +223,7 @@ class ProcessWatch:
             return None
         pidfd = os.pidfd_open(process.pid)
         try:
-            if _start_time(process.pid) != process.start_time:
+            if int(stat_fields(process.pid)[START_TIME]) != process.start_time:
                 raise ProcessLookupError(process.pid)
         except OSError:
             os.close(pidfd)
@@ -232,14 +233,4 @@ class ProcessWatch:
 
 @cache
 def _machine() -> tuple[str, int]:
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return boot_id, Path("/proc/self/ns/pid").stat().st_ino
-
-
-def _start_time(pid: int) -> int:
-    """Field 22 of /proc/PID/stat; 0 when the process is gone."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return int(stat.rpartition(")")[2].split()[19])
+    return boot_id(), namespace("pid")

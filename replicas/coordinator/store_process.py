@@ -23,7 +23,6 @@ its sender the connection.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import errno
 import gc
 import os
@@ -37,9 +36,10 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from replicas import inherited
 from replicas.coordinator.store_wire import Reply, Request
 from replicas.decoding import MALFORMED
+from replicas.linux import inherited
+from replicas.linux.prctl import die_with_parent
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -173,10 +173,7 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     args = parser.parse_args()
     inherited.put_in_order()
-    pr_set_pdeathsig = 1
-    ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != args.parent:
-        return 0
+    die_with_parent(args.parent)
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))  # each sidecar holds a connection or two
     signal.signal(signal.SIGINT, signal.SIG_IGN)

@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living process. :func:`hold` opens that very file, by
-a description of its own, and takes the locks that say so (:mod:`replicas.memory.locks`): from then on the memory is neither
+a description of its own, and takes the locks that say so (:mod:`replicas.linux.locks`): from then on the memory is neither
 refilled by its owner nor freed with it.
 
 :class:`Keeper` holds the newest committed version of a channel in the coordinator's process, which has no use for it but to
@@ -20,7 +20,7 @@ import os
 import stat
 
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
-from replicas.memory import locks
+from replicas.linux import locks
 from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
+from replicas.linux.machine import boot_id, namespace
+from replicas.linux.processes import START_TIME, stat_fields
 from replicas.messages.identity import ProcessIdentity
 
 __all__ = ["own_process"]
@@ -12,10 +13,9 @@ __all__ = ["own_process"]
 
 def own_process() -> ProcessIdentity:
     """What makes this process recognisable to others."""
-    stat = Path("/proc/self/stat").read_text(encoding="utf-8", errors="replace")
     return ProcessIdentity(
         pid=os.getpid(),
-        start_time=int(stat.rpartition(")")[2].split()[19]),
-        boot_id=Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip(),
-        pid_namespace=Path("/proc/self/ns/pid").stat().st_ino,
+        start_time=int(stat_fields("self")[START_TIME]),
+        boot_id=boot_id(),
+        pid_namespace=namespace("pid"),
     )

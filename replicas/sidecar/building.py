@@ -26,7 +26,6 @@ import socket
 import struct
 import time
 from datetime import timedelta
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -36,6 +35,7 @@ import torch.distributed as dist
 
 from replicas.core.preflight import MULTI_RANK_VERSION
 from replicas.errors import StoreTampered
+from replicas.linux.machine import boot_id
 from replicas.sidecar.groups import GlooGroup, Group, NcclGroup
 from replicas.sidecar.meeting import meet
 from replicas.sidecar.signed_store import SignedStore
@@ -200,8 +200,7 @@ def _interface_of(address: str) -> str | None:
 
 def _allow_shared_device(store: Any, spec: GroupSpec, uuid: str) -> None:
     """NCCL refuses two ranks on one GPU, unless it takes them for two hosts: slow, and right for tests."""
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    store.set(f"device/{spec.rank}", f"{boot_id}/{uuid}")
+    store.set(f"device/{spec.rank}", f"{boot_id()}/{uuid}")
     devices = [store.get(f"device/{rank}") for rank in range(spec.size)]
     if len(set(devices)) == len(devices) or _takes_several_ranks():
         return

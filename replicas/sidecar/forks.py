@@ -15,11 +15,11 @@ import sys
 import tenacity
 
 from replicas import own_code
-from replicas.local_sockets import Door, peer_uid
+from replicas.linux.sockets import Door, peer_uid
+from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
 from replicas.sidecar import wire
 from replicas.sidecar.answers import SidecarDied, SidecarFailed
 from replicas.sidecar.handle import Sidecar
-from replicas.stalls import LOOK_INTERVAL_S, StallWatch
 
 __all__ = ["FORK_TIMEOUT_S", "HELPER_TRIES", "Forkserver"]
 
@@ -64,7 +64,7 @@ class Forkserver:
 
     @classmethod
     async def connect(cls, door: str, *, timeout_s: float = 30.0) -> Forkserver:
-        """The forkserver behind ``door`` (:class:`replicas.local_sockets.Door`); waits until it can fork.
+        """The forkserver behind ``door`` (:class:`replicas.linux.sockets.Door`); waits until it can fork.
 
         One that ends before it has answered (it froze while it started, and was killed) is waited for again.
 

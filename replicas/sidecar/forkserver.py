@@ -5,7 +5,7 @@ Theory of operation
 
 This process loads torch once, without touching CUDA, stays single-threaded, and forks a sidecar for each request.
 ``--listener``: serves every process of the same user that connects to this inherited socket and shows the secret of its
-door (:class:`replicas.local_sockets.Door`, which is in the environment); it dies with its parent by a death signal.
+door (:class:`replicas.linux.sockets.Door`, which is in the environment); it dies with its parent by a death signal.
 ``--fd``: serves the one process at the other end of that socket, and ends with it.
 
 Nothing outlives its owner: a client's sidecars are killed when its connection ends or its process (pidfd) is dead; they
@@ -29,9 +29,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from replicas import environ, inherited
-from replicas.local_sockets import Door, peer_uid
-from replicas.sidecar import lifeline, wire
+from replicas import environ
+from replicas.linux import inherited
+from replicas.linux.prctl import die_with_parent, name_process
+from replicas.linux.sockets import Door, peer_uid
+from replicas.sidecar import wire
 
 __all__ = ["ForkServer", "main"]
 
@@ -138,8 +140,8 @@ class ForkServer:
     def _become_sidecar(self, server: int, channel: int, pidfd: int) -> None:
         code = 1
         try:
-            lifeline.die_with_parent(server)
-            lifeline.name_process("replica-spare")
+            die_with_parent(server)
+            name_process("replica-spare")
             self._forget_everything(keep={0, 1, 2, channel, pidfd})
             self._run_sidecar(socket.socket(fileno=channel), pidfd)
             code = 0
@@ -193,9 +195,9 @@ def main(argv: list[str] | None = None) -> None:
     options = parser.parse_args(argv)
     inherited.put_in_order()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends us in its own order
-    lifeline.name_process("replica-forksrv")
+    name_process("replica-forksrv")
     if options.listener is not None:
-        lifeline.die_with_parent(options.parent)
+        die_with_parent(options.parent)
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     gc.disable()  # a tenth of the time that torch takes to load

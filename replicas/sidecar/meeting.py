@@ -27,7 +27,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
@@ -35,6 +34,7 @@ import torch.distributed as dist
 
 from replicas.decoding import MALFORMED
 from replicas.errors import Preflight
+from replicas.linux.machine import boot_id, namespace
 from replicas.messages import Backend
 from replicas.sidecar.signed_store import SignedStore
 from replicas.sidecar.wire import GroupSpec
@@ -162,8 +162,7 @@ def _decoded(value: bytes, kind: type[_T], what: str) -> _T:
 
 
 def _host() -> str:
-    boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    return f"{boot_id}/{Path('/proc/self/ns/net').stat().st_ino}"
+    return f"{boot_id()}/{namespace('net')}"
 
 
 # ---------------------------------------------------------------- connections

@@ -28,7 +28,8 @@ import torch
 
 from replicas.core.manifest import Manifest
 from replicas.errors import InternalError, Preflight, ReplicasError, StoreTampered, WorldError
-from replicas.sidecar import lifeline, wire
+from replicas.linux.prctl import name_process
+from replicas.sidecar import wire
 from replicas.sidecar.building import build_group
 from replicas.sidecar.collectives import run_collective
 from replicas.sidecar.groups import Group
@@ -97,7 +98,7 @@ class SidecarProcess:
     def _build(self, request: wire.BuildGroup) -> wire.Reply:
         if self._group is not None:
             raise ValueError("this sidecar has a group already")
-        lifeline.name_process("replica-sidecar")
+        name_process("replica-sidecar")
         started = time.monotonic()
         if request.spec.device:
             self._choose(request.spec.device)

@@ -19,9 +19,10 @@ from contextlib import AsyncExitStack, contextmanager
 
 import anyio
 
-from replicas import errors, inherited
+from replicas import errors
 from replicas.config import Config
 from replicas.events import Reloaded
+from replicas.linux import inherited
 from replicas.supervisor.console import Console
 from replicas.supervisor.notify import Notifier, Watcher
 from replicas.supervisor.state import AlreadySupervised

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from replicas.supervisor.processes import start_time
+from replicas.linux.processes import start_time
 
 __all__ = ["Belongings", "Listener", "Stocktaking", "listeners", "shared_files", "take", "unix_sockets"]
 

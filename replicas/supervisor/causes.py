@@ -11,8 +11,8 @@ import msgspec
 
 from replicas.core.lifecycle import RestartReason
 from replicas.events import LogLinesDropped, RankEnd, ReplicaExited
+from replicas.linux.processes import signal_name
 from replicas.supervisor.orders import ExitReport, LogLoss, RankExit
-from replicas.supervisor.processes import signal_name
 
 __all__ = ["Cause", "dropped", "exited", "verdict", "without_output"]
 

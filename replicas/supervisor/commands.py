@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from replicas import private
+from replicas.linux import private
 from replicas.supervisor.guard import pack
 from replicas.supervisor.orders import NodeSpec
 

@@ -22,11 +22,11 @@ import anyio
 
 from replicas import errors, own_code
 from replicas.config import ResourcesConfig
+from replicas.linux.cgroups import RunCgroups, find_own
+from replicas.linux.processes import python_module, send_signal, start_time
 from replicas.supervisor import orders
-from replicas.supervisor.cgroups import RunCgroups, find_own
 from replicas.supervisor.node import Node
 from replicas.supervisor.orders import NodeSpec
-from replicas.supervisor.processes import python_module, send_signal, start_time
 
 __all__ = ["Containment", "JanitorHandle"]
 
@@ -183,7 +183,7 @@ class Containment:
 
     :param resources: limits of a group, by its name.
     :param lock: descriptor of the run's lock, which the janitor and the shims keep open while they live.
-    :param limits: controllers that the limits of some group need (:data:`replicas.supervisor.cgroups.LIMITS`).
+    :param limits: controllers that the limits of some group need (:data:`replicas.linux.cgroups.LIMITS`).
     :param door: path of the run's Unix socket, which must not outlive a killed supervisor.
     :ivar no_cgroups: why there are no control groups; empty: there are.
     """

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
-from replicas.supervisor.processes import parents, signal_name
+from replicas.linux.processes import parents, signal_name
 
 __all__ = ["Death", "DeathWatch"]
 

@@ -5,9 +5,11 @@ Theory of operation
 
 :class:`StackDump` is one collection; the shim's loop calls :meth:`StackDump.look` when it is due, until there is a result.
 
-1. Ranks that have joined left a file in the folder ``stacks`` (:mod:`replicas.stacks`). Each that is alive, below the shim,
-   and catches the signal (``SigCgt`` in its status: else it would die of it) is signalled through a pidfd. Nothing says where
-   the text of faulthandler ends: it is whole when the file has not grown for ``STILL_S``.
+1. Ranks that have joined left a file in the folder ``stacks``
+   (:mod:`replicas.linux.stacks`). Each that is alive, below the shim, and catches the
+   signal (``SigCgt`` in its status: else it would die of it) is signalled through a
+   pidfd. Nothing says where the text of faulthandler ends: it is whole when the file
+   has not grown for ``STILL_S``.
 2. Ranks that never joined, or do not answer within ``ANSWER_S`` (stopped, or in uninterruptible sleep), are described from
    ``/proc``: state, and for each thread where it is in the kernel.
 3. With ``last_words``, because they are about to be ended anyway: a rank that never joined, catches SIGABRT (Python with
@@ -24,10 +26,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from replicas import private, stacks
-from replicas.stacks import Asked
+from replicas.linux import private, stacks
+from replicas.linux.processes import catches, children, is_below, signal_each, start_time
+from replicas.linux.stacks import Asked
 from replicas.supervisor.notes import note
-from replicas.supervisor.processes import catches, children, is_below, signal_each, start_time
 
 __all__ = [
     "ANSWER_S",

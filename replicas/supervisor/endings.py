@@ -7,8 +7,8 @@ import re
 import time
 from collections.abc import Callable, Iterable
 
+from replicas.linux.processes import Child, signal_name
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
-from replicas.supervisor.processes import Child, signal_name
 
 __all__ = ["exit_report"]
 

@@ -10,7 +10,7 @@ import re
 import secrets
 from pathlib import Path
 
-from replicas import private
+from replicas.linux import private
 
 __all__ = ["ID_FILE", "give_identity", "identity_of"]
 

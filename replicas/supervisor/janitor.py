@@ -28,11 +28,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from replicas import inherited
-from replicas.control.socket_path import is_own, listens
+from replicas.linux import inherited
+from replicas.linux.processes import send_signal, start_time
+from replicas.linux.sockets import is_own, listens
 from replicas.supervisor import orders
 from replicas.supervisor.notes import note
-from replicas.supervisor.processes import send_signal, start_time
 from replicas.supervisor.sweeping import Sweep
 
 __all__ = ["SHIMS_S", "Watched", "clean_up", "main", "remove_socket"]

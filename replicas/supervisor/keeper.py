@@ -5,8 +5,8 @@ Theory of operation
 
 A forkserver that dies, or for which there is no process just now, is started again, later each time. One that froze
 (SIGSTOP), or does nothing while it should load torch, is killed, and that is a death like any other; until its first byte on
-the *ready* pipe it counts as starting (:mod:`replicas.stalls`). A hang of one that is ready shows when a rank asks it to
-fork: the rank kills it then. After ``TRIES`` starts within a steady minute the replica cannot sync, and the shim ends it.
+the *ready* pipe it counts as starting (:mod:`replicas.linux.stalls`). A hang of one that is ready shows when a rank asks it
+to fork: the rank kills it then. After ``TRIES`` starts within a steady minute the replica cannot sync, and the shim ends it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ import signal
 import time
 from collections.abc import Callable
 
-from replicas.stalls import LOOK_INTERVAL_S, StallWatch
+from replicas.linux.processes import Child
+from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
 from replicas.supervisor.notes import note
-from replicas.supervisor.processes import Child
 
 __all__ = ["TRIES", "ForkserverKeeper"]
 

@@ -51,13 +51,14 @@ from torch.distributed.elastic.rendezvous import (
 )
 from torch.distributed.launcher import api as launcher_api
 
-from replicas import inherited, own_code
+from replicas import own_code
 from replicas.foreign import lines, one_line
+from replicas.linux import inherited
+from replicas.linux.prctl import die_with_parent
 from replicas.supervisor import orders
 from replicas.supervisor.commands import guard_command, guard_orders
 from replicas.supervisor.guard import GUARD
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
-from replicas.supervisor.processes import die_with_parent
 
 if _collects:
     gc.enable()

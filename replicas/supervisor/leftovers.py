@@ -33,8 +33,8 @@ import msgspec
 
 from replicas import environ
 from replicas.events import How, LeftoverFound
-from replicas.supervisor import cgroups
-from replicas.supervisor.processes import (
+from replicas.linux import cgroups
+from replicas.linux.processes import (
     MARK,
     SHIM,
     command_line,

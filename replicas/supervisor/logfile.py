@@ -13,7 +13,7 @@ import os
 import time
 from pathlib import Path
 
-from replicas import private
+from replicas.linux import private
 
 __all__ = ["RotatedFile", "remove_old_generations"]
 

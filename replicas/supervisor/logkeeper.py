@@ -32,12 +32,12 @@ from pathlib import Path
 from typing import NoReturn
 
 from replicas.foreign import last_lines
+from replicas.linux.processes import send_signal
 from replicas.supervisor import orders
 from replicas.supervisor.logfile import remove_old_generations
 from replicas.supervisor.logpump import COMM, Log, LogSource, Pump, waiting_nbytes
 from replicas.supervisor.notes import note
 from replicas.supervisor.orders import LogLoss, NodeSpec
-from replicas.supervisor.processes import send_signal
 
 __all__ = ["DRAIN_S", "LogKeeper"]
 

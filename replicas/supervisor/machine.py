@@ -12,8 +12,8 @@ from pathlib import Path
 
 import msgspec
 
-from replicas.supervisor import nvml
-from replicas.supervisor.cgroups import LIMITS, find_own
+from replicas.linux import nvml
+from replicas.linux.cgroups import LIMITS, find_own
 
 __all__ = ["Machine", "look", "nvml_count", "visible_gpus"]
 
@@ -85,7 +85,7 @@ def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
 
 
 def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
-    """The number that ``command`` prints (:mod:`replicas.supervisor.nvml`); or None, and why. Blocks no longer than that.
+    """The number that ``command`` prints (:mod:`replicas.linux.nvml`); or None, and why. Blocks no longer than that.
 
     One that hangs in the driver may outlive SIGKILL for a while: it is not waited for.
     """

@@ -18,13 +18,14 @@ from typing import IO
 
 import anyio.to_thread
 
-from replicas import __version__, environ, own_code, private
+from replicas import __version__, environ, own_code
 from replicas.config import GroupConfig
-from replicas.supervisor import cgroups, orders
+from replicas.linux import cgroups, private
+from replicas.linux.processes import MARK, SHIM, command_line, python_module, send_signal, signal_name
+from replicas.supervisor import orders
 from replicas.supervisor.belongings import Belongings
 from replicas.supervisor.logpump import is_pump
 from replicas.supervisor.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
-from replicas.supervisor.processes import MARK, SHIM, command_line, python_module, send_signal, signal_name
 from replicas.supervisor.sweeping import UNSEEN, Sweep
 
 __all__ = ["Node", "rank_environment"]

@@ -19,9 +19,9 @@ import anyio
 import anyio.to_thread
 
 from replicas.foreign import one_line
+from replicas.linux.processes import command_line, start_time
+from replicas.linux.smi import gpu_processes
 from replicas.supervisor.belongings import Belongings, Listener, listeners, shared_files, unix_sockets
-from replicas.supervisor.processes import command_line, start_time
-from replicas.supervisor.smi import gpu_processes
 
 __all__ = ["CLEAR_S", "Held", "held", "wait_clear"]
 

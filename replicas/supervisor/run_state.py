@@ -25,9 +25,10 @@ from pathlib import Path
 
 import msgspec
 
-from replicas import private
 from replicas.decoding import MALFORMED
-from replicas.supervisor.processes import start_time
+from replicas.linux import private
+from replicas.linux.machine import boot_id, namespace
+from replicas.linux.processes import start_time
 from replicas.tally import Tally
 
 __all__ = [
@@ -227,8 +228,7 @@ def decode(data: bytes) -> Saved:
 
 def machine() -> str:
     """What makes a pid mean the same process: the machine's boot and the pid namespace."""
-    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    return f"{boot}/{Path('/proc/self/ns/pid').stat().st_ino}"
+    return f"{boot_id()}/{namespace('pid')}"
 
 
 def this_process() -> ProcessRecord:

@@ -24,7 +24,7 @@ What the processes write goes through pipes to the log pump, a child of the shim
 (:mod:`replicas.supervisor.logpump`). The exit report waits until it has read all that the main process wrote, for the last
 lines; in the end it is the only child, gets no more input, and ends.
 
-Where it can be, all that the shim starts is in a control group (:mod:`replicas.supervisor.cgroups`), which the shim itself is
+Where it can be, all that the shim starts is in a control group (:mod:`replicas.linux.cgroups`), which the shim itself is
 not in: SIGKILL to the tree is then one write, too, that nothing outruns or slips away from.
 
 The supervisor's death is seen by a pidfd and by the end of the control stream, whichever comes first; either way there
@@ -50,8 +50,11 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
-from replicas import __version__, inherited, private
-from replicas.supervisor import cgroups, orders
+from replicas import __version__
+from replicas.linux import cgroups, inherited, private
+from replicas.linux.prctl import become_subreaper
+from replicas.linux.processes import Child, command_line, descendants, own_children, signal_own
+from replicas.supervisor import orders
 from replicas.supervisor.belongings import Stocktaking
 from replicas.supervisor.deaths import DeathWatch
 from replicas.supervisor.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
@@ -60,7 +63,6 @@ from replicas.supervisor.keeper import ForkserverKeeper
 from replicas.supervisor.logkeeper import LogKeeper
 from replicas.supervisor.notes import note
 from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, Remains
-from replicas.supervisor.processes import Child, become_subreaper, command_line, descendants, own_children, signal_own
 from replicas.supervisor.starting import Starter
 from replicas.supervisor.stopped import StoppedWatch
 from replicas.supervisor.sweeping import Grace, kill_group

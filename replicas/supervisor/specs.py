@@ -7,11 +7,11 @@ import secrets
 
 from replicas import environ
 from replicas.config import GroupConfig, LogsConfig
-from replicas.local_sockets import Door
+from replicas.linux.processes import MARK
+from replicas.linux.sockets import Door
 from replicas.supervisor.host import Host
 from replicas.supervisor.node import Node, rank_environment
 from replicas.supervisor.orders import NodeSpec
-from replicas.supervisor.processes import MARK
 
 __all__ = ["node_spec", "wants_tee"]
 

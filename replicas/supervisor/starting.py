@@ -8,13 +8,14 @@ import subprocess
 from pathlib import Path
 
 from replicas import own_code
-from replicas.local_sockets import Door
-from replicas.supervisor import cgroups, orders
+from replicas.linux import cgroups
+from replicas.linux.processes import Child, python_module
+from replicas.linux.sockets import Door
+from replicas.supervisor import orders
 from replicas.supervisor.commands import guard_command, guard_orders, scratch_folder
 from replicas.supervisor.guard import GUARD
 from replicas.supervisor.logkeeper import LogKeeper
 from replicas.supervisor.orders import NodeSpec
-from replicas.supervisor.processes import Child, python_module
 
 __all__ = ["Starter"]
 

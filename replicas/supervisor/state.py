@@ -12,8 +12,8 @@
     <state_dir>/logs/<group>/<replica>/gen-<g>/rank-<r>.log
     <state_dir>/logs.previous/  the logs of the run before
 
-The folder is the user's alone, and so is all that is made in it (:mod:`replicas.private`): what others have put there is
-neither believed nor written to. One that the operator has made may let others look in.
+The folder is the user's alone, and so is all that is made in it (:mod:`replicas.linux.private`): what others have put there
+is neither believed nor written to. One that the operator has made may let others look in.
 
 The lock is what makes a run belong to one supervisor. One that was killed still has it in its shims, which end by
 themselves within some seconds; what then still has it (a frozen shim) is swept like all other leftovers, by record and mark.
@@ -33,12 +33,13 @@ from typing import NamedTuple
 import msgspec
 
 import replicas
-from replicas import errors, private
+from replicas import errors
 from replicas.event_log import EventLog, read
 from replicas.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
+from replicas.linux import private
+from replicas.linux.processes import start_time
 from replicas.supervisor import leftovers
 from replicas.supervisor.identity import give_identity
-from replicas.supervisor.processes import start_time
 from replicas.supervisor.run_state import RunState, Saved, machine
 
 __all__ = ["PREEMPTED", "AlreadySupervised", "StateDir"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicas.supervisor.processes import has_zombie, is_stopped
+from replicas.linux.processes import has_zombie, is_stopped
 
 __all__ = ["STOPPED_S", "StoppedWatch"]
 

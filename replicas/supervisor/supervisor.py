@@ -30,7 +30,7 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 import replicas
-from replicas import arguments, config_file, environ, errors, inherited
+from replicas import arguments, config_file, environ, errors
 from replicas.config import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
@@ -41,10 +41,11 @@ from replicas.core.effects import MemberLost, ReplicaIdle
 from replicas.core.ordering import start_levels
 from replicas.event_log import EventLog
 from replicas.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
+from replicas.linux import inherited
+from replicas.linux.cgroups import LIMITS
 from replicas.messages.bounds import REPLICAS_MAX
 from replicas.metrics import Metrics
 from replicas.status import RunStatus
-from replicas.supervisor.cgroups import LIMITS
 from replicas.supervisor.containment import Containment
 from replicas.supervisor.failure import FailureReports
 from replicas.supervisor.fleet import Fleet

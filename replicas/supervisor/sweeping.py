@@ -25,9 +25,9 @@ import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-from replicas.supervisor import cgroups
+from replicas.linux import cgroups
+from replicas.linux.processes import is_resource_tracker, marked, signal_each, signal_marked, start_time
 from replicas.supervisor.logpump import ALONE_S, is_pump
-from replicas.supervisor.processes import is_resource_tracker, marked, signal_each, signal_marked, start_time
 
 __all__ = ["TRACKERS_MAX_S", "TRACKERS_S", "UNSEEN", "Grace", "Sweep", "kill_group"]
 

@@ -13,7 +13,7 @@ when the size fits exactly, because a slot's file must be as long as its image. 
 *Foreign* slots are versions in the memory of another member of this host, mapped (:meth:`Arena.adopt`). They come on top of
 the arena's own, cost no memory, and go as soon as nobody here needs them: neither pinned nor protected.
 
-**Readers elsewhere** hold what is in our memory by locks of the kernel (:mod:`replicas.memory.locks`), which also end with
+**Readers elsewhere** hold what is in our memory by locks of the kernel (:mod:`replicas.linux.locks`), which also end with
 a process that is killed. A buffer that somebody holds is not written to: its slot is not given away, whatever has become
 of its version here. Two kinds of readers are not waited for: those who keep a mapping of a version that they have let go of,
 and those who hold one that nobody who can be heard of holds (:meth:`Arena.released`: the holder is frozen, and evicted).
@@ -34,7 +34,7 @@ import torch
 from replicas.core.manifest import Manifest, PartManifest
 from replicas.core.membership import SLOT, SlotEvent
 from replicas.errors import Gone
-from replicas.memory import locks
+from replicas.linux import locks
 from replicas.messages import SlotPlace
 from replicas.weights.buffers import Buffer, BufferWatcher
 from replicas.weights.mappings import KeptMappings

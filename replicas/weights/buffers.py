@@ -8,7 +8,7 @@ is killed. Its pages are allocated at once (``posix_fallocate``: a clean error i
 once (the first touch of a page is ten times slower than the next).
 
 Sidecars get its descriptor, and so share it. Other members *open* it (:meth:`Buffer.open`) through ``/proc`` of the process
-that has it, read-only, and get locks of their own (see :mod:`replicas.memory.locks`). Such a buffer is for reading: by
+that has it, read-only, and get locks of their own (see :mod:`replicas.linux.locks`). Such a buffer is for reading: by
 ourselves through :meth:`Buffer.readable`, which is never handed out, and by users through :meth:`Buffer.private`.
 
 The bytes may be in the memory of a GPU in place of the file: :mod:`replicas.weights.device_buffers`. The file is a page then
@@ -30,7 +30,7 @@ from typing import ClassVar, Literal, Protocol
 import torch
 
 from replicas.errors import NoCapacity
-from replicas.memory import locks
+from replicas.linux import locks
 from replicas.memory.kept import hold
 from replicas.memory.living import Living
 from replicas.messages import SlotPlace

@@ -21,7 +21,7 @@ still for ever (https://github.com/pytorch/pytorch/pull/15974). So only sidecars
 event of another process: they are killed at their deadline.
 
 *The end.* Memory that was freed by its owner must not be used by anybody: on a GPU this is no harmless read of old bytes,
-but may end the reader's context. So whoever opens the memory marks the page (:data:`~replicas.memory.locks.OPENED`) by a
+but may end the reader's context. So whoever opens the memory marks the page (:data:`~replicas.linux.locks.OPENED`) by a
 description of its own, until the last tensor over it is gone, and the mark ends with the process. An owner that closes its
 buffer while it is marked, or held, frees the memory only when it is neither any more (:class:`_Lingering`). When the owner's
 process ends, the memory does, too, whoever has it open; therefore what is only opened never counts as holding a version.
@@ -41,7 +41,7 @@ import torch
 
 from replicas.decoding import MALFORMED
 from replicas.errors import NoCapacity, UsageError, WorldError
-from replicas.memory import locks
+from replicas.linux import locks
 from replicas.weights.accelerator import DeviceMemory, Event, device_of
 from replicas.weights.buffers import AllocationStopped, Buffer
 from replicas.weights.mappings import reopen

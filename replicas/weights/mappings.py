@@ -31,7 +31,7 @@ from pathlib import Path
 import numpy
 import torch
 
-from replicas.memory import locks
+from replicas.linux import locks
 from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 from replicas.waits import locked

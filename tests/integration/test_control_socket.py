@@ -26,7 +26,7 @@ from replicas.coordinator.door import Door
 from replicas.coordinator.guard import Guard
 from replicas.coordinator.hosts import Hosts
 from replicas.coordinator.server import Server, bind_listener
-from replicas.local_sockets import peer_uid
+from replicas.linux.sockets import peer_uid
 from replicas.supervisor import janitor
 from tests.unit.test_control_orders import Run
 

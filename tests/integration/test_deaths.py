@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from replicas.linux.processes import descendants, parents
 from replicas.supervisor.deaths import DeathWatch
-from replicas.supervisor.processes import descendants, parents
 from tests.support.programs import group
 from tests.support.runs import eventually, running
 

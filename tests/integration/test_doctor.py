@@ -16,8 +16,8 @@ import pytest
 from replicas import environ
 from replicas.control import cli
 from replicas.control import doctor as looks
+from replicas.linux.processes import MARK
 from replicas.supervisor.identity import give_identity
-from replicas.supervisor.processes import MARK
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import alive
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from replicas.local_sockets import Door, peer_uid
+from replicas.linux.processes import children
+from replicas.linux.sockets import Door, peer_uid
 from replicas.sidecar import wire
 from replicas.sidecar.client import Forkserver, SidecarDied
-from replicas.supervisor.processes import children
 from tests.support.runs import eventually
 from tests.support.shims import ShimUnderTest, shim
 from tests.support.sidecars import start_forkserver

@@ -16,7 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas import errors, inherited
+from replicas import errors
+from replicas.linux import inherited
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
 from tests.support.users import needs_users

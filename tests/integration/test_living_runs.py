@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.supervisor.processes import MARK
+from replicas.linux.processes import MARK
 from replicas.supervisor.run_state import Saved, ShimRecord, machine
 from replicas.supervisor.state import StateDir
 from tests.support.programs import SLEEPS, group

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from replicas.linux.processes import MARK
 from replicas.supervisor.orders import LogLoss
-from replicas.supervisor.processes import MARK
 from replicas.supervisor.sweeping import Sweep
 from tests.support.disks import fill, small_disk
 from tests.support.programs import group

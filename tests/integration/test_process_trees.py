@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas.supervisor.cgroups import find_own
-from replicas.supervisor.processes import start_time
+from replicas.linux.cgroups import find_own
+from replicas.linux.processes import start_time
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
 

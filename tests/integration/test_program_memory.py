@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.supervisor.processes import parents
+from replicas.linux.processes import parents
 from tests.support.programs import group
 from tests.support.runs import ROOT, Run, eventually, running
 

@@ -19,11 +19,11 @@ from typing import Any
 import pytest
 import torch
 
-from replicas import stalls
 from replicas.core.manifest import Manifest, TensorSpec
+from replicas.linux import stalls
+from replicas.linux.processes import start_time
 from replicas.sidecar import forks, pulse
 from replicas.sidecar.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
-from replicas.supervisor.processes import start_time
 from replicas.weights.arena import Arena
 from replicas.weights.slots import Slot
 from tests.support.channels import channel_world, wait_until

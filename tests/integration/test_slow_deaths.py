@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.supervisor.processes import children, parents, start_time
+from replicas.linux.processes import children, parents, start_time
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import ROOT, Run, alive, eventually, running
 

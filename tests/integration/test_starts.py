@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replicas import errors
-from replicas.supervisor.processes import is_stopped
+from replicas.linux.processes import is_stopped
 from replicas.supervisor.state import StateDir
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, eventually, running

@@ -21,8 +21,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from replicas import environ
 from replicas.events import ConnectionsRefused, RunStarted, StateSetAside
+from replicas.linux.processes import MARK, start_time
 from replicas.supervisor import leftovers, state
-from replicas.supervisor.processes import MARK, start_time
 from replicas.supervisor.run_state import ProcessRecord, Saved, ShimRecord, machine, this_process
 from replicas.supervisor.state import AlreadySupervised, StateDir
 from tests.support.programs import PUBLISHES, RECEIVES, group

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.supervisor.processes import descendants, marked, signal_descendants, signal_marked, start_time
+from replicas.linux.processes import descendants, marked, signal_descendants, signal_marked, start_time
 from tests.support.programs import DAEMONIZES, SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
 

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import pytest
 
-from replicas.local_sockets import Door
+from replicas.linux.sockets import Door
 from tests.support.exposure import Listener, Process, files_of, listeners, processes_of
 from tests.support.programs import group
 from tests.support.runs import MARK, Run, eventually

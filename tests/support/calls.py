@@ -32,9 +32,9 @@ import replicas
 from replicas import errors
 from replicas.channel import Channel, Pending, Update
 from replicas.coordinator import Coordinator
+from replicas.linux.prctl import die_with_parent
 from replicas.messages.bounds import shown
 from replicas.supervisor import Supervisor
-from replicas.supervisor.processes import die_with_parent
 from replicas.weights.writable import WritableSlot
 from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn
 

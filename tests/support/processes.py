@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from replicas.supervisor.processes import start_time
+from replicas.linux.processes import start_time
 
 __all__ = ["children", "name_of", "parent_of", "parents", "start_time"]
 

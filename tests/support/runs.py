@@ -21,9 +21,9 @@ from typing import Any
 import msgspec
 
 from replicas.control.client import Client
+from replicas.linux.cgroups import find_own
+from replicas.linux.processes import start_time
 from replicas.status import RunStatus
-from replicas.supervisor.cgroups import find_own
-from replicas.supervisor.processes import start_time
 
 __all__ = ["MARK", "ROOT", "Run", "alive", "eventually", "processes_marked", "running", "shared_memory"]
 

@@ -12,9 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from replicas.linux.processes import MARK, signal_marked
 from replicas.supervisor import orders
 from replicas.supervisor.orders import ExitReport, NodeSpec
-from replicas.supervisor.processes import MARK, signal_marked
 from tests.support.runs import ROOT, eventually
 
 __all__ = ["ShimUnderTest", "pump_of", "shim"]

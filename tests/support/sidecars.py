@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from replicas.core.manifest import item_nbytes, segment_layout
-from replicas.local_sockets import Door
+from replicas.linux.sockets import Door
 from replicas.messages import OperationKind, ReduceOp, Segment
 from replicas.sidecar.client import CollectiveSpec, Forkserver, GroupSpec, Sidecar
 from replicas.weights.buffers import Buffer

@@ -11,10 +11,10 @@ from pathlib import Path
 import anyio
 import pytest
 
+from replicas.linux.smi import _stuck as smi_stuck
 from replicas.supervisor import belongings, remains
 from replicas.supervisor.belongings import Belongings, Listener, Stocktaking, take
 from replicas.supervisor.remains import Held, held, wait_clear
-from replicas.supervisor.smi import _stuck as smi_stuck
 
 ME = f"process {os.getpid()} ("
 
@@ -81,7 +81,7 @@ def test_a_driver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(remains, "_SMI_TIMEOUT_S", 0.01)
     with monkeypatch.context() as patch:
         patch.setattr(subprocess.Popen, "kill", lambda _: None)  # no signal reaches it
-        patch.setattr("replicas.supervisor.smi._KILL_S", 0.0)
+        patch.setattr("replicas.linux.smi._KILL_S", 0.0)
         (one,) = held([Belongings(gpu=True)])
         assert one.holder == "the driver: nvidia-smi does not answer within 0.01 s"
         (stuck,) = smi_stuck

@@ -11,10 +11,10 @@ import pytest
 
 from replicas import errors
 from replicas.config import ResourcesConfig
-from replicas.supervisor import cgroups
-from replicas.supervisor.cgroups import RunCgroups, find_own
+from replicas.linux import cgroups
+from replicas.linux.cgroups import RunCgroups, find_own
+from replicas.linux.processes import start_time
 from replicas.supervisor.containment import Containment
-from replicas.supervisor.processes import start_time
 
 
 def process(folder: Path, *, cgroup: str, mounts: str) -> Path:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from replicas.control import cli, doctor, find
-from replicas.local_sockets import listener_uids
+from replicas.linux.sockets import listener_uids
 from tests.support.users import ATTACKER, needs_users, stranger
 
 TOKEN = "the-crown-jewels"

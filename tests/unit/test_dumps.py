@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from replicas import stacks
+from replicas.linux import stacks
+from replicas.linux.processes import catches, is_below, start_time
 from replicas.supervisor.dumps import Stack, StackDump, _without_core, describe, short
-from replicas.supervisor.processes import catches, is_below, start_time
 
 
 def test_the_name_of_a_file_tells_whose_it_is(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from replicas.events import LogLinesDropped, RankEnd, ReplicaExited
+from replicas.linux.processes import Child
 from replicas.supervisor import orders
 from replicas.supervisor.causes import exited, verdict, without_output
 from replicas.supervisor.endings import exit_report
 from replicas.supervisor.failure import FailureReports
 from replicas.supervisor.node import Node
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
-from replicas.supervisor.processes import Child
 from replicas.supervisor.shim import Shim
 
 BOOM = ("step 7", "Traceback (most recent call last):", '  File "a.py", line 3, in <module>', "ValueError: boom", "")

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from replicas import private
 from replicas.core.effects import (
     CaughtUp,
     EpochStarted,
@@ -54,6 +53,7 @@ from replicas.events import (
     decode,
     encode,
 )
+from replicas.linux import private
 from replicas.messages.identity import Member
 from replicas.status import ChannelStatus, GroupStatus, RunStatus, StoreStatus, SyncRecord
 from replicas.tally import Growth, Tally

@@ -23,15 +23,16 @@ TORCH_FILES = ("coordinator/store_process.py", "supervisor/launcher.py")
 
 # Each room may import these rooms (and itself); what is not a room is shared: errors, config, status, environ.
 WAYS = {
+    "linux": set(),
     "messages": set(),
     "core": {"messages"},
-    "memory": {"messages", "core"},
-    "weights": {"messages", "core", "memory"},
-    "sidecar": {"messages", "core", "memory", "weights"},
-    "channel": {"messages", "core", "memory", "weights", "sidecar"},
-    "coordinator": {"messages", "core", "memory"},
-    "supervisor": {"messages", "core", "coordinator", "control"},
-    "control": {"messages", "core", "coordinator", "supervisor"},
+    "memory": {"linux", "messages", "core"},
+    "weights": {"linux", "messages", "core", "memory"},
+    "sidecar": {"linux", "messages", "core", "memory", "weights"},
+    "channel": {"linux", "messages", "core", "memory", "weights", "sidecar"},
+    "coordinator": {"linux", "messages", "core", "memory"},
+    "supervisor": {"linux", "messages", "core", "coordinator", "control"},
+    "control": {"linux", "messages", "core", "coordinator", "supervisor"},
 }
 
 
@@ -157,6 +158,14 @@ def test_no_module_imports_itself_by_way_of_others() -> None:
 
 def test_rooms_have_an_order() -> None:
     assert circle(without(imported_rooms(), STILL_MUTUAL)) == ""
+
+
+def test_facts_of_linux_stand_on_nothing() -> None:
+    leaves = {"replicas", "replicas.errors", "replicas.foreign", "replicas.waits", "replicas.linux"}
+    for path in (ROOT / "linux").iterdir():
+        ours = {name for name in imports(path) if name.split(".")[0] == "replicas"} if path.suffix == ".py" else set()
+        foreign = {name for name in ours if ".".join(name.split(".")[:2]) not in leaves}
+        assert not foreign, f"{path}: {sorted(foreign)}"
 
 
 def test_only_some_import_torch_and_prometheus_and_nobody_pickle() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from replicas.linux.processes import Child
 from replicas.supervisor.keeper import TRIES, ForkserverKeeper
-from replicas.supervisor.processes import Child
 
 
 def descriptors() -> int:

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas import private
 from replicas.config import LogsConfig
+from replicas.linux import private
 from replicas.supervisor.guard import RANK_MARK
 from replicas.supervisor.logfile import RotatedFile, remove_old_generations
 from replicas.supervisor.logkeeper import LogKeeper

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas import private
-from replicas.private import NotPrivate
+from replicas.linux import private
+from replicas.linux.private import NotPrivate
 from tests.support.users import ATTACKER, needs_users
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from replicas.stalls import StallWatch
+from replicas.linux.processes import children, descendants, has_zombie, parents, send_signal, start_time
+from replicas.linux.stalls import StallWatch
 from replicas.supervisor import orders
-from replicas.supervisor.processes import children, descendants, has_zombie, parents, send_signal, start_time
 
 
 def test_with_hidepid_the_processes_of_others_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -22,7 +22,7 @@ def test_with_hidepid_the_processes_of_others_are_not_there(monkeypatch: pytest.
         return read(path)
 
     monkeypatch.setattr(Path, "read_bytes", hidden)
-    monkeypatch.setattr("replicas.supervisor.processes.processes", lambda: iter([1, os.getpid(), os.getppid()]))
+    monkeypatch.setattr("replicas.linux.processes.processes", lambda: iter([1, os.getpid(), os.getppid()]))
     assert start_time(1) is None
     assert os.getpid() in descendants(os.getppid())
     assert os.getpid() in children(os.getppid())

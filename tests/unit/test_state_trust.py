@@ -14,12 +14,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from replicas import errors, stacks
+from replicas import errors
 from replicas.coordinator.decisions import DecisionLog
 from replicas.events import RunEnded
+from replicas.linux import stacks
+from replicas.linux.processes import start_time
 from replicas.supervisor import state
 from replicas.supervisor.logfile import RotatedFile
-from replicas.supervisor.processes import start_time
 from replicas.supervisor.run_state import ProcessRecord, Saved, ShimRecord, machine
 from replicas.supervisor.state import AlreadySupervised, StateDir
 from tests.support.users import ATTACKER, needs_users

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from replicas.supervisor.processes import has_zombie, is_stopped
+from replicas.linux.processes import has_zombie, is_stopped
 from replicas.supervisor.stopped import STOPPED_S, StoppedWatch
 from tests.support.runs import eventually
 

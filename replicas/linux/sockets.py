@@ -1,24 +1,28 @@
-"""Sockets of this machine: who is at the other end, and the door of a sidecar forkserver. Standard library only.
+"""Sockets of this machine: who is at the other end, long paths, and the door of a sidecar forkserver.
 
-The kernel tells who has connected, and who listens (SO_PEERCRED). Both ends ask it before a byte or a descriptor is sent:
-an abstract socket has no mode, and everyone in the network namespace sees its name in ``/proc/net/unix``. Of a TCP port of
-this machine the kernel tells whose process listens on it (``/proc/net/tcp``).
+The kernel tells who has connected, and who listens (SO_PEERCRED). Both ends ask it before a byte or a descriptor is
+sent: an abstract socket has no mode, and everyone in the network namespace sees its name in ``/proc/net/unix``. Of a
+TCP port of this machine the kernel tells whose process listens on it (``/proc/net/tcp``).
 """
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import socket
+import stat
 import struct
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Door", "listener_uids", "peer_uid", "whose"]
+__all__ = ["Door", "is_own", "listener_uids", "listens", "peer_uid", "reachable", "whose"]
 
 _CREDENTIALS = struct.Struct("3i")
 _LISTENS = "0A"
+_PATH_NBYTES = 107
 _BACKLOG = 4096
 """Clients wait here while a forkserver loads torch, beside strangers whom it has not turned away yet; the kernel's bound
 (``net.core.somaxconn``) is the same.
@@ -84,6 +88,48 @@ def whose(uids: frozenset[int]) -> str:
     if not uids:
         return "is a port on which no process of this machine listens"
     return f"is of user {', '.join(map(str, sorted(uids)))}"
+
+
+@contextlib.contextmanager
+def reachable(path: Path) -> Iterator[str]:
+    """A name for the socket ``path`` that is short enough for the kernel, valid inside the block.
+
+    :raises OSError: its folder is not there.
+    """
+    if len(os.fsencode(path)) <= _PATH_NBYTES:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+def is_own(path: Path) -> bool:
+    """Whether there is a socket of this user.
+
+    :raises OSError: there is nothing.
+    """
+    found = path.lstat()
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
+
+
+def listens(path: Path) -> bool:
+    """Whether a process listens on the socket ``path``; also one that is frozen. Never blocks.
+
+    :raises OSError: it cannot be told, such as for the socket of another user.
+    """
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.setblocking(False)
+        try:
+            with reachable(path) as name:
+                probe.connect(name)
+        except BlockingIOError:  # more wait there than it lets wait
+            return True
+        except (ConnectionRefusedError, FileNotFoundError):
+            return False
+    return True
 
 
 class Door(NamedTuple):

@@ -17,7 +17,7 @@ import threading
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
-from replicas import private
+from replicas.linux import private
 from replicas.waits import locked
 
 __all__ = ["SIGNUM", "Asked", "folder", "parse", "register"]

@@ -30,7 +30,7 @@ import os
 import signal
 from pathlib import Path
 
-from replicas.supervisor.processes import signal_each, start_time
+from replicas.linux.processes import signal_each, start_time
 
 __all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "members", "remove"]
 

@@ -1,14 +1,13 @@
-"""Linux process tools: parent-death signals, subreapers, and sweeping a tree by pidfd. Standard library only.
+"""Linux process tools: what ``/proc`` says of processes, and signals by pidfd. Standard library only.
 
 A process is signalled only through a pidfd, and only after it was seen, with the pidfd already open, to be what the
 caller means: below a given process (:func:`signal_descendants`), started with a given environment variable
-(:func:`signal_marked`), or a member of a control group of ours (:mod:`replicas.supervisor.cgroups`). A pid that was reused
+(:func:`signal_marked`), or a member of a control group of ours (:mod:`replicas.linux.cgroups`). A pid that was reused
 in between is therefore never hit.
 """
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
 import subprocess
@@ -21,13 +20,12 @@ from replicas.foreign import one_line
 __all__ = [
     "MARK",
     "SHIM",
+    "START_TIME",
     "Child",
-    "become_subreaper",
     "catches",
     "children",
     "command_line",
     "descendants",
-    "die_with_parent",
     "has_zombie",
     "is_below",
     "is_resource_tracker",
@@ -44,6 +42,7 @@ __all__ = [
     "signal_name",
     "signal_own",
     "start_time",
+    "stat_fields",
 ]
 
 MARK = "REPLICAS_SHIM"
@@ -52,8 +51,8 @@ MARK = "REPLICAS_SHIM"
 SHIM = "replicas.supervisor.shim"
 """Module of the shim, as it stands in the command line of one."""
 
-_PR_SET_PDEATHSIG = 1
-_PR_SET_CHILD_SUBREAPER = 36
+START_TIME = 19
+"""Where in :func:`stat_fields` the clock ticks from boot to the start of the process are."""
 _DEAD = ("Z", "X", "x")
 
 
@@ -76,28 +75,6 @@ class Child:
             send_signal(self.pidfd, signum)
 
 
-def _prctl(option: int, argument: int) -> None:
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(option, argument, 0, 0, 0) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, f"prctl({option}, {argument}): {os.strerror(code)}")
-
-
-def become_subreaper() -> None:
-    """Orphaned descendants become children of this process instead of init's."""
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
-def die_with_parent(parent: int, signum: signal.Signals) -> None:
-    """Have the kernel send ``signum`` to this process when its parent's spawning thread ends.
-
-    :raises SystemExit: when the parent, which had pid ``parent``, is gone already.
-    """
-    _prctl(_PR_SET_PDEATHSIG, signum)
-    if os.getppid() != parent:
-        raise SystemExit(f"parent process {parent} is gone")
-
-
 def python_module(module: str, *arguments: str) -> list[str]:
     """Command line that runs ``module`` in this interpreter, without the working folder on its path."""
     return [sys.executable, "-P", "-m", module, *arguments]
@@ -111,20 +88,32 @@ def signal_name(signum: int) -> str:
         return f"signal {signum}"
 
 
+def stat_fields(pid: int | str) -> list[str]:
+    """What ``/proc/PID/stat`` says of a process (``"self"``: of this one), from the state letter on.
+
+    :raises ProcessLookupError: it was reaped, or ``/proc`` hides it.
+    :raises PermissionError: it is another user's, and ``/proc`` hides those (``hidepid``).
+    """
+    try:
+        text = Path(f"/proc/{pid}/stat").read_bytes()
+    except FileNotFoundError:
+        raise ProcessLookupError(pid) from None
+    return text[text.rindex(b")") + 2 :].decode().split()
+
+
 def _stat(pid: int) -> tuple[str, int, int] | None:
     """State letter, parent and start time (clock ticks since boot) of a process.
 
     None: it was reaped, or is another user's and ``/proc`` hides those (``hidepid``).
     """
     try:
-        text = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        fields = stat_fields(pid)
+    except (PermissionError, ProcessLookupError):
         return None
-    fields = text[text.rindex(b")") + 2 :].split()
-    state = fields[0].decode()
+    state = fields[0]
     if state in _DEAD and int(fields[17]) > 1:
         state = "S"  # its first thread has ended, others run on
-    return state, int(fields[1]), int(fields[19])
+    return state, int(fields[1]), int(fields[START_TIME])
 
 
 def start_time(pid: int) -> int | None:

@@ -6,7 +6,7 @@ library from a slow disk does something all the time; one that was stopped (SIGS
 
 from __future__ import annotations
 
-from pathlib import Path
+from replicas.linux.processes import stat_fields
 
 __all__ = ["LOOK_INTERVAL_S", "STARTING_S", "STOPPED_S", "StallWatch"]
 
@@ -51,8 +51,7 @@ class StallWatch:
     def _stat(self) -> tuple[str, ...]:
         """State letter, minor and major page faults, CPU time in user and system mode; only X when it cannot be seen."""
         try:
-            text = Path(f"/proc/{self.pid}/stat").read_bytes().decode(errors="replace")
-        except (FileNotFoundError, PermissionError, ProcessLookupError):
+            fields = stat_fields(self.pid)
+        except (PermissionError, ProcessLookupError):
             return ("X",)
-        fields = text.rpartition(")")[2].split()
         return (fields[0], fields[7], fields[9], fields[11], fields[12])
