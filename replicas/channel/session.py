@@ -39,6 +39,7 @@ from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketExce
 
 from replicas import errors
 from replicas.channel.loop import SessionLoop
+from replicas.core.backoff import Backoff
 from replicas.linux.sockets import listener_uids, whose
 from replicas.messages import (
     Bye,
@@ -472,7 +473,7 @@ class Session:
     def _patience_s(self) -> float:
         """How long nothing may be heard: longer after connections that were in vain."""
         missed_s = MISSED_ACKS * self._interval_s + SLACK_S
-        return max(missed_s, min(SILENCE_S, missed_s * 2.0 ** min(self._in_vain, 8)))
+        return Backoff(missed_s, max(missed_s, SILENCE_S)).after(self._in_vain)
 
     def _forget(self, acked: int) -> None:
         self._acked = max(self._acked, acked)

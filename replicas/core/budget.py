@@ -12,9 +12,8 @@ import random
 from collections import deque
 from collections.abc import Sequence
 
-from tenacity import RetryCallState, Retrying, wait_exponential_jitter
-
 from replicas.config import RestartConfig
+from replicas.core.backoff import Backoff
 
 __all__ = ["RestartBudget", "wants_restart"]
 
@@ -39,9 +38,7 @@ class RestartBudget:
     def use(self, config: RestartConfig) -> None:
         """These are the rules from now on; what has been spent remains so."""
         self.config = config
-        # In units of the initial delay: `initial=` is deprecated in tenacity 9.2, `multiplier=` is unknown to 9.0.
-        scale = config.initial_delay_s
-        self._wait = wait_exponential_jitter(max=config.max_delay_s / scale if scale else 0.0, jitter=0)
+        self._backoff = Backoff(config.initial_delay_s, config.max_delay_s)
 
     def take(self, replica: int, *, now: float) -> float | None:
         """Spend one restart of ``replica``: the seconds to wait first, or None when none is left (nothing is spent).
@@ -77,8 +74,5 @@ class RestartBudget:
         return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
 
     def _delay_s(self, attempt: int) -> float:
-        state = RetryCallState(Retrying(), None, (), {})
-        state.attempt_number = attempt
-        base_s = self._wait(state) * self.config.initial_delay_s
-        jitter_s = self._rng.uniform(0.0, self.config.initial_delay_s)
-        return min(base_s + jitter_s, self.config.max_delay_s)
+        jitter_s = self._rng.uniform(0.0, self._backoff.first_s)
+        return min(self._backoff.after(attempt - 1) + jitter_s, self._backoff.max_s)

@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from replicas import errors
+from replicas.core.backoff import Backoff
 from replicas.core.effects import CaughtUp
 from replicas.core.ground import Ground
 from replicas.core.member_state import MemberState
@@ -29,8 +30,7 @@ from replicas.messages.identity import Member
 
 __all__ = ["CatchUp"]
 
-RETRY_S = 1.0
-RETRY_MAX_S = 30.0
+RETRY = Backoff(1.0, 30.0)
 LOOK_S = 0.2
 """Between two looks whether somebody who has it reaches those who lack it by now."""
 PATIENCE_S = 5.0
@@ -177,7 +177,7 @@ class CatchUp:
             if superseded or state.member in transfer.unreached:
                 continue  # of the latter: it is looked for ways to it all the time
             if state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
-                state.retry_at = now + RETRY_S
+                state.retry_at = now + RETRY.first_s
             elif state.member in transfer.asked and state.is_target:
                 state.failures += 1
-                state.retry_at = now + min(RETRY_MAX_S, RETRY_S * 2 ** min(state.failures, 5))
+                state.retry_at = now + RETRY.after(state.failures)

@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 from replicas import errors
 from replicas import messages as wire
 from replicas.config import ChannelConfig
+from replicas.core.backoff import Backoff
 from replicas.core.commits import Commits
 from replicas.core.draining import Drains
 from replicas.core.effects import (
@@ -63,8 +64,7 @@ WHOLE_VIEW = 32
 VIEWS_PER_S = 5_000
 """Views are sent at this rate, in the long run, counted by member; what there is to tell meanwhile is told in one."""
 VIEWS_AT_ONCE = 2_000
-QUARANTINE_S = 1.0
-QUARANTINE_MAX_S = 300.0
+QUARANTINE = Backoff(1.0, 300.0)
 SERVED_MAX_S = 30.0
 """One that is quarantined is served alone after so much of its time."""
 LOSS_WORDS = {
@@ -300,7 +300,7 @@ class ChannelState:
         state.failures += 1
         count = self.roster.note_isolation(member.name, now)
         count = count if state.is_peer else max(count, state.failures)
-        wait_s = min(QUARANTINE_MAX_S, QUARANTINE_S * 2 ** min(count, 10))
+        wait_s = QUARANTINE.after(count)
         self.roster.isolate(state, why, now + wait_s)
         state.retry_at, state.served = now + min(wait_s, SERVED_MAX_S), False
         self.commits.quarantined(state)

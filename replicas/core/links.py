@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from replicas import errors
+from replicas.core.backoff import Backoff
 from replicas.core.lanes import Lane, Lanes
 from replicas.core.member_state import MemberState
 from replicas.core.probes import Probe
@@ -33,12 +34,10 @@ __all__ = ["Links", "Pairs"]
 Pairs = Iterable[tuple[str, str]]
 """Of addresses, in either order."""
 
-TRIAL_S = 0.5
-TRIAL_MAX_S = 2.0
+TRIAL = Backoff(0.5, 2.0)
 """From the end of a trial that failed to the next one."""
 TRIALS_AT_ONCE = 8
-DOUBT_S = 2.0
-DOUBT_MAX_S = 300.0
+DOUBT = Backoff(2.0, 300.0)
 
 
 @dataclass(slots=True)
@@ -97,7 +96,7 @@ class Links:
         for link in {frozenset(pair) for pair in pairs if len(set(pair)) == 2}:
             fault = self._found(link, why, now)
             if not fault.broken:
-                fault.broken, fault.tries, fault.trial_at = True, 0, now + TRIAL_S
+                fault.broken, fault.tries, fault.trial_at = True, 0, now + TRIAL.first_s
 
     def doubt(self, pairs: Pairs, why: str, now: float) -> None:
         """Bytes were under way between these addresses in a transfer that stood still."""
@@ -124,7 +123,7 @@ class Links:
         if now >= fault.doubt_until and not fault.broken:
             fault.count += 1
         fault.why = why
-        fault.doubt_until = now + min(DOUBT_MAX_S, DOUBT_S * 2 ** min(fault.count, 10))
+        fault.doubt_until = now + DOUBT.after(fault.count)
         return fault
 
     # ------------------------------------------------------------ trials
@@ -164,10 +163,10 @@ class Links:
         fault.trial = None
         if culprits:
             fault.tries += 1
-            fault.trial_at = now + min(TRIAL_MAX_S, TRIAL_S * 2**fault.tries)
+            fault.trial_at = now + TRIAL.after(fault.tries)
         else:
             fault.broken = False
-            fault.doubt_until = now + min(DOUBT_MAX_S, DOUBT_S * 2 ** min(fault.count, 10))
+            fault.doubt_until = now + DOUBT.after(fault.count)
 
     @property
     def _trials(self) -> list[Probe]:

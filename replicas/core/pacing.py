@@ -31,6 +31,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 from replicas import errors
+from replicas.core.backoff import Backoff
 from replicas.core.ground import Ground
 from replicas.core.lanes import Lane
 from replicas.core.membership import TransferState
@@ -56,8 +57,7 @@ UNUSUAL = 3.0
 FAR = 3.0
 """Who was so many times too slow in an earlier attempt is not measured again."""
 
-SLOW_S = 2.0
-SLOW_MAX_S = 300.0
+SLOW = Backoff(2.0, 300.0)
 
 
 class Paced(Protocol):
@@ -209,7 +209,7 @@ class Pacing:
         """They are caught up at their own pace, and with the others again later, longer each time."""
         for state in self._ground.roster.states(members):
             state.failures += 1
-            state.slow, state.not_before = True, now + min(SLOW_MAX_S, SLOW_S * 2 ** min(state.failures, 10))
+            state.slow, state.not_before = True, now + SLOW.after(state.failures)
 
     def _enough_without(self, late: Collection[Member]) -> bool:
         """Whether the version can be committed with the others: some of them, and ``min_targets`` of their replicas."""

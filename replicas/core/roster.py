@@ -27,6 +27,7 @@ import msgspec
 
 from replicas import errors
 from replicas.config import ChannelConfig, Party
+from replicas.core.backoff import Backoff
 from replicas.core.heartbeats import Heartbeats
 from replicas.core.member_state import Held, MemberState
 from replicas.core.membership import MEMBER
@@ -43,8 +44,7 @@ ISOLATION_WINDOW_S = 600.0
 """For so long a quarantine makes the next one of the same identity longer."""
 CUT_S = 1.5
 """A member whose connection breaks dials again at once, and is back long before."""
-PROBATION_S = 1.0
-PROBATION_MAX_S = 30.0
+PROBATION = Backoff(1.0, 30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +216,7 @@ class Roster:
         recent = [at for at in self._losses.get(name, ()) if now - at <= FLAP_WINDOW_S]
         if len(recent) < FLAPS:
             return 0.0
-        return float(now + min(PROBATION_MAX_S, PROBATION_S * 2 ** (len(recent) - FLAPS)))
+        return now + PROBATION.after(len(recent) - FLAPS)
 
     def holder_of(self, name: str) -> MemberState | None:
         """The current incarnation of the identity ``name``."""

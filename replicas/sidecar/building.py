@@ -33,6 +33,7 @@ import tenacity
 import torch
 import torch.distributed as dist
 
+from replicas.core.backoff import Backoff
 from replicas.core.preflight import MULTI_RANK_VERSION
 from replicas.errors import StoreTampered
 from replicas.linux.machine import boot_id
@@ -46,10 +47,9 @@ __all__ = ["NCCL_ENVIRONMENT", "build_group", "connect_store"]
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 
-STORE_CONNECT_S = 0.5
+STORE_CONNECT = Backoff(0.5, 4.0)
 """For the first attempt to connect to the store, twice as long each time (on a long way a round trip takes more than that);
 torch's client takes up to twice that."""
-STORE_CONNECT_TIMES = 3
 PROBE_NBYTES = 64 << 10
 NCCL_TIMEOUT = timedelta(days=30)
 """Of ProcessGroupNCCL itself: never. Ours are :class:`~replicas.sidecar.groups.Handle`'s, and the owner's."""
@@ -132,8 +132,7 @@ def connect_store(host: str, port: int, deadline: float) -> Any:
 
 
 def _store_timeout_s(deadline: float, number: int) -> float:
-    most = STORE_CONNECT_S * 2.0 ** min(number - 1, STORE_CONNECT_TIMES)
-    return max(0.05, min(most, deadline - time.monotonic()))
+    return max(0.05, min(STORE_CONNECT.after(number - 1), deadline - time.monotonic()))
 
 
 def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> Group:

@@ -22,6 +22,7 @@ import anyio
 
 from replicas import errors, own_code
 from replicas.config import ResourcesConfig
+from replicas.core.backoff import Backoff
 from replicas.linux.cgroups import RunCgroups, find_own
 from replicas.linux.processes import python_module, send_signal, start_time
 from replicas.supervisor import orders
@@ -33,7 +34,7 @@ __all__ = ["Containment", "JanitorHandle"]
 log = logging.getLogger("replicas.supervisor")
 
 _STEADY_S = 60.0
-_MAX_DELAY_S = 5.0
+AGAIN = Backoff(0.05, 5.0)
 _END_S = 5.0
 
 
@@ -152,7 +153,7 @@ class JanitorHandle:
             return
         steady = time.monotonic() - self._began > _STEADY_S
         self._deaths = 1 if steady else self._deaths + 1
-        delay_s = min(0.05 * 2 ** (self._deaths - 1), _MAX_DELAY_S)
+        delay_s = AGAIN.after(self._deaths - 1)
         log.warning("the janitor ended with code %d; another one starts in %.2g s", code, delay_s)
         self._again = self._loop.call_later(delay_s, self._start_again)
 
@@ -161,7 +162,7 @@ class JanitorHandle:
             self.start()
         except OSError as error:
             log.warning("the janitor cannot be started: %s", error)
-            self._again = self._loop.call_later(_MAX_DELAY_S, self._start_again)
+            self._again = self._loop.call_later(AGAIN.max_s, self._start_again)
 
     def _forget_process(self) -> None:
         assert self._popen is not None

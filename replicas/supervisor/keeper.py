@@ -17,6 +17,7 @@ import signal
 import time
 from collections.abc import Callable
 
+from replicas.core.backoff import Backoff
 from replicas.linux.processes import Child
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
 from replicas.supervisor.notes import note
@@ -24,6 +25,7 @@ from replicas.supervisor.notes import note
 __all__ = ["TRIES", "ForkserverKeeper"]
 
 TRIES = 8
+AGAIN = Backoff(0.1, 6.4)
 _STEADY_S = 60.0
 
 
@@ -100,7 +102,7 @@ class ForkserverKeeper:
             self._starts = 1
         if self._starts >= TRIES:
             return f"{what} {self._starts} times"
-        self._start_at = now + 0.1 * 2 ** (self._starts - 1)
+        self._start_at = now + AGAIN.after(self._starts - 1)
         return ""
 
     def stop(self) -> None:

@@ -31,6 +31,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
 
+from replicas.core.backoff import Backoff
 from replicas.foreign import last_lines
 from replicas.linux.processes import send_signal
 from replicas.supervisor import orders
@@ -48,7 +49,8 @@ _CLOSE_S = 1.0
 _LAST_LINES = 20
 _LINE_NCHARS = 300
 _STEADY_S = 10.0
-_MAX_DELAY_S = 2.0
+AGAIN = Backoff(0.02, 2.0)
+KILLED = Backoff(0.02, 0.05)
 _SPEAK_INTERVAL_S = 0.01
 
 
@@ -222,11 +224,11 @@ class LogKeeper:
         if self._starts <= 1:
             self.start()
         else:
-            self._again(0.05 if code < 0 else _MAX_DELAY_S)
+            self._again(KILLED if code < 0 else AGAIN)
 
-    def _again(self, max_delay_s: float = _MAX_DELAY_S) -> None:
+    def _again(self, backoff: Backoff = AGAIN) -> None:
         """Later each time it fails by itself; not much later when someone kills it."""
-        self._start_at = time.monotonic() + min(max_delay_s, 0.02 * 2.0 ** min(self._starts, 10))
+        self._start_at = time.monotonic() + backoff.after(self._starts)
 
     def _forget(self) -> None:
         self._pid = 0

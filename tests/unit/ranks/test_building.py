@@ -27,5 +27,5 @@ def test_a_store_that_is_far_away_is_reached(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(building, "_c10d", SimpleNamespace(TCPStore=store))
     monkeypatch.setattr(socket, "create_connection", lambda *_, **__: SimpleNamespace(close=lambda: None))
     assert building.connect_store("far", 1, time.monotonic() + 30.0) == "far:1"
-    assert tried[0] == building.STORE_CONNECT_S, "one that is near answers at once, or is another one by now"
+    assert tried[0] == building.STORE_CONNECT.first_s, "one that is near answers at once, or is another one by now"
     assert tried == sorted(tried)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from replicas.supervisor import nvml
+from replicas.linux import nvml
 from replicas.weights import cuda, cuda_driver
 
 DECLARED = re.compile(r"^cdef (?:CUresult|nvmlReturn_t|const char\*) (\w+)\((.*?)\) except", re.MULTILINE)

@@ -1,0 +1,35 @@
+"""Every backoff of ours: from where, to where, and that no count of failures is too many."""
+
+from __future__ import annotations
+
+import pytest
+
+from replicas.core import catch_up, channel, links, pacing, roster
+from replicas.core.backoff import Backoff
+from replicas.sidecar import building
+from replicas.supervisor import containment, keeper, logkeeper
+
+
+@pytest.mark.parametrize(
+    ("backoff", "seconds"),
+    [
+        (channel.QUARANTINE, [1, 2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
+        (pacing.SLOW, [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
+        (catch_up.RETRY, [1, 2, 4, 8, 16, 30, 30]),
+        (roster.PROBATION, [1, 2, 4, 8, 16, 30, 30]),
+        (links.TRIAL, [0.5, 1, 2, 2]),
+        (links.DOUBT, [2, 4, 8, 16, 32, 64, 128, 256, 300, 300]),
+        (building.STORE_CONNECT, [0.5, 1, 2, 4, 4]),
+        (keeper.AGAIN, [0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4]),
+        (containment.AGAIN, [0.05, 0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 5, 5]),
+        (logkeeper.AGAIN, [0.02, 0.04, 0.08, 0.16, 0.32, 0.64, 1.28, 2, 2]),
+        (logkeeper.KILLED, [0.02, 0.04, 0.05, 0.05]),
+    ],
+)
+def test_it_doubles_up_to_its_maximum(backoff: Backoff, seconds: list[float]) -> None:
+    assert [backoff.after(failures) for failures in range(len(seconds))] == seconds
+    assert backoff.after(10_000) == backoff.max_s == seconds[-1]
+
+
+def test_a_first_delay_of_nothing_stays_nothing() -> None:
+    assert Backoff(0.0, 60.0).after(10_000) == 0.0
