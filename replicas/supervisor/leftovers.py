@@ -45,12 +45,9 @@ from replicas.linux.processes import (
     start_time,
 )
 from replicas.supervisor.run_state import Saved, ShimRecord
-from replicas.supervisor.sweeping import Grace
+from replicas.supervisor.sweeping import Grace, until_quiet
 
 __all__ = ["find", "lock_holders", "sweep"]
-
-_INTERVAL_S = 0.02
-_QUIET_SCANS = 2
 
 
 def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> list[LeftoverFound]:
@@ -78,19 +75,21 @@ def sweep(
 
     :return: each that was found; ``swept`` False: it was still there after ``timeout_s``.
     """
-    deadline = time.monotonic() + timeout_s
     seen: dict[tuple[int, int], LeftoverFound] = {}
-    quiet, grace = 0, Grace()
-    while quiet < (_QUIET_SCANS if seen else 1) and time.monotonic() < deadline:
+    grace = Grace()
+
+    def look() -> set[int]:
         found = find(saved, identity, spare=spare)
-        spared = grace.spared((one.pid for one in found), time.monotonic())
+        there = {one.pid for one in found}
+        spared = grace.spared(there, time.monotonic())
         for one in found:
             seen.setdefault((one.pid, one.start_time), one)
             if one.pid not in spared:
                 _kill(one)
-        quiet = 0 if found else quiet + 1
-        if seen:
-            time.sleep(_INTERVAL_S)  # they are not our children: nothing tells of their end
+        return there
+
+    if look():  # there seldom is anything: one look is enough to find nothing
+        until_quiet(look, timeout_s)
     for record in saved.shims if saved is not None else ():
         if record.cgroup:
             cgroups.leave(Path(record.cgroup), run=True)

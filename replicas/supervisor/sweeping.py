@@ -22,14 +22,14 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from replicas.linux import cgroups
 from replicas.linux.processes import is_resource_tracker, marked, signal_each, signal_marked, start_time
 from replicas.supervisor.logpump import ALONE_S, is_pump
 
-__all__ = ["TRACKERS_MAX_S", "TRACKERS_S", "UNSEEN", "Grace", "Sweep", "kill_group"]
+__all__ = ["TRACKERS_MAX_S", "TRACKERS_S", "UNSEEN", "Grace", "Sweep", "kill_group", "until_quiet"]
 
 TRACKERS_S = 0.5
 """How long Python's resource trackers outlive the last of the others."""
@@ -38,7 +38,7 @@ TRACKERS_MAX_S = 5.0
 UNSEEN = 0
 """Stands for a process of which no pid is known: its control group is not empty."""
 _PUMP_ENDS_S = 0.5
-_QUIET_SCANS = 2
+_QUIET_LOOKS = 2
 _INTERVAL_S = 0.02
 
 
@@ -81,16 +81,7 @@ class Sweep:
 
         :return: those that are still there after ``timeout_s``: pids, or :data:`UNSEEN`.
         """
-        deadline = time.monotonic() + timeout_s
-        quiet = 0
-        while True:
-            left = self._once(time.monotonic())
-            quiet = 0 if left else quiet + 1
-            if quiet >= _QUIET_SCANS:
-                return []
-            if left and time.monotonic() > deadline:
-                return sorted(left)
-            time.sleep(_INTERVAL_S)  # they are not our children: nothing tells of their end
+        return sorted(until_quiet(lambda: self._once(time.monotonic()), timeout_s))
 
     def _once(self, now: float) -> set[int]:
         """One look, and SIGKILL for all that is seen. Returns what is there, but for what has become another user's."""
@@ -107,6 +98,22 @@ class Sweep:
         ours += signal_each(known.keys() - spared, signal.SIGKILL, lambda pid: start_time(pid) == known[pid])
         self._groups = [group for group in self._groups if not _removed(group)]
         return {*ours, *grouped, *spared} or ({UNSEEN} if self._groups else set())
+
+
+def until_quiet(look: Callable[[], set[int]], timeout_s: float) -> set[int]:
+    """Have ``look`` kill what it sees, until it has seen nothing twice in a row. Blocks.
+
+    :param look: one look; returns the pids of what was there.
+    :return: what was still there after ``timeout_s``.
+    """
+    deadline = time.monotonic() + timeout_s
+    quiet = 0
+    while True:
+        left = look()
+        quiet = 0 if left else quiet + 1
+        if quiet >= _QUIET_LOOKS or (left and time.monotonic() > deadline):
+            return left
+        time.sleep(_INTERVAL_S)  # they are not our children: nothing tells of their end
 
 
 def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None:
