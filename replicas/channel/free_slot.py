@@ -13,7 +13,7 @@ from replicas.core.manifest import PartManifest
 from replicas.weights.arena import Slot
 from replicas.weights.pool import PREPARED_NBYTES
 
-__all__ = ["BEAT_S", "free_slot"]
+__all__ = ["free_slot", "look_again"]
 
 BEAT_S = 0.03
 """How often one who waits for a slot looks again: nobody is told when a reader in another process lets go of its memory."""
@@ -56,6 +56,11 @@ async def free_slot(
                 phase="wait",
                 members=[hub.member.name],
             )
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(min(left, BEAT_S)):
-                await changed.wait()
+        await look_again(changed, left)
+
+
+async def look_again(changed: asyncio.Event, left_s: float) -> None:
+    """Wait until a slot may have become free: something of ours has changed, or a beat is over."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(min(left_s, BEAT_S)):
+            await changed.wait()

@@ -18,7 +18,6 @@ lane ends, and the slot is let go only when the sidecar is known to be dead. If 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -27,6 +26,7 @@ from typing import Any
 import msgspec
 
 from replicas import errors
+from replicas.channel.free_slot import look_again
 from replicas.channel.hub import Hub, as_wire_error
 from replicas.channel.lanes import Lane, Lanes
 from replicas.channel.manifests import Manifests
@@ -53,8 +53,6 @@ MARGIN_S = 0.5
 """A receiver without a slot says so this much before the offer's deadline."""
 KEPT_FILLED = 8
 """Of so many versions it is remembered how far they were filled: several publishes may be under way."""
-BEAT_S = 0.03
-"""How often one who waits for a slot looks again: nobody is told when a reader in another process lets go of its memory."""
 
 
 class _Transfer:
@@ -234,9 +232,7 @@ class Transfers:
                     version=offer.version,
                     members=[hub.member.name],
                 )
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(min(left, BEAT_S)):
-                    await changed.wait()
+            await look_again(changed, left)
 
     # ------------------------------------------------------------ moving
 
