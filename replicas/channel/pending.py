@@ -85,20 +85,7 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         outputs: dict[Member, tuple[torch.Tensor, ...]] | None = None,
         tensors: tuple[torch.Tensor, ...] = (),
     ) -> Receipt:
-        return cls(
-            version=data.version,
-            epoch=data.epoch,
-            members=data.members,
-            lost=data.lost,
-            nbytes=data.nbytes,
-            seconds=data.seconds,
-            phases=data.phases,
-            reasons=data.reasons,
-            staging=data.staging,
-            digest=data.digest,
-            outputs=outputs or {},
-            tensors=tensors,
-        )
+        return cls(**msgspec.structs.asdict(data), outputs=outputs or {}, tensors=tensors)
 
     def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
         """Flat numbers for an experiment logger: version, epoch, members, lost, nbytes, seconds and each phase's seconds."""
