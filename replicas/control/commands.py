@@ -112,7 +112,7 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, error: errors.ReplicasError) -> Problem:
         bad = error if isinstance(error, errors.BadConfig) else None
         return cls(
-            kind="BadConfig" if bad else next(kind.__name__ for kind in type(error).__mro__ if _is_public(kind)),
+            kind=errors.kind_of(error),
             message=error.message,
             hint=error.hint,
             problems=bad.problems if bad else (),
@@ -124,10 +124,6 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         if self.kind == "BadConfig":
             return errors.BadConfig(self.problems, source=self.source)
         return errors.error_class(self.kind)(self.message, hint=self.hint)
-
-
-def _is_public(kind: type) -> bool:
-    return kind.__name__ in errors.__all__
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
