@@ -15,6 +15,7 @@ import sys
 import tenacity
 
 from replicas import own_code
+from replicas.linux.processes import send_signal
 from replicas.linux.sockets import Door, peer_uid
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
 from replicas.sidecar import wire
@@ -224,8 +225,7 @@ class Forkserver:
         if self._process is not None:
             self._process.kill()
         elif self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            send_signal(self._pidfd, signal.SIGKILL)
         self._close(reason)
 
     def close_in_child(self) -> None:

@@ -32,6 +32,7 @@ from pathlib import Path
 from replicas import environ
 from replicas.linux import inherited
 from replicas.linux.prctl import die_with_parent, name_process
+from replicas.linux.processes import send_signal
 from replicas.linux.sockets import Door, peer_uid
 from replicas.sidecar import wire
 
@@ -168,8 +169,7 @@ class ForkServer:
             return
         self._clients.remove(client)
         for pidfd in client.children:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            send_signal(pidfd, signal.SIGKILL)
         self._selector.unregister(client.sock)
         client.sock.close()
         if client.pidfd >= 0:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch
 
+from replicas.linux.processes import send_signal
 from replicas.sidecar import wire
 from replicas.sidecar.answers import SidecarDied, SidecarFailed, failure
 from replicas.sidecar.pulse import SILENCE_S, Pulse
@@ -302,8 +303,7 @@ class Sidecar:
         """SIGKILL, if it still lives; whoever waits for it is told."""
         self._reason = self._reason or reason
         if not self.dead:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
+            send_signal(self._pidfd, signal.SIGKILL)
         self._fail()
 
     def _ended(self) -> None:

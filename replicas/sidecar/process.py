@@ -27,7 +27,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from replicas.core.manifest import Manifest
-from replicas.errors import InternalError, Preflight, ReplicasError, StoreTampered, WorldError
+from replicas.errors import InternalError, Preflight, ReplicasError, StoreTampered, WorldError, kind_of
 from replicas.linux.prctl import name_process
 from replicas.sidecar import wire
 from replicas.sidecar.building import build_group
@@ -91,8 +91,7 @@ class SidecarProcess:
                 refused = False
             if isinstance(error, ReplicasError):
                 links = error.links if isinstance(error, Unreachable) else ()
-                kind = Preflight.__name__ if links else type(error).__name__
-                return wire.Failed(number, error.message, not refused, kind, error.members, error.hint, links)
+                return wire.Failed(number, error.message, not refused, kind_of(error), error.members, error.hint, links)
             return wire.Failed(number, _summary(error), over=not refused)
 
     def _build(self, request: wire.BuildGroup) -> wire.Reply:
