@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import os
 import secrets
-import stat
 from collections.abc import Sequence
 
+from replicas.linux.files import open_plain
 from replicas.messages import Beacon
 
 __all__ = ["find", "own_beacon"]
@@ -39,16 +39,10 @@ def find(beacons: Sequence[Beacon]) -> int:
 def _read(beacon: Beacon) -> bytes:
     """What the descriptor shows; nothing where it cannot be opened, or is not a plain file (opening may then block)."""
     try:
-        path = os.open(f"/proc/{beacon.pid}/fd/{beacon.fd}", os.O_PATH | os.O_CLOEXEC)
+        fd = open_plain(beacon.pid, beacon.fd)
         try:
-            if not stat.S_ISREG(os.fstat(path).st_mode):
-                return b""
-            fd = os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_CLOEXEC)
-            try:
-                return os.pread(fd, _NONCE_NBYTES, 0)
-            finally:
-                os.close(fd)
+            return os.pread(fd, _NONCE_NBYTES, 0)
         finally:
-            os.close(path)
+            os.close(fd)
     except OSError:
         return b""

@@ -17,10 +17,10 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import stat
 
 from replicas.errors import Gone, NoCapacity, ReplicasError, WorldError
 from replicas.linux import locks
+from replicas.linux.files import open_plain
 from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 
@@ -46,7 +46,7 @@ def hold(place: SlotPlace, version: int) -> int:
     """
     what = f"version {version} in the memory of process {place.pid}"
     try:
-        fd = _open_exactly(place)
+        fd = open_plain(place.pid, place.fd, inode=place.inode, nbytes=place.nbytes)
     except (FileNotFoundError, ProcessLookupError):
         raise Gone(f"{what} is gone", version=version) from None
     except OSError as error:
@@ -69,22 +69,6 @@ def hold(place: SlotPlace, version: int) -> int:
         os.close(fd)
         raise
     return fd
-
-
-def _open_exactly(place: SlotPlace) -> int:
-    """Open this very file and nothing else: the number may be another file's by now, a terminal's or a pipe's.
-
-    :raises FileNotFoundError: it is another file's.
-    """
-    path = os.open(f"/proc/{place.pid}/fd/{place.fd}", os.O_PATH | os.O_CLOEXEC)
-    try:
-        found = os.fstat(path)
-        regular = stat.S_ISREG(found.st_mode)
-        if not regular or (found.st_ino, found.st_size) != (place.inode, place.nbytes):
-            raise FileNotFoundError
-        return os.open(f"/proc/self/fd/{path}", os.O_RDONLY | os.O_CLOEXEC)
-    finally:
-        os.close(path)
 
 
 class Keeper:

@@ -42,9 +42,9 @@ import torch
 from replicas.decoding import MALFORMED
 from replicas.errors import NoCapacity, UsageError, WorldError
 from replicas.linux import locks
+from replicas.linux.files import reopen
 from replicas.weights.accelerator import DeviceMemory, Event, device_of
 from replicas.weights.buffers import AllocationStopped, Buffer
-from replicas.weights.mappings import reopen
 
 __all__ = ["PAGE_NBYTES", "DeviceBuffer"]
 

@@ -32,12 +32,13 @@ import numpy
 import torch
 
 from replicas.linux import locks
+from replicas.linux.files import reopen
 from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 from replicas.waits import locked
 from replicas.weights.accelerator import Accelerator, Registration
 
-__all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared", "reopen"]
+__all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared"]
 
 KEPT_USES = 8
 """A kept mapping goes when so many others were used since."""
@@ -49,11 +50,6 @@ _UNPIN_S = 30.0
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-
-
-def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a new description of the same file."""
-    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
 def map_shared(fd: int, nbytes: int, check: Callable[[], None]) -> torch.Tensor:

@@ -110,11 +110,11 @@ async def test_a_shortage_says_nothing_about_the_host(
     """Of other errors the coordinator would conclude that the two share no memory, for good."""
     slot = fill(lender, 1)
 
-    def scarce(place: wire.SlotPlace) -> int:
+    def scarce(pid: int, fd: int, **only: int) -> int:
         raise OSError(number, os.strerror(number))
 
     with monkeypatch.context() as patch:
-        patch.setattr("replicas.memory.kept._open_exactly", scarce)
+        patch.setattr("replicas.memory.kept.open_plain", scarce)
         target.tell(offer(1, 1, slot.place, slot.digest))
         failed = await target.session.next(wire.TransferFailed)
     assert failed.error.kind == "NoCapacity"

@@ -1,0 +1,30 @@
+"""Files by their descriptors: this process's own, and those of another one of this user."""
+
+from __future__ import annotations
+
+import os
+import stat
+
+__all__ = ["open_plain", "reopen"]
+
+
+def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
+    """A descriptor of a new description of the same file."""
+    return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
+
+
+def open_plain(pid: int, fd: int, *, inode: int | None = None, nbytes: int | None = None) -> int:
+    """Open a plain file that a process has open, and nothing else, such as a pipe, which may block.
+
+    :param inode: the file's. :param nbytes: its size.
+    :raises FileNotFoundError: the number is another file's by now, or that of none.
+    :raises ProcessLookupError: the process is gone.
+    """
+    path = os.open(f"/proc/{pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)
+    try:
+        found = os.fstat(path)
+        if not stat.S_ISREG(found.st_mode) or inode not in (None, found.st_ino) or nbytes not in (None, found.st_size):
+            raise FileNotFoundError
+        return reopen(path)
+    finally:
+        os.close(path)
