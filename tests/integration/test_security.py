@@ -300,7 +300,7 @@ def framed(data: bytes, *, opcode: int = 2, fin: bool = True) -> bytes:
     return bytes([(fin << 7) | opcode]) + size + b"\0\0\0\0" + data
 
 
-def raw_session(coordinator: Coordinator) -> socket.socket:
+def raw_session(coordinator: Coordinator, hello: wire.Hello | None = None) -> socket.socket:
     """A joined member as a plain blocking socket that never reads what it is sent."""
     host, port = coordinator.endpoint.split(":")
     found = socket.create_connection((host, int(port)), timeout=5)
@@ -316,7 +316,7 @@ def raw_session(coordinator: Coordinator) -> socket.socket:
     ]
     found.sendall(("\r\n".join(lines) + "\r\n\r\n").encode())
     assert found.recv(4096).startswith(b"HTTP/1.1 101")
-    found.sendall(framed(wire.encode(wire.MemberFrame(0, 0, Client.hello_of("rollout")))))
+    found.sendall(framed(wire.encode(wire.MemberFrame(0, 0, hello or Client.hello_of("rollout")))))
     return found
 
 
