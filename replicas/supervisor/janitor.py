@@ -49,6 +49,8 @@ class Watched:
         self.nonce = str(message["nonce"])
         self.cgroup = Path(message["cgroup"]) if message["cgroup"] else None
         pid = int(message["pid"])
+        if pid < 1:
+            raise ValueError(f"{pid} is no pid")
         try:
             self.pidfd: int | None = os.pidfd_open(pid)
         except ProcessLookupError:

@@ -58,6 +58,7 @@ from replicas.linux.prctl import die_with_parent
 from replicas.supervisor import orders
 from replicas.supervisor.commands import guard_command, guard_orders
 from replicas.supervisor.guard import GUARD
+from replicas.supervisor.notes import note
 from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
 
 if _collects:
@@ -212,7 +213,9 @@ def _workers_store(spec: NodeSpec, control: socket.socket) -> TCPStore:
         control.settimeout(None)
     if message is None:
         raise SystemExit("the shim is gone")
-    return TCPStore(str(message["host"]), int(message["port"]), is_master=False, timeout=_CONNECT)
+    with orders.reading("rendezvous"):
+        host, port = str(message["host"]), int(message["port"])
+    return TCPStore(host, port, is_master=False, timeout=_CONNECT)
 
 
 def _bound_close(timeout_s: float) -> None:
@@ -264,6 +267,8 @@ def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
         return _failed(error)
     except SignalException:
         return ExitReport("stopped")
+    except orders.Malformed as error:
+        return ExitReport("lost", text=f"torchrun of node {spec.node}: what the shim said is no order: {error}")
     except Exception as error:  # noqa: BLE001  # whatever torchrun raises goes into the report, its traceback into the log
         traceback.print_exc()
         return ExitReport("lost", text=one_line(f"torchrun of node {spec.node}: {type(error).__name__}: {error}", 500))
@@ -276,6 +281,19 @@ def _config(arguments: list[str]) -> tuple[Any, Callable[..., Any] | str, list[s
     return config, entrypoint, rest
 
 
+def _ordered(control: socket.socket) -> NodeSpec | None:
+    """What the shim orders in its first message; None: it is gone.
+
+    :raises replicas.supervisor.orders.Malformed, replicas.supervisor.orders.OtherRelease: it orders nothing.
+    """
+    message = orders.receive(control)
+    if message is None:
+        return None
+    with orders.reading("start"):
+        spec = message["spec"]
+    return NodeSpec.of(spec)
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="replicas.supervisor.launcher", description="started by the shim")
     parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
@@ -286,10 +304,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     forbid_pickles()
     control = socket.socket(fileno=options.control)
     control.set_inheritable(False)
-    message = orders.receive(control)
-    if message is None:
+    try:
+        spec = _ordered(control)
+    except (orders.Malformed, orders.OtherRelease) as error:
+        note(f"what the shim said is no order: {error}")
         return 1
-    spec = NodeSpec.of(message["spec"])
+    if spec is None:
+        return 1
     own_code.without(os.environ, spec.env)
     report = launch(spec, control)
     orders.send(control, report.message("report"))

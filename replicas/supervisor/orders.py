@@ -121,12 +121,26 @@ class NodeSpec(NamedTuple):
             raise Malformed(f"a start with wrong fields: {data!r}"[:200])
         try:
             pipes = tuple((int(out), int(err)) for out, err in data["pipes"])
-            return cls(**{**data, "command": tuple(data["command"]), "pipes": pipes})
-        except (LookupError, TypeError, ValueError, OverflowError) as error:
+            spec = cls(**{**data, "command": tuple(data["command"]), "pipes": pipes})
+            _check_types(spec)
+            return spec
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise OtherRelease(str(data.get("release", "unknown")), error) from error
 
     def message(self) -> Message:
         return {"type": "start", "spec": self._asdict()}
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+
+
+def _check_types(spec: NodeSpec) -> None:
+    """:raises TypeError: a field is of another type than it is declared to be."""
+    texts = (*spec.command, *spec.env.keys(), *spec.env.values())
+    fields = [(getattr(spec, name), _TYPES.get(kind, object)) for name, kind in NodeSpec.__annotations__.items()]
+    for value, expected in [*fields, *((text, str) for text in texts)]:
+        if not isinstance(value, expected):
+            raise TypeError(f"{value!r} is not of type {expected}"[:200])
 
 
 class LogLoss(NamedTuple):
@@ -186,7 +200,16 @@ class RankExit(NamedTuple):
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> RankExit:
         with reading("rank"):
-            return cls(**{**data, "lines": tuple(data["lines"])})
+            return cls(
+                rank=int(data["rank"]),
+                code=int(data["code"]),
+                pid=int(data["pid"]),
+                text=str(data["text"]),
+                at=float(data["at"]),
+                error=str(data["error"]),
+                lines=tuple(str(line) for line in data["lines"]),
+                after=str(data["after"]),
+            )
 
 
 class ExitReport(NamedTuple):

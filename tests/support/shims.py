@@ -7,7 +7,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -74,10 +74,19 @@ class ShimUnderTest:
 
 
 @contextmanager
-def shim(folder: Path, code: str, *, tee: int | None = None, **fields: Any) -> Iterator[ShimUnderTest]:
+def shim(
+    folder: Path,
+    code: str,
+    *,
+    tee: int | None = None,
+    program: Sequence[str] = ("-m", "replicas.supervisor.shim"),
+    pass_fds: Sequence[int] = (),
+    **fields: Any,
+) -> Iterator[ShimUnderTest]:
     """A shim that runs Python source as rank 0, or what ``fields`` of the spec say; ended at the end of the block.
 
     :param tee: descriptor that is the supervisor's stderr to it.
+    :param program: Python's arguments that start it, and descriptors that it gets besides.
     """
     nonce = secrets.token_hex(8)
     spec = NodeSpec(
@@ -103,14 +112,14 @@ def shim(folder: Path, code: str, *, tee: int | None = None, **fields: Any) -> I
     logs = Path(spec.log_dir)
     logs.mkdir(parents=True, exist_ok=True)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    command = [sys.executable, "-m", "replicas.supervisor.shim", "--control", str(theirs.fileno())]
+    command = [sys.executable, *program, "--control", str(theirs.fileno())]
     command += ["--parent", str(os.getpid())]
     command += [] if tee is None else ["--tee", str(tee)]
     with ours, (logs / "shim-0.log").open("ab") as log:  # on their disk, as the supervisor has it
         popen = subprocess.Popen(
             command,
             env=spec.env,
-            pass_fds=[theirs.fileno(), *([] if tee is None else [tee])],
+            pass_fds=[theirs.fileno(), *pass_fds, *([] if tee is None else [tee])],
             stdin=subprocess.DEVNULL,
             stderr=log,
             start_new_session=True,
