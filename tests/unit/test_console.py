@@ -7,6 +7,7 @@ import logging
 import os
 import re
 import select
+import threading
 import time
 
 import pytest
@@ -14,6 +15,18 @@ import pytest
 from replicas.supervisor.console import Console
 
 PATIENCE_S = 30.0
+
+
+class Held(Console):
+    """It tells when it begins to write."""
+
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor)
+        self.begun = threading.Event()
+
+    def _put(self, data: bytes) -> None:
+        self.begun.set()
+        super()._put(data)
 
 
 def lines_of(descriptor: int, last: str) -> list[str]:
@@ -29,12 +42,10 @@ def test_who_does_not_read_holds_nobody_up_and_hears_what_is_missing() -> None:
     reader, writer = os.pipe()
     size = fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     os.write(writer, b"\n" * size)
-    console = Console(writer)
+    console = Held(writer)
     console.say("first")
+    assert console.begun.wait(PATIENCE_S)  # its thread has it, and is held up
     until = time.monotonic() + PATIENCE_S
-    while not console._queue.empty():  # its thread has it, and is held up
-        assert time.monotonic() < until
-        time.sleep(0.001)
     for number in range(1500):
         console.say(f"{number:050}")
     assert not console.flush(0.0)

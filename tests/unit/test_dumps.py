@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import resource
 import signal
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -81,8 +81,27 @@ def test_a_rank_that_is_aborted_leaves_no_core_also_through_a_pipe() -> None:
         resource.setrlimit(resource.RLIMIT_CORE, before)
 
 
+class Lock:
+    """It tells when a second thread has come to it."""
+
+    def __init__(self) -> None:
+        self.second = threading.Event()
+        self._lock = threading.Lock()
+        self._came = itertools.count(1)
+
+    def __enter__(self) -> None:
+        if next(self._came) == 2:
+            self.second.set()
+        self._lock.acquire()
+
+    def __exit__(self, *_: object) -> None:
+        self._lock.release()
+
+
 def test_threads_that_join_at_once_register_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = Lock()
     monkeypatch.setattr(stacks, "_open", {})
+    monkeypatch.setattr(stacks, "_lock", lock)
     registered: list[object] = []
     together = threading.Barrier(2)
 
@@ -91,7 +110,7 @@ def test_threads_that_join_at_once_register_once(tmp_path: Path, monkeypatch: py
         stacks.register(tmp_path, 0, 1)
 
     def register(*_: object, file: object, **__: object) -> None:
-        time.sleep(0)  # let the other one run
+        assert lock.second.wait(10)
         registered.append(file)
 
     monkeypatch.setattr(faulthandler, "register", register)

@@ -14,7 +14,12 @@ from replicas.supervisor.stopped import STOPPED_S, StoppedWatch
 from tests.support.runs import eventually
 
 # Its child lives until a line comes.
-PARENT = "import os, sys, time; os.fork() or os._exit(len(sys.stdin.readline()) > 9); print('up', flush=True); time.sleep(60)"
+PARENT = """
+import os, signal, sys
+os.fork() or os._exit(len(sys.stdin.readline()) > 9)
+print("up", flush=True)
+signal.pause()
+"""
 
 
 @pytest.fixture

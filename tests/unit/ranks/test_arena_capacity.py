@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import threading
-import time
 from pathlib import Path
 
 import pytest
@@ -21,16 +20,15 @@ from tests.support.memory import MANIFEST, fill, memory_left
 LARGE = Manifest((TensorSpec("x", "float32", (1 << 18,)),))  # just enough to be made ahead of time
 
 
-def until(condition: object, what: str) -> None:
-    """Wait for the background thread."""
-    deadline = time.monotonic() + 30
-    while not condition():  # type: ignore[operator]  # a lambda
-        assert time.monotonic() < deadline, what
-        time.sleep(0.001)
+def workers() -> list[threading.Thread]:
+    """The background threads of the arenas."""
+    return [thread for thread in threading.enumerate() if thread.name == "test memory"]
 
 
-def workers() -> list[str]:
-    return [thread.name for thread in threading.enumerate() if thread.name == "test memory"]
+def join_workers() -> None:
+    for thread in workers():
+        thread.join(30)
+    assert not workers()
 
 
 def test_too_much_memory_is_a_clear_error_beforehand() -> None:
@@ -126,7 +124,8 @@ def test_the_first_slot_must_fit_and_the_others_are_warned_of(
 def test_memory_is_made_ahead_of_time(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(3, name="test")
     fill(arena, 1, LARGE)
-    until(lambda: arena.statistics().spare == 2 and not workers(), "the other slots have memory")
+    join_workers()
+    assert arena.statistics().spare == 2
     with monkeypatch.context() as patch:
         patch.setattr(Buffer, "allocate", None)  # nothing more is needed
         fill(arena, 2, LARGE)
@@ -172,7 +171,7 @@ def test_what_is_just_being_made_is_waited_for_and_not_made_twice(monkeypatch: p
     taker.join(30)
     assert arena.held() == {1: "digest 1"}
     assert slow.calls == 1
-    until(lambda: not workers(), "the worker ends")
+    join_workers()
     arena.close()
 
 
@@ -182,7 +181,7 @@ def test_closing_ends_what_is_being_made(monkeypatch: pytest.MonkeyPatch) -> Non
     assert slow.entered.wait(30)
     arena.close()
     slow.go.set()
-    until(lambda: not workers(), "the worker ends")
+    join_workers()
     assert slow.calls == 1
     assert not memory_left()
 
@@ -193,7 +192,7 @@ def test_an_arena_that_nobody_closed_stops_making_memory(monkeypatch: pytest.Mon
     assert slow.entered.wait(30)
     del arena
     slow.go.set()
-    until(lambda: not workers(), "the worker ends")
+    join_workers()
     assert slow.calls == 1
     assert not memory_left()
 
@@ -205,7 +204,7 @@ def test_memory_that_cannot_be_made_ahead_is_missed_when_it_is_needed(
     with caplog.at_level(logging.INFO, logger="replicas.weights"), monkeypatch.context() as patch:
         patch.setattr(capacity, "available_nbytes", lambda: (100, "the test"))
         arena.prepare(LARGE.image_nbytes)
-        until(lambda: not workers(), "the worker ends")
+        join_workers()
         assert "memory is not made ahead of time: the buffer 'test-1' needs" in caplog.text
         with pytest.raises(NoCapacity, match="the test leaves 100"):
             arena.acquire(1, LARGE)
@@ -216,7 +215,8 @@ def test_memory_that_cannot_be_made_ahead_is_missed_when_it_is_needed(
 def test_memory_of_another_size_makes_room(monkeypatch: pytest.MonkeyPatch) -> None:
     arena = Arena(2, name="test")
     arena.prepare(LARGE.image_nbytes)
-    until(lambda: not workers(), "two spare buffers")
+    join_workers()
+    assert arena.statistics().spare == 2
 
     def available() -> tuple[int, str]:
         return (100 if arena.statistics().spare else 1 << 20), "the test"

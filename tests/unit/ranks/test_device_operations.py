@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import time
 
 import pytest
 import torch
@@ -43,10 +42,10 @@ def filled(buffer: Buffer, tensors: tuple[torch.Tensor, ...]) -> list[list[float
 
 
 def settles(gpu: FakeAccelerator, nbytes: int) -> bool:
-    """Whether so much is allocated, as soon as what was closed is freed."""
-    deadline = time.monotonic() + 20
-    while gpu.allocated != nbytes and time.monotonic() < deadline:
-        time.sleep(0.001)
+    """Whether so much is allocated, as soon as what was closed is freed: then its thread ends."""
+    thread = device_buffers._lingering._thread
+    if thread is not None:
+        thread.join(20)
     return gpu.allocated == nbytes
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import socket
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -41,18 +40,32 @@ def test_bytes_count_once_they_are_acknowledged_and_only_those_of_the_request() 
         assert traffic.look() is None
 
 
-def test_how_long_nothing_has_moved() -> None:
+class Clock:
+    """Stands in for the module ``time``."""
+
+    now = 100.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+def test_how_long_nothing_has_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock()
+    monkeypatch.setattr("replicas.sidecar.traffic.time", clock)
     traffic = Traffic()
     with connection() as (one, _), traffic.of_request():
         look(traffic)
-        eventually(lambda: look(traffic).still_s > 0.05, "time passes")
+        clock.now += 0.1
+        assert look(traffic).still_s == pytest.approx(0.1)
         one.sendall(b"x")
         eventually(lambda: look(traffic).sent == 1, "it is acknowledged")
-        time.sleep(0.01)
+        assert look(traffic).still_s == 0.0
+        clock.now += 0.01
         with traffic.paused():
-            time.sleep(0.05)
+            clock.now += 0.05
             assert look(traffic).still_s < 0.05, "something else was waited for"
-        eventually(lambda: look(traffic).still_s > 0.05, "time passes")
+        clock.now += 0.1
+        assert look(traffic).still_s == pytest.approx(0.1)
         traffic.worked(1)
         assert look(traffic).still_s < 0.05
 
