@@ -13,6 +13,11 @@ UNIT_TESTS = $(PYTEST) --numprocesses 2 --dist worksteal tests/unit
 SLICE := channel channel_operations control_socket coordinator end_to_end frames hosts mapping operation_faults partial \
 	sidecar sidecar_routes supervisor_kills supervisor_lifecycle supervisor_torchrun
 
+# Measured in one process each: a tracer in all the processes that tests start would be what is tested.
+COVERAGE := $(VENV)/coverage
+COVERED = $(BIN)/coverage run --parallel-mode --data-file $(COVERAGE)/data
+COVERAGE_REACHED := 98
+
 # With the peers' environment, which sees .venv too, the benchmarks have all that they compare with.
 BENCH_PYTHON = $(or $(wildcard $(VENV)/peers/bin/python),$(BIN)/python)
 
@@ -33,7 +38,7 @@ GPU_SIDE_BY_SIDE ?= 3
 # Without compiled files each of the many processes that the tests start would compile the package anew.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-tree scene gpu gpu-wheels check format bench \
+.PHONY: help demo test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-tree scene coverage gpu gpu-wheels check format bench \
 	bench-peers diagrams clean
 
 help: ## show this list
@@ -106,6 +111,14 @@ chaos-tree: $(VENV)/.dev ## the same for the supervisor alone: make chaos-tree R
 scene: $(VENV)/.dev ## a training run under an operator who does anything at any time: make scene MINUTES=30 SEED=2
 	@SCENE_MINUTES=$(or $(MINUTES),5) SCENE_SEED=$(or $(SEED),1) $(PYTEST) -s --timeout 0 tests/chaos/test_scene.py
 
+coverage: $(VENV)/.dev ## branch coverage of the pure core by unit and property tests; fails below what is reached
+	@rm -rf $(COVERAGE) && mkdir -p $(COVERAGE)
+	@$(COVERED) -m pytest -q --ignore tests/unit/ranks tests/unit
+	@for machine in channel:200 peers:150 raising_peers:60; do \
+	  $(COVERED) -m tests.support.properties $${machine%%:*} $${machine##*:} || exit; done
+	@$(BIN)/coverage combine -q --data-file $(COVERAGE)/all $(COVERAGE)/data.*
+	@$(BIN)/coverage report --data-file $(COVERAGE)/all --show-missing --skip-covered --fail-under $(COVERAGE_REACHED)
+
 gpu: ## on a machine with one GPU, without network: run its tests and its benchmark (tests/gpu/README.md)
 	@$(GPU_PYTHON) tests/gpu/prepare.py --site $(GPU_SITE) --wheels $(GPU_WHEELS)
 	@$(GPU_PYTEST) --numprocesses $(GPU_SIDE_BY_SIDE) --dist worksteal $(addprefix --ignore ,$(GPU_ALONE)) tests/gpu $(ARGS) $(GPU_DONE)
@@ -118,10 +131,13 @@ gpu-wheels: $(BIN)/python ## on a machine with a network: download what `make gp
 	  --platform manylinux2014_x86_64 --constraint constraints.txt --requirement tests/gpu/requirements.txt --dest $(GPU_WHEELS)
 	@du -sh $(GPU_WHEELS)
 
-check: $(VENV)/.dev ## lint and check types
+check: $(VENV)/.dev ## lint, check types, and those of the public names as a user's checker sees them
 	@$(BIN)/ruff check .
 	@$(BIN)/ruff format --check .
+	@$(BIN)/codespell
+	@$(BIN)/yamllint --strict .github services .pre-commit-config.yaml
 	@$(BIN)/mypy
+	@$(BIN)/python -m tests.support.public_types
 
 format: $(VENV)/.dev ## format the code
 	@$(BIN)/ruff check --fix .

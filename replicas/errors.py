@@ -88,8 +88,8 @@ class ReplicasError(Exception):
         self.channel = channel
         self.version = version
         self.phase = phase
-        self.members = tuple(members)
-        self.hint = self.default_hint if hint is None else hint
+        self.members: tuple[str, ...] = tuple(members)
+        self.hint: str = self.default_hint if hint is None else hint
         self.unanimous = unanimous
 
     def __str__(self) -> str:
@@ -140,7 +140,7 @@ class BadConfig(UsageError):
     """
 
     def __init__(self, problems: Sequence[str], *, source: str = "config") -> None:
-        self.problems = tuple(problems)
+        self.problems: tuple[str, ...] = tuple(problems)
         self.source = source
         count = len(self.problems)
         title = f"{source}: {count} problem{'s' if count != 1 else ''}"

@@ -71,7 +71,7 @@ class Update:
         self._lock = threading.Lock()
         self._entered = False
         self._loads: tuple[weakref.ref[Holder], ...] = ()
-        self.holder = Holder()
+        self.holder: Holder = Holder()
         self._over = False
         self._outcome: str | None = None
         self._began: float | None = None

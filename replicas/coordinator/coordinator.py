@@ -86,14 +86,14 @@ class Coordinator:
     ) -> None:
         self._shapes = shapes_of(groups)
         configs = channels_from(channels, {name: shape.replicas for name, shape in self._shapes.items()})
-        self.token = arguments.token("token", token) if token is not None else secrets.token_urlsafe(24)
+        self.token: str = arguments.token("token", token) if token is not None else secrets.token_urlsafe(24)
         self._host, self._port = listen_host(host), port_of("port", port)
         self._store = StoreKeeper(bind_address(store_bind), port_of("store_port", store_port), self._store_changed)
         self._routes, self._live = routes_of(routes), live_of(live)
         folder = state_folder(state_dir)
         run, epochs = arguments.text("run", run), epochs_of(epochs)
         self._decisions = DecisionLog(folder / "decisions.jsonl" if folder is not None else None)
-        self.engine = Engine(
+        self.engine: Engine = Engine(
             configs,
             self._shapes,
             run=run,
@@ -106,7 +106,7 @@ class Coordinator:
         """Whether the decision log stays when this ends in order, for a coordinator that goes on from it."""
         self._server: Server | None = None
         self._tick: asyncio.Task[None] | None = None
-        self.endpoint = ""
+        self.endpoint: str = ""
 
     async def __aenter__(self) -> Self:
         """:raises errors.WorldError: a port is in use, or the store did not start. Make a new one to try again."""

@@ -112,18 +112,18 @@ class Supervisor:
         self, config: Config | Path | str | Mapping[str, Any], *, report: Callable[[str], None] | None = None
     ) -> None:
         inherited.check_proc()
-        self.config = config_file.read(config)
+        self.config: Config = config_file.read(config)
         start_levels(self.config.groups)
-        self.state = StateDir(self.config.run.state_dir, self.config.run.name)
+        self.state: StateDir = StateDir(self.config.run.state_dir, self.config.run.name)
         self._events = EventLog(None)
         self._failures = FailureReports()
         self._refusals = Growth(_REFUSALS_INTERVAL_S)
-        self.metrics = Metrics(self.status, lambda: self._events.tally)
+        self.metrics: Metrics = Metrics(self.status, lambda: self._events.tally)
         self._report = report or log.info
         self._coordinator: Coordinator | None = None
         self._containment: Containment | None = None
         self._fleet: Fleet | None = None
-        self.resources = Resources()
+        self.resources: Resources = Resources()
         self._reloading = Reloading(self)
         self._stack = AsyncExitStack()
         self._tasks: TaskGroup | None = None
