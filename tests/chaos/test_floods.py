@@ -8,7 +8,6 @@ from __future__ import annotations
 import http.client
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,6 +16,7 @@ import pytest
 
 import replicas
 from tests.support.flood import KINDS, flood
+from tests.support.programs import SERVES, group
 from tests.support.runs import Run, eventually, running
 
 TRAINER = """
@@ -26,24 +26,6 @@ with replicas.join("policy") as channel:
         channel.publish({"w": torch.ones(1000)}).wait(timeout=60)
         time.sleep(0.1)
 """
-ROLLOUT = """
-import replicas
-with replicas.join("policy") as channel:
-    while True:
-        with channel.receive().wait():
-            pass
-"""
-
-
-def group(name: str, program: str, more: str = "") -> str:
-    return f"""
-[groups.{name}]
-launcher = "exec"
-command = ["{sys.executable}", "-c", '''{program}''']
-{more}
-"""
-
-
 CONFIG = (
     """
 [channels.policy]
@@ -51,7 +33,7 @@ sources = ["trainer"]
 targets = ["rollout"]
 """
     + group("trainer", TRAINER)
-    + group("rollout", ROLLOUT, 'restart = { initial_delay = "50ms" }')
+    + group("rollout", SERVES, 'restart = { initial_delay = "50ms" }')
 )
 LIMIT_S = 1.0
 

@@ -22,7 +22,7 @@ import pytest
 
 from replicas.linux.sockets import Door
 from tests.support.exposure import Listener, Process, files_of, listeners, processes_of
-from tests.support.programs import group
+from tests.support.programs import SERVES, group
 from tests.support.runs import MARK, Run, eventually
 from tests.support.users import ATTACKER, VICTIM, as_user, folder_of, needs_users, python_environment
 
@@ -83,13 +83,6 @@ with replicas.join("policy") as channel:
     while True:
         channel.publish({"w": torch.ones(1000)}).wait()
         time.sleep(0.2)
-"""
-SERVES = """
-import replicas
-with replicas.join("policy") as channel:
-    while True:
-        with channel.receive().wait():
-            pass
 """
 MEETS = """
 import time, torch.distributed as dist

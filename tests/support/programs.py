@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-__all__ = ["DAEMONIZES", "IGNORES", "PUBLISHES", "RECEIVES", "SLEEPS", "group"]
+__all__ = ["DAEMONIZES", "IGNORES", "PUBLISHES", "RECEIVES", "SERVES", "SLEEPS", "group"]
 
 SLEEPS = "import time; print('up', flush=True); time.sleep(600)"
 
@@ -63,6 +63,15 @@ with replicas.join("policy") as channel:
                               "stamp": update.meta["stamp"], "values": sorted(values)}) + "\\n")
 """
 """Receives for ever, and writes down each version with all values that occur in it."""
+
+SERVES = """
+import replicas
+with replicas.join("policy") as channel:
+    while True:
+        with channel.receive().wait():
+            pass
+"""
+"""Receives and loads for ever."""
 
 
 def group(name: str, code: str, more: str = "") -> str:
