@@ -228,3 +228,44 @@ def test_a_missing_or_an_overlapping_box_is_found(
         whole = part((spec,), (0, (0,) * len(spec.shape), spec.shape))
         with pytest.raises(ManifestMismatch, match="tensor 'x': ranks 0 and 1 both have elements"):
             merge_parts([everything, whole])
+
+
+@pytest.mark.parametrize(
+    ("tensors", "aliases", "text"),
+    [
+        ((TensorSpec("\ud800", "int8", ()),), (), "cannot travel"),
+        ((TensorSpec("a", "int8", (-1,)),), (), "negative extent"),
+        ((TensorSpec("a", "int8", (1 << 56,)),), (), "add up to"),
+        ((TensorSpec("a", "int8", ()),) * 2, (), "'a' appears twice"),
+        ((TensorSpec("__metadata__", "int8", ()),), (), "reserved by safetensors"),
+        ((WEIGHT,), (("weight", "weight"),), "'weight' appears twice"),
+        ((WEIGHT,), (("tied", "weight"), ("tied", "weight")), "'tied' appears twice"),
+        ((WEIGHT,), (("__metadata__", "weight"),), "reserved by safetensors"),
+        ((WEIGHT,), (("tied", "nothing"),), "unknown tensor 'nothing'"),
+    ],
+)
+def test_tensors_that_cannot_be_named_or_placed_are_refused(
+    tensors: tuple[TensorSpec, ...], aliases: tuple[tuple[str, str], ...], text: str
+) -> None:
+    with pytest.raises(ManifestMismatch, match=text):
+        PartManifest(tensors, aliases).validate()
+
+
+def test_more_tensors_than_fit_into_a_message_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicas.core.tensor_specs.MANIFEST_TENSORS", 2)
+    PartManifest((WEIGHT,), (("tied", "weight"),)).validate()
+    with pytest.raises(ManifestMismatch, match="3 tensors: at most 2"):
+        PartManifest((WEIGHT, BIAS), (("tied", "weight"),)).validate()
+
+
+@pytest.mark.parametrize(
+    ("piece", "text"),
+    [
+        (Piece(1, (0, 0), (4, 6), 0), "tensor number 1 of 1"),
+        (Piece(0, (0, 0), (5, 6), 0), "does not lie in"),
+        (Piece(0, (0, 0), (4, 6), 2), "cannot lie at byte 2"),
+    ],
+)
+def test_pieces_that_lie_nowhere_are_refused(piece: Piece, text: str) -> None:
+    with pytest.raises(ManifestMismatch, match=text):
+        PartManifest((WEIGHT,), (), (piece,)).validate()
