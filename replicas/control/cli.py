@@ -1,9 +1,8 @@
 """The command ``replicas``.
 
 ``python -m replicas.supervisor CONFIG`` is ``replicas run CONFIG``.
-Exit codes: 0 done, 1 a group failed past its budget (or what a command asked for did not come about), 2 usage, 3 this run is
-already supervised, 69 nothing to talk to, 70 a bug, 75 drained on preemption, 78 bad config. Answers go to stdout,
-everything else to stderr. No command but ``run`` starts anything, and none imports torch.
+Exit codes: :mod:`replicas.control.exit_codes`. Answers go to stdout, everything else to
+stderr. No command but ``run`` starts anything, and none imports torch.
 """
 
 from __future__ import annotations
@@ -22,13 +21,6 @@ import replicas
 from replicas.config_file import load
 from replicas.control import render
 from replicas.control.cli_base import (
-    BAD_CONFIG,
-    BUG,
-    FAILED,
-    INTERRUPTED,
-    SUPERVISED,
-    UNAVAILABLE,
-    USAGE,
     Json,
     app,
     exit_codes,
@@ -38,18 +30,12 @@ from replicas.control.cli_doctor import doctor
 from replicas.control.cli_look import events, logs, status
 from replicas.control.cli_orders import drain, reload, reset_failed, restart, scale, stacks
 from replicas.control.cli_wait import wait
+from replicas.control.exit_codes import BUG, DONE, FAILED
 from replicas.control.screen import complain
 from replicas.foreign import lines
 from replicas.linux import inherited
 
 __all__ = [
-    "BAD_CONFIG",
-    "BUG",
-    "FAILED",
-    "INTERRUPTED",
-    "SUPERVISED",
-    "UNAVAILABLE",
-    "USAGE",
     "app",
     "check",
     "main",
@@ -124,12 +110,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         app(args=None if arguments is None else list(arguments), prog_name="replicas")
     except SystemExit as end:
-        return end.code if isinstance(end.code, int) else 0 if end.code is None else FAILED
+        return end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
     except Exception:  # noqa: BLE001  # the outermost frame: whatever arrives here is a bug and must say so
         print(lines(traceback.format_exc()), file=sys.stderr)
         complain("this is a bug; please report it with the lines above")
         return BUG
-    return 0
+    return DONE
 
 
 def supervisor_main(arguments: Sequence[str] | None = None) -> int:

@@ -12,19 +12,13 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
+from replicas.control.exit_codes import BAD_CONFIG, BUG, INTERRUPTED, UNAVAILABLE, USAGE
 from replicas.control.find import Place
 from replicas.control.screen import Screen, complain
 from replicas.errors import BadConfig, Disconnected, ReplicasError, SyncError, UsageError, WorldError
 from replicas.foreign import ascii_controls, one_line
 
 __all__ = [
-    "BAD_CONFIG",
-    "BUG",
-    "FAILED",
-    "INTERRUPTED",
-    "SUPERVISED",
-    "UNAVAILABLE",
-    "USAGE",
     "ConfigArgument",
     "ConfigOption",
     "EndpointOption",
@@ -35,20 +29,13 @@ __all__ = [
     "TokenFileOption",
     "app",
     "checked_target",
+    "exit_code_of",
     "exit_codes",
     "json_text",
     "patience",
     "place_of",
     "show",
 ]
-
-FAILED = 1
-USAGE = 2
-SUPERVISED = 3
-UNAVAILABLE = 69
-BUG = 70
-BAD_CONFIG = 78
-INTERRUPTED = 130
 
 app = typer.Typer(
     name="replicas",
@@ -174,12 +161,13 @@ def exit_codes(*, failed: int = UNAVAILABLE) -> Iterator[None]:
         yield
     except ReplicasError as error:
         complain(str(error))
-        raise typer.Exit(_exit_code(error, failed)) from error
+        raise typer.Exit(exit_code_of(error, failed)) from error
     except KeyboardInterrupt:
         raise typer.Exit(INTERRUPTED) from None
 
 
-def _exit_code(error: ReplicasError, failed: int) -> int:
+def exit_code_of(error: ReplicasError, failed: int = UNAVAILABLE) -> int:
+    """The exit code of a command that ends with ``error``."""
     if isinstance(error, BadConfig):
         return BAD_CONFIG
     if isinstance(error, UsageError):

@@ -11,7 +11,6 @@ from rich.text import Text
 
 from replicas import errors
 from replicas.control.cli_base import (
-    FAILED,
     ConfigArgument,
     ConfigOption,
     Json,
@@ -19,6 +18,7 @@ from replicas.control.cli_base import (
     json_text,
     place_of,
 )
+from replicas.control.exit_codes import FAILED
 from replicas.control.find import Place
 from replicas.control.screen import Screen
 from replicas.foreign import one_line

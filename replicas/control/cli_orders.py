@@ -8,7 +8,6 @@ import typer
 from rich.text import Text
 
 from replicas.control.cli_base import (
-    FAILED,
     ConfigArgument,
     ConfigOption,
     EndpointOption,
@@ -24,6 +23,7 @@ from replicas.control.cli_base import (
     place_of,
 )
 from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, Stacks
+from replicas.control.exit_codes import FAILED
 from replicas.control.find import End, Place
 from replicas.control.screen import Screen
 from replicas.core.lifecycle import SETTLED

@@ -11,7 +11,6 @@ from msgspec import structs
 
 from replicas import config_values
 from replicas.control.cli_base import (
-    FAILED,
     ConfigOption,
     EndpointOption,
     Json,
@@ -23,6 +22,7 @@ from replicas.control.cli_base import (
     patience,
     place_of,
 )
+from replicas.control.exit_codes import FAILED
 from replicas.control.find import Place
 from replicas.core.ordering import GOOD, enough, is_good
 from replicas.errors import DeadlineExceeded, UsageError, WorldError

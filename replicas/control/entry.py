@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import sys
 
+from replicas.control.exit_codes import USAGE
 from replicas.linux import LinuxOnly, require
 
 __all__ = ["main"]
-
-_USAGE = 2
 
 
 def main() -> int:
@@ -17,7 +16,7 @@ def main() -> int:
         require()
     except LinuxOnly as error:
         print(f"replicas: {error}", file=sys.stderr)
-        return _USAGE
+        return USAGE
     from replicas.control.cli import main as run  # it needs Linux to be imported
 
     return run()

@@ -21,17 +21,16 @@ import anyio
 
 from replicas import errors
 from replicas.config import Config
+from replicas.control.exit_codes import DONE, PREEMPTED, SUPERVISED, USAGE
 from replicas.events import Reloaded
 from replicas.linux import inherited
 from replicas.supervisor.console import Console
 from replicas.supervisor.notify import Notifier, Watcher
 from replicas.supervisor.state import AlreadySupervised
-from replicas.supervisor.supervisor import PREEMPTED, Supervisor
+from replicas.supervisor.supervisor import Supervisor
 
-__all__ = ["ALREADY_SUPERVISED", "CANNOT_START", "PREEMPTED", "supervise"]
+__all__ = ["supervise"]
 
-CANNOT_START = 2
-ALREADY_SUPERVISED = 3
 _LAST_WORDS_S = 2.0
 _FILES = 1 << 16
 
@@ -39,8 +38,8 @@ _FILES = 1 << 16
 def supervise(config: Config) -> int:
     """Run ``config`` to its end in this process, with lines for people on stderr.
 
-    :return: 0 done or drained, 1 a group failed past its budget, 2 the machine does not let it start (such as a port that
-        is in use), 3 this run is already supervised, 75 drained on preemption.
+    :return: one of :mod:`replicas.control.exit_codes`: ``DONE``, ``FAILED``, ``USAGE``,
+        ``SUPERVISED`` or ``PREEMPTED``.
     :raises replicas.errors.UsageError: it cannot be started so; a BadConfig if its plan does not fit the machine.
     """
     inherited.put_in_order()
@@ -52,10 +51,10 @@ def supervise(config: Config) -> int:
             return anyio.run(_supervise, config, console)
     except AlreadySupervised as error:
         console.say(str(error))
-        return ALREADY_SUPERVISED
+        return SUPERVISED
     except errors.WorldError as error:
         console.say(str(error))
-        return CANNOT_START
+        return USAGE
     finally:
         console.flush(_LAST_WORDS_S)
 
@@ -187,7 +186,7 @@ class _Operator:
 
     @property
     def code_of_no_start(self) -> int:
-        return PREEMPTED if self._preempted else 0
+        return PREEMPTED if self._preempted else DONE
 
     def _give_up(self, name: str) -> bool:
         """Whether there was a start to give up: nothing runs before its end."""

@@ -27,6 +27,7 @@ import anyio
 
 from replicas import errors
 from replicas.config import ChannelConfig, Config, LogsConfig, Party
+from replicas.control.exit_codes import DONE, FAILED
 from replicas.core.lifecycle import SETTLED
 from replicas.core.lifecycle import Event as Step
 from replicas.core.ordering import unmet
@@ -194,13 +195,13 @@ class Crew:
         named = [name for name in self.config.run.stop_when if name in self.groups]
         wanted = named or [name for name, group in self.groups.items() if group.size]  # one scaled to none only rests
         if failures:
-            self._finish(1, failures[0])
+            self._finish(FAILED, failures[0])
         elif wanted and all(self.groups[name].over for name in wanted):
             short = [self.groups[name] for name in wanted if not self.groups[name].finished]
             if short and any(group.config.min_ready != 0 for group in short):
-                self._finish(1, next(one.words_of_failure() for one in short if one.config.min_ready != 0))
+                self._finish(FAILED, next(one.words_of_failure() for one in short if one.config.min_ready != 0))
             else:
-                self._finish(0, f"done: {', '.join(wanted)} finished")
+                self._finish(DONE, f"done: {', '.join(wanted)} finished")
 
     def _finish(self, code: int, words: str) -> None:
         self.exit_code, self.ended_by = code, words

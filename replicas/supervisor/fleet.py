@@ -13,6 +13,7 @@ from typing import Literal
 
 from replicas import errors
 from replicas.config import GroupConfig
+from replicas.control.exit_codes import FAILED
 from replicas.core.ordering import is_good, start_levels, within
 from replicas.events import Drained, Draining, FailedReset, RestartAsked, Scaled
 from replicas.foreign import one_line
@@ -191,7 +192,7 @@ class Fleet(Crew):
         for name in spent:
             groups[name].rules.reset()
         names = tuple(replica.name for replica in chosen if replica.reset())
-        if names and self.exit_code == 1:
+        if names and self.exit_code == FAILED:
             self.exit_code, self.ended_by = None, ""
             self.over.clear()
         self.save()

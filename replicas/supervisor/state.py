@@ -34,6 +34,7 @@ import msgspec
 
 import replicas
 from replicas import errors
+from replicas.control.exit_codes import PREEMPTED
 from replicas.event_log import EventLog, read
 from replicas.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
 from replicas.linux import private
@@ -42,10 +43,8 @@ from replicas.supervisor import leftovers
 from replicas.supervisor.identity import give_identity
 from replicas.supervisor.run_state import RunState, Saved, machine
 
-__all__ = ["PREEMPTED", "AlreadySupervised", "StateDir"]
+__all__ = ["AlreadySupervised", "StateDir"]
 
-PREEMPTED = 75
-"""Exit code of a run that was drained because its machine is taken away: the next start goes on from it."""
 _SETTLE_S = 8.0
 """How long the processes of a dead supervisor may take to end by themselves."""
 _SWEEP_S = 5.0

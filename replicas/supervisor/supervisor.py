@@ -34,6 +34,7 @@ from replicas import arguments, config_file, environ, errors
 from replicas.config import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
+from replicas.control.exit_codes import DONE, PREEMPTED
 from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
@@ -56,11 +57,11 @@ from replicas.supervisor.resources import Resources, machine_for, refuse_unfit
 from replicas.supervisor.run_state import ProcessRecord, Saved, process_record, this_process
 from replicas.supervisor.run_state import machine as this_machine
 from replicas.supervisor.sizes import fitting, with_sizes
-from replicas.supervisor.state import PREEMPTED, StateDir
+from replicas.supervisor.state import StateDir
 from replicas.supervisor.words import line
 from replicas.tally import Growth
 
-__all__ = ["PREEMPTED", "Supervisor"]
+__all__ = ["Supervisor"]
 
 log = logging.getLogger("replicas.supervisor")
 
@@ -251,7 +252,7 @@ class Supervisor:
     def exit_code(self) -> int:
         """What the run ends with, as far as it is known."""
         code = self._fleet.exit_code if self._fleet is not None else None
-        return PREEMPTED if self._preempted else code or 0
+        return PREEMPTED if self._preempted else code or DONE
 
     async def wait_ready(self, group: str | None = None, timeout: float | None = None) -> None:
         """Wait until every replica of ``group`` (of all groups by default) is ready or has finished.

@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from replicas.control import cli
+from replicas.control import cli, exit_codes
 from replicas.control.client import Client
 from replicas.control.commands import Scale
 from replicas.errors import UsageError
@@ -138,7 +138,7 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
     run.config.write_text(run.config.read_text().replace("replicas = 2", "replicas = 2\nenv = { NEW = '1' }"))
     assert replicas("reload") == "reloaded; changed: a\n"
     run.config.write_text(run.config.read_text().replace("replicas = 2", "replica = 2"))
-    replicas("reload", code=cli.BAD_CONFIG)
+    replicas("reload", code=exit_codes.BAD_CONFIG)
     assert replicas.err.splitlines()[1].startswith("  line ")
     assert replicas.err.splitlines()[1].partition(": ")[2] == 'groups.a.replica: unknown key; did you mean "replicas"?'
     assert run.status().groups[1].replicas[0].state == "ready"
@@ -146,7 +146,7 @@ def test_an_operators_day(run: Run, replicas: Cli) -> None:
     assert replicas("drain") == "the run is over\n"
     assert run.wait() == 0
     run.assert_nothing_left()
-    replicas("status", code=cli.UNAVAILABLE)
+    replicas("status", code=exit_codes.UNAVAILABLE)
     assert 'run "test" is not running' in replicas.err
     assert isinstance(decode(replicas("events", "--json").splitlines()[-1].encode()).event, RunEnded)
     assert replicas("logs", "a/0", "-n", "1", "-f").startswith("tick ")  # it ends, as nothing more can come
@@ -169,16 +169,16 @@ def test_over_tcp_orders_need_the_token_and_errors_help(run: Run, replicas: Cli,
     endpoint = run.endpoint()
     token = str(run.state_dir / "token")
     for arguments, words in HELPFUL:
-        replicas(*arguments, code=cli.USAGE)
+        replicas(*arguments, code=exit_codes.USAGE)
         assert words in replicas.err
 
     assert Client(endpoint).status().run == "test"
-    replicas("scale", "a", "1", "--endpoint", endpoint, code=cli.USAGE)
+    replicas("scale", "a", "1", "--endpoint", endpoint, code=exit_codes.USAGE)
     assert "takes no orders from here: this needs the run's token" in replicas.err
     assert "give --token-file" in replicas.err
     with pytest.raises(UsageError, match="wrong token"):
         Client(endpoint, token="wrong").order(Scale(group="a", replicas=1))
-    replicas("logs", "--endpoint", endpoint, code=cli.USAGE)
+    replicas("logs", "--endpoint", endpoint, code=exit_codes.USAGE)
     assert run.status().refused["token"] == 1
     assert names(run.status()) == ["a/0", "a/1", "b/0"]
 
@@ -189,7 +189,7 @@ def test_over_tcp_orders_need_the_token_and_errors_help(run: Run, replicas: Cli,
         "a/0",
         "b/0",
     ]
-    replicas("drain", "--endpoint", endpoint, "--token-file", str(tmp_path / "none"), code=cli.USAGE)
+    replicas("drain", "--endpoint", endpoint, "--token-file", str(tmp_path / "none"), code=exit_codes.USAGE)
     assert "cannot read the token" in replicas.err
 
     request = urllib.request.Request(f"http://{endpoint}/reload", data=b"{}", method="POST")

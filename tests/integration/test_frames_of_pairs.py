@@ -21,11 +21,11 @@ from pathlib import Path
 
 import pytest
 
+from replicas.linux.processes import MARK, start_time
 from replicas.supervisor import launcher, orders
 from replicas.supervisor.logkeeper import LogKeeper
 from replicas.supervisor.logpump import Log, LogSource, Pump
 from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, RankExit
-from replicas.supervisor.processes import MARK, start_time
 from tests.support.frames import MANY, mutants
 from tests.support.programs import SLEEPS
 from tests.support.runs import alive, eventually
@@ -182,7 +182,7 @@ def test_what_a_log_pump_says(
 FAKE_LAUNCHER = """
 import socket, subprocess, sys
 from replicas.supervisor import shim, starting
-from replicas.supervisor.processes import Child
+from replicas.linux.processes import Child
 
 def launcher(self):
     command = [sys.executable, "-c", "import time; time.sleep(600)"]

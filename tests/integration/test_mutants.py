@@ -11,7 +11,7 @@ import pytest
 import replicas
 from replicas import config_file
 from replicas.config import Config
-from replicas.control import cli
+from replicas.control import cli, exit_codes
 from replicas.errors import BadConfig
 from replicas.events import ReloadRefused
 from tests.support.mutants import assert_told_well, mutant
@@ -31,11 +31,11 @@ def test_no_config_is_a_bug(part: int, tmp_path: Path, capsys: pytest.CaptureFix
         path.write_bytes(mutant(seed))
         code = cli.main(["check", str(path)])
         told = capsys.readouterr().err
-        assert code in (0, cli.BAD_CONFIG), (seed, told[-2000:])
+        assert code in (0, exit_codes.BAD_CONFIG), (seed, told[-2000:])
         assert "Traceback" not in told, (seed, told[-2000:])
         assert all(one.isprintable() for one in told.splitlines()), (seed, told)
         codes.add(code)
-    assert codes == {0, cli.BAD_CONFIG}
+    assert codes == {0, exit_codes.BAD_CONFIG}
 
 
 @pytest.mark.parametrize("seed", THROUGH_A_PROCESS)
@@ -43,7 +43,7 @@ def test_nor_for_the_command_itself(seed: int, tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     path.write_bytes(mutant(seed))
     done = subprocess.run([*CHECK, str(path)], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode in (0, cli.BAD_CONFIG), done.stderr[-2000:]
+    assert done.returncode in (0, exit_codes.BAD_CONFIG), done.stderr[-2000:]
     assert "Traceback" not in done.stderr
     if done.returncode:
         assert done.stderr.startswith(f"replicas: {path}: ")

@@ -11,7 +11,7 @@ import termios
 from collections.abc import Sequence
 from pathlib import Path
 
-from replicas.supervisor.__main__ import PREEMPTED
+from replicas.control.exit_codes import PREEMPTED
 from tests.support.notify import FakeSystemd
 from tests.support.programs import IGNORES, SLEEPS, group
 from tests.support.runs import Run, eventually, running

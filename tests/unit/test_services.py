@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from replicas.control import cli
+from replicas.control import cli, exit_codes
 from replicas.metrics import Metrics
 from replicas.status import ChannelStatus, GroupStatus, RunStatus, StoreStatus
-from replicas.supervisor import __main__
 
 SERVICE = Path(__file__).parents[2] / "services" / "supervisor"
 
@@ -61,10 +60,15 @@ def test_the_unit_runs_a_command_that_exists() -> None:
     assert re.search(r"^WatchdogSec=\d+$", unit, re.MULTILINE)
     forced = re.search(r"^RestartForceExitStatus=(\d+)$", unit, re.MULTILINE)
     assert forced is not None
-    assert int(forced[1]) == __main__.PREEMPTED
+    assert int(forced[1]) == exit_codes.PREEMPTED
     prevented = re.search(r"^RestartPreventExitStatus=(.*)$", unit, re.MULTILINE)
     assert prevented is not None
-    assert [int(code) for code in prevented[1].split()] == [cli.FAILED, cli.USAGE, cli.SUPERVISED, cli.BAD_CONFIG]
+    assert [int(code) for code in prevented[1].split()] == [
+        exit_codes.FAILED,
+        exit_codes.USAGE,
+        exit_codes.SUPERVISED,
+        exit_codes.BAD_CONFIG,
+    ]
 
 
 @pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd is not installed")
