@@ -39,7 +39,7 @@ GPU_SIDE_BY_SIDE ?= 3
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-all test-lowest test-versions unit integration properties chaos chaos-links chaos-tree scene coverage gpu gpu-wheels check format bench \
-	bench-peers diagrams clean
+	bench-peers diagrams docs-reference clean
 
 help: ## show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  make \1\t/' | expand -t 22
@@ -151,8 +151,11 @@ bench: $(VENV)/.dev ## run the benchmarks, in short with QUICK=1; tables to the 
 bench-peers: $(VENV)/.dev ## install what the benchmarks compare with (torchft, Ray, supervisord, circus) into an environment beside .venv
 	@$(BIN)/python -m bench.peers
 
-diagrams: $(VENV)/.dev ## write the state tables of the code into ARCHITECTURE.md
-	@$(BIN)/python tests/support/diagrams.py
+diagrams: $(VENV)/.dev ## write the state tables of the code into docs/protocol.md
+	@$(BIN)/python -m tests.support.diagrams
+
+docs-reference: $(VENV)/.dev ## write docs/reference from the code: config keys, metrics, events, errors, commands, public names
+	@$(BIN)/python -m tests.support.reference
 
 clean: ## remove the virtual environment and what runs left
 	@rm -rf $(VENV) demo-output bench-results $(GPU_SITE) .mypy_cache .ruff_cache

@@ -34,27 +34,30 @@ __all__ = [
 ]
 
 ENDPOINT = "REPLICAS_ENDPOINT"
-"""``host:port`` of the control port."""
+"""``host:port`` of the coordinator's control port."""
 TOKEN_FILE = "REPLICAS_TOKEN_FILE"
-"""File that holds the run's token."""
+"""Path of the file that holds the run's token."""
 RUN = "REPLICAS_RUN"
 """Name of the run."""
 STATE_ID = "REPLICAS_STATE_ID"
-"""Random id of the run's state folder: by it a later supervisor of that folder knows what this one has left. No secret."""
+"""Random id of the run's state folder. A later supervisor of that folder finds by it what
+an earlier one left behind. No secret."""
 GROUP = "REPLICAS_GROUP"
 """Name of this rank's group."""
 REPLICA = "REPLICA_ID"
 """Index of this rank's replica in its group, from 0."""
 REPLICAS = "REPLICA_NUM"
-"""Replicas in the group."""
+"""Number of replicas in the group."""
 GENERATION = "REPLICAS_GENERATION"
-"""How often this replica was started, from 1."""
+"""Number of this start of the replica, from 1."""
 FORKSERVER = "REPLICAS_FORKSERVER"
-"""Door of the shim's sidecar forkserver (:class:`replicas.linux.sockets.Door`): the socket's name and a secret."""
+"""Name of the socket of the shim's sidecar forkserver, and a secret that it asks for."""
 LOG_DIR = "REPLICAS_LOG_DIR"
 """Folder of this replica's log files."""
 ACCELERATOR = "REPLICAS_ACCELERATOR"
-"""``package.module:Class`` of the accelerator to use in place of CUDA: see :mod:`replicas.weights.accelerator`."""
+"""``package.module:Class`` of the accelerator to use in place of CUDA, a subclass of
+``replicas.weights.accelerator.Accelerator``. The only variable of a supervisor's own
+environment with this prefix that its ranks inherit."""
 
 _TORCHRUN_NAMES = frozenset({"RANK", "WORLD_SIZE"})
 _TORCHRUN_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")

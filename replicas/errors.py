@@ -108,17 +108,17 @@ def _rebuild(kind: type[ReplicasError], message: str, fields: dict[str, object])
 
 
 class UsageError(ReplicasError):
-    """The call or the config is wrong: change it, a retry cannot help."""
+    """The call or the config is wrong. Change it; a retry cannot help."""
 
 
 class StaleVersion(UsageError):
-    """A published version is not newer than the newest number of its channel."""
+    """A published version is not newer than the newest version number of its channel."""
 
     default_hint = "leave version=None to let the library number it"
 
 
 class ManifestMismatch(UsageError):
-    """Tensors do not fit the channel's manifest."""
+    """The tensors differ from the channel's manifest: names, shapes or dtypes."""
 
     default_hint = "publish the complete set with the same names, shapes and dtypes, or pass new_manifest=True"
 
@@ -130,11 +130,13 @@ class RanksDisagree(UsageError):
 
 
 class UnknownChannel(UsageError):
-    """No such channel, or the group has no part in it."""
+    """There is no such channel, or the group has no part in it. The message names those
+    that there are.
+    """
 
 
 class BadConfig(UsageError):
-    """A config that cannot be used.
+    """The config cannot be used. Correct every problem that the message lists.
 
     :param problems: every problem found, one line each, in the order of the file.
     """
@@ -155,57 +157,70 @@ def _rebuild_bad_config(problems: tuple[str, ...], source: str) -> BadConfig:
 
 
 class SyncError(ReplicasError):
-    """An operation did not happen. The caller's tensors are untouched; the next operation may succeed."""
+    """An operation did not happen. The caller's tensors are unchanged; the next operation
+    may succeed.
+    """
 
 
 class PeersLost(SyncError):
-    """Members that the operation needed died or left."""
+    """Members that the operation needed have died or left."""
 
     default_hint = "call again: the next operation runs over the members that are left"
 
 
 class DeadlineExceeded(SyncError):
-    """The operation's own deadline passed."""
+    """The operation's own deadline has passed."""
 
     default_hint = "give the operation a longer deadline, or look at which member was slow"
 
 
 class OutcomeUnknown(SyncError):
-    """The deadline, or the loss of the coordinator, raced the decision: it may or may not have happened.
+    """No verdict came by the deadline: the operation may or may not have happened.
 
-    Nothing was written here. Wait for the same Pending again: as soon as it is known what became of it, at the latest when
-    the next operation starts, that is what the wait tells. If it had succeeded, this second wait writes the results.
+    The coordinator was lost, or had already decided when the deadline passed. Nothing was
+    written here. Wait for the same Pending again: it ends as soon as the outcome is known,
+    at the latest when the next operation starts. If the operation succeeded, this second
+    wait writes its results.
     """
 
     default_hint = "wait for it again, or call the next operation, which first learns what became of this one"
 
 
 class Busy(SyncError):
-    """Every slot of the arena is in use."""
+    """Every slot of the arena is in use, by a reader or by an earlier transfer."""
 
     default_hint = "finish reading earlier updates, publish less often, or raise `slots`"
 
 
 class Gone(SyncError):
-    """What was asked for has passed."""
+    """What was asked for no longer exists: a step that is done, a version that nobody
+    holds, a channel that is closed. The message says which.
+    """
 
 
 class WorldError(ReplicasError):
-    """The machine, or the membership, does not allow it."""
+    """The machine or the membership does not allow it. The message names what to change."""
 
 
 class NoCapacity(WorldError):
-    """Memory, or another resource, is too small. Nothing was broken; the user's own groups still work."""
+    """Memory or another resource is too small. Nothing is broken; the user's own process
+    groups still work.
+    """
 
     default_hint = "free memory, raise the container's limit, or lower `slots`"
 
 
 class Preflight(WorldError):
-    """Members cannot work together."""
+    """Members cannot work together: backend, address, torch or NCCL version, GPU. The
+    message names both members and what differs.
+    """
 
 
 class StoreTampered(WorldError):
-    """What process groups meet by was changed by somebody who is no member. No member is to blame, and none is left out."""
+    """A process that is no member has changed the rendezvous store.
+
+    The store is replaced. No member is blamed, and none is excluded.
+    """
 
     default_hint = (
         "look who else reaches the port of the store: bind it to an address that only this run's machines reach"
@@ -213,19 +228,19 @@ class StoreTampered(WorldError):
 
 
 class Fenced(WorldError):
-    """Another process joined with this identity; this one is out."""
+    """Another process has joined with this identity; this one is excluded."""
 
     default_hint = "give each process its own (group, replica, rank), or end the older one first"
 
 
 class Disconnected(ReplicasError):
-    """There is no session with the coordinator, and none came back in time."""
+    """The session with the coordinator was lost and did not come back in time."""
 
     default_hint = "check that the supervisor is running and that REPLICAS_ENDPOINT is its address"
 
 
 class InternalError(ReplicasError):
-    """A bug of this library."""
+    """A bug in this library."""
 
     default_hint = "please report this with the logs"
 

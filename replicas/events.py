@@ -44,7 +44,10 @@ __all__ = [
 
 
 class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A supervisor has taken the run. ``resumed``: the one before died, and its counters and budgets go on."""
+    """A supervisor has started the run.
+
+    ``resumed``: the previous supervisor died; its counters and budgets are continued.
+    """
 
     run: str
     pid: int
@@ -53,14 +56,21 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """No process of the run is left. A run without it was ended by the death of its supervisor."""
+    """The run is over, and none of its processes is left.
+
+    A run without this event ended by the death of its supervisor.
+    """
 
     exit_code: int
     reason: str = ""
 
 
 class Draining(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``target``: a group, a replica (``group/index``), or empty for the whole run."""
+    """A drain has begun.
+
+    ``target``: a group, a replica (``group/index``), or empty for the whole run. ``hurry``:
+    its processes are killed at once.
+    """
 
     target: str
     reason: Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"] = "requested"
@@ -68,32 +78,45 @@ class Draining(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A drain is over: no process of ``target`` is left.
+
+    ``target``: as in ``Draining``.
+    """
+
     target: str
     seconds: float
 
 
 class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A group has another number of replicas."""
+
     group: str
     before: int
     after: int
 
 
 class RestartAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``target``: a group or a replica. ``rolling``: a few at a time."""
+    """An operator or a program has asked for a restart.
+
+    ``target``: a group or a replica (``group/index``). ``rolling``: a few at a time.
+    """
 
     target: str
     rolling: bool = False
 
 
 class FailedReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Replicas that had failed begin anew. ``groups``: those that have a full budget again, of which something was spent."""
+    """Failed replicas start again.
+
+    ``groups``: those whose restart budget was partly spent and is full again.
+    """
 
     replicas: tuple[str, ...]
     groups: tuple[str, ...] = ()
 
 
 class Reloaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A config was read anew and is in use: names of the groups that it changed."""
+    """The config was read again and is in use; the fields name the groups it changed."""
 
     changed: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
@@ -101,16 +124,17 @@ class Reloaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ReloadRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A config was read anew and changes nothing."""
+    """The config was read again and refused; nothing has changed."""
 
     problems: tuple[str, ...]
 
 
 class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
-    """``code``: exit code; negative: minus the signal that killed it. ``text``: its last words.
+    """The end of one rank.
 
-    The rank that failed first also has ``lines``, the last ones of its log, and ``error``, the traceback that torchelastic
-    wrote, where those lines do not have it.
+    ``code``: its exit code; negative: minus the signal that killed it. ``text``: its last
+    words. The rank that failed first also has ``lines``, the last ones of its log, and
+    ``error``, the traceback that torchelastic wrote, if those lines lack it.
     """
 
     rank: int
@@ -122,7 +146,10 @@ class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ReplicaExited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The programs of a generation have ended. ``ranks``: those that failed, the first to fail first."""
+    """The programs of one generation of a replica have ended.
+
+    ``ranks``: those that failed, in the order of their failures.
+    """
 
     group: str
     replica: int
@@ -133,8 +160,11 @@ class ReplicaExited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A replica waits for something that its old generation had (a port, a segment, GPU memory), or for the end of a process
-    of it, with its ``pid``, that was killed at ``since`` (seconds since 1970). ``gave_up``: it is waited for no longer.
+    """A replica waits for what its previous generation still holds before it starts again.
+
+    ``what``: a port, shared memory, GPU memory, or a process that does not die: then
+    ``pid`` names it, and ``since`` is when it was killed (seconds since 1970).
+    ``gave_up``: the replica no longer waits.
     """
 
     group: str
@@ -148,7 +178,10 @@ class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StacksSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """What the ranks of a replica were doing is in their logs. ``reason``: why it was asked."""
+    """The stacks of a replica's ranks were written to their logs.
+
+    ``reason``: why they were asked for.
+    """
 
     group: str
     replica: int
@@ -158,7 +191,11 @@ class StacksSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class LogLinesDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``where``: ``file`` (such as a full disk) or ``tee`` (a terminal that does not keep up)."""
+    """Lines of output are missing from a log.
+
+    ``where``: ``file`` (a full disk, for example) or ``tee`` (a terminal that does not
+    keep up).
+    """
 
     group: str
     replica: int
@@ -174,7 +211,10 @@ versions went by the path of the token file, and their events say so."""
 
 
 class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A process of a dead supervisor's run. ``swept`` False: it is still there."""
+    """A process that a dead supervisor left behind was found.
+
+    ``how``: what it was found by. ``swept``: whether it is gone now.
+    """
 
     pid: int
     start_time: int
@@ -187,21 +227,28 @@ class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A state file could not be understood, and was moved to ``path``: budgets and counters begin anew."""
+    """A state file could not be read and was moved to ``path``; budgets and counters start
+    from zero.
+    """
 
     path: str
     reason: str
 
 
 class ConnectionsRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """So many connections and messages were turned away at the control port since the last such event."""
+    """The control port has refused ``count`` connections and messages since the last such
+    event.
+    """
 
     reason: str
     count: int
 
 
 class EventsLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The disk did not take ``count`` events before this one. They were counted and told all the same."""
+    """Some events before this one, ``count`` of them, could not be written to disk.
+
+    Metrics counted them, and followers saw them.
+    """
 
     count: int
     reason: str

@@ -62,7 +62,7 @@ class Metrics(Collector):
 
     def _info(self) -> Metric:
         family = GaugeMetricFamily(
-            "replicas_build_info", "1; the labels are the versions in use.", labels=list(self._build)
+            "replicas_build_info", "Always 1; its labels are the versions in use.", labels=list(self._build)
         )
         family.add_metric(list(self._build.values()), 1)
         return family
@@ -129,11 +129,11 @@ def _run_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     )
     yield _counter(
         "refused_total",
-        "Connections and messages that were turned away at the control port.",
+        "Connections and messages that the control port refused.",
         ("reason",),
         _by_key((), status.refused),
     )
-    yield _counter("events_lost_total", "Events that the disk did not take.", (), [((), tally.events_lost)])
+    yield _counter("events_lost_total", "Events that could not be written to disk.", (), [((), tally.events_lost)])
 
 
 def _by_key(labels: tuple[str, ...], counts: Mapping[str, int], *, always: str = "") -> Series:
@@ -182,7 +182,7 @@ def _group_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     )
     yield _counter(
         "log_lines_dropped_total",
-        "Lines of output that no log has.",
+        "Lines of output that are missing from the logs.",
         ("group",),
         [((group.name,), tally.log_lines_dropped.get(group.name, 0)) for group in groups],
     )
@@ -227,7 +227,12 @@ def _version_metrics(status: RunStatus) -> Iterator[Metric]:
 
 def _channel_metrics(status: RunStatus, tally: Tally) -> Iterator[Metric]:
     channels = status.channels
-    yield _gauge("channel_epoch", "Membership epoch.", ("channel",), [((one.name,), one.epoch) for one in channels])
+    yield _gauge(
+        "channel_epoch",
+        "Newest membership epoch.",
+        ("channel",),
+        [((one.name,), one.epoch) for one in channels],
+    )
     yield _gauge(
         "channel_members",
         "Members of the channel by state.",

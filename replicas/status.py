@@ -29,9 +29,11 @@ ReplicaState = Literal["pending", "starting", "ready", "draining", "backoff", "f
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``reason``: why it is not ready, or how it last ended. ``versions``: loaded version by channel (targets only).
+    """One replica.
 
-    ``cycles``: generations in a row that ended badly and came to no new step or version.
+    ``reason``: why it is not ready, or how it last ended. ``versions``: the loaded version
+    by channel (targets only). ``cycles``: failed generations in a row that reached no new
+    step or version.
     """
 
     name: str
@@ -50,11 +52,13 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``restarts``: restarts so far by reason.
+    """One group.
 
-    What can end the group: ``restart_budget_remaining_ratio``, from 1 to 0; of ``no_progress_cycles`` generations in a row
-    without progress (0: no such rule) the share that every replica has left, from 1 to 0. ``on_failure`` says what ends
-    then. ``min_ready``: so many ready replicas are enough for the group to be ready; None: all.
+    ``restarts``: restarts so far by reason. ``restart_budget_remaining_ratio``: the share
+    of the restart budget that is left, from 1 to 0. ``no_progress_remaining_ratio``: the
+    share that every replica has left of ``no_progress_cycles`` generations in a row without
+    progress (0: no such rule), from 1 to 0. ``on_failure``: what ends when one of them is
+    spent. ``min_ready``: the number of ready replicas that makes the group ready; None: all.
     """
 
     name: str
@@ -70,9 +74,10 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``state``: its standing (:data:`replicas.core.membership.MEMBER`); ``note``: why it is behind or quarantined.
+    """One member of a channel.
 
-    ``host``: number of its host on the channel: members with the same one share memory. 0: not known yet.
+    ``note``: why it is behind or quarantined. ``host``: number of its host on the channel;
+    members with the same number share memory. 0: not known yet.
     """
 
     name: str
@@ -87,10 +92,11 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One finished publish. ``outcome``: ``committed`` or the name of an error, in snake case.
+    """One finished publish.
 
-    ``nbytes``: size of the version; ``moved_nbytes``: what was sent of it to members, through process
-    groups: what is mapped on one host does not move.
+    ``outcome``: ``committed``, or the name of an error in snake case. ``nbytes``: size of
+    the version. ``moved_nbytes``: bytes of it sent to members through process groups; what
+    is mapped on one host is not sent.
     """
 
     version: int
@@ -104,6 +110,12 @@ class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """One channel.
+
+    ``syncs``, ``operations``: publishes and collectives so far by outcome. ``retries``:
+    repeated transfers by reason. ``bytes_total``: bytes sent to members so far.
+    """
+
     name: str
     epoch: int
     committed_version: int
@@ -117,6 +129,8 @@ class ChannelStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """The rendezvous store."""
+
     up: bool
     host: str
     port: int
@@ -124,7 +138,10 @@ class StoreStatus(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """``refused``: connections and messages that were turned away at the control port, by reason."""
+    """The whole run.
+
+    ``refused``: connections and messages that the control port refused, by reason.
+    """
 
     run: str
     version: str

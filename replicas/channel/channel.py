@@ -79,6 +79,7 @@ class Channel(Collectives):
 
     @property
     def name(self) -> str:
+        """Name of the channel."""
         return self._hub.name
 
     @property

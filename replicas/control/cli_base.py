@@ -95,7 +95,9 @@ TargetArgument = Annotated[
 OptionalTarget = Annotated[
     str | None, typer.Argument(metavar="TARGET", help="A group, or GROUP/INDEX.", autocompletion=_complete_target)
 ]
-GroupArgument = Annotated[str, typer.Argument(metavar="GROUP", autocompletion=_complete_group)]
+GroupArgument = Annotated[
+    str, typer.Argument(metavar="GROUP", help="The name of a group.", autocompletion=_complete_group)
+]
 
 
 def place_of(

@@ -184,7 +184,7 @@ def events(
     endpoint: EndpointOption = None,
     token_file: TokenFileOption = None,
     target: Annotated[
-        str | None, typer.Option("--target", "-t", help="Only those of a group, or of GROUP/INDEX.")
+        str | None, typer.Option("--target", "-t", metavar="TARGET", help="Only those of a group, or of GROUP/INDEX.")
     ] = None,
     follow: Follow = False,
     after: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only those with a number above N.")] = None,

@@ -39,7 +39,7 @@ NoWait = Annotated[bool, typer.Option("--no-wait", help="Return as soon as it ha
 
 def scale(
     group: GroupArgument,
-    replicas: Annotated[int, typer.Argument(metavar="REPLICAS", min=0)],
+    replicas: Annotated[int, typer.Argument(metavar="REPLICAS", min=0, help="The new number of replicas.")],
     config: ConfigOption = None,
     endpoint: EndpointOption = None,
     token_file: TokenFileOption = None,

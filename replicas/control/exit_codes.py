@@ -29,8 +29,8 @@ UNAVAILABLE = 69
 BUG = 70
 """A bug of this package: its traceback is on stderr."""
 PREEMPTED = 75
-"""The run was drained because its machine is about to be taken away (SIGUSR1). Start it
-again elsewhere."""
+"""The run was drained because its machine is about to be taken away (SIGUSR1). The next
+start continues it."""
 BAD_CONFIG = 78
 """The config cannot be used, or its plan does not fit this machine; every problem is on
 stderr."""

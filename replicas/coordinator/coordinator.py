@@ -87,6 +87,7 @@ class Coordinator:
         self._shapes = shapes_of(groups)
         configs = channels_from(channels, {name: shape.replicas for name, shape in self._shapes.items()})
         self.token: str = arguments.token("token", token) if token is not None else secrets.token_urlsafe(24)
+        """What members must show: for ``join(token=...)``."""
         self._host, self._port = listen_host(host), port_of("port", port)
         self._store = StoreKeeper(bind_address(store_bind), port_of("store_port", store_port), self._store_changed)
         self._routes, self._live = routes_of(routes), live_of(live)
@@ -107,9 +108,13 @@ class Coordinator:
         self._server: Server | None = None
         self._tick: asyncio.Task[None] | None = None
         self.endpoint: str = ""
+        """``host:port`` of the control port, once this has been entered."""
 
     async def __aenter__(self) -> Self:
-        """:raises errors.WorldError: a port is in use, or the store did not start. Make a new one to try again."""
+        """Open the control port and start the store.
+
+        :raises errors.WorldError: a port is in use, or the store did not start. Make a new one to try again.
+        """
         try:
             listener = bind_listener(self._host, self._port)
         except BaseException:
@@ -156,10 +161,12 @@ class Coordinator:
 
     @property
     def store_up(self) -> bool:
+        """Whether the master TCPStore answers."""
         return self._store.up
 
     @property
     def store_pid(self) -> int | None:
+        """Pid of the store's process, if there is one."""
         return self._store.pid
 
     @property
@@ -205,10 +212,12 @@ class Coordinator:
             channel.marks.forget(group, shape.replicas)
 
     def channel_statuses(self) -> tuple[ChannelStatus, ...]:
+        """The state of each channel."""
         now = asyncio.get_running_loop().time()
         return tuple(channel_status(channel, now) for channel in self.engine.channels.values())
 
     def store_status(self) -> StoreStatus:
+        """The state of the store."""
         host, port = self._store.address
         return StoreStatus(up=self._store.up, host=host, port=port, keys=self._store.keys)
 

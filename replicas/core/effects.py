@@ -38,12 +38,17 @@ __all__ = [
 
 
 class MemberJoined(msgspec.Struct, frozen=True, tag=True):
+    """A rank has joined a channel."""
+
     channel: str
     member: Member
 
 
 class MemberQuarantined(msgspec.Struct, frozen=True, tag=True):
-    """No process group with it works: it is served alone until that has worked."""
+    """A member is excluded from process groups, because no group with it works.
+
+    It is served alone, and released once that has worked.
+    """
 
     channel: str
     member: Member
@@ -51,7 +56,11 @@ class MemberQuarantined(msgspec.Struct, frozen=True, tag=True):
 
 
 class MemberLost(msgspec.Struct, frozen=True, tag=True):
-    """``observes``: it only looked on. It may go by the name of a rank without being one: no replica is worse off for it."""
+    """A member has left a channel, died, or lost its lease.
+
+    ``observes``: it was an observer, which may use the name of a rank without being one;
+    no replica is affected.
+    """
 
     channel: str
     member: Member
@@ -60,20 +69,25 @@ class MemberLost(msgspec.Struct, frozen=True, tag=True):
 
 
 class EpochStarted(msgspec.Struct, frozen=True, tag=True):
+    """A channel has a new membership: these members, until the next epoch."""
+
     channel: str
     epoch: int
     members: tuple[Member, ...]
 
 
 class SyncEnded(msgspec.Struct, frozen=True, tag=True):
-    """A publish ended: committed, or failed with the error named in the record."""
+    """A publish has ended: committed, or failed with the error named in the record."""
 
     channel: str
     record: SyncRecord
 
 
 class CaughtUp(msgspec.Struct, frozen=True, tag=True):
-    """Members that had missed a version have it now. ``moved_nbytes``: what went through process groups for it."""
+    """Members that had missed a version have it now.
+
+    ``moved_nbytes``: bytes that were sent through process groups for it.
+    """
 
     channel: str
     version: int
@@ -82,7 +96,7 @@ class CaughtUp(msgspec.Struct, frozen=True, tag=True):
 
 
 class Retried(msgspec.Struct, frozen=True, tag=True):
-    """A transfer begins another attempt.
+    """A transfer starts another attempt.
 
     ``reason``: ``lost``, ``frozen``, ``failed``, ``refused``, ``quarantined`` or ``store``.
     """
@@ -92,7 +106,7 @@ class Retried(msgspec.Struct, frozen=True, tag=True):
 
 
 class SidecarReplaced(msgspec.Struct, frozen=True, tag=True):
-    """``count`` sidecars of one lane are killed, to be replaced."""
+    """Sidecars of one lane, ``count`` of them, were killed and will be replaced."""
 
     channel: str
     reason: str
@@ -100,7 +114,7 @@ class SidecarReplaced(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Every rank of the replica serves ``version`` now; 0: it no longer serves a whole version."""
+    """Every rank of a replica has loaded ``version``; 0: it no longer serves one version."""
 
     channel: str
     group: str
@@ -109,7 +123,7 @@ class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaIdle(msgspec.Struct, frozen=True, tag=True):
-    """A replica that is being ended has finished on this channel what it had begun."""
+    """A draining replica has finished what it had under way on this channel."""
 
     channel: str
     group: str
@@ -118,6 +132,11 @@ class ReplicaIdle(msgspec.Struct, frozen=True, tag=True):
 
 
 class OperationEnded(msgspec.Struct, frozen=True, tag=True):
+    """A collective between peers has ended.
+
+    ``kind``: its name, such as ``all_reduce``. ``outcome``: ``ok``, or the name of an error.
+    """
+
     channel: str
     kind: str
     outcome: str
@@ -125,6 +144,8 @@ class OperationEnded(msgspec.Struct, frozen=True, tag=True):
 
 
 class StoreChanged(msgspec.Struct, frozen=True, tag=True):
+    """The rendezvous store answers again (``up``), or no longer answers."""
+
     channel: str
     up: bool
 

@@ -165,11 +165,12 @@ def after_exit(
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """One step of a replica's life.
+    """A replica has changed its state.
 
-    ``restart_reason``: with ``RETRY``, what is counted in ``replicas_restarts_total``; else None.
-    ``start_s``: seconds from the start of a generation's processes to its first readiness, on the transition that ends them.
-    ``recovery_s``: seconds since the replica was last ready, when a later generation becomes ready; else None.
+    ``restart_reason``: with ``RETRY``, the reason counted in ``replicas_restarts_total``.
+    ``start_s``: on the first readiness of a generation, seconds since its processes were
+    started. ``recovery_s``: when a later generation becomes ready, seconds since the
+    replica was last ready.
     """
 
     group: str

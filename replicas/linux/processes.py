@@ -46,7 +46,8 @@ __all__ = [
 ]
 
 MARK = "REPLICAS_SHIM"
-"""Environment variable with the nonce of the shim under which a process was started; its children inherit it."""
+"""Nonce of the shim under which a process was started. Children inherit it, and a sweep
+finds by it what a dead generation left behind."""
 
 SHIM = "replicas.supervisor.shim"
 """Module of the shim, as it stands in the command line of one."""

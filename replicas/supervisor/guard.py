@@ -31,6 +31,7 @@ if TYPE_CHECKING:
 __all__ = ["GUARD", "RANK_MARK", "main", "pack", "unpack"]
 
 GUARD = "REPLICAS_GUARD"
+"""Orders of the supervisor to a rank's guard, which removes them before the program starts."""
 RANK_MARK = b"\0replicas rank "
 """How the first line in the pipe of a worker begins; its rank in decimal follows."""
 _PR_SET_PDEATHSIG = 1

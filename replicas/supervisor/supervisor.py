@@ -114,6 +114,7 @@ class Supervisor:
     ) -> None:
         inherited.check_proc()
         self.config: Config = config_file.read(config)
+        """The config in use."""
         start_levels(self.config.groups)
         self.state: StateDir = StateDir(self.config.run.state_dir, self.config.run.name)
         self._events = EventLog(None)

@@ -1,0 +1,39 @@
+"""The reference in ``docs/reference``, made from the code.
+
+``make docs-reference`` writes it; a unit test compares, and looks in the code for things
+that no page names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from tests.support.reference import api, commands, config, environment, errors, events, exit_codes, metrics
+from tests.support.reference.text import page
+
+__all__ = ["FOLDER", "pages"]
+
+FOLDER = Path(__file__).parents[3] / "docs" / "reference"
+
+_PAGES: dict[str, tuple[str, Callable[[], str]]] = {
+    "api": ("Public names", api.body),
+    "commands": ("Commands", commands.body),
+    "config": ("Config keys", config.body),
+    "environment": ("Environment variables", environment.body),
+    "errors": ("Errors", errors.body),
+    "events": ("Events", events.body),
+    "exit-codes": ("Exit codes", exit_codes.body),
+    "metrics": ("Metrics", metrics.body),
+}
+
+
+def pages() -> dict[str, str]:
+    """The text of each page by its file name; a page whose source is not there is left out."""
+    found = {f"{name}.md": page(title, body()) for name, (title, body) in _PAGES.items() if name not in _missing()}
+    contents = "\n".join(f"- [{_PAGES[name.removesuffix('.md')][0]}]({name})" for name in found)
+    return {"README.md": page("Reference", contents), **found}
+
+
+def _missing() -> set[str]:
+    return set() if config.available() else {"config"}

@@ -1,0 +1,51 @@
+"""The page of events, from the types that make up ``replicas.events.Event``."""
+
+from __future__ import annotations
+
+import inspect
+from typing import get_args
+
+import msgspec
+
+from replicas import events
+from replicas.status import SyncRecord
+from tests.support.reference.text import markdown
+
+__all__ = ["body", "kinds", "parts", "struct"]
+
+
+def kinds() -> list[type[msgspec.Struct]]:
+    """Every event, in the order of its name."""
+    return sorted(get_args(events.Event), key=lambda kind: kind.__name__)
+
+
+def parts() -> list[type[msgspec.Struct]]:
+    """What events are made of."""
+    return [events.RankEnd, SyncRecord]
+
+
+def body() -> str:
+    intro = markdown(
+        """An event is one line of ``<state_dir>/events.jsonl``, one message of ``GET
+        /events``, and one ``Record`` of ``Supervisor.events()``: ``seq`` (a number that
+        strictly grows), ``at`` (seconds since 1970) and ``event``, whose field ``type``
+        names one of these. Fields are only ever added, with a default. Durations end in
+        ``_s`` and are seconds; sizes end in ``_nbytes``. ``Member`` is in `api.md`."""
+    )
+    made_of = "# What events are made of"
+    return "\n\n".join([intro, *map(struct, kinds()), f"#{made_of}", *(f"#{struct(part)}" for part in parts())])
+
+
+def struct(kind: type[msgspec.Struct]) -> str:
+    """A struct with its sentence and its fields."""
+    annotations = inspect.get_annotations(kind)
+    lines = [f"- `{one.name}`: `{annotations[one.name]}`{_default(one)}" for one in msgspec.structs.fields(kind)]
+    return "\n\n".join([f"## `{kind.__name__}`", markdown(vars(kind).get("__doc__")), "\n".join(lines)])
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.default is not msgspec.NODEFAULT:
+        return f" = `{field.default!r}`"
+    if field.default_factory is not msgspec.NODEFAULT:
+        return f" = `{field.default_factory()!r}`"
+    return ""
