@@ -1,6 +1,6 @@
 """Keep one set of weights in step across many separate torchrun jobs.
 
-See README.md for a first example and ARCHITECTURE.md for how it works. Importing this package takes no torch:
+See README.md for a first example and ARCHITECTURE.md for the map of the code. Importing this package takes no torch:
 the names below load their modules when first used.
 """
 

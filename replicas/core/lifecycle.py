@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 A replica is in one of the seven states of :data:`replicas.status.ReplicaState`; :data:`REPLICA` says what can happen in
-which (its picture is in ARCHITECTURE.md). Two kinds of events move it. Those of its *processes* (``READY``, ``UNREADY``,
+which (its picture is in docs/protocol.md). Two kinds of events move it. Those of its *processes* (``READY``, ``UNREADY``,
 the timeouts) say what was seen. Those of its *end* (``FINISHED``, ``RETRY``, ``GIVE_UP``, ``STOPPED``) are given only when
 the last process of the generation is gone, so that no two generations of one replica ever run at once; :func:`after_exit`
 picks the one. An event that the table lacks raises :class:`~replicas.core.tables.InvalidStep`: a bug of the caller, never a

@@ -31,7 +31,7 @@ serve the same. It is *over* when no rank is left; those that come later begin a
 a version is complete in it, and *leaving* when that version is to go but somebody still reads it. A slot that is the memory
 of another member of the host begins as *held*, and is *closed* when nobody needs it here.
 
-The pictures of these tables in ARCHITECTURE.md are made from them (:func:`diagrams`).
+The pictures of these tables in docs/protocol.md are made from them (:func:`diagrams`).
 """
 
 from __future__ import annotations
@@ -191,6 +191,6 @@ SLOT: Table[SlotState, SlotEvent] = Table(
 
 
 def diagrams() -> str:
-    """All tables as Mermaid diagrams with titles, for ARCHITECTURE.md."""
+    """All tables as Mermaid diagrams with titles, for docs/protocol.md."""
     tables = (MEMBER, PUBLISH, TRANSFER, LANE, ROUND, SLOT)
     return "\n\n".join(f"{table.what.capitalize()}:\n\n```mermaid\n{table.diagram()}\n```" for table in tables)

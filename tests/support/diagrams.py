@@ -1,4 +1,4 @@
-"""The state tables of the code as they stand in ARCHITECTURE.md: ``make diagrams`` writes them, a unit test compares."""
+"""The state tables of the code as they stand in docs/protocol.md: ``make diagrams`` writes them, a unit test compares."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from replicas.core.membership import diagrams
 
 __all__ = ["PAGE", "with_tables"]
 
-PAGE = Path(__file__).parents[2] / "ARCHITECTURE.md"
+PAGE = Path(__file__).parents[2] / "docs" / "protocol.md"
 BEGIN, END = "<!-- tables -->\n", "\n<!-- end of tables -->"
 
 

@@ -1,0 +1,36 @@
+"""The documentation names only files, links and functions that exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    {*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "services").rglob("*.md")} - {ROOT / "CHANGELOG.md"}
+)
+"""All but the changelog, which tells of what was."""
+PATH = re.compile(r"`([\w/]+\.(?:py|c|sh))`")
+LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[\w-]+)?\)")
+STATION = re.compile(r"`([\w/]+\.py)`((?:,?\s+`(?!\w+\.py`)[\w.]+`)+)")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_path_and_link_leads_somewhere(page: Path) -> None:
+    text = page.read_text()
+    for path in PATH.findall(text):
+        assert (ROOT / path).exists() or (ROOT / "replicas" / path).exists(), path
+    for link in LINK.findall(text):
+        assert (page.parent / link).exists(), link
+
+
+def test_the_map_leads_to_functions_that_exist() -> None:
+    stations = STATION.findall((ROOT / "ARCHITECTURE.md").read_text())
+    assert len(stations) > 15
+    for path, names in stations:
+        source = (ROOT / "replicas" / path).read_text()
+        for name in re.findall(r"`([\w.]+)`", names):
+            for part in name.split("."):
+                assert re.search(rf"\b(def|class) {part}\b", source), f"{path}: {name}"
