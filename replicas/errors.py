@@ -234,7 +234,7 @@ class Fenced(WorldError):
 
 
 class Disconnected(ReplicasError):
-    """The session with the coordinator was lost and did not come back in time."""
+    """No session with the coordinator came about, or came back, in time."""
 
     default_hint = "check that the supervisor is running and that REPLICAS_ENDPOINT is its address"
 

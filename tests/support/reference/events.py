@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 import inspect
-from typing import get_args
+import re
+from types import UnionType
+from typing import Literal, Union, get_args, get_origin
 
 import msgspec
 
 from replicas import events
 from replicas.status import SyncRecord
-from tests.support.reference.text import markdown
+from tests.support.reference.text import bullets, markdown
 
 __all__ = ["body", "kinds", "parts", "struct"]
 
@@ -38,14 +41,27 @@ def body() -> str:
 
 def struct(kind: type[msgspec.Struct]) -> str:
     """A struct with its sentence and its fields."""
-    annotations = inspect.get_annotations(kind)
-    lines = [f"- `{one.name}`: `{annotations[one.name]}`{_default(one)}" for one in msgspec.structs.fields(kind)]
-    return "\n\n".join([f"## `{kind.__name__}`", markdown(vars(kind).get("__doc__")), "\n".join(lines)])
+    annotations = {name: re.sub(r"Literal\[.*?\]", "str", text) for name, text in inspect.get_annotations(kind).items()}
+    lines = [
+        f"``{one.name}``: ``{annotations[one.name]}``{_default(one)}{_values(one)}"
+        for one in msgspec.structs.fields(kind)
+    ]
+    return "\n\n".join([f"## `{kind.__name__}`", markdown(vars(kind).get("__doc__")), bullets(lines)])
+
+
+def _values(field: msgspec.structs.FieldInfo) -> str:
+    """What a field may be, where that is one of some words that its type does not show."""
+    kinds = (field.type, *(get_args(field.type) if get_origin(field.type) in (Union, UnionType) else ()))
+    words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    words += [
+        str(one.value) for kind in kinds if isinstance(kind, type) and issubclass(kind, enum.Enum) for one in kind
+    ]
+    return f"; one of {', '.join(f'``{word}``' for word in words)}" if words else ""
 
 
 def _default(field: msgspec.structs.FieldInfo) -> str:
     if field.default is not msgspec.NODEFAULT:
-        return f" = `{field.default!r}`"
+        return f" = ``{field.default!r}``"
     if field.default_factory is not msgspec.NODEFAULT:
-        return f" = `{field.default_factory()!r}`"
+        return f" = ``{field.default_factory()!r}``"
     return ""
