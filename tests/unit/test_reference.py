@@ -89,4 +89,3 @@ def test_every_config_key_has_a_sentence() -> None:
         assert key.type, key.name
         assert key.default, key.name
         assert key.sentence, key.name
-        assert key.when, key.name

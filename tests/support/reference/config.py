@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from itertools import groupby
 from typing import Any
 
 from tests.support.reference.text import bullets, markdown
@@ -30,8 +29,10 @@ def body() -> str:
         that names the nearest key; ``replicas check CONFIG`` shows every problem at once.
         ``NAME`` stands for the name of a group or channel."""
     )
-    tables = groupby(rows(), key=lambda key: key.name.rpartition(".")[0])
-    return "\n\n".join([intro, *(_table(name, list(found)) for name, found in tables)])
+    tables: dict[str, list[Any]] = {}
+    for key in rows():
+        tables.setdefault(key.name.rpartition(".")[0], []).append(key)
+    return "\n\n".join([intro, *(_table(name, found) for name, found in tables.items())])
 
 
 def _table(name: str, found: list[Any]) -> str:
@@ -41,5 +42,5 @@ def _table(name: str, found: list[Any]) -> str:
 def _entry(key: Any) -> str:
     facts = [f"type: {key.type}", f"default: {key.default}"]
     facts += [f"range: {key.range}"] if key.range else []
-    facts += [f"needed: {key.when}"] if key.when else []
-    return f"### `{key.name}`\n\n{markdown(key.sentence)}\n\n{bullets(facts)}"
+    words = f"{key.sentence} {key.when}".strip()
+    return f"### `{key.name}`\n\n{markdown(words)}\n\n{bullets(facts)}"
