@@ -2,61 +2,39 @@
 
 Every problem is found in one pass and reported at once, in the order of the file, as one
 :class:`replicas.errors.BadConfig`. An unknown key is an error that names the nearest known one.
-Defaults are those of the structs in :mod:`replicas.config`.
+The keys and their defaults are those of the structs in :mod:`replicas.config`.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import Any
 
-import msgspec
-from msgspec import UNSET, Meta
+from msgspec import UNSET
+from msgspec.structs import replace
 
-from replicas import config_places, config_text
+from replicas import config_places, config_tables, config_text
 from replicas.config import (
     ChannelConfig,
     Config,
     ControlConfig,
     GroupConfig,
-    LogsConfig,
     Party,
+    RestartConfig,
     RunConfig,
-    StoreConfig,
 )
-from replicas.config_groups import count, groups, names, natural
-from replicas.config_values import (
-    NAMED_MAX,
-    Key,
-    Place,
-    address,
-    duration,
-    each,
-    file,
-    folder,
-    in_order_of,
-    listen,
-    name,
-    nearest,
-    one_of,
-    plain,
-    show,
-    size,
-    table,
-)
+from replicas.config_groups import build_group, build_restart
+from replicas.config_tables import in_order_of
+from replicas.config_values import NAMED_MAX, Place, nearest, show
 from replicas.errors import BadConfig, UsageError
 from replicas.foreign import visible
 from replicas.messages.bounds import RANKS_MAX, shown
 
-__all__ = ["SCHEMA_VERSION", "channels_from", "load", "parse", "read"]
-
-SCHEMA_VERSION = 1
-"""The only ``schema_version`` that this version reads."""
+__all__ = ["channels_from", "load", "parse", "read"]
 
 _FEWEST_SLOTS = 2
-_SMALLEST_LOG_NBYTES = 4096
 _LONGEST_SOCKET_PATH = 107
 
 
@@ -119,7 +97,7 @@ def channels_from(
     tables = channels
     if isinstance(channels, Mapping):
         tables = {name: _as_table(one) if isinstance(one, ChannelConfig) else one for name, one in channels.items()}
-    read = _channels(place, tables)
+    read = config_tables.each(place, tables, ChannelConfig, _BUILDS)
     found: dict[str, ChannelConfig] = {} if read is UNSET else read
     for channel in found.values():
         _check_slots(place.at(channel.name), channel, replicas)
@@ -147,14 +125,12 @@ def _parse(
     place = Place(base, home=home)
     if config_text.is_too_deep(mapping):
         raise BadConfig([config_text.TOO_DEEP], source=source)
-    if "schema_version" not in mapping:
-        place.at("schema_version").problem(f"missing; begin the file with schema_version = {SCHEMA_VERSION}")
-    config = _config(place, mapping)
+    config = config_tables.read(place, mapping, Config, _BUILDS)
     if config is not UNSET:
         _cross_check(place, config, mapping)
     if place.problems or config is UNSET:
         raise BadConfig(in_order_of(mapping, place.problems, lines), source=source)
-    checked: Config = Config(**{**_fields(config), "groups": _with_on_failure(config, mapping), "source": path})
+    checked: Config = replace(config, groups=_with_on_failure(config, mapping), source=path)
     return checked
 
 
@@ -163,29 +139,14 @@ def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, Gr
     sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
     receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
     return {
-        name: msgspec.structs.replace(group, on_failure="replica")
+        name: replace(group, on_failure="replica")
         if name in receiving and "on_failure" not in mapping["groups"][name]
         else group
         for name, group in config.groups.items()
     }
 
 
-def _fields(struct: Any) -> dict[str, Any]:
-    return {field: getattr(struct, field) for field in struct.__struct_fields__}
-
-
 # ---------------------------------------------------------------- the tables
-
-_port = plain(Annotated[int, Meta(ge=0, le=65535)], "a port from 0 to 65535")
-_log_size = size(_SMALLEST_LOG_NBYTES)
-_positive = duration()
-
-
-def _schema_version(place: Place, value: object) -> Any:
-    if value == SCHEMA_VERSION and type(value) is int:
-        return value
-    place.problem(f"expected {SCHEMA_VERSION}, the only version that this release reads, got {show(value)}")
-    return SCHEMA_VERSION  # so that the rest is checked too
 
 
 def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
@@ -204,48 +165,41 @@ def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
     return control
 
 
-class _RawParty(NamedTuple):
-    group: str
-    ranks: str | None = None
-
-
-def _parties(place: Place, value: object) -> Any:
-    if not isinstance(value, list | tuple):
-        return place.problem(f"expected a list of group names, got {show(value)}")
-    if len(value) > NAMED_MAX:
-        return place.problem(f"expected at most {NAMED_MAX} group names, got {len(value):,}")
-    parties: list[_RawParty] = []
-    for item in value:
-        party = _RawParty(item) if isinstance(item, str) else _party(place, item)
-        if party is UNSET:
-            continue
-        if any(party.group == other.group for other in parties):
-            place.problem(f'group "{party.group}" is listed twice')
-        parties.append(party)
-    return tuple(parties)
-
-
 def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
     ranks = fields.pop("ranks", None)
-    if ranks is not None and not fields.get("peers"):
-        place.at("ranks").problem('is for channels with peers; write sources = [{ group = "...", ranks = "all" }]')
     for role, default, allowed in (
         ("sources", "leader", ("leader", "all")),
         ("targets", "all", ("leader", "all")),
         ("peers", ranks or "leader", ("leader", "each", "all")),
     ):
-        fields[role] = tuple(_resolve(place.at(role), fields.get(role, ()), default, allowed))
+        fields[role] = _parties(place.at(role), fields.get(role, ()), default, allowed)
+    if ranks is not None and not fields["peers"]:
+        place.at("ranks").problem('is for channels with peers; write sources = [{ group = "...", ranks = "all" }]')
     channel = ChannelConfig(**fields, name=place.path[-1])
     _check_roles(place, channel)
     return channel
 
 
-def _resolve(place: Place, parties: tuple[_RawParty, ...], default: str, allowed: tuple[str, ...]) -> Iterator[Party]:
-    for group, ranks in parties:
-        if ranks is not None and ranks not in allowed:
+def _parties(place: Place, value: object, default: Any, allowed: tuple[str, ...]) -> tuple[Party, ...]:
+    if not isinstance(value, list | tuple):
+        place.problem(f"expected a list of group names, got {show(value)}")
+        return ()
+    if len(value) > NAMED_MAX:
+        place.problem(f"expected at most {NAMED_MAX} group names, got {len(value):,}")
+        return ()
+    parties: list[Party] = []
+    for item in value:
+        table = {"ranks": default, **item} if isinstance(item, Mapping) else item
+        party = Party(item, default) if isinstance(item, str) else config_tables.read(place, table, Party)
+        if party is UNSET:
+            continue
+        if any(party.group == other.group for other in parties):
+            place.problem(f'group "{party.group}" is listed twice')
+        if party.ranks not in allowed:
             listed = " or ".join(f'"{word}"' for word in allowed)
-            place.problem(f'ranks of group "{group}": expected {listed}, got "{ranks}"')
-        yield Party(group, ranks or default)  # type: ignore[arg-type]  # checked here and by the reader of `ranks`
+            place.problem(f'ranks of group "{party.group}": expected {listed}, got "{party.ranks}"')
+        parties.append(party)
+    return tuple(parties)
 
 
 def _check_roles(place: Place, channel: ChannelConfig) -> None:
@@ -264,59 +218,13 @@ def _check_roles(place: Place, channel: ChannelConfig) -> None:
         place.at("peers").problem("all peers of a channel must have the same ranks")
 
 
-_party = table(
-    {"group": Key(name, required=True), "ranks": Key(one_of("leader", "each", "all"))}, lambda _, f: _RawParty(**f)
-)
-_run = table(
-    {
-        "name": Key(name, required=True, stand_in="unnamed"),
-        "stop_when": Key(names),
-        "state_dir": Key(folder),
-        "events_max_size": Key(_log_size, "events_max_nbytes"),
-    },
-    _build_run,
-)
-_store = table({"bind": Key(address), "port": Key(_port)}, lambda _, fields: StoreConfig(**fields))
-_control = table({"listen": Key(listen), "socket": Key(file)}, _build_control)
-_logs = table(
-    {
-        "max_size": Key(_log_size, "max_nbytes"),
-        "keep": Key(natural),
-        "keep_generations": Key(count),
-        "tee": Key(one_of("auto", "always", "never")),
-    },
-    lambda _, fields: LogsConfig(**fields),
-)
-_channels = each(
-    table(
-        {
-            "sources": Key(_parties),
-            "targets": Key(_parties),
-            "peers": Key(_parties),
-            "ranks": Key(one_of("leader", "each", "all")),
-            "backend": Key(one_of("auto", "gloo", "nccl")),
-            "transport": Key(one_of("auto", "group")),
-            "deadline": Key(_positive, "deadline_s"),
-            "on_lost": Key(one_of("drop", "raise")),
-            "slots": Key(count),
-            "staging": Key(one_of("host", "device")),
-            "min_targets": Key(natural),
-        },
-        _build_channel,
-    )
-)
-_config = table(
-    {
-        "schema_version": Key(_schema_version),
-        "run": Key(_run, required=True),
-        "store": Key(_store),
-        "control": Key(_control),
-        "logs": Key(_logs),
-        "groups": Key(groups, required=True),
-        "channels": Key(_channels),
-    },
-    lambda _, fields: Config(**{"schema_version": SCHEMA_VERSION, **fields}),
-)
+_BUILDS: config_tables.Builds = {
+    RunConfig: _build_run,
+    ControlConfig: _build_control,
+    RestartConfig: build_restart,
+    GroupConfig: build_group,
+    ChannelConfig: _build_channel,
+}
 
 
 # ---------------------------------------------------------------- checks across tables

@@ -1,13 +1,9 @@
-"""Readers: the small parts from which :mod:`replicas.config_file` is put together.
+"""Readers of single values of a config: durations, sizes, addresses, paths and names.
 
-Theory of operation
-===================
-
-A :class:`Reader` turns one value of a TOML file (or of a Python mapping) into its resolved form. It never raises for
-bad input: it notes a problem at its :class:`Place` and returns ``UNSET``, so that one pass finds every problem.
-:func:`table` reads a table by a schema (keys with their readers) and names the nearest known key for each unknown one.
-What was read is handed to a ``build`` function even when an optional key was bad (with its default in place of it), so
-that checks across keys still run; the notes alone decide whether the config is used.
+A :class:`Form` turns one value of a TOML file (or of a Python mapping) into its
+resolved form, and says in words what it takes. It never raises for bad input: it notes
+a problem at its :class:`Place` and returns ``UNSET``, so that one pass finds every
+problem. :mod:`replicas.config_tables` reads tables by them.
 """
 
 from __future__ import annotations
@@ -19,37 +15,46 @@ import math
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Annotated, Any, NamedTuple
 
-import msgspec
 from msgspec import UNSET, UnsetType
 
 from replicas.foreign import one_line, visible
-from replicas.messages.bounds import SECONDS_MAX, shown
+from replicas.messages.bounds import RANKS_MAX, SECONDS_MAX, shown
 
 __all__ = [
     "NAMED_MAX",
     "NAME_ONE",
-    "NBYTES_MAX",
     "PROBLEMS_SHOWN",
-    "Key",
-    "Located",
+    "SCHEMA_VERSION",
+    "Address",
+    "Command",
+    "Count",
+    "Duration",
+    "DurationOr0",
+    "Environment",
+    "File",
+    "Folder",
+    "Form",
+    "GroupNames",
+    "Listen",
+    "Name",
+    "Natural",
     "Place",
-    "Reader",
+    "Port",
+    "SchemaVersion",
     "address",
     "duration",
-    "each",
-    "file",
     "folder",
-    "in_order_of",
+    "form",
     "listen",
     "name",
+    "names",
     "nearest",
     "one_of",
-    "plain",
     "show",
     "size",
-    "table",
+    "whole",
 ]
 
 _DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
@@ -68,6 +73,8 @@ NAME_ONE = "name the one by which the machines of the run reach this one, or 127
 PROBLEMS_SHOWN = 100
 NAMED_MAX = 256
 """Groups, or channels, of one run. What may run at once is looked for among them, and a chain of them must fit a stack."""
+SCHEMA_VERSION = 1
+"""The only ``schema_version`` that this version reads."""
 NBYTES_MAX = 1 << 60
 _KEY_NCHARS = 100
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
@@ -115,18 +122,25 @@ def _shown_key(key: str) -> str:
     return key if _BARE_KEY.fullmatch(key) else json.dumps(key)
 
 
-Reader = Callable[[Place, object], Any]
-"""``(place, value)`` to the resolved value, or UNSET after a problem was noted."""
+class Form(NamedTuple):
+    """How a value is written.
+
+    :param read: from ``(place, value)`` to the resolved value, or to UNSET after a
+        problem was noted.
+    :param type: its kind, and :param range: what it may be, in words for a reference.
+    """
+
+    read: Callable[[Place, object], Any]
+    type: str
+    range: str = ""
+
+    def __call__(self, place: Place, value: object) -> Any:
+        return self.read(place, value)
 
 
-class Key(NamedTuple):
-    """A key of a table: its reader, the field that it fills (default: its own name), and whether it must be there."""
-
-    read: Reader
-    field: str = ""
-    required: bool = False
-    stand_in: Any = UNSET
-    """Used in place of a required key that is missing or bad, so that the checks beyond it still run."""
+def form(type: str, range: str = "") -> Callable[[Callable[[Place, object], Any]], Form]:
+    """Decorator that makes a :class:`Form` of its reader."""
+    return lambda read: Form(read, type, range)
 
 
 def show(value: object) -> str:
@@ -136,11 +150,6 @@ def show(value: object) -> str:
     except Exception:  # noqa: BLE001  # an embedding program's own object, of which anything may raise
         text = shown(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
-
-
-def _instead(value: object) -> str:
-    """What stands where a table should be. Lists are not shown: they may hold tables with secrets in them."""
-    return "a list" if isinstance(value, list | tuple) else show(value)
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
@@ -155,30 +164,49 @@ def nearest(word: str, known: Iterable[str]) -> str:
     return f"; known: {listed}" if listed else ""
 
 
-def plain(kind: object, description: str) -> Reader:
-    """A value that msgspec converts strictly to ``kind``."""
+def whole(least: int, most: int = RANKS_MAX) -> Form:
+    """An int from ``least`` to ``most``."""
 
     def read(place: Place, value: object) -> Any:
-        try:
-            return msgspec.convert(value, kind)
-        except msgspec.ValidationError:
-            return place.problem(f"expected {description}, got {show(value)}")
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            return place.problem(f"expected a whole number of at least {least}, got {show(value)}")
+        return value if value <= most else place.problem(f"expected at most {most:,}, got {show(value)}")
 
-    return read
+    return Form(read, "whole number", f"{least} to {most:,}")
 
 
-def one_of(*words: str) -> Reader:
+@form("port", "0 to 65535")
+def _port(place: Place, value: object) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535:
+        return value
+    return place.problem(f"expected a port from 0 to 65535, got {show(value)}")
+
+
+@form("whole number", str(SCHEMA_VERSION))
+def _schema_version(place: Place, value: object) -> Any:
+    if value == SCHEMA_VERSION and type(value) is int:
+        return value
+    return place.problem(f"expected {SCHEMA_VERSION}, the only version that this release reads, got {show(value)}")
+
+
+def one_of(*words: str) -> Form:
+    listed = _either(words)
+
     def read(place: Place, value: object) -> Any:
         if isinstance(value, str) and value in words:
             return value
-        listed = ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
         close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
         hint = f'; did you mean "{close[0]}"?' if close else ""
         return place.problem(f"expected {listed}, got {show(value)}{hint}")
 
-    return read
+    return Form(read, "string", listed)
 
 
+def _either(words: Sequence[str]) -> str:
+    return ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
+
+
+@form("name", "at most 63 letters, digits, '-', '_' and '.'")
 def name(place: Place, value: object) -> Any:
     """A name that is safe as a folder, a metric label and a part of ``group/replica/rank``."""
     if isinstance(value, str) and _NAME.fullmatch(value):
@@ -186,8 +214,48 @@ def name(place: Place, value: object) -> Any:
     return place.problem(f"expected a name of at most 63 letters, digits, '-', '_' and '.', got {show(value)}")
 
 
-def duration(*, zero: bool = False) -> Reader:
+def _strings(place: Place, value: object, what: str) -> Any:
+    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return tuple(value)
+    return place.problem(f"expected a list of {what}, got {show(value)}")
+
+
+@form("list of group names", f"at most {NAMED_MAX}")
+def names(place: Place, value: object) -> Any:
+    found = _strings(place, value, "group names")
+    if found is not UNSET and len(found) > NAMED_MAX:
+        return place.problem(f"expected at most {NAMED_MAX} group names, got {len(found):,}")
+    return found
+
+
+@form("list of strings")
+def _command(place: Place, value: object) -> Any:
+    words = _strings(place, value, 'strings such as ["train.py", "--steps", "200"]')
+    if words is UNSET:
+        return words
+    if not words or not words[0]:
+        return place.problem("is empty; name a program")
+    if words == ("-m",):
+        return place.problem('the name of a module must follow "-m"')
+    if any("\0" in word for word in words):
+        return place.problem("contains a NUL character")
+    return words
+
+
+@form("table of strings")
+def _environment(place: Place, value: object) -> Any:
+    """Its values may be secrets: no problem quotes one."""
+    if not isinstance(value, Mapping):
+        return place.problem('expected a table of strings such as { NAME = "value" }')
+    for variable, text in value.items():
+        if not isinstance(text, str):
+            place.at(str(variable)).problem("expected a string; put its value in quotes")
+    return {str(variable): text for variable, text in value.items() if isinstance(text, str)}
+
+
+def duration(*, zero: bool = False) -> Form:
     """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"2h"``, ``"1d"`` or a number of seconds."""
+    above = "of 0 or more" if zero else "above 0"
 
     def read(place: Place, value: object) -> Any:
         seconds = _seconds(value)
@@ -196,10 +264,10 @@ def duration(*, zero: bool = False) -> Reader:
         if seconds > SECONDS_MAX:
             return place.problem(f"expected a duration of at most {SECONDS_MAX:g} seconds, got {show(value)}")
         if seconds < 0 or (seconds == 0 and not zero):
-            return place.problem(f"expected a duration {'of 0 or more' if zero else 'above 0'}, got {show(value)}")
+            return place.problem(f"expected a duration {above}, got {show(value)}")
         return seconds
 
-    return read
+    return Form(read, "duration", f"{'0' if zero else 'above 0'} to {SECONDS_MAX:,.0f} s")
 
 
 def _seconds(value: object) -> float | None:
@@ -211,7 +279,7 @@ def _seconds(value: object) -> float | None:
     return None if match is None else float(match[1]) * _UNITS_S[match[2]]
 
 
-def size(least: int = 1) -> Reader:
+def size(least: int = 1) -> Form:
     """Bytes as an int of at least ``least``, from ``"64MiB"``, ``"1.5GiB"``, ``"10MB"`` (decimal) or a number of bytes."""
 
     def read(place: Place, value: object) -> Any:
@@ -224,7 +292,7 @@ def size(least: int = 1) -> Reader:
             return place.problem(f"expected a size of at least {least} bytes, got {show(value)}")
         return nbytes
 
-    return read
+    return Form(read, "size", f"{least:,} bytes to {NBYTES_MAX >> 60} EiB")
 
 
 def _nbytes(value: object) -> int | None:
@@ -235,12 +303,14 @@ def _nbytes(value: object) -> int | None:
     return None if nbytes is None or not math.isfinite(nbytes) else int(nbytes)
 
 
+@form("path of a folder")
 def folder(place: Place, value: object) -> Any:
     """An absolute folder, from a path relative to the config's own."""
     return _path(place, value, "folder")
 
 
-def file(place: Place, value: object) -> Any:
+@form("path of a file")
+def _file(place: Place, value: object) -> Any:
     """The absolute path of a file, from one relative to the config's own folder."""
     return _path(place, value, "file")
 
@@ -254,6 +324,7 @@ def _path(place: Place, value: object, what: str) -> Any:
     return place.problem(f"expected a {what}, got {show(value)}")
 
 
+@form("IP address", "one address of this machine")
 def address(place: Place, value: object) -> Any:
     """An IP address to listen on."""
     try:
@@ -265,6 +336,7 @@ def address(place: Place, value: object) -> Any:
     return place.problem(f'expected an IP address such as "127.0.0.1", got {show(value)}')
 
 
+@form('"host:port"', "one host; port 0 to 65535")
 def listen(place: Place, value: object) -> Any:
     """``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``; port 0 lets the system choose."""
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
@@ -289,79 +361,17 @@ def _is_ipv6(host: str) -> bool:
         return False
 
 
-def table(schema: Mapping[str, Key], build: Callable[[Place, dict[str, Any]], Any]) -> Reader:
-    """A table with the keys of ``schema`` only, built by ``build(place, fields)`` when all required ones are good."""
-
-    def read(place: Place, value: object) -> Any:
-        if not isinstance(value, Mapping):
-            return place.problem(f"expected a table, got {_instead(value)}")
-        fields: dict[str, Any] = {}
-        for key, item in value.items():
-            known = schema.get(key)
-            if known is None:
-                close = "" if place.is_crowded() else nearest(str(key), schema)
-                place.at(str(key)).problem(f"unknown key{close}")
-                continue
-            result = known.read(place.at(key), item)
-            if result is not UNSET:
-                fields[known.field or key] = result
-        for key, known in schema.items():
-            if known.required and key not in value:
-                place.at(key).problem("missing; this key is required")
-        for key, known in schema.items():
-            if known.stand_in is not UNSET:
-                fields.setdefault(known.field or key, known.stand_in)
-        usable = all((known.field or key) in fields for key, known in schema.items() if known.required)
-        return build(place, fields) if usable else UNSET
-
-    return read
-
-
-def each(read: Reader) -> Reader:
-    """A table of named things; those that could not be read are left out."""
-
-    def read_all(place: Place, value: object) -> Any:
-        if not isinstance(value, Mapping):
-            return place.problem(f"expected a table, got {_instead(value)}")
-        if len(value) > NAMED_MAX:
-            return place.problem(f"expected at most {NAMED_MAX} tables, got {len(value):,}")
-        results = {}
-        for key, item in value.items():
-            here = place.at(str(key))
-            result = read(here, item) if name(here, key) is not UNSET else UNSET
-            if result is not UNSET:
-                results[str(key)] = result
-        return results
-
-    return read_all
-
-
-class Located(Protocol):
-    """Knows on which line of the file a key stands."""
-
-    def of(self, path: Sequence[str]) -> int | None: ...
-
-
-def in_order_of(
-    mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: Located | None = None
-) -> list[str]:
-    """The problems' texts, in the order in which their keys stand in the file; of very many the first ones."""
-    order: dict[tuple[str, ...], int] = {}
-
-    def visit(path: tuple[str, ...], value: object) -> None:
-        order[path] = len(order)
-        for key, item in value.items() if isinstance(value, Mapping) else ():
-            visit((*path, str(key)), item)
-
-    def position(path: tuple[str, ...]) -> int:
-        while path not in order:
-            path = path[:-1]
-        return order[path]
-
-    visit((), mapping)
-    found: list[str] = []
-    for path, message in sorted(problems, key=lambda problem: position(problem[0]))[:PROBLEMS_SHOWN]:
-        line = lines.of(path) if lines is not None else None
-        found.append(f"line {line}: {message}" if line is not None else message)
-    rest = len(problems) - len(found)
-    return [*found, f"and {rest:,} more problems"] if rest else found
+Address = Annotated[str, address]
+Command = Annotated[tuple[str, ...], _command]
+Count = Annotated[int, whole(1)]
+Duration = Annotated[float, duration()]
+DurationOr0 = Annotated[float, duration(zero=True)]
+Environment = Annotated[dict[str, str], _environment]
+File = Annotated[Path, _file]
+Folder = Annotated[Path, folder]
+GroupNames = Annotated[tuple[str, ...], names]
+Listen = Annotated[str, listen]
+Name = Annotated[str, name]
+Natural = Annotated[int, whole(0)]
+Port = Annotated[int, _port]
+SchemaVersion = Annotated[int, _schema_version]

@@ -10,7 +10,7 @@ from msgspec import UNSET
 from starlette.routing import BaseRoute
 
 from replicas import arguments, errors
-from replicas.config_values import Place, Reader, address, folder, listen
+from replicas.config_values import Form, Place, address, folder, listen
 from replicas.core.roster import GroupShape
 from replicas.messages.bounds import RANKS_MAX, shown
 
@@ -83,7 +83,7 @@ def state_folder(given: object) -> Path | None:
     return found
 
 
-def _read(what: str, read: Reader, value: object) -> Any:
+def _read(what: str, read: Form, value: object) -> Any:
     place = Place(Path.cwd(), (what,))
     found = read(place, value)
     if found is UNSET:
