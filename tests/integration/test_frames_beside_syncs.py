@@ -18,12 +18,12 @@ from statistics import median
 
 import msgspec
 import pytest
-from replicas.linux.local_sockets import Door
 
 from replicas import messages as wire
 from replicas.control.app import control_routes
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import Coordinator
+from replicas.linux.sockets import Door
 from replicas.sidecar import wire as sidecar_wire
 from tests.integration.test_frames import attached, forked, messages, recorded, requests, say, use_store
 from tests.integration.test_security import framed, raw_session
