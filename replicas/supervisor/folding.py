@@ -96,13 +96,13 @@ class Folder:
                 lines += self._bar + b"\n"
         return lines
 
-    def finish(self, data: bytes) -> Folded:
+    def finish(self, data: bytes) -> bytes:
         """No more will come: what is left becomes a line of its own."""
         frame, self._frame = self._frame, b""
         shown, self._shown = self._shown, b""
         text = _last_state(data)
         self._bar, self._bar_at = b"", None
-        return Folded(frame + (text + b"\n" if text and text != shown else b""), len(data))
+        return frame + (text + b"\n" if text and text != shown else b"")
 
 
 def _last_state(line: bytes) -> bytes:

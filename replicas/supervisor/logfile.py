@@ -36,24 +36,42 @@ class RotatedFile:
         self._times: int | None = None
         self._noted_at = 0.0
 
-    def open(self, size: int) -> int:
-        """Go on after its first ``size`` bytes, of which there may be fewer: returns how many there are.
+    def append(self, lines: bytes) -> None:
+        """Write all of ``lines`` or nothing, into the next part if this one is full; the file is there in any case.
 
-        :raises OSError: it cannot be opened.
+        :raises OSError: there is no room, or worse.
         """
-        if self._file is None:
-            self._file = _append_to(self.path)
-            if self._with_times:
-                with contextlib.suppress(OSError):  # see the module's header
-                    self._times = _append_to(_times_of(self.path))
-        there = os.fstat(self._file).st_size
-        if there > size:
-            os.ftruncate(self._file, size)
-        return min(size, there)
+        size = self._open()
+        if size and size + len(lines) > self._max_nbytes:
+            self.rotate()
+            size = self._open()
+        if lines:
+            self._note(size)
+            self._write(lines, size)
 
-    def is_full(self, size: int, more_nbytes: int) -> bool:
-        """Whether so many bytes belong into the next part."""
-        return size > 0 and size + more_nbytes > self._max_nbytes
+    def _open(self) -> int:
+        """Go on at the end of the file, of which a line may be torn: returns how long it is."""
+        if self._file is not None:
+            return os.fstat(self._file).st_size
+        self._file = _append_to(self.path)
+        if self._with_times:
+            with contextlib.suppress(OSError):  # see the module's header
+                self._times = _append_to(_times_of(self.path))
+        size = os.fstat(self._file).st_size
+        if size and os.pread(self._file, 1, size - 1) != b"\n":
+            self._write(b"\n", size)
+            size += 1
+        return size
+
+    def _write(self, lines: bytes, size: int) -> None:
+        assert self._file is not None
+        rest = memoryview(lines)
+        try:
+            while rest:
+                rest = rest[os.write(self._file, rest) :]
+        except OSError:
+            os.ftruncate(self._file, size)
+            raise
 
     def rotate(self) -> None:
         """Begin the next part. It may be killed or fail anywhere in it: once more does what is left.
@@ -76,22 +94,6 @@ class RotatedFile:
 
     def _part(self, number: int) -> Path:
         return self.path.with_name(f"{self.path.name}.{number}") if number else self.path
-
-    def append(self, lines: bytes, size: int) -> None:
-        """Write all of ``lines`` after the first ``size`` bytes, or nothing.
-
-        :raises OSError: there is no room, or worse.
-        """
-        assert self._file is not None
-        if lines:
-            self._note(size)
-        rest = memoryview(lines)
-        try:
-            while rest:
-                rest = rest[os.write(self._file, rest) :]
-        except OSError:
-            os.ftruncate(self._file, size)
-            raise
 
     def _note(self, size: int) -> None:
         now = time.time()
@@ -119,7 +121,7 @@ def _close(descriptor: int) -> None:
 
 
 def _append_to(path: Path) -> int:
-    return private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, make_folder=True)
+    return private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, make_folder=True)
 
 
 def _times_of(path: Path) -> Path:

@@ -3,10 +3,10 @@
 Theory of operation
 ===================
 
-:class:`LogKeeper` holds both ends of every pipe, and the memory from which any pump goes on
-(:mod:`replicas.supervisor.logpump`). A pump that ends is replaced at once, later each time if that happens again and again;
-meanwhile the pipes keep what is written. One that was stopped, or hangs in a write, shows by bytes that wait and a memory
-that does not change: after ``STUCK_S`` it is killed, which costs nothing.
+:class:`LogKeeper` holds both ends of every pipe (:mod:`replicas.supervisor.logpump`). A pump that ends is replaced at
+once, later each time if that happens again and again; meanwhile the pipes keep what is written. One that was stopped, or
+hangs in a write, shows by bytes that wait and are not read: after ``STUCK_S`` it is killed, which costs what it had read
+and not written.
 
 Files in ``/proc/<shim>/fd`` are how torchrun's workers, which inherit nothing, come to their pipes: their guards open them
 there. So no FIFO lies on a disk, and none is left behind.
@@ -75,6 +75,7 @@ class LogKeeper:
         self._control: socket.socket | None = None
         self._began = 0.0
         self._starts = 0
+        self._replaces = False
         self._start_at: float | None = None
         self._kill_at: float | None = None
         self._closed = False
@@ -141,15 +142,14 @@ class LogKeeper:
     def _key(self, name: str) -> str | None:
         """Our name of a log: of ``torchrun``, ``forkserver``, or a rank (``rank 5``: the number in its replica)."""
         for key, source in zip(self._writers, self._sources, strict=True):
-            rank = source.memory.load().rank - 1
-            if name == (f"rank {rank}" if rank >= 0 else key):
+            if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key
         return None
 
     def _is_named(self, key: str) -> bool:
         """Whether the log has its name. Before a worker of torchrun has told its rank, nothing else may be in its pipes."""
         source = self._sources[list(self._writers).index(key)]
-        return bool(source.name or source.memory.load().rank)
+        return bool(source.name) or source.rank >= 0
 
     # ------------------------------------------------------------ the pump
 
@@ -199,7 +199,8 @@ class LogKeeper:
             name = f"{spec.group}/{spec.replica}"
             folder = Path(spec.log_dir)
             _rename(f"replicas log pump of {name}")
-            logs = [Log(source, folder, spec.log_max_nbytes, spec.log_keep, name) for source in self._sources]
+            limits = (spec.log_max_nbytes, spec.log_keep)
+            logs = [Log(source, folder, *limits, name, replaces=self._replaces) for source in self._sources]
             remove_old_generations(folder, spec.log_keep_generations)
             Pump(logs, control, self._tee, name).run()
             code = 0
@@ -221,6 +222,7 @@ class LogKeeper:
             self._kill_at = None
             return
         note(f"the log pump ended with {code}: another one goes on")
+        self._replaces = True
         if self._starts <= 1:
             self.start()
         else:
@@ -257,12 +259,12 @@ class LogKeeper:
 
     def look(self, now: float) -> None:
         """Is it working? Called about every second."""
-        moves = tuple(source.memory.load().moves for source in self._sources)
-        if moves != self._moved[0] or not any(waiting_nbytes(pipe) for pipe in self._readers()):
-            self._moved = (moves, now)
+        reads = tuple(source.reads for source in self._sources)
+        if reads != self._moved[0] or not any(waiting_nbytes(pipe) for pipe in self._readers()):
+            self._moved = (reads, now)
         elif now - self._moved[1] >= STUCK_S and self._pidfd is not None:
             note(f"the log pump does nothing for {STUCK_S:g} s: it is killed")
-            self._moved = (moves, now)
+            self._moved = (reads, now)
             send_signal(self._pidfd, signal.SIGKILL)
 
     def on_time(self, now: float) -> None:
@@ -308,7 +310,7 @@ class LogKeeper:
         if key is None:
             return ()
         source = self._sources[list(self._writers).index(key)]
-        return last_lines(source.memory.tail(), _LAST_LINES, _LINE_NCHARS)
+        return last_lines(source.tail(), _LAST_LINES, _LINE_NCHARS)
 
     def close(self) -> None:
         """Nobody else can write any more: the pump ends when it has read all; it is killed after a second.

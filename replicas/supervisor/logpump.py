@@ -7,8 +7,9 @@ Each rank writes into two pipes of its own, stdout and stderr; torchrun and the 
 files, because a program must never meet a full disk, a rotation or a slow terminal; two of them, because half a line on one
 must not end up in the middle of a line on the other (the order of lines *between* the two is that of reading, to some
 milliseconds). The shim made the pipes and holds both ends of them, so that no writer ever gets SIGPIPE, and none sees that a
-pump has died: the shim (:mod:`replicas.supervisor.logkeeper`) forks another one, which goes on where this one was, to the
-byte, by the memory that they share (:mod:`replicas.supervisor.logmemory`).
+pump has died: the shim (:mod:`replicas.supervisor.logkeeper`) forks another one. What a killed pump had read and not yet
+written is lost: usually one line, at most one read and one line. Its successor ends a torn line and notes the gap in every
+log.
 
 The pump is forked, not exec'ed: it starts in some ms less of CPU time, and has 3 MiB of its own in place of 6. It keeps
 nothing of the shim but the pipes, leads a session of its own and ignores SIGTERM, which systemd sends to every process of a
@@ -17,9 +18,9 @@ the shim is dead.
 
 One loop, which waits for pipes, orders and the terminal::
 
-    pipe ──read──► shared buffer ──fold──► complete lines ─┬─► rank-<r>.log, rotated by size
-                                                           ├─► shared tail, for the failure report
-                                                           └─► the supervisor's stderr, if it is wanted there
+    pipe ──read──► buffer ──fold──► complete lines ─┬─► rank-<r>.log, rotated by size
+                                                    ├─► shared tail, for the failure report
+                                                    └─► the supervisor's stderr, if it is wanted there
 
 * A line is written when it is complete, in one piece, byte for byte as it came (:mod:`replicas.supervisor.folding` says what
   happens to progress bars). Lines of up to 1 MiB stay whole. What has no end of line when its process has ended gets one.
@@ -34,6 +35,8 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import mmap
+import os
 import select
 import selectors
 import socket
@@ -47,7 +50,6 @@ from replicas.supervisor import orders
 from replicas.supervisor.folding import Folder
 from replicas.supervisor.guard import RANK_MARK
 from replicas.supervisor.logfile import RotatedFile
-from replicas.supervisor.logmemory import LogMemory
 from replicas.supervisor.notes import note
 from replicas.supervisor.tee import Tee
 
@@ -57,7 +59,12 @@ ALONE_S = 2.0
 """How long it goes on after the shim's death."""
 COMM = "replicas-logs"
 """The process's name, of at most 15 bytes."""
-READ_NBYTES = 128 << 10
+LONGEST_NBYTES = 1 << 20
+"""A line is kept whole up to this size."""
+READ_NBYTES = 64 << 10
+TAIL_NBYTES = 8192
+_TAIL_AT = 24
+_GAP = b"replicas: the log pump was killed: a line may be torn here, or missing\n"
 _RETRY_S = 0.25
 _TELL_INTERVAL_S = 1.0
 _SHOW_S = 0.2
@@ -86,7 +93,10 @@ def _has_ended(pipe: int) -> bool:
 
 
 class LogSource:
-    """One log, as the shim made it.
+    """One log, as the shim made it, and the few facts of it that the shim reads.
+
+    The facts lie in memory that the shim shares with every pump it forks; only the pump
+    writes them: how often it has read, whose log it is, and the last lines.
 
     :param name: of the file, without ``.log``; empty: ``rank-<r>``, of a rank that the guard tells.
     :param pipes: the ends to read from.
@@ -97,17 +107,47 @@ class LogSource:
         self.name = name
         self.pipes = pipes
         self.shown = shown
-        self.memory = LogMemory(len(pipes))
+        self._map = mmap.mmap(-1, _TAIL_AT + TAIL_NBYTES)
+        self._numbers = memoryview(self._map)[:_TAIL_AT].cast("Q")  # reads, 1 + rank, length of the tail
+
+    @property
+    def reads(self) -> int:
+        """How often something was read."""
+        return self._numbers[0]
+
+    def count_read(self) -> None:
+        self._numbers[0] += 1
+
+    @property
+    def rank(self) -> int:
+        """The rank whose log it is, as its guard told; -1: it did not."""
+        return self._numbers[1] - 1
+
+    def name_rank(self, rank: int) -> None:
+        self._numbers[1] = 1 + rank
+
+    def tail(self) -> bytes:
+        """The last bytes of the log, whether or not there was room for them in the file."""
+        return self._map[_TAIL_AT : _TAIL_AT + self._numbers[2]]
+
+    def keep(self, lines: bytes) -> None:
+        """Note what comes last."""
+        tail = (self.tail() + lines)[-TAIL_NBYTES:]
+        self._map[_TAIL_AT : _TAIL_AT + len(tail)] = tail
+        self._numbers[2] = len(tail)
 
 
 class Log:
     """One log: its streams, its file.
 
     :param replica: ``group/replica``.
+    :param replaces: whether this pump goes on for one that was killed.
     :param now: monotonic seconds.
     """
 
-    def __init__(self, source: LogSource, folder: Path, max_nbytes: int, keep: int, replica: str) -> None:
+    def __init__(
+        self, source: LogSource, folder: Path, max_nbytes: int, keep: int, replica: str, *, replaces: bool = False
+    ) -> None:
         self.source = source
         self.trouble = ""
         """Why its lines are dropped, if they are."""
@@ -115,22 +155,24 @@ class Log:
         self._limits = (max_nbytes, keep)
         self._read_nbytes = max(4096, min(READ_NBYTES, max_nbytes // 4))
         self._replica = replica
-        self._memory = source.memory
-        self._state = source.memory.recover()
+        self._gap = _GAP if replaces else b""
+        self._unread = [b"" for _ in source.pipes]
+        self._begun = [bool(source.name) for _ in source.pipes]
         self._folders = [Folder() for _ in source.pipes]
         self._file: RotatedFile | None = None
         self._retry_at = 0.0
+        self._lost_lines = self._lost_nbytes = 0
         self.taken = 0
         """How much the last read took."""
         self.dropped = 0
         """Lines that this pump could not write."""
         self.why_dropped = ""
         if self._name:
-            self._open(time.monotonic())
+            self._write(b"", time.monotonic())
 
     @property
     def _name(self) -> str:
-        return self.source.name or (f"rank-{self._state.rank - 1}" if self._state.rank else "")
+        return self.source.name or (f"rank-{self.source.rank}" if self.source.rank >= 0 else "")
 
     @property
     def prefix(self) -> str:
@@ -141,7 +183,7 @@ class Log:
     def due(self) -> float | None:
         """When :meth:`late` wants to be called."""
         times = [folder.due for folder in self._folders if folder.due is not None]
-        times += [self._retry_at] if self.trouble and self._state.lost_lines else []
+        times += [self._retry_at] if self.trouble and self._lost_lines else []
         return min(times, default=None)
 
     def read(self, index: int, now: float) -> bytes | None:
@@ -151,25 +193,17 @@ class Log:
         nbytes = waiting_nbytes(pipe)
         if nbytes == 0:
             return None if _has_ended(pipe) else b""
-        room = self._memory.room(self._state, index)
-        if room == 0:  # a line that does not fit
-            return self._put(self._pending(index) + b"\n", index, -1, now)
-        self.taken = min(nbytes, room, self._read_nbytes)
-        self._memory.read(self._state, index, pipe, self.taken)
-        return self.advance(index, now)
-
-    def _pending(self, index: int) -> bytes:
-        return self._memory.pending(self._state, index)
-
-    def advance(self, index: int, now: float) -> bytes:
-        """Log what is complete in the buffer of one stream, and return it."""
-        data = self._pending(index)
-        if not self.source.name and not self._state.streams[index].begun:
+        self.taken = min(nbytes, self._read_nbytes)
+        data = self._unread[index] + os.read(pipe, self.taken)
+        self.source.count_read()
+        if not self._begun[index]:
             data = self._learn_rank(data, index, now)
-        folded = self._folders[index].fold(data, now)
-        if not folded.used and not folded.lines:
-            return b""
-        return self._put(folded.lines, index, folded.used, now)
+        lines, used = self._folders[index].fold(data, now)
+        if len(data) - used >= LONGEST_NBYTES:
+            lines, used = lines + data[used:] + b"\n", len(data)
+        self._unread[index] = data[used:]
+        self._begun[index] |= used > 0
+        return self._put(lines, now)
 
     def _learn_rank(self, data: bytes, index: int, now: float) -> bytes:
         """Take the guard's line, which is whole if it is there, from the beginning of a stream; the rest is returned."""
@@ -177,43 +211,34 @@ class Log:
         number = line.removeprefix(RANK_MARK)
         if not (end and line.startswith(RANK_MARK) and number.isdigit() and len(number) < _RANK_NDIGITS):
             return data
-        state, stream = self._state, self._state.streams[index]
-        stream.begun = 1
-        stream.begin += len(line) + 1
-        if not state.rank:
-            state.rank = 1 + int(number)
-            self._forget_file()
-        self._memory.commit(state)
-        self._open(now)
-        return rest
-
-    def _forget_file(self) -> None:
-        """What was said before the rank was known stays in a file of its own."""
-        if self._file is not None:
-            self._file.close()
+        self._begun[index] = True
+        if self.source.rank < 0:
+            self.source.name_rank(int(number))
+            self.close()  # what was said before stays in a file of its own
             self._file = None
-            self._state.size = 0
+        self._write(b"", now)
+        return rest
 
     def late(self, now: float) -> bytes:
         """Log what is due by its time, and return it."""
-        lines = b"".join(self._put(folder.late(now), index, 0, now) for index, folder in enumerate(self._folders))
+        lines = b"".join(self._put(folder.late(now), now) for folder in self._folders)
         if self.trouble and now >= self._retry_at:
-            self._open(now)
+            self._write(b"", now)
         return lines
 
     def retry(self, now: float) -> None:
         """Try the file again now, if there is something to tell in it."""
         self._retry_at = now
         if self.trouble:
-            self._open(now)
+            self._write(b"", now)
 
     def finish(self, now: float) -> bytes:
         """Log lines without an end, too, as nothing more is expected; returns them."""
         self.retry(now)
         lines = b""
         for index, folder in enumerate(self._folders):
-            folded = folder.finish(self._pending(index))
-            lines += self._put(folded.lines, index, folded.used, now)
+            lines += self._put(folder.finish(self._unread[index]), now)
+            self._unread[index] = b""
         return lines
 
     def close(self) -> None:
@@ -222,68 +247,39 @@ class Log:
 
     # ------------------------------------------------------------ the file
 
-    def _put(self, lines: bytes, index: int, used: int, now: float) -> bytes:
-        """Write lines, after which ``used`` bytes of the stream's buffer are done with (-1: all); returns the lines."""
-        written = not lines or self._write(lines, now)
+    def _put(self, lines: bytes, now: float) -> bytes:
+        """Write lines, or count them as lost; returns them."""
         if lines:
-            self._memory.keep(lines)
-        state, stream = self._state, self._state.streams[index]
-        if lines and not written:
-            count = lines.count(b"\n")
-            self.dropped += count
-            self.why_dropped = self.trouble
-            state.lost_lines += count
-            state.lost_nbytes += len(lines)
-        stream.begin = stream.end if used < 0 else stream.begin + used
-        if lines or used:
-            stream.begun = 1
-        if stream.begin == stream.end:
-            stream.begin = stream.end = 0
-        self._memory.commit(state)
+            self.source.keep(lines)
+            if not self._write(lines, now):
+                count = lines.count(b"\n")
+                self.dropped += count
+                self.why_dropped = self.trouble
+                self._lost_lines += count
+                self._lost_nbytes += len(lines)
         return lines
 
     def _write(self, lines: bytes, now: float) -> bool:
-        """Append to the file, in memory only if that works: whoever calls this commits."""
+        """Append to the file, after what is to be said of missing lines. Without lines, people see the file at least."""
         if self.trouble and now < self._retry_at:
             return False
-        state = self._state
-        lost = state.lost_lines
-        if lost:
-            what = f"replicas: {lost} lines ({state.lost_nbytes} bytes) are missing here: {self.trouble}"
-            lines = f"{what}\n".encode() + lines
+        missing = self._gap
+        if self._lost_lines:
+            what = f"{self._lost_lines} lines ({self._lost_nbytes} bytes) are missing here: {self.trouble}"
+            missing += f"replicas: {what}\n".encode()
+        if self._file is None:
+            path = self._folder / f"{self._name or f'unknown-{self.source.pipes[0]}'}.log"
+            self._file = RotatedFile(path, *self._limits, times=self.source.shown)
         try:
-            self._ready(len(lines))
-            assert self._file is not None
-            self._file.append(lines, state.size)
+            self._file.append(missing + lines)
         except OSError as error:
             self.trouble = error.strerror or str(error)
             self._retry_at = now + _RETRY_S
-            if self._file is not None:
-                self._file.close()
+            self._file.close()
             return False
-        state.size += len(lines)
-        self.trouble = ""
-        state.lost_lines = state.lost_nbytes = 0
+        self.trouble, self._gap = "", b""
+        self._lost_lines = self._lost_nbytes = 0
         return True
-
-    def _ready(self, nbytes: int) -> None:
-        """Have the file open, and the next part of it begun if this one is full."""
-        state = self._state
-        if self._file is None:
-            name = self._name or f"unknown-{self.source.pipes[0]}"
-            path = self._folder / f"{name}.log"
-            self._file = RotatedFile(path, *self._limits, times=self.source.shown)
-        state.size = self._file.open(state.size)
-        if self._file.is_full(state.size, nbytes):
-            self._file.rotate()
-            state.size = 0
-            self._memory.commit(state)
-            self._file.open(0)
-
-    def _open(self, now: float) -> None:
-        """Make the file, so that people see it, and do away with what another pump could not commit."""
-        self._write(b"", now)
-        self._memory.commit(self._state)
 
 
 class Pump:
@@ -308,12 +304,10 @@ class Pump:
         if tee is not None:
             with contextlib.suppress(OSError):  # it is gone already: nobody looks
                 self._tee = Tee(tee, replica)
-        now = time.monotonic()
         for log in logs:
             for index, pipe in enumerate(log.source.pipes):
                 self._open[pipe] = (log, index)
                 self._selector.register(pipe, selectors.EVENT_READ, pipe)
-                self._show(log, log.advance(index, now))
 
     def run(self) -> None:
         while self._open and (self._leave_at is None or time.monotonic() < self._leave_at):

@@ -22,7 +22,7 @@ def fold(*parts: bytes | float) -> list[bytes]:
         folded = folder.fold(pending, now)
         pending = pending[folded.used :]
         logged.append(folded.lines)
-    return [*logged, folder.finish(pending).lines]
+    return [*logged, folder.finish(pending)]
 
 
 @given(st.lists(st.binary(max_size=40).filter(lambda b: b"\r" not in b and b"\x1b" not in b), max_size=12))

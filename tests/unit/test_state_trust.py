@@ -142,10 +142,9 @@ def test_what_a_run_writes_is_for_its_user_alone_in_a_folder_that_others_may_loo
         events.close()
         folder.write(endpoint="127.0.0.1:1", token="secret")
         log = RotatedFile(folder.log_dir("a", 0, 1) / "rank-0.log", 10, 1, times=True)
-        log.open(0)
-        log.append(b"password=hunter2\n", 0)
+        log.append(b"password=hunter2\n")
         log.rotate()
-        log.open(0)
+        log.append(b"")
         log.close()
         stacks.register(folder.log_dir("a", 0, 1), 0, 0)
     finally:
