@@ -162,7 +162,7 @@ class ReplicaExited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A replica waits for what its previous generation still holds before it starts again.
 
-    ``what``: a port, shared memory, GPU memory, or a process that does not die: then
+    ``what``: a port, GPU memory, or a process that does not die: then
     ``pid`` names it, and ``since`` is when it was killed (seconds since 1970).
     ``gave_up``: the replica no longer waits.
     """

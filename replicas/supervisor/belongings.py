@@ -1,16 +1,12 @@
-"""What the processes of a node have that can outlast them, or be in the way of the next generation. Standard library only.
+"""Inventory of the processes of a node, with their listening TCP ports and use of GPUs.
 
-The shim takes stock (:class:`Stocktaking`) soon after the start, once a minute, and before it ends its processes, and tells
-the supervisor: a rank that is killed leaves nobody to ask. Listening TCP ports, paths of Unix sockets, files in /dev/shm,
-whether a GPU was open, and who the processes were.
-
-A port on which several sockets listen, at the same address, is shared on purpose (SO_REUSEPORT: replicas that serve as one):
-it is in nobody's way, and left out.
+The shim takes stock (:class:`Stocktaking`) soon after the start, once a minute, and before
+it ends its processes, and tells the supervisor: a rank that is killed leaves nobody to ask.
+Standard library only.
 """
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import os
 import socket
@@ -22,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from replicas.linux.processes import start_time
 
-__all__ = ["Belongings", "Listener", "Stocktaking", "listeners", "shared_files", "take", "unix_sockets"]
+__all__ = ["Belongings", "Listener", "Stocktaking", "listeners", "take"]
 
 _FIRST_S = 5.0
 _INTERVAL_S = 60.0
@@ -40,11 +36,9 @@ class Listener(NamedTuple):
 
 
 class Belongings(NamedTuple):
-    """``segments``: files in /dev/shm. ``gpu``: some process had a GPU open. ``processes``: pid and start time of each."""
+    """``gpu``: some process had a GPU open. ``processes``: pid and start time of each."""
 
     ports: tuple[Listener, ...] = ()
-    sockets: tuple[str, ...] = ()
-    segments: tuple[str, ...] = ()
     gpu: bool = False
     processes: tuple[tuple[int, int], ...] = ()
 
@@ -52,8 +46,6 @@ class Belongings(NamedTuple):
     def of(cls, data: Mapping[str, Any]) -> Belongings:
         return cls(
             ports=tuple(Listener(*port) for port in data["ports"]),
-            sockets=tuple(data["sockets"]),
-            segments=tuple(data["segments"]),
             gpu=bool(data["gpu"]),
             processes=tuple((int(pid), int(start)) for pid, start in data["processes"]),
         )
@@ -65,7 +57,6 @@ class Belongings(NamedTuple):
 def take(pids: Iterable[int]) -> Belongings:
     """What these processes have now; of one that ends meanwhile, what was still seen."""
     inodes: set[int] = set()
-    segments: set[str] = set()
     gpu = False
     processes: list[tuple[int, int]] = []
     for pid in pids:
@@ -78,13 +69,8 @@ def take(pids: Iterable[int]) -> Belongings:
                 inodes.add(int(target[8:-1]))
             elif target.startswith("/dev/nvidia") and target[11:].isdigit():
                 gpu = True
-        segments |= shared_files(pid)
     return Belongings(
-        ports=tuple(one for one in (_unshared() if inodes else ()) if one.inode in inodes)[:_MAX_EACH],
-        sockets=tuple(sorted(path for path, inode in (unix_sockets() if inodes else ()) if inode in inodes))[
-            :_MAX_EACH
-        ],
-        segments=tuple(sorted(segments))[:_MAX_EACH],
+        ports=tuple(one for one in (listeners() if inodes else ()) if one.inode in inodes)[:_MAX_EACH],
         gpu=gpu,
         processes=tuple(processes)[:_MAX_EACH],
     )
@@ -116,12 +102,9 @@ class Stocktaking:
         """What they have and had, some being gone already, when that has changed."""
         self._look_at = now + _INTERVAL_S
         found, old = take(self._pids()), self._last
-        shared = _shared(listeners()) if old.ports else set()
         return self._note(
             Belongings(
-                ports=_union(tuple(one for one in old.ports if one[:2] not in shared), found.ports),
-                sockets=_union(old.sockets, found.sockets),
-                segments=_union(old.segments, found.segments),
+                ports=_union(old.ports, found.ports),
                 gpu=old.gpu or found.gpu,
                 processes=_union(old.processes, found.processes),
             )
@@ -152,19 +135,6 @@ def _descriptors(pid: int) -> list[str]:
     return targets
 
 
-def shared_files(pid: int) -> set[str]:
-    """Files in /dev/shm that it has open or mapped, and that still have their names."""
-    found = set(_descriptors(pid))
-    try:
-        maps = Path(f"/proc/{pid}/maps").read_bytes()
-    except (FileNotFoundError, PermissionError, ProcessLookupError):
-        maps = b""
-    if b"/dev/shm/" in maps:
-        lines = (line.decode(errors="surrogateescape") for line in maps.splitlines() if b" /dev/shm/" in line)
-        found |= {line.split(None, 5)[5] for line in lines}
-    return {name for name in found if name.startswith("/dev/shm/") and not name.endswith(" (deleted)")}
-
-
 def listeners() -> Iterator[Listener]:
     """Every TCP socket that listens in this network namespace."""
     for name, family in (("tcp", socket.AF_INET), ("tcp6", socket.AF_INET6)):
@@ -179,31 +149,8 @@ def listeners() -> Iterator[Listener]:
                 yield Listener(_address(address, family), int(port, 16), int(fields[9]))
 
 
-def _shared(there: Iterable[Listener]) -> set[tuple[str, int]]:
-    """Address and port of those that several sockets listen on."""
-    return {place for place, count in collections.Counter(one[:2] for one in there).items() if count > 1}
-
-
-def _unshared() -> list[Listener]:
-    there = list(listeners())
-    shared = _shared(there)
-    return [one for one in there if one[:2] not in shared]
-
-
 def _address(text: str, family: socket.AddressFamily) -> str:
     """The kernel writes 32-bit words in its own byte order."""
     words = [int(text[at : at + 8], 16) for at in range(0, len(text), 8)]
     order = "<" if sys.byteorder == "little" else ">"
     return socket.inet_ntop(family, struct.pack(f"{order}{len(words)}I", *words))
-
-
-def unix_sockets() -> Iterator[tuple[str, int]]:
-    """Path and inode of every Unix socket that is bound to a path."""
-    try:
-        lines = Path("/proc/net/unix").read_bytes().decode(errors="surrogateescape").splitlines()[1:]
-    except OSError:
-        return  # a sandbox that does not show it
-    for line in lines:
-        fields = line.split(None, 7)
-        if len(fields) == 8 and fields[7].startswith("/"):
-            yield fields[7], int(fields[6])

@@ -1,9 +1,8 @@
-"""What an old generation leaves in the way of the next one, and who holds it.
+"""Ports and GPU memory that a dead generation still holds.
 
-Every process of the old generation is gone when this is asked. What it had may still be held: a port by a process that got
-its socket handed over, or by a stranger that was quicker; a segment by one that has it mapped; GPU memory by the driver,
-which takes its time. :func:`wait_clear` waits for all that, but not for ever: in the end the holder is named, and the next
-generation tries its luck. A segment that nobody holds is in nobody's way, and may be what the program wants to find again.
+A port is held by a process that got the listening socket handed over, GPU memory by the
+driver, which frees it late. :func:`wait_clear` waits for both, but not for ever: in the end
+the holder is named, and the next generation starts nevertheless.
 """
 
 from __future__ import annotations
@@ -11,17 +10,15 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterable, Sequence
-from pathlib import Path
+from collections.abc import Awaitable, Callable, Sequence
 from typing import NamedTuple
 
-import anyio
 import anyio.to_thread
 
 from replicas.foreign import one_line
-from replicas.linux.processes import command_line, start_time
+from replicas.linux.processes import command_line
 from replicas.linux.smi import gpu_processes
-from replicas.supervisor.belongings import Belongings, Listener, listeners, shared_files, unix_sockets
+from replicas.supervisor.belongings import Belongings, listeners
 
 __all__ = ["CLEAR_S", "Held", "held", "wait_clear"]
 
@@ -29,8 +26,6 @@ CLEAR_S = 10.0
 """How long the next generation waits for what the old one had."""
 _LOOK_INTERVAL_S = 0.1
 _SMI_TIMEOUT_S = 5.0
-_LEAST_LOOK_S = 1.0
-_ANY = ("0.0.0.0", "::")
 
 
 class Held(NamedTuple):
@@ -53,16 +48,12 @@ async def wait_clear(
     :param pause: waits for some seconds; False: give up.
     :return: what is still held after ``timeout_s``.
     """
-    if not any(one.ports or one.sockets or one.segments or one.gpu or one.processes for one in old):
+    if not any(one.ports or one.gpu for one in old):
         return []
     deadline = time.monotonic() + timeout_s
     known: set[Held] = set()
-    found = [Held("what the old generation had", f"unknown: to look for it takes more than {timeout_s:g} s")]
     while True:
-        with anyio.move_on_after(
-            max(_LEAST_LOOK_S, deadline - time.monotonic())
-        ):  # a driver may hold up whoever asks it
-            found = await anyio.to_thread.run_sync(_looked, old, abandon_on_cancel=True)
+        found = await anyio.to_thread.run_sync(_looked, old)  # for 5 s at most
         for one in found:
             if one not in known:
                 known.add(one)
@@ -80,60 +71,18 @@ def _looked(old: Sequence[Belongings]) -> list[Held]:
 
 
 def held(old: Sequence[Belongings]) -> list[Held]:
-    """What is held of that, and by whom. Blocks for some milliseconds (with a GPU for what nvidia-smi takes, up to 5 s)."""
-    return [found for one in old for found in (*_alive(one), *_ports(one), *_sockets(one), *_segments(one), *_gpu(one))]
-
-
-def _alive(old: Belongings) -> list[Held]:
-    """Processes that left the tree in time."""
-    alive = [pid for pid, start in old.processes if start_time(pid) == start]
-    return [Held("the life of a process", _name(pid)) for pid in alive]
+    """What is held of that, and by whom. Blocks: some milliseconds, with a GPU up to 5 s for nvidia-smi."""
+    return [found for one in old for found in (*_ports(one), *_gpu(one))]
 
 
 def _ports(old: Belongings) -> list[Held]:
-    if not old.ports:
-        return []
-    now = list(listeners())
-    low, high = _ephemeral()
+    inodes = {one.inode for one in old.ports}
     found: list[Held] = []
-    for one in old.ports:
-        # Ports of the kernel's choice are not asked for again: another socket there is no matter.
-        chosen = not low <= one.port <= high
-        for other in now:
-            same = other.inode == one.inode
-            if same or (chosen and _conflict(one, other)):
-                where = f"[{one.address}]" if ":" in one.address else one.address
-                found.append(Held(f"port {where}:{one.port}", _holder(f"socket:[{other.inode}]")))
-                break
+    for one in listeners() if inodes else ():
+        if one.inode in inodes:
+            where = f"[{one.address}]" if ":" in one.address else one.address
+            found.append(Held(f"port {where}:{one.port}", _holder(f"socket:[{one.inode}]")))
     return found
-
-
-def _conflict(one: Listener, other: Listener) -> bool:
-    any_address = one.address in _ANY or other.address in _ANY
-    return one.port == other.port and (one.address == other.address or any_address)
-
-
-def _ephemeral() -> tuple[int, int]:
-    low, high = Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()
-    return int(low), int(high)
-
-
-def _sockets(old: Belongings) -> list[Held]:
-    if not old.sockets:
-        return []
-    now = dict(unix_sockets())
-    return [Held(f"socket {one_line(path)}", _holder(f"socket:[{now[path]}]")) for path in old.sockets if path in now]
-
-
-def _segments(old: Belongings) -> list[Held]:
-    there = {path for path in old.segments if os.path.exists(path)}  # noqa: PTH110  # names that are no good Paths too
-    if not there:
-        return []
-    found: dict[str, Held] = {}
-    for pid in _pids():
-        for path in there & shared_files(pid):
-            found.setdefault(path, Held(f"segment {one_line(path)}", _name(pid)))
-    return list(found.values())
 
 
 def _gpu(old: Belongings) -> list[Held]:
@@ -158,17 +107,13 @@ def _gpu(old: Belongings) -> list[Held]:
 # ------------------------------------------------------------ who it is
 
 
-def _pids() -> Iterable[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdigit()]  # noqa: PTH208  # names are enough
-
-
 def _holder(target: str) -> str:
     """The process that has a descriptor for this; several: the first."""
-    for pid in _pids():
+    for pid in filter(str.isdigit, os.listdir("/proc")):  # noqa: PTH208  # names are enough
         try:
             with os.scandir(f"/proc/{pid}/fd") as entries:
                 if any(_refers(entry, target) for entry in entries):
-                    return _name(pid)
+                    return _name(int(pid))
         except (FileNotFoundError, PermissionError, ProcessLookupError):
             continue  # it has ended, or is somebody else's
     return "a process that cannot be looked into (another user's, or in another container)"

@@ -12,52 +12,30 @@ import anyio
 import pytest
 
 from replicas.linux.smi import _stuck as smi_stuck
-from replicas.supervisor import belongings, remains
+from replicas.supervisor import remains
 from replicas.supervisor.belongings import Belongings, Listener, Stocktaking, take
 from replicas.supervisor.remains import Held, held, wait_clear
 
 ME = f"process {os.getpid()} ("
 
 
-def test_ports_sockets_and_segments_are_found_with_their_holder(tmp_path: Path) -> None:
-    path = str(tmp_path / "s")
-    segment = Path(f"/dev/shm/test-belongings-{os.getpid()}")
-    with (
-        socket.create_server(("127.0.0.1", 0)) as listener,
-        socket.socket(socket.AF_UNIX) as bound,
-        segment.open("wb") as file,
-    ):
-        bound.bind(path)
+def test_ports_are_found_with_their_holder() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         found = take([os.getpid()])
-        assert (port, path in found.sockets, str(segment) in found.segments) == (
-            next(one.port for one in found.ports if one.address == "127.0.0.1" and one.port == port),
-            True,
-            True,
-        )
+        mine = Belongings(ports=tuple(one for one in found.ports if one.port == port))
+        assert [one.address for one in mine.ports] == ["127.0.0.1"]
         assert [pid for pid, _ in found.processes] == [os.getpid()]
         assert Belongings.of(found.message()) == found
-        mine = Belongings(
-            ports=tuple(one for one in found.ports if one.port == port), sockets=(path,), segments=(str(segment),)
-        )
-        now = held([mine])
-        assert [one.what for one in now] == [f"port 127.0.0.1:{port}", f"socket {path}", f"segment {segment}"]
-        assert all(one.holder.startswith(ME) for one in now)
-        file.close()
-    segment.unlink()
+        (now,) = held([mine])
+        assert now.what == f"port 127.0.0.1:{port}"
+        assert now.holder.startswith(ME)
     assert held([mine]) == []
 
 
-def test_another_socket_on_a_port_of_the_kernels_choice_is_no_matter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_socket_on_the_same_port_is_no_matter() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        old = Belongings(ports=(Listener("0.0.0.0", port, 1),))
-        monkeypatch.setattr(remains, "_ephemeral", lambda: (port, port))
-        assert held([old]) == []
-        monkeypatch.setattr(remains, "_ephemeral", lambda: (port + 1, port + 2))
-        (one,) = held([old])
-        assert one.what == f"port 0.0.0.0:{port}"
-        assert one.holder.startswith(ME)
+        assert held([Belongings(ports=(Listener("0.0.0.0", listener.getsockname()[1], 1),))]) == []
 
 
 def test_gpu_memory_that_the_driver_counts_for_the_old_is_waited_for(
@@ -93,20 +71,6 @@ def test_a_driver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(remains, "_SMI_TIMEOUT_S", 60.0)
     assert held([Belongings(gpu=True)]) == []
     assert smi_stuck == []
-
-
-def test_ports_that_are_shared_are_in_nobodys_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    there = [Listener("0.0.0.0", 80, 1), Listener("0.0.0.0", 81, 2), Listener("::", 80, 3)]
-    monkeypatch.setattr(belongings, "listeners", lambda: iter(there))
-    monkeypatch.setattr(belongings, "_descriptors", lambda _: [f"socket:[{one.inode}]" for one in there])
-    stock = Stocktaking(lambda: [os.getpid()], 0.0)
-    before = stock.now(0.0)
-    assert before is not None
-    assert [one.inode for one in before.ports] == [1, 2, 3]
-    there.append(Listener("0.0.0.0", 80, 4))  # another replica came
-    after = stock.last_time(1.0)
-    assert after is not None
-    assert [one.inode for one in after.ports] == [2, 3]
 
 
 def test_the_wait_ends_when_it_is_clear_given_up_or_too_long() -> None:
