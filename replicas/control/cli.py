@@ -65,7 +65,7 @@ def run(config: ConfigPath) -> None:
     """Supervise the run of CONFIG until it is over."""
     with exit_codes():
         loaded = load(config)
-        from replicas.supervisor.__main__ import supervise  # it brings the event loop; the other commands stay light
+        from replicas.supervisor.operator import supervise  # it brings the event loop; the other commands stay light
 
         code = supervise(loaded)
     raise typer.Exit(code)

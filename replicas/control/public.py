@@ -3,11 +3,12 @@ store is, which knows no token.
 
 A program may print a secret, and its last line is part of the reason why its replica failed, which goes a long way: into
 states, events, and what is said of members. So no field is trusted: every text is cut behind the exit code or the signal
-(:func:`replicas.supervisor.causes.without_output`).
+(:func:`without_output`).
 """
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable
 from typing import Any
@@ -16,12 +17,21 @@ import msgspec
 
 from replicas.events import Event, Record, ReloadRefused, ReplicaExited
 from replicas.status import RunStatus
-from replicas.supervisor.causes import without_output
 
-__all__ = ["Cached", "hiding_store", "public", "public_record"]
+__all__ = ["Cached", "hiding_store", "public", "public_record", "without_output"]
 
 _SHARE = 20
 _KEPT_S = 0.5
+
+_KILLED = r"was killed by (?:SIG\w+|signal \d+)"
+_ENDED = rf" (?:exited with code \d+|{_KILLED})(?: after its process \d+ \([^)]*\) {_KILLED})?"
+_OUTPUT = re.compile(rf"(rank \d+{_ENDED}|torchrun of node \d+(?:{_ENDED})?): .*", re.DOTALL)
+"""How a cause begins that goes on with the last words of a program (here, or in an exit report)."""
+
+
+def without_output(text: str) -> str:
+    """A text as far as it is our own: a cause in it ends with the exit code or the signal."""
+    return _OUTPUT.sub(r"\1", text)
 
 
 def public(value: object) -> Any:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from dataclasses import dataclass
 from typing import Literal
@@ -14,7 +13,7 @@ from replicas.events import LogLinesDropped, RankEnd, ReplicaExited
 from replicas.linux.processes import signal_name
 from replicas.supervisor.orders import ExitReport, LogLoss, RankExit
 
-__all__ = ["Cause", "dropped", "exited", "verdict", "without_output"]
+__all__ = ["Cause", "dropped", "exited", "verdict"]
 
 
 @dataclass(frozen=True)
@@ -29,17 +28,6 @@ _OUTCOMES: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost",
 
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 """Signals that come from outside: the program's last line of output says nothing about them."""
-
-
-_KILLED = r"was killed by (?:SIG\w+|signal \d+)"
-_ENDED = rf" (?:exited with code \d+|{_KILLED})(?: after its process \d+ \([^)]*\) {_KILLED})?"
-_OUTPUT = re.compile(rf"(rank \d+{_ENDED}|torchrun of node \d+(?:{_ENDED})?): .*", re.DOTALL)
-"""How a cause begins that goes on with the last words of a program (here, or in an exit report)."""
-
-
-def without_output(text: str) -> str:
-    """A text as far as it is our own: a cause in it ends with the exit code or the signal."""
-    return _OUTPUT.sub(r"\1", text)
 
 
 def _words(rank: RankExit) -> str:

@@ -87,14 +87,13 @@ class Spent(msgspec.Struct, frozen=True):
 class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
     """``generation``: the last one that was, or was about to be, started. ``restarts``: by reason.
 
-    ``cycles``: restarts in a row without progress; ``progress``: what it had reached when that was last counted.
+    ``cycles``: restarts in a row without progress.
     ``halted``: it was stopped by hand, and rests until somebody restarts it.
     """
 
     generation: int = 0
     restarts: dict[str, int] = {}
     cycles: int = 0
-    progress: dict[str, int] = {}
     last_exit: str = ""
     halted: bool = False
 
@@ -102,14 +101,13 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
     """``size``: replicas that are wanted; ``configured``: what the config said then: it wins once it says something else.
 
-    ``spent``: the restarts in the budget's window. ``restarts``: of replicas that were scaled away, by reason.
+    ``spent``: the restarts in the budget's window.
     """
 
     size: int
     configured: int = 0
     replicas: dict[int, SavedReplica] = {}
     spent: tuple[Spent, ...] = ()
-    restarts: dict[str, int] = {}
 
     @property
     def once_removed(self) -> SavedGroup:

@@ -36,7 +36,7 @@ from replicas.coordinator.decisions import DecisionLog
 from replicas.core.channel import ChannelState
 from replicas.core.effects import CommitDecision, Effect
 from replicas.messages import FromMember
-from replicas.supervisor import __main__ as command_line
+from replicas.supervisor import operator as command_line
 from replicas.supervisor.supervisor import Supervisor
 from tests.chaos.moments import Moments
 from tests.support.processes import children, name_of

@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
+from replicas.control.public import without_output
 from replicas.events import LogLinesDropped, RankEnd, ReplicaExited
 from replicas.linux.processes import Child
 from replicas.supervisor import orders
-from replicas.supervisor.causes import exited, verdict, without_output
+from replicas.supervisor.causes import exited, verdict
 from replicas.supervisor.endings import exit_report
 from replicas.supervisor.failure import FailureReports
 from replicas.supervisor.node import Node
