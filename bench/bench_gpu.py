@@ -150,7 +150,7 @@ async def newest(trainer: Rank, scene: Scene) -> int:
 
 def without_gpu() -> str:
     """Why there is nothing to measure; empty: there is a GPU. Another process is asked: torch stays out of this one."""
-    code = "import sys; from replicas.weights.accelerator import accelerator as a; f = a(); sys.exit(not f or not f.device())"
+    code = "import sys; from replicas.weights.devices.accelerator import accelerator as a; f = a(); sys.exit(not f or not f.device())"
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, check=False)
     return "" if done.returncode == 0 else "no GPU can be used here: bench_gpu measures nothing"

@@ -1,6 +1,6 @@
 """A rank of ``bench_gpu.py``: a trainer or a target with weights on the GPU, and the limits of that card beside them.
 
-Everything that only a GPU can do goes through :mod:`replicas.weights.accelerator`, so that this file also runs on the fake
+Everything that only a GPU can do goes through :mod:`replicas.weights.devices.accelerator`, so that this file also runs on the fake
 accelerator of the tests, where its figures mean nothing. Times of work on the GPU are of events on its own clock.
 """
 
@@ -20,8 +20,8 @@ import replicas
 from bench.rank import Driver, Handler
 from bench.shapes import SETS
 from replicas.messages import SlotPlace
-from replicas.weights.accelerator import Accelerator, Event, accelerator
-from replicas.weights.buffers import Buffer
+from replicas.weights.devices.accelerator import Accelerator, Event, accelerator
+from replicas.weights.memory.buffers import Buffer
 
 __all__ = ["GpuRank", "handlers"]
 

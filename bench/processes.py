@@ -129,7 +129,7 @@ async def _forkserver() -> AsyncIterator[Forkserver]:
 @asynccontextmanager
 async def forkservers(count: int) -> AsyncIterator[list[Forkserver]]:
     """So many, each of which has loaded torch: it answers its first client only then."""
-    from replicas.sidecar import client  # takes torch, of which this process needs nothing later
+    from replicas.sidecar.rank_side import client  # takes torch, of which this process needs nothing later
 
     async with AsyncExitStack() as stack:
         found = [await stack.enter_async_context(_forkserver()) for _ in range(count)]

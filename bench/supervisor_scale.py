@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.trees import Process, Supervised, cpu_s, pss_nbytes, send, supervised, until
-from replicas.control.client import Client
+from replicas.cli.client import Client
 
 __all__ = ["SIZES", "ScaleSample", "measure", "p99"]
 

@@ -56,7 +56,7 @@ LOG_DIR = "REPLICAS_LOG_DIR"
 """Folder of this replica's log files."""
 ACCELERATOR = "REPLICAS_ACCELERATOR"
 """``package.module:Class`` of the accelerator to use in place of CUDA, a subclass of
-``replicas.weights.accelerator.Accelerator``. The only variable of a supervisor's own
+``replicas.weights.devices.accelerator.Accelerator``. The only variable of a supervisor's own
 environment with this prefix that its ranks inherit."""
 
 _TORCHRUN_NAMES = frozenset({"RANK", "WORLD_SIZE"})

@@ -13,31 +13,32 @@ from typing import Any
 
 import torch
 
-from replicas import arguments, errors, own_loop
-from replicas.channel.arena_like import arena_like
-from replicas.channel.collectives import Collectives
+from replicas import errors
 from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
-from replicas.channel.lanes import Lanes
-from replicas.channel.leases import Holder
-from replicas.channel.manifests import Manifests
-from replicas.channel.operations import Operations
+from replicas.channel.operations.collectives import Collectives
+from replicas.channel.operations.operations import Operations
+from replicas.channel.operations.results import Operation
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.publish import Publisher
-from replicas.channel.publish_job import PublishJob
-from replicas.channel.receive import Bound, Receiver
-from replicas.channel.results import Operation
 from replicas.channel.session import Session
-from replicas.channel.transfers import Transfers
-from replicas.channel.update import Update
-from replicas.channel.watches import Watches
-from replicas.messages import Hello
+from replicas.channel.sidecar_lanes import Lanes
+from replicas.channel.versions.arena_like import arena_like
+from replicas.channel.versions.leases import Holder
+from replicas.channel.versions.manifest_exchange import Manifests
+from replicas.channel.versions.publish import Publisher
+from replicas.channel.versions.publish_job import PublishJob
+from replicas.channel.versions.receive import Bound, Receiver
+from replicas.channel.versions.transfers import Transfers
+from replicas.channel.versions.update import Update
+from replicas.channel.versions.watches import Watches
+from replicas.common import own_loop
+from replicas.common.waits import Latch
+from replicas.messages import Hello, arguments
 from replicas.messages.bounds import VERSION_MAX, shown
 from replicas.messages.identity import Member
-from replicas.waits import Latch
-from replicas.weights.accelerator import accelerator
+from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.feed import Feed
+from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.tensors import overlaps_itself
-from replicas.weights.writable import WritableSlot
 
 __all__ = ["Channel"]
 

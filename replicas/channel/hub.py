@@ -14,7 +14,7 @@ again what it has open (publishes, asks, watches), or ends it (transfers, lanes)
 What changed here between the Hello and the Welcome is told in between: it had been queued for the old coordinator, and
 was thrown away. Whatever happens, each operation also has a timer of its own here, a little behind its deadline.
 
-What is held, and what of it must be kept, is in :mod:`replicas.channel.holdings`.
+What is held, and what of it must be kept, is in :mod:`replicas.channel.versions.holdings`.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import msgspec
 import torch
 
 from replicas import errors
-from replicas.channel.holdings import Holdings
-from replicas.channel.leases import Leases
 from replicas.channel.loop import SessionLoop
 from replicas.channel.pending import Pending
 from replicas.channel.session import Session
+from replicas.channel.versions.holdings import Holdings
+from replicas.channel.versions.leases import Leases
 from replicas.memory.beacon import find
 from replicas.messages import (
     Ack,
@@ -59,8 +59,8 @@ from replicas.messages import (
 )
 from replicas.messages.bounds import text_of
 from replicas.messages.identity import Member
-from replicas.sidecar.client import SidecarDied, SidecarFailed
-from replicas.weights.arena import Arena
+from replicas.sidecar.rank_side.client import SidecarDied, SidecarFailed
+from replicas.weights.memory.arena import Arena
 
 __all__ = ["BYE_TIMEOUT_S", "GRACE_S", "Hub", "Part", "as_wire_error"]
 

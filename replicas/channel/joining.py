@@ -11,18 +11,19 @@ from collections.abc import Mapping
 
 import torch
 
-from replicas import arguments, environ, errors, own_loop
+from replicas import environ, errors
 from replicas.channel.channel import Channel
 from replicas.channel.hub import GRACE_S, Hub
 from replicas.channel.loop import session_loop
+from replicas.common import own_loop
 from replicas.environ import Environment
 from replicas.linux import stacks
 from replicas.memory.beacon import own_beacon
 from replicas.memory.process import own_process
-from replicas.messages import PROTOCOL, Hello
+from replicas.messages import PROTOCOL, Hello, arguments
 from replicas.messages.bounds import RANKS_MAX, clean
 from replicas.sidecar.device_probe import prove_device
-from replicas.weights.accelerator import accelerator
+from replicas.weights.devices.accelerator import accelerator
 
 __all__ = ["join"]
 

@@ -32,9 +32,9 @@ from typing import Any, Protocol, TypeVar
 
 from replicas import errors
 from replicas.channel.pending import Pending
+from replicas.common.waits import locked
 from replicas.linux.sockets import Door
-from replicas.sidecar.client import Forkserver
-from replicas.waits import locked
+from replicas.sidecar.rank_side.client import Forkserver
 
 __all__ = ["Inherited", "SessionLoop", "session_loop"]
 

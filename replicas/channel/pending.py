@@ -33,10 +33,11 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import msgspec
 
-from replicas import arguments, errors, own_loop
-from replicas.messages import ReceiptData
+from replicas import errors
+from replicas.common import own_loop
+from replicas.common.waits import Latch, locked
+from replicas.messages import ReceiptData, arguments
 from replicas.messages.identity import Member
-from replicas.waits import Latch, locked
 
 if TYPE_CHECKING:
     import torch

@@ -39,7 +39,7 @@ from websockets.exceptions import InvalidHandshake, InvalidStatus, WebSocketExce
 
 from replicas import errors
 from replicas.channel.loop import SessionLoop
-from replicas.core.backoff import Backoff
+from replicas.common.backoff import Backoff
 from replicas.linux.sockets import listener_uids, whose
 from replicas.messages import (
     Bye,

@@ -13,7 +13,7 @@ from functools import partial
 
 from replicas import errors
 from replicas.channel.hub import Hub
-from replicas.channel.operation_job import Attempt, Job
+from replicas.channel.operations.operation_job import Attempt, Job
 from replicas.channel.pending import Receipt
 from replicas.messages import OperationSettled, ReceiptData, WireError
 

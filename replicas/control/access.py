@@ -9,7 +9,7 @@ from typing import Protocol
 
 from starlette.requests import Request
 
-from replicas.coordinator.guard import welcome
+from replicas.coordinator.connection_guard import welcome
 
 __all__ = ["Access", "ByToken", "everyone"]
 

@@ -1,7 +1,7 @@
 """All that the control port and the run's socket answer: pages to read, streams, and orders.
 
 ``/livez``, ``/readyz``, ``/metrics``, ``/status`` and a short index only read; ``/events`` and ``/logs`` are in
-:mod:`replicas.control.streams`, the orders in :mod:`replicas.control.desk`. The coordinator serves them beside its sessions;
+:mod:`replicas.control.streams`, the orders in :mod:`replicas.control.orders_api`. The coordinator serves them beside its sessions;
 without one they are routes for any Starlette app. Pages are for everyone who reaches the port; what programs print is not
 (:mod:`replicas.control.public`).
 """
@@ -18,10 +18,10 @@ from starlette.routing import Route
 from replicas import errors
 from replicas.control.access import Access, everyone
 from replicas.control.commands import ORDERS, Commands
-from replicas.control.desk import NO_STORE, desk_routes, json_bytes, json_response, refusal
+from replicas.control.orders_api import NO_STORE, desk_routes, json_bytes, json_response, refusal
 from replicas.control.public import Cached, hiding_store, public
 from replicas.control.streams import StreamSource, stream_routes
-from replicas.core.ordering import GOOD, enough
+from replicas.core.lives.ordering import GOOD, enough
 from replicas.status import ReplicaStatus, RunStatus
 
 __all__ = ["StatusSource", "control_routes", "readiness_checks"]

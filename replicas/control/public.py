@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from replicas.events import Event, Record, ReloadRefused, ReplicaExited
 from replicas.status import RunStatus
+from replicas.telemetry.events import Event, Record, ReloadRefused, ReplicaExited
 
 __all__ = ["Cached", "hiding_store", "public", "public_record", "without_output"]
 
@@ -63,7 +63,7 @@ class Cached:
 
 
 def public_record(record: Record) -> bytes:
-    """The record as one line of JSON, as :func:`replicas.events.encode` writes it."""
+    """The record as one line of JSON, as :func:`replicas.telemetry.events.encode` writes it."""
     return msgspec.json.encode(public(Record(record.seq, record.at, _reduced(record.event))))
 
 

@@ -31,7 +31,7 @@ from typing import Self
 from starlette.routing import BaseRoute
 
 from replicas import errors
-from replicas.coordinator.guard import Guard, HttpProtocol
+from replicas.coordinator.connection_guard import Guard, HttpProtocol
 from replicas.coordinator.server import Server
 from replicas.linux.sockets import is_own, listens, peer_uid, reachable
 

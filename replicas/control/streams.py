@@ -21,10 +21,10 @@ from starlette.routing import Route
 
 from replicas import errors
 from replicas.control.access import Access
-from replicas.control.desk import NO_STORE, refusal
 from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
+from replicas.control.orders_api import NO_STORE, refusal
 from replicas.control.public import public_record
-from replicas.events import Record, encode
+from replicas.telemetry.events import Record, encode
 
 __all__ = ["BEAT_S", "StreamSource", "stream_routes"]
 

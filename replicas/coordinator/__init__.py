@@ -14,14 +14,14 @@ if TYPE_CHECKING:
     from replicas.coordinator.coordinator import Coordinator
     from replicas.coordinator.readiness import Readiness
     from replicas.core.effects import Event
-    from replicas.core.roster import GroupShape
+    from replicas.core.members.roster import GroupShape
 
 __all__ = ["Coordinator", "Event", "GroupShape", "Readiness"]
 
 _HOMES = {
     "Coordinator": "replicas.coordinator.coordinator",
     "Event": "replicas.core.effects",
-    "GroupShape": "replicas.core.roster",
+    "GroupShape": "replicas.core.members.roster",
     "Readiness": "replicas.coordinator.readiness",
 }
 

@@ -12,9 +12,11 @@ from typing import Any, Self
 import anyio
 from starlette.routing import BaseRoute
 
-from replicas import arguments, own_loop
-from replicas.config import ChannelConfig
-from replicas.config_file import channels_from
+from replicas.common import own_loop
+from replicas.config.file import channels_from
+from replicas.config.structs import ChannelConfig
+from replicas.coordinator.allowed_hosts import Hosts
+from replicas.coordinator.connection_guard import Guard
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
@@ -29,15 +31,14 @@ from replicas.coordinator.given import (
     shapes_of,
     state_folder,
 )
-from replicas.coordinator.guard import Guard
-from replicas.coordinator.hosts import Hosts
 from replicas.coordinator.limits import REASONS
 from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
 from replicas.coordinator.statuses import channel_status
 from replicas.coordinator.store import StoreKeeper
 from replicas.core.effects import Event, StoreChanged
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
+from replicas.messages import arguments
 from replicas.status import ChannelStatus, StoreStatus
 
 __all__ = ["Coordinator"]
@@ -54,7 +55,7 @@ class Coordinator:
     Each process then calls ``replicas.join("policy", endpoint=..., token=..., group="rollout", replica=3, rank=0,
     world_size=1)``. Runs on asyncio (anyio on the asyncio backend included); takes no torch into this process.
 
-    :param channels: by name, a :class:`~replicas.config.ChannelConfig` or a mapping with the keys of the config file.
+    :param channels: by name, a :class:`~replicas.config.structs.ChannelConfig` or a mapping with the keys of the config file.
     :param groups: replicas of each group (or its :class:`GroupShape`): operations between peers wait until so many have
         joined for the first time. Default: one replica of one rank.
     :param host: address to listen on for sessions and HTTP; :param port: 0 lets the kernel choose.

@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from replicas import errors
+from replicas.common.decoding import MALFORMED
 from replicas.core.effects import CommitDecision, Past
-from replicas.decoding import MALFORMED
 from replicas.linux import private
 
 __all__ = ["DecisionLog"]

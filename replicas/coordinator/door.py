@@ -36,8 +36,8 @@ from collections.abc import Callable
 from typing import Any
 
 from replicas import errors
+from replicas.coordinator.allowed_hosts import Hosts
 from replicas.coordinator.crowd import Crowd, source_of
-from replicas.coordinator.hosts import Hosts
 from replicas.coordinator.limits import HEAD_NBYTES, LOBBY, QUEUED, REQUEST_S, REQUEST_TIMEOUT_S, STRANGERS_SHARE, Pace
 
 __all__ = ["Admit", "Door", "authorization_of", "head_of"]

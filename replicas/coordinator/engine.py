@@ -10,7 +10,7 @@ written and synced to disk before the commit is queued to anyone. Sending only q
 Time is the loop's monotonic clock. A tick that comes late means that this process did not run (a stopped machine, a long
 pause): the members could not be heard in that time, so the pause is added to everyone's lease, and the sockets are read
 before anybody or any deadline is judged. Nor is a member on another host judged by a time in which nobody at all was heard:
-then this host was cut off (:mod:`replicas.core.silence`).
+then this host was cut off (:mod:`replicas.core.members.silence`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Mapping
 from typing import Protocol
 
 from replicas import errors
-from replicas.config import ChannelConfig
+from replicas.config.structs import ChannelConfig
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.reach import check_reach
 from replicas.coordinator.sessions import Connection, Encoded, ProcessWatch, Session
@@ -44,10 +44,10 @@ from replicas.core.effects import (
     Sweep,
     SyncEnded,
 )
-from replicas.core.lanes import SECRET_NBYTES
-from replicas.core.manifests import Joined, read
-from replicas.core.roster import GroupShape
-from replicas.core.silence import Silence
+from replicas.core.members.roster import GroupShape
+from replicas.core.members.silence import Silence
+from replicas.core.moving.lanes import SECRET_NBYTES
+from replicas.core.versions.manifests import Joined, read
 from replicas.memory.beacon import own_beacon
 from replicas.memory.kept import Keeper
 from replicas.memory.process import own_process

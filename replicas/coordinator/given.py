@@ -9,9 +9,10 @@ from typing import Any
 from msgspec import UNSET
 from starlette.routing import BaseRoute
 
-from replicas import arguments, errors
-from replicas.config_values import Form, Place, address, folder, listen
-from replicas.core.roster import GroupShape
+from replicas import errors
+from replicas.config.values import Form, Place, address, folder, listen
+from replicas.core.members.roster import GroupShape
+from replicas.messages import arguments
 from replicas.messages.bounds import RANKS_MAX, shown
 
 __all__ = [

@@ -1,7 +1,7 @@
 """Whether a replica has done its part on every channel: joined with all its ranks, and serving the newest weights.
 
 A target that (re)starts is ready when all of its ranks have loaded what was the newest committed version when the first of
-them asked (see :mod:`replicas.core.rounds`), and stays ready when newer ones are committed (its lag is a metric): one that
+them asked (see :mod:`replicas.core.versions.rounds`), and stays ready when newer ones are committed (its lag is a metric): one that
 loads more slowly than its trainer publishes never has the newest of this moment, and yet is as good as all others. Before
 the first commit of a channel, joining is enough, and so it is when the newest version has died with everybody who held it:
 a source may wait for its targets before it publishes again. A rank that left in good order has done its part; but when the
@@ -14,9 +14,9 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from replicas.config import ChannelConfig
+from replicas.config.structs import ChannelConfig
 from replicas.core.channel import ChannelState
-from replicas.core.member_state import MemberState
+from replicas.core.members.member_state import MemberState
 
 __all__ = ["Readiness", "ReadinessBook"]
 

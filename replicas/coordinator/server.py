@@ -1,6 +1,6 @@
 """The network side of sessions: one WebSocket route, and the HTTP server that carries it.
 
-What a connection may do is bounded in three places: :mod:`replicas.coordinator.guard` before there is a session,
+What a connection may do is bounded in three places: :mod:`replicas.coordinator.connection_guard` before there is a session,
 :mod:`replicas.coordinator.limits` for each message, and here: a session that cannot go on is closed within
 :data:`~replicas.coordinator.limits.CLOSE_TIMEOUT_S`, whether its peer reads or not. A connection that breaks a rule of the
 transport (bytes that are no message, numbers out of order) is closed, and its member may come back with another one:
@@ -28,10 +28,10 @@ from starlette.routing import BaseRoute, WebSocketRoute
 from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from replicas import errors
-from replicas.config_values import NAME_ONE
+from replicas.config.values import NAME_ONE
+from replicas.coordinator.connection_guard import Charged, Config, Guard, HttpProtocol, connection_of, is_stranger
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
-from replicas.coordinator.guard import Charged, Config, Guard, HttpProtocol, connection_of, is_stranger
 from replicas.coordinator.limits import (
     CLOSE_TIMEOUT_S,
     FRAME_NBYTES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replicas.core.channel import ChannelState
-from replicas.core.member_state import MemberState
+from replicas.core.members.member_state import MemberState
 from replicas.status import ChannelStatus, MemberStatus
 
 __all__ = ["channel_status"]

@@ -16,9 +16,10 @@ import anyio
 import msgspec
 import tenacity
 
-from replicas import errors, own_code
+from replicas import errors
+from replicas.common import own_code
+from replicas.common.decoding import MALFORMED
 from replicas.coordinator.store_wire import Reply, Request
-from replicas.decoding import MALFORMED
 
 __all__ = ["StoreKeeper"]
 

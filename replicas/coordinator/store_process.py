@@ -36,8 +36,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from replicas.common.decoding import MALFORMED
 from replicas.coordinator.store_wire import Reply, Request
-from replicas.decoding import MALFORMED
 from replicas.linux import inherited
 from replicas.linux.prctl import die_with_parent
 

@@ -7,15 +7,15 @@ Theory of operation
 argument, what must happen goes out as :mod:`replicas.core.effects`, in order. The shell applies the effects of one event
 before it hands in the next, so that, for instance, a decision is on disk before anyone is told of the commit.
 
-It is made of a :class:`~replicas.core.roster.Roster` (members, epochs), :class:`~replicas.core.lanes.Lanes` (process
-groups), :class:`~replicas.core.publishes.Publishes` (numbering, verdicts), one main
-:class:`~replicas.core.transfers.Transfer` and one for catch-up, :class:`~replicas.core.rounds.Rounds` (who loads what) and
-:class:`~replicas.core.operations.Operations` (collectives of peers); :mod:`replicas.core.commits` joins publishes to
+It is made of a :class:`~replicas.core.members.roster.Roster` (members, epochs), :class:`~replicas.core.moving.lanes.Lanes` (process
+groups), :class:`~replicas.core.versions.publishes.Publishes` (numbering, verdicts), one main
+:class:`~replicas.core.moving.transfers.Transfer` and one for catch-up, :class:`~replicas.core.versions.rounds.Rounds` (who loads what) and
+:class:`~replicas.core.operations.operations.Operations` (collectives of peers); :mod:`replicas.core.versions.commits` joins publishes to
 transfers. After every event :meth:`ChannelState._settle` moves on whatever has become possible, so that no handler needs
 to know what waits for it.
 
 *A channel may have thousands of members.* What :meth:`ChannelState._settle` looks at is kept in sets that are small when
-nothing is due (:mod:`replicas.core.roster_index`; the rounds that may move on; the members that are not live), so that a
+nothing is due (:mod:`replicas.core.members.roster_index`; the rounds that may move on; the members that are not live), so that a
 message costs the same however many members there are. Who must be told of everybody, is told of the difference: a View
 names those who came and went, and while many come one after another it waits a little for more of them.
 """
@@ -26,10 +26,8 @@ from collections.abc import Callable, Mapping
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.config import ChannelConfig
-from replicas.core.backoff import Backoff
-from replicas.core.commits import Commits
-from replicas.core.draining import Drains
+from replicas.common.backoff import Backoff
+from replicas.config.structs import ChannelConfig
 from replicas.core.effects import (
     Effect,
     Emit,
@@ -42,18 +40,20 @@ from replicas.core.effects import (
     Send,
 )
 from replicas.core.ground import Ground
-from replicas.core.hosts import Hosts, Place
-from replicas.core.keeping import Keeping
-from replicas.core.lanes import Lanes
-from replicas.core.links import Links
-from replicas.core.manifests import Joined
-from replicas.core.member_state import MemberState
-from replicas.core.operations import Operations
-from replicas.core.recovery import Recovery
-from replicas.core.roster import GroupShape, Roster
-from replicas.core.rounds import ReplicaView, Rounds
-from replicas.core.stuck import StuckOperations
-from replicas.core.told import Told
+from replicas.core.members.draining import Drains
+from replicas.core.members.hosts import Hosts, Place
+from replicas.core.members.links import Links
+from replicas.core.members.member_state import MemberState
+from replicas.core.members.roster import GroupShape, Roster
+from replicas.core.moving.lanes import Lanes
+from replicas.core.operations.operations import Operations
+from replicas.core.operations.stuck import StuckOperations
+from replicas.core.versions.commits import Commits
+from replicas.core.versions.durable import Told
+from replicas.core.versions.keeping import Keeping
+from replicas.core.versions.manifests import Joined
+from replicas.core.versions.recovery import Recovery
+from replicas.core.versions.rounds import ReplicaView, Rounds
 from replicas.messages import FromMember
 from replicas.messages.identity import Member
 

@@ -236,7 +236,7 @@ class LetGo(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """Decode these manifests and put them together (:func:`replicas.core.manifests.read`): beside the loop, as many tensors
+    """Decode these manifests and put them together (:func:`replicas.core.versions.manifests.read`): beside the loop, as many tensors
     take seconds. ``key``: what the result is called when it is handed in. ``whole``: it is one, and put together already.
     """
 

@@ -11,14 +11,14 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import count
 
-from replicas.config import ChannelConfig
+from replicas.config.structs import ChannelConfig
 from replicas.core.effects import Effect, Emit, Event, Past, Retried, Send
-from replicas.core.hosts import Hosts
-from replicas.core.keeping import Keeping
-from replicas.core.lanes import Lanes
-from replicas.core.links import Links
-from replicas.core.marks import Marks
-from replicas.core.roster import Roster
+from replicas.core.members.high_water import Marks
+from replicas.core.members.hosts import Hosts
+from replicas.core.members.links import Links
+from replicas.core.members.roster import Roster
+from replicas.core.moving.lanes import Lanes
+from replicas.core.versions.keeping import Keeping
 from replicas.messages import FromCoordinator
 from replicas.messages.identity import Member
 

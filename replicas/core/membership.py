@@ -4,13 +4,13 @@ Theory of operation
 ===================
 
 These are the whole of what a channel can be in; :class:`~replicas.core.channel.ChannelState` moves them (and each member's
-:class:`~replicas.weights.arena.Arena` its slots), and nothing moves that has no row here.
+:class:`~replicas.weights.memory.arena.Arena` its slots), and nothing moves that has no row here.
 
 *A member* is one incarnation of a rank. It is *joining* until a boundary, where it is admitted to a new epoch and *live*.
 A target that did not get a version that the others committed is *behind*: still a member, caught up beside the others, and
 admitted again when it has that version or a newer one. One with which no process group works (found by probing pairs), or
 that keeps dying right after it joined, is *quarantined*: it takes part in nothing with others, is served alone, at growing
-intervals, and released when that has worked; a peer, when pairs with the others have (:mod:`replicas.core.stuck`).
+intervals, and released when that has worked; a peer, when pairs with the others have (:mod:`replicas.core.operations.stuck`).
 *Observers* take part in nothing. Every way ends in *gone*; a process that comes back is another member.
 
 *A publish* is *packing* while the ranks of its replica fill their slots, *queued* until its turn comes, *moving* while a

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
-from replicas.foreign import one_line
+from replicas.common.foreign import one_line
 
 __all__ = [
     "MARK",
@@ -49,7 +49,7 @@ MARK = "REPLICAS_SHIM"
 """Nonce of the shim under which a process was started. Children inherit it, and a sweep
 finds by it what a dead generation left behind."""
 
-SHIM = "replicas.supervisor.shim"
+SHIM = "replicas.supervisor.shim.shim"
 """Module of the shim, as it stands in the command line of one."""
 
 START_TIME = 19

@@ -17,8 +17,8 @@ import threading
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
+from replicas.common.waits import locked
 from replicas.linux import private
-from replicas.waits import locked
 
 __all__ = ["SIGNUM", "Asked", "folder", "parse", "register"]
 

@@ -31,7 +31,7 @@ In between the coordinator moves the version with *transfers*:
 * Where all members are on one host nobody has a sidecar; :class:`LaneAhead` says that this has changed.
 * Who is on which host: a newcomer tries to open the beacons that :class:`Locate` names → :class:`Located`.
 * Manifests are named by their hash. Who lacks one, asks (:class:`ManifestAsk` → :class:`ManifestPiece`, one or more): a
-  member for what it was offered, the coordinator for what was packed, or described (:mod:`replicas.core.fetching`).
+  member for what it was offered, the coordinator for what was packed, or described (:mod:`replicas.core.versions.fetching`).
 * When every live target verified the version: :class:`Commit`, to everyone. :class:`Discard` takes a number back.
 
 **Receiving.** :class:`ReceiveAsk` → :class:`ReceiveGrant` with a committed version, the same for all ranks of the replica;

@@ -1,12 +1,12 @@
 """What a message may carry, defined once: for the call that makes it, the session that sends it and the side that checks it.
 
-Numbers, times and names are refused in the call (:mod:`replicas.arguments`), so that the coordinator
+Numbers, times and names are refused in the call (:mod:`replicas.messages.arguments`), so that the coordinator
 (:mod:`replicas.coordinator.limits`) never gets them from a library that is in order.
 """
 
 from __future__ import annotations
 
-from replicas.foreign import lines, one_line
+from replicas.common.foreign import lines, one_line
 
 __all__ = [
     "FRAME_NBYTES",

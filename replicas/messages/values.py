@@ -7,7 +7,7 @@ from typing import Literal
 import msgspec
 
 from replicas import errors
-from replicas.foreign import lines, one_line
+from replicas.common.foreign import lines, one_line
 from replicas.messages.bounds import INFO_LENGTH, INTEGER_MAX, TEXT_LENGTH, text_of
 from replicas.messages.identity import Member
 
@@ -138,7 +138,7 @@ class HeldVersion(msgspec.Struct, frozen=True):
 
 
 class ManifestAsk(msgspec.Struct, frozen=True, tag=True):
-    """Said by both sides: send ``nbytes`` of this manifest from ``offset`` on, in pieces (:mod:`replicas.core.fetching`)."""
+    """Said by both sides: send ``nbytes`` of this manifest from ``offset`` on, in pieces (:mod:`replicas.core.versions.fetching`)."""
 
     manifest_hash: str
     offset: int

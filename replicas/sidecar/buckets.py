@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from replicas.core.manifest import Manifest, Piece, item_nbytes
+from replicas.core.versions.manifest import Manifest, Piece, item_nbytes
 
 __all__ = [
     "MAX_BUCKET_NBYTES",

@@ -33,15 +33,15 @@ import tenacity
 import torch
 import torch.distributed as dist
 
-from replicas.core.backoff import Backoff
-from replicas.core.preflight import MULTI_RANK_VERSION
+from replicas.common.backoff import Backoff
+from replicas.core.members.preflight import MULTI_RANK_VERSION
 from replicas.errors import StoreTampered
 from replicas.linux.machine import boot_id
 from replicas.sidecar.groups import GlooGroup, Group, NcclGroup
 from replicas.sidecar.meeting import meet
 from replicas.sidecar.signed_store import SignedStore
 from replicas.sidecar.wire import GroupSpec
-from replicas.weights.accelerator import accelerator
+from replicas.weights.devices.accelerator import accelerator
 
 __all__ = ["NCCL_ENVIRONMENT", "build_group", "connect_store"]
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 import torch
 
-from replicas.core.manifest import segment_layout
+from replicas.core.versions.manifest import segment_layout
 from replicas.messages import Segment
 from replicas.sidecar.groups import REDUCIBLE, Group, Handle
 from replicas.sidecar.wire import CollectiveSpec
@@ -28,7 +28,7 @@ def run_collective(
 ) -> None:
     """Run one operation.
 
-    ``inputs`` and ``outputs`` are uint8, laid out by :func:`replicas.core.manifest.segment_layout`:
+    ``inputs`` and ``outputs`` are uint8, laid out by :func:`replicas.core.versions.manifest.segment_layout`:
 
     * all_reduce, reduce: ``outputs`` is laid out as ``inputs`` and gets the result (of reduce, the root's alone counts);
     * broadcast: the root's ``inputs``, the others' ``outputs``;

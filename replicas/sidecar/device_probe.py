@@ -15,11 +15,11 @@ import secrets
 import torch
 
 from replicas.errors import Preflight
-from replicas.sidecar.answers import SidecarDied, SidecarFailed
-from replicas.sidecar.forks import Forkserver
-from replicas.sidecar.handle import Sidecar
-from replicas.weights.accelerator import device_of
-from replicas.weights.buffers import Buffer
+from replicas.sidecar.rank_side.answers import SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.forks import Forkserver
+from replicas.sidecar.rank_side.handle import Sidecar
+from replicas.weights.devices.accelerator import device_of
+from replicas.weights.memory.buffers import Buffer
 
 __all__ = ["prove_device"]
 

@@ -28,7 +28,7 @@ import torch
 import torch.distributed as dist
 
 from replicas.sidecar.wire import GroupSpec
-from replicas.weights.accelerator import Accelerator, Registration
+from replicas.weights.devices.accelerator import Accelerator, Registration
 
 __all__ = ["REDUCIBLE", "GlooGroup", "Group", "Handle", "NcclGroup"]
 

@@ -13,7 +13,7 @@ A sender of an image that is still being packed reads the channel itself, too, w
 a :class:`~replicas.sidecar.wire.TransferProgress` (:meth:`Mailbox.wait_packed`): it learns of it without delay.
 
 The watch needs Python's lock for that, so whatever the main thread calls must release it; what does not (pre-faulting memory,
-:func:`replicas.weights.mappings._populate`) is done in small steps.
+:func:`replicas.weights.memory.mappings._populate`) is done in small steps.
 
 Whoever reads ends the process at once when the channel ends or the rank is dead (its pidfd; a forked child of the rank may
 keep the channel open). Both are watched while a request is half read. Pings are one at a time, and replies are small, so that

@@ -32,7 +32,7 @@ from typing import Any, TypeVar
 import msgspec
 import torch.distributed as dist
 
-from replicas.decoding import MALFORMED
+from replicas.common.decoding import MALFORMED
 from replicas.errors import Preflight
 from replicas.linux.machine import boot_id, namespace
 from replicas.messages import Backend

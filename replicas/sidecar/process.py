@@ -26,7 +26,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from replicas.core.manifest import Manifest
+from replicas.core.versions.manifest import Manifest
 from replicas.errors import InternalError, Preflight, ReplicasError, StoreTampered, WorldError, kind_of
 from replicas.linux.prctl import name_process
 from replicas.sidecar import wire
@@ -36,9 +36,9 @@ from replicas.sidecar.groups import Group
 from replicas.sidecar.mailbox import Mailbox
 from replicas.sidecar.meeting import Unreachable
 from replicas.sidecar.transfer import run_transfer
-from replicas.weights import cuda  # noqa: F401  # loaded before sidecars are forked, not by each of them
-from replicas.weights.accelerator import Accelerator, device_of
-from replicas.weights.arena import Buffer
+from replicas.weights.devices import cuda  # noqa: F401  # loaded before sidecars are forked, not by each of them
+from replicas.weights.devices.accelerator import Accelerator, device_of
+from replicas.weights.memory.arena import Buffer
 
 __all__ = ["SidecarProcess", "run"]
 

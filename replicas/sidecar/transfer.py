@@ -49,7 +49,7 @@ On a GPU
 --------
 
 The image may be in device memory: NCCL works on it in place, as everything else does. Digests are then those of
-:mod:`replicas.weights.device_digest`, on every member. An operation that was waited for is done, for every stream; what
+:mod:`replicas.weights.devices.device_digest`, on every member. An operation that was waited for is done, for every stream; what
 the second thread enqueues on its own stream it waits for before anybody else may use that memory, and before the answer.
 """
 
@@ -63,12 +63,12 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
-from replicas.core.manifest import Manifest
+from replicas.core.versions.manifest import Manifest
 from replicas.sidecar.buckets import MAX_BUCKET_NBYTES, Bucket, Plan, image_run, make_plan
 from replicas.sidecar.groups import Group, Handle
 from replicas.sidecar.wire import TransferResult, TransferSpec
-from replicas.weights.accelerator import Accelerator
-from replicas.weights.device_digest import DeviceDigest, DeviceStreamDigest
+from replicas.weights.devices.accelerator import Accelerator
+from replicas.weights.devices.device_digest import DeviceDigest, DeviceStreamDigest
 from replicas.weights.digest import Digest
 from replicas.weights.tensors import piece_view
 

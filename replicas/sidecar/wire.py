@@ -29,7 +29,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from replicas.decoding import MALFORMED
+from replicas.common.decoding import MALFORMED
 from replicas.messages import Backend, OperationKind, ReduceOp, Segment
 
 __all__ = [
@@ -124,7 +124,7 @@ class TransferSpec(msgspec.Struct, frozen=True):
 
     :param role: of this member. A sender's buffer is read, a receiver's is an image slot to fill.
     :param mode: ``"image"``: the one owner has the whole image. ``"parts"``: each owner has a packed part.
-    :param manifest: :meth:`replicas.core.manifest.Manifest.encode`.
+    :param manifest: :meth:`replicas.core.versions.manifest.Manifest.encode`.
     :param routes: for each part (one for mode ``"image"``) the lane ranks that it goes through, its owner first. A member
         that is not in a part's route has nothing to do with it (a receiver has its bytes in place already); a route
         may be empty.

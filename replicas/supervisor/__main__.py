@@ -2,7 +2,7 @@
 
 import sys
 
-from replicas.control.cli import supervisor_main
+from replicas.cli.main import supervisor_main
 
 if __name__ == "__main__":
     sys.exit(supervisor_main())

@@ -16,7 +16,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from replicas.foreign import hanging, lines
+from replicas.common.foreign import hanging, lines
 
 __all__ = ["Console"]
 

@@ -26,7 +26,7 @@ from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Protocol
 
-from replicas.foreign import one_line
+from replicas.common.foreign import one_line
 from replicas.status import RunStatus
 
 __all__ = ["Notifier", "Watched", "Watcher", "status_line"]

@@ -19,14 +19,14 @@ from contextlib import AsyncExitStack, contextmanager
 import anyio
 
 from replicas import errors
-from replicas.config import Config
+from replicas.config.structs import Config
 from replicas.control.exit_codes import DONE, PREEMPTED, SUPERVISED, USAGE
-from replicas.events import Reloaded
 from replicas.linux import inherited
 from replicas.supervisor.console import Console
 from replicas.supervisor.notify import Notifier, Watcher
-from replicas.supervisor.state import AlreadySupervised
+from replicas.supervisor.state.state import AlreadySupervised
 from replicas.supervisor.supervisor import Supervisor
+from replicas.telemetry.events import Reloaded
 
 __all__ = ["supervise"]
 

@@ -18,17 +18,18 @@ from typing import Any, Protocol
 
 import anyio.to_thread
 
-from replicas import config_file, errors
-from replicas.config import Config
-from replicas.config_diff import ConfigDiff, diff
-from replicas.events import Event, Reloaded, ReloadRefused
-from replicas.foreign import one_line
-from replicas.supervisor.causes import Cause
-from replicas.supervisor.fleet import Fleet
-from replicas.supervisor.group import Group
-from replicas.supervisor.machine import Machine
-from replicas.supervisor.resources import Resources
-from replicas.supervisor.sizes import with_sizes
+from replicas import errors
+from replicas.common.foreign import one_line
+from replicas.config import file as config_file
+from replicas.config.diff import ConfigDiff, diff
+from replicas.config.structs import Config
+from replicas.supervisor.fleet.causes import Cause
+from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.group import Group
+from replicas.supervisor.fleet.machine import Machine
+from replicas.supervisor.fleet.resources import Resources
+from replicas.supervisor.fleet.sizes import with_sizes
+from replicas.telemetry.events import Event, Reloaded, ReloadRefused
 
 __all__ = ["Reloading"]
 

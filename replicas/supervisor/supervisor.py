@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events and the coordinator (store, sessions,
-control port) and the control socket, and gives the groups to a :class:`~replicas.supervisor.fleet.Fleet`, which starts,
+control port) and the control socket, and gives the groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`, which starts,
 watches and ends them. All commands come here, from an embedding program, the control port, the socket or a signal.
 
 What happens goes through one place (:meth:`Supervisor.emit`) to the file of events, those who follow it, and the counters.
@@ -30,8 +30,9 @@ import anyio.to_thread
 from anyio.abc import TaskGroup
 
 import replicas
-from replicas import arguments, config_file, environ, errors
-from replicas.config import Config
+from replicas import environ, errors
+from replicas.config import file as config_file
+from replicas.config.structs import Config
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.exit_codes import DONE, PREEMPTED
@@ -39,27 +40,28 @@ from replicas.control.socket import SOCKET_FILE, ControlSocket
 from replicas.coordinator import Coordinator
 from replicas.coordinator import Event as ChannelEvent
 from replicas.core.effects import MemberLost, ReplicaIdle
-from replicas.core.ordering import start_levels
-from replicas.event_log import EventLog
-from replicas.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
+from replicas.core.lives.ordering import start_levels
 from replicas.linux import inherited
 from replicas.linux.cgroups import LIMITS
+from replicas.messages import arguments
 from replicas.messages.bounds import REPLICAS_MAX
-from replicas.metrics import Metrics
 from replicas.status import RunStatus
-from replicas.supervisor.containment import Containment
-from replicas.supervisor.failure import FailureReports
-from replicas.supervisor.fleet import Fleet
-from replicas.supervisor.host import Overseer
-from replicas.supervisor.machine import Machine
+from replicas.supervisor.cleanup.containment import Containment
+from replicas.supervisor.fleet.environment import Overseer
+from replicas.supervisor.fleet.failure import FailureReports
+from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.log_lines import line
+from replicas.supervisor.fleet.machine import Machine
+from replicas.supervisor.fleet.resources import Resources, machine_for, refuse_unfit
+from replicas.supervisor.fleet.sizes import fitting, with_sizes
 from replicas.supervisor.reloading import Reloading
-from replicas.supervisor.resources import Resources, machine_for, refuse_unfit
-from replicas.supervisor.run_state import ProcessRecord, Saved, process_record, this_process
-from replicas.supervisor.run_state import machine as this_machine
-from replicas.supervisor.sizes import fitting, with_sizes
-from replicas.supervisor.state import StateDir
-from replicas.supervisor.words import line
-from replicas.tally import Growth
+from replicas.supervisor.state.run_state import ProcessRecord, Saved, process_record, this_process
+from replicas.supervisor.state.run_state import machine as this_machine
+from replicas.supervisor.state.state import StateDir
+from replicas.telemetry.event_log import EventLog
+from replicas.telemetry.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
+from replicas.telemetry.metrics import Metrics
+from replicas.telemetry.tally import Growth
 
 __all__ = ["Supervisor"]
 
@@ -102,7 +104,7 @@ class Supervisor:
     Leaving the block drains what still runs. Runs on asyncio (anyio on the asyncio backend included), best in the main
     thread; takes no torch into this process.
 
-    :param config: a :class:`~replicas.config.Config`, the path of its TOML file, or a mapping of the same shape (its
+    :param config: a :class:`~replicas.config.structs.Config`, the path of its TOML file, or a mapping of the same shape (its
         relative folders are relative to the current one).
     :param report: called with one line for people at each step of a replica. Default: the logger ``replicas.supervisor``.
     :raises replicas.errors.BadConfig: with every problem of the config.
@@ -167,7 +169,7 @@ class Supervisor:
     async def __aenter__(self) -> Self:
         """Take the run, open its ports, end what a dead supervisor left, start the replicas (without waiting for any).
 
-        :raises replicas.supervisor.state.AlreadySupervised: another supervisor has it.
+        :raises replicas.supervisor.state.state.AlreadySupervised: another supervisor has it.
         :raises replicas.errors.BadConfig: the plan does not fit this machine.
         :raises replicas.errors.ReplicasError: a port is in use, the store does not start, the state folder is no good.
         """
@@ -339,7 +341,7 @@ class Supervisor:
         return found
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Everything that happens, as numbered :class:`~replicas.events.Record`, until the run is over.
+        """Everything that happens, as numbered :class:`~replicas.telemetry.events.Record`, until the run is over.
 
         :param after: begin behind the record with this number, as far back as the file of events goes; 0: with the oldest.
             Default: from now on.

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from replicas.weights import device_buffers  # it makes itself known to Buffer
+from replicas.weights.devices import device_buffers  # it makes itself known to Buffer
 
 __all__ = ["device_buffers"]

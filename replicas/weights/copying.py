@@ -4,7 +4,7 @@ Theory of operation
 ===================
 
 The work is cut into :class:`Step`\ s of about :data:`STEP_NBYTES`, each of which fills one run of bytes, and done by a
-:class:`~replicas.weights.crew.Crew`. Every block (of the digest) of which all bytes are filled may be hashed, by any helper
+:class:`~replicas.weights.copy_pool.Crew`. Every block (of the digest) of which all bytes are filled may be hashed, by any helper
 and in any order. The caller's thread hashes nothing (but a few MiB, which need no helper): it goes on when the last byte is
 copied, and the digest follows.
 
@@ -13,8 +13,8 @@ one, so that a helper which hashes meanwhile holds the caller: on two quiet core
 held it for 32 ms with the digest beside them, and for 20 ms with the digest behind them. There the digest waits until the
 last byte is copied; then as many threads as there are cores hash, and the caller need not wait for them.
 
-Tensors on a device go another way (:mod:`replicas.weights.device_copies`); here only :func:`copy_pairs` copies them, on the
-caller's current stream, and waits. On a kind of device that is no :class:`~replicas.weights.accelerator.Accelerator` they are
+Tensors on a device go another way (:mod:`replicas.weights.devices.device_copies`); here only :func:`copy_pairs` copies them, on the
+caller's current stream, and waits. On a kind of device that is no :class:`~replicas.weights.devices.accelerator.Accelerator` they are
 copied by the caller's thread, with one synchronisation for each batch.
 
 The steps are begun in the order of their bytes, so that what is filled grows from the start: whoever sends it meanwhile is
@@ -32,10 +32,10 @@ from types import TracebackType
 import torch
 import xxhash
 
-from replicas.waits import locked
+from replicas.common.waits import locked
 from replicas.weights import streaming
-from replicas.weights.accelerator import Accelerator, accelerator
-from replicas.weights.crew import ALONE_NBYTES, Crew, cores, helpers_for
+from replicas.weights.copy_pool import ALONE_NBYTES, Crew, cores, helpers_for
+from replicas.weights.devices.accelerator import Accelerator, accelerator
 from replicas.weights.digest import BLOCK_NBYTES, combined
 
 __all__ = [

@@ -2,7 +2,7 @@
 
 Blocks can be hashed by several threads and in any order: one thread reads 16 GB/s, and memory gives more. Hashing releases
 the GIL. A digest is compared with digests of this library alone. Memory of GPUs has another kind of digest, which they
-compute: :mod:`replicas.weights.device_digest`.
+compute: :mod:`replicas.weights.devices.device_digest`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Literal
 import torch
 import xxhash
 
-from replicas.weights.accelerator import accelerator
-from replicas.weights.crew import Crew, helpers_for
-from replicas.weights.device_digest import device_digest_of
+from replicas.weights.copy_pool import Crew, helpers_for
+from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.devices.device_digest import device_digest_of
 
 __all__ = ["BLOCK_NBYTES", "Digest", "DigestKind", "combined", "digest_of"]
 
@@ -60,7 +60,7 @@ class Digest:
 def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host") -> str:
     """The digest of one contiguous run of bytes, by as many threads as pays; it waits for it.
 
-    :param kind: ``"device"``: the other kind of digest (:mod:`replicas.weights.device_digest`), by the device on which the
+    :param kind: ``"device"``: the other kind of digest (:mod:`replicas.weights.devices.device_digest`), by the device on which the
         tensor is, on a stream of ours: what is to be found in it must be there already.
     """
     if kind == "device":

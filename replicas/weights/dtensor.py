@@ -6,7 +6,7 @@ Where a shard lies is asked of torch.distributed.checkpoint's planning (``__crea
 what each rank saves), and not computed here. The rest of that planner is of no use: its public overlap arithmetic
 (``planner_helpers.create_read_items_for_chunk_list``) pairs the chunks of a file with those of a reader, while here each box
 of an update goes to its place in a whole image, and a DTensor parameter takes its own box out of that image by ``narrow``.
-Nothing overlaps but identical boxes, of which one is taken (:func:`replicas.core.manifest.merge_parts`, which has no torch).
+Nothing overlaps but identical boxes, of which one is taken (:func:`replicas.core.versions.manifest.merge_parts`, which has no torch).
 Its deduplication of replicas needs all SavePlans in one place: a collective that pickles.
 """
 

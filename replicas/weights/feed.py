@@ -15,9 +15,9 @@ from typing import Any, Literal
 import torch
 from torch.nn.parameter import is_lazy
 
-from replicas import arguments
-from replicas.core.manifest import PartManifest, TensorSpec
+from replicas.core.versions.manifest import PartManifest, TensorSpec
 from replicas.errors import ManifestMismatch, ReplicasError, UsageError
+from replicas.messages import arguments
 from replicas.messages.bounds import plain
 from replicas.weights.dtensor import Box, is_dtensor, local_box
 from replicas.weights.layout import Entry, layout

@@ -9,9 +9,9 @@ from typing import Literal
 
 import torch
 
-from replicas.core.manifest import PartManifest, Piece, TensorSpec, item_nbytes, packed_offsets
+from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec, item_nbytes, packed_offsets
 from replicas.errors import ManifestMismatch
-from replicas.weights.accelerator import accelerator
+from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.dtensor import Box
 from replicas.weights.tensors import written_as_bits
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch.nn.parameter import is_lazy
 
-from replicas.core.manifest import Manifest, PartManifest
+from replicas.core.versions.manifest import Manifest, PartManifest
 from replicas.errors import ManifestMismatch
 from replicas.weights.copying import copy_pairs
 from replicas.weights.dtensor import is_dtensor, local_box

@@ -19,7 +19,7 @@ step is asked for. What is copied at once may be sent meanwhile: no code of the 
 Either way the digest of the bytes is made beside the copy, by another thread: :class:`Packing` has it a moment later.
 
 What lies on a device, and what goes there, is not copied by the caller's thread: that only enqueues the copies, and goes on
-(:mod:`replicas.weights.device_copies`). The packing tells when they are done.
+(:mod:`replicas.weights.devices.device_copies`). The packing tells when they are done.
 
 Both drain the feed to its end before they raise an error of ours, because its steps may be collectives of the user's
 group; the user's own exceptions (``feed.user_failed``) come through as they are.
@@ -39,14 +39,14 @@ from functools import partial
 
 import torch
 
-from replicas.core.manifest import PartManifest
-from replicas.weights.accelerator import Accelerator, accelerator
-from replicas.weights.arena import Slot
+from replicas.core.versions.manifest import PartManifest
+from replicas.weights.copy_pool import cores
 from replicas.weights.copying import Copier, Progress
-from replicas.weights.crew import cores
-from replicas.weights.device_copies import Begun, DeviceCopies, Manner
+from replicas.weights.devices.accelerator import Accelerator, accelerator
+from replicas.weights.devices.device_copies import Begun, DeviceCopies, Manner
 from replicas.weights.feed import Feed
 from replicas.weights.layout import Entry, copy_elements, layout
+from replicas.weights.memory.arena import Slot
 from replicas.weights.places import Places, Writer, steps
 from replicas.weights.planned import Planned
 from replicas.weights.streaming import Addresses

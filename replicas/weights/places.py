@@ -12,7 +12,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from replicas.core.manifest import PartManifest, TensorSpec, item_nbytes
+from replicas.core.versions.manifest import PartManifest, TensorSpec, item_nbytes
 from replicas.errors import ManifestMismatch
 from replicas.weights.copying import STEP_NBYTES, Runs, Step
 from replicas.weights.layout import Entry

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from replicas.core.manifest import PartManifest
+from replicas.core.versions.manifest import PartManifest
 from replicas.weights import streaming
 from replicas.weights.dtensor import is_dtensor
 from replicas.weights.feed import Feed, Shard, Sources

@@ -7,7 +7,7 @@ from math import prod
 
 import torch
 
-from replicas.core.manifest import Manifest, Piece, item_nbytes
+from replicas.core.versions.manifest import Manifest, Piece, item_nbytes
 from replicas.errors import ManifestMismatch
 
 __all__ = [

@@ -31,7 +31,7 @@ from unittest import mock
 
 import msgspec
 
-from replicas.config_file import load
+from replicas.config.file import load
 from replicas.coordinator.decisions import DecisionLog
 from replicas.core.channel import ChannelState
 from replicas.core.effects import CommitDecision, Effect

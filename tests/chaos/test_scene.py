@@ -30,7 +30,7 @@ SEED = int(os.environ.get("SCENE_SEED", "1"))
 A_MINUTE = 20
 """Events."""
 HERE = Path(__file__).parent
-CLI = [sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())"]
+CLI = [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())"]
 PATIENCE_S = 120.0
 """Until all serve the newest version again, on a machine that is busy with other things, too."""
 

@@ -120,7 +120,7 @@ def usage(pid: int) -> Usage:
 KINDS = {
     "supervisor": "replicas.supervisor ",
     "store": "store_process",
-    "shim": "replicas.supervisor.shim",
+    "shim": "replicas.supervisor.shim.shim",
     "forkserver": "sidecar.forkserver",
     "trainer": 'replicas.join("outer") as outer:\n    while not',
     "rollout": "deadline=3600",

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from unittest import mock
 
-from replicas.control.cli import supervisor_main
+from replicas.cli.main import supervisor_main
 
 __all__ = ["main"]
 

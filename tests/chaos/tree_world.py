@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from replicas.cli.find_run import Place
 from replicas.control.commands import Order
-from replicas.control.find import Place
 from replicas.errors import Disconnected
 from replicas.status import ReplicaStatus
 from tests.chaos.anatomy import Anatomy, Unfinished

@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from replicas.channel import Channel
-from replicas.core.manifest import Manifest
+from replicas.core.versions.manifest import Manifest
 from replicas.messages import OperationKind
-from replicas.sidecar.client import SidecarFailed, TransferResult, TransferSpec
-from replicas.weights.arena import Arena
+from replicas.sidecar.rank_side.client import SidecarFailed, TransferResult, TransferSpec
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.loading import views
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.slots import Slot
 from replicas.weights.packing import stage
-from replicas.weights.slots import Slot
 from tests.gpu.card import BACKEND, DEVICE, REAL, as_host, bits, card, uuid
 from tests.support.channels import channel_world, wait_until
 from tests.support.sidecars import Lane, lane, read_segments, segments_of

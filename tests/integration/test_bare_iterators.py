@@ -12,10 +12,11 @@ import torch
 from safetensors.torch import load_file
 
 from replicas import errors
-from replicas.channel import Channel, Receipt, filling
+from replicas.channel import Channel, Receipt
+from replicas.channel.versions import filling
 from replicas.coordinator import GroupShape
-from replicas.weights import buffers
 from replicas.weights.feed import Feed
+from replicas.weights.memory import buffers
 from replicas.weights.packing import Staged, stage
 from tests.support.channels import channel_world
 

@@ -17,7 +17,7 @@ import replicas
 from replicas import errors
 from replicas.channel import Channel, Pending, Receipt, Shard, Update
 from replicas.coordinator import GroupShape
-from replicas.weights.arena import Arena, Buffer
+from replicas.weights.memory.arena import Arena, Buffer
 from tests.support.channels import channel_world, wait_until
 
 pytestmark = pytest.mark.anyio

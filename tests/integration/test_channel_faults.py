@@ -404,7 +404,7 @@ async def test_a_silent_coordinator_after_the_bytes_left_is_an_unknown_outcome(m
 
 async def test_waits_without_a_deadline_end_when_the_session_stays_away(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hub_module, "DOWN_S", 0.3)
-    monkeypatch.setattr("replicas.channel.publish.GRACE_S", 0.2)
+    monkeypatch.setattr("replicas.channel.versions.publish.GRACE_S", 0.2)
     async with channel_world() as world, Proxy(world.endpoint) as proxy:
         trainer = await world.join("trainer")
         world.endpoint = proxy.endpoint
@@ -440,7 +440,7 @@ async def test_a_hello_that_comes_twice_is_welcomed_twice() -> None:
 
 
 async def test_a_silent_coordinator_cannot_hang_an_operation(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.channel.operations.GRACE_S", 0.3)
+    monkeypatch.setattr("replicas.channel.operations.operations.GRACE_S", 0.3)
     async with channel_world({"peers": ["peer"]}, peer=2) as world, Proxy(world.endpoint) as proxy:
         world.endpoint = proxy.endpoint
         peers = [await world.join("peer", index) for index in range(2)]

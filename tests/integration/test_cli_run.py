@@ -15,12 +15,13 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from replicas.control import cli, exit_codes
-from replicas.control.client import Client
+from replicas.cli import main as cli
+from replicas.cli.client import Client
+from replicas.control import exit_codes
 from replicas.control.commands import Scale
 from replicas.errors import UsageError
-from replicas.events import RunEnded, RunStarted, Scaled, decode
 from replicas.status import RunStatus
+from replicas.telemetry.events import RunEnded, RunStarted, Scaled, decode
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import ROOT, Run, eventually, running
 
@@ -33,7 +34,7 @@ for i in itertools.count():
 """In one write for each line: it is killed at any moment."""
 FAILS = "import os, sys, time; time.sleep(0.1); sys.exit(0 if os.path.exists('mended') else 7)"
 GROUPS = group("a", COUNTS, "replicas = 2") + group("b", SLEEPS, 'depends_on = ["a"]')
-COMMAND = [sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())"]
 
 
 @pytest.fixture
@@ -239,7 +240,7 @@ def completed(*words: str) -> list[str]:
     line = " ".join(["replicas", *words])
     env = {"_REPLICAS_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(len(words))}
     done = subprocess.run(
-        [sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())"],
+        [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())"],
         env={**os.environ, **env, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

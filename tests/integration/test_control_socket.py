@@ -15,19 +15,19 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from replicas import errors
+from replicas.cli.client import Client
 from replicas.control import socket as control_socket
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
-from replicas.control.client import Client
 from replicas.control.commands import Answer, Restart, Scale
 from replicas.control.socket import ControlSocket
-from replicas.coordinator import guard
+from replicas.coordinator import connection_guard as guard
+from replicas.coordinator.allowed_hosts import Hosts
+from replicas.coordinator.connection_guard import Guard
 from replicas.coordinator.door import Door
-from replicas.coordinator.guard import Guard
-from replicas.coordinator.hosts import Hosts
 from replicas.coordinator.server import Server, bind_listener
 from replicas.linux.sockets import peer_uid
-from replicas.supervisor import janitor
+from replicas.supervisor.cleanup import janitor
 from tests.unit.test_control_orders import Run
 
 pytestmark = pytest.mark.anyio

@@ -241,7 +241,7 @@ async def test_an_outcome_that_stayed_unknown_is_settled_when_the_coordinator_is
         await publish(trainer, 1)
         await world.coordinator.arm(moment)
         with monkeypatch.context() as patch:
-            patch.setattr("replicas.channel.publish.GRACE_S", 0.2)
+            patch.setattr("replicas.channel.versions.publish.GRACE_S", 0.2)
             pending = await asyncio.to_thread(trainer.publish, weights(2), deadline=2.0)
             with pytest.raises(errors.OutcomeUnknown):
                 await pending

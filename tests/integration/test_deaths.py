@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import descendants, parents
-from replicas.supervisor.deaths import DeathWatch
+from replicas.supervisor.shim.deaths import DeathWatch
 from tests.support.programs import group
 from tests.support.runs import eventually, running
 

@@ -18,9 +18,9 @@ import torch
 import replicas
 from replicas import environ, errors
 from replicas.channel import Channel, Pending, Receipt, Update
-from replicas.channel.holdings import Holdings
+from replicas.channel.versions.holdings import Holdings
 from replicas.coordinator import GroupShape
-from replicas.weights.accelerator import accelerator
+from replicas.weights.devices.accelerator import accelerator
 from tests.integration.test_coordinator_restart import world_of
 from tests.support import fake_accelerator
 from tests.support.channels import ChannelWorld, channel_world, wait_until

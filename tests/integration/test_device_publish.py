@@ -42,7 +42,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
     """What is enqueued on it is never done at once."""
     made = FakeAccelerator()
     monkeypatch.setenv("FAKE_DELAY_S", "1e-6")
-    monkeypatch.setattr("replicas.weights.accelerator._chosen", (os.getpid(), NAME, made))
+    monkeypatch.setattr("replicas.weights.devices.accelerator._chosen", (os.getpid(), NAME, made))
     return made
 
 
@@ -179,7 +179,7 @@ async def test_a_digest_that_fails_fails_the_publish_alone(
     async with channel_world({"staging": "device"}) as world:
         trainer, rollout = await pair(world)
         with monkeypatch.context() as patch:
-            patch.setattr("replicas.weights.device_copies.device_digest_of", fail)
+            patch.setattr("replicas.weights.devices.device_copies.device_digest_of", fail)
             pending = await publish(trainer, weights(1))
             with pytest.raises(errors.NoCapacity, match="no room"):
                 await pending

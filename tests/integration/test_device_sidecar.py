@@ -13,18 +13,18 @@ import msgspec
 import pytest
 import torch
 
-from replicas.core.manifest import Manifest, TensorSpec, merge_parts
+from replicas.core.versions.manifest import Manifest, TensorSpec, merge_parts
 from replicas.errors import Preflight
-from replicas.sidecar.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
 from replicas.sidecar.device_probe import prove_device
-from replicas.weights.accelerator import accelerator
-from replicas.weights.arena import Arena
-from replicas.weights.buffers import Buffer
-from replicas.weights.device_digest import device_digest_of
+from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
+from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.devices.device_digest import device_digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.memory.slots import Slot
 from replicas.weights.packing import stage
-from replicas.weights.slots import Slot
 from tests.support import fake_accelerator, far_accelerator
 from tests.support.channels import wait_until
 from tests.support.device_memory import lingering_nbytes

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from replicas import environ
-from replicas.control import cli
-from replicas.control import doctor as looks
+from replicas.cli import checks as looks
+from replicas.cli import main as cli
 from replicas.linux.processes import MARK
-from replicas.supervisor.identity import give_identity
+from replicas.supervisor.state.identity import give_identity
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import alive
 
@@ -118,7 +118,7 @@ def test_a_plan_that_does_not_fit_and_who_is_on_the_gpus(
 
 def test_a_limit_that_is_too_low(folder: Path) -> None:
     code = "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 4096)); "
-    code += "from replicas.control.cli import main; sys.exit(main(['doctor', 'run.toml']))"
+    code += "from replicas.cli.main import main; sys.exit(main(['doctor', 'run.toml']))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 1
     assert "[-] limits    64 open files allowed, 320 may be needed\n              -> ulimit -n 320\n" in done.stdout

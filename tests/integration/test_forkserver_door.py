@@ -15,7 +15,7 @@ import pytest
 from replicas.linux.processes import children
 from replicas.linux.sockets import Door, peer_uid
 from replicas.sidecar import wire
-from replicas.sidecar.client import Forkserver, SidecarDied
+from replicas.sidecar.rank_side.client import Forkserver, SidecarDied
 from tests.support.runs import eventually
 from tests.support.shims import ShimUnderTest, shim
 from tests.support.sidecars import start_forkserver

@@ -19,8 +19,8 @@ import msgspec
 import pytest
 
 from replicas import messages as wire
+from replicas.cli.client import Client as ControlClient
 from replicas.control.app import control_routes
-from replicas.control.client import Client as ControlClient
 from replicas.control.commands import Scale
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import Coordinator
@@ -29,7 +29,7 @@ from replicas.coordinator.store_wire import Reply, Request
 from replicas.sidecar import meeting
 from replicas.sidecar import wire as sidecar_wire
 from replicas.sidecar.wire import GroupSpec
-from replicas.supervisor import orders
+from replicas.supervisor.shim import orders
 from tests.integration.test_security import framed, is_well, raw_session
 from tests.support.frames import mutants
 from tests.support.members import Client

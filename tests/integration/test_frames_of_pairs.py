@@ -22,10 +22,10 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import MARK, start_time
-from replicas.supervisor import launcher, orders
-from replicas.supervisor.logkeeper import LogKeeper
-from replicas.supervisor.logpump import Log, LogSource, Pump
-from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, RankExit
+from replicas.supervisor.logs.pump import Log, LogSource, Pump
+from replicas.supervisor.logs.pump_watcher import LogKeeper
+from replicas.supervisor.shim import launcher, orders
+from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit
 from tests.support.frames import MANY, mutants
 from tests.support.programs import SLEEPS
 from tests.support.runs import alive, eventually
@@ -74,7 +74,7 @@ def test_what_the_janitor_is_told() -> None:
         watch_other = watch | {"nonce": "f" * 16, "pid": stranger.pid, "start": start_time(stranger.pid)}
         real: list[orders.Message] = [watch_other, {"type": "forget", "nonce": "f" * 16}]
         real.append({"type": "run", "cgroup": "/sys/fs/cgroup/none"})
-        command = [sys.executable, "-m", "replicas.supervisor.janitor", "--control", str(theirs.fileno())]
+        command = [sys.executable, "-m", "replicas.supervisor.cleanup.janitor", "--control", str(theirs.fileno())]
         with subprocess.Popen(
             [*command, "--parent", str(os.getpid())], pass_fds=[theirs.fileno()], stderr=subprocess.PIPE, text=True
         ) as janitor:
@@ -247,7 +247,7 @@ def test_what_a_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         launcher._workers_store(other_node, theirs)
         assert met[-1] == ("127.0.0.1", 1)
         send(ours, b'{"type": "start", "spec": {"run": 7}}')
-        command = [sys.executable, "-m", "replicas.supervisor.launcher", "--control", str(theirs.fileno())]
+        command = [sys.executable, "-m", "replicas.supervisor.shim.launcher", "--control", str(theirs.fileno())]
         done = subprocess.run(
             [*command, "--parent", str(os.getpid())],
             pass_fds=[theirs.fileno()],

@@ -23,7 +23,7 @@ from tests.support.runs import Run, alive, eventually, running
 from tests.support.users import needs_users
 
 DAEMON = (sys.executable, "-m", "replicas.supervisor")
-COMMAND_LINE = (sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())")
+COMMAND_LINE = (sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())")
 CLOSED = ("sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh")
 
 IGNORES_AND_BLOCKS = """
@@ -56,7 +56,7 @@ def test_ignored_and_blocked_signals(tmp_path: Path) -> None:
     with running(tmp_path, group("a", LEAVES_A_DAEMON, again), command=command) as run:
         daemon, blocked = first_line(run, "a/0")
         assert int(blocked, 16) == 0
-        os.kill(run.find("replicas.supervisor.shim"), signal.SIGKILL)
+        os.kill(run.find("replicas.supervisor.shim.shim"), signal.SIGKILL)
         run.wait_line("a/0: the shim of node 0 was killed by SIGKILL")
         first_line(run, "a/0", 2)
         assert not alive(int(daemon))

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import MARK
-from replicas.supervisor.run_state import Saved, ShimRecord, machine
-from replicas.supervisor.state import StateDir
+from replicas.supervisor.state.run_state import Saved, ShimRecord, machine
+from replicas.supervisor.state.state import StateDir
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
 from tests.support.users import as_user, needs_users

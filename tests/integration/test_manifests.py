@@ -13,7 +13,7 @@ import torch
 from replicas import Shard, errors
 from replicas.channel import Channel, Receipt
 from replicas.coordinator import GroupShape
-from replicas.core.fetching import PIECE_NBYTES
+from replicas.core.versions.fetching import PIECE_NBYTES
 from replicas.messages.bounds import MANIFEST_NBYTES
 from tests.support.channels import channel_world, wait_until
 from tests.support.coordinator_process import CoordinatorProcess

@@ -9,16 +9,17 @@ from pathlib import Path
 import pytest
 
 import replicas
-from replicas import config_file
-from replicas.config import Config
-from replicas.control import cli, exit_codes
+from replicas.cli import main as cli
+from replicas.config import file as config_file
+from replicas.config.structs import Config
+from replicas.control import exit_codes
 from replicas.errors import BadConfig
-from replicas.events import ReloadRefused
+from replicas.telemetry.events import ReloadRefused
 from tests.support.mutants import assert_told_well, mutant
 
 COUNT, PARTS = 1000, 4
 THROUGH_A_PROCESS = range(0, 1000, 25)
-CHECK = [sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())", "check"]
+CHECK = [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())", "check"]
 SLEEPS = [sys.executable, "-c", "import time; time.sleep(600)"]
 
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import MARK, marked
-from replicas.supervisor.node import Node
-from replicas.supervisor.orders import NodeSpec
+from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.shim.orders import NodeSpec
 
 DEAF = "echo; exec sleep 600 >&2"
 LEAVES_ONE = "sleep 600 >&2 & echo; exec sleep 600 >&2"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from replicas.control.client import Client
+from replicas.cli.client import Client
 from replicas.control.commands import ResetFailed
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import alive, running

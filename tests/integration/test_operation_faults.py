@@ -19,8 +19,8 @@ import trio
 from replicas import errors
 from replicas.channel import Channel, Pending, Receipt
 from replicas.coordinator import Coordinator
-from replicas.core.operation import Operation
-from replicas.sidecar import pulse
+from replicas.core.operations.operation import Operation
+from replicas.sidecar.rank_side import pulse
 from tests.support.channels import ChannelWorld, channel_world, wait_until
 from tests.support.proxy import Proxy
 

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import replicas
-from replicas import errors, own_loop
+from replicas import errors
+from replicas.common import own_loop
 from tests.support.channels import channel_world
 
 pytestmark = pytest.mark.anyio

@@ -16,7 +16,7 @@ from replicas.linux.processes import parents
 from tests.support.programs import group
 from tests.support.runs import ROOT, Run, eventually, running
 
-COMMAND = [sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())"]
 
 ENGINE = """
 import multiprocessing, os, signal, sys, time

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from replicas.core.effects import SyncEnded
-from replicas.core.lifecycle import Event, Lifecycle
-from replicas.metrics import Metrics
+from replicas.core.lives.lifecycle import Event, Lifecycle
 from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
-from replicas.tally import Tally
+from replicas.telemetry.metrics import Metrics
+from replicas.telemetry.tally import Tally
 
 SERVICE = Path(__file__).parents[2] / "services" / "supervisor"
 PROMTOOL = shutil.which(

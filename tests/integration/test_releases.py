@@ -8,7 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from replicas import __version__, own_code
+from replicas import __version__
+from replicas.common import own_code
 from tests.support.runs import ROOT
 from tests.support.shims import shim
 
@@ -28,8 +29,8 @@ def test_a_shim_says_of_which_release_it_is(tmp_path: Path) -> None:
 
 
 PARTS = {
-    "supervisor/shim.py": "shim-0.log",
-    "supervisor/launcher.py": "torchrun-0.log",
+    "supervisor/shim/shim.py": "shim-0.log",
+    "supervisor/shim/launcher.py": "torchrun-0.log",
     "sidecar/forkserver.py": "forkserver-0.log",
 }
 SHOWS = "from __future__ import annotations\n\nprint('of the checkout', flush=True)\n"

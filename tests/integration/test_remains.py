@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 import replicas
-from replicas.events import HeldUp
+from replicas.telemetry.events import HeldUp
 
 LENDS = """
 import os, socket, time

@@ -16,16 +16,23 @@ from collections.abc import Iterator, Sequence
 import pytest
 import torch
 
-from replicas.core.manifest import Manifest, TensorSpec, merge_parts
+from replicas.core.versions.manifest import Manifest, TensorSpec, merge_parts
 from replicas.messages import OperationKind, ReduceOp, Segment
-from replicas.sidecar.client import Forkserver, Sidecar, SidecarDied, SidecarFailed, TransferResult, TransferSpec
-from replicas.weights.arena import Arena
-from replicas.weights.buffers import Buffer
+from replicas.sidecar.rank_side.client import (
+    Forkserver,
+    Sidecar,
+    SidecarDied,
+    SidecarFailed,
+    TransferResult,
+    TransferSpec,
+)
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.memory.slots import Slot
 from replicas.weights.packing import stage
-from replicas.weights.slots import Slot
 from tests.support.sidecars import (
     Lane,
     children_of,
@@ -419,7 +426,7 @@ async def test_closing_the_connection_leaves_no_process() -> None:
 
 RANK = """
 import asyncio, os, signal, sys
-from replicas.sidecar.client import Forkserver
+from replicas.sidecar.rank_side.client import Forkserver
 
 async def main():
     name = sys.argv[1]

@@ -19,13 +19,13 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.core.manifest import Manifest, TensorSpec
+from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.linux import stalls
 from replicas.linux.processes import start_time
-from replicas.sidecar import forks, pulse
-from replicas.sidecar.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
-from replicas.weights.arena import Arena
-from replicas.weights.slots import Slot
+from replicas.sidecar.rank_side import forks, pulse
+from replicas.sidecar.rank_side.client import Forkserver, SidecarDied, SidecarFailed, TransferSpec
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.slots import Slot
 from tests.support.channels import channel_world, wait_until
 from tests.support.processes import name_of
 from tests.support.runs import eventually, running
@@ -182,7 +182,7 @@ async def test_a_crowded_machine_makes_no_false_alarm(server: str) -> None:
 
 PAUSED = """
 import asyncio, sys, time
-from replicas.sidecar.client import Forkserver, GroupSpec
+from replicas.sidecar.rank_side.client import Forkserver, GroupSpec
 
 async def main():
     forkserver = await Forkserver.connect(sys.argv[1])

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.sidecar.client import CollectiveSpec, Forkserver, GroupSpec, Sidecar, SidecarFailed
-from replicas.weights.buffers import Buffer
+from replicas.sidecar.rank_side.client import CollectiveSpec, Forkserver, GroupSpec, Sidecar, SidecarFailed
+from replicas.weights.memory.buffers import Buffer
 from tests.support.networks import Machine, network, why_no_networks
 from tests.support.remote_sidecars import remote_forkservers, remote_store
 from tests.support.sidecars import Lane, lane, read_segments, segments_of, shared_forkserver, write_segments

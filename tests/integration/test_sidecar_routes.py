@@ -13,16 +13,16 @@ from typing import Any, Literal
 import pytest
 import torch
 
-from replicas.core.manifest import Manifest, TensorSpec, merge_parts
-from replicas.sidecar.client import SidecarDied, SidecarFailed, TransferResult, TransferSpec
-from replicas.sidecar.pulse import SILENCE_S
-from replicas.weights.arena import Arena
-from replicas.weights.buffers import Buffer
+from replicas.core.versions.manifest import Manifest, TensorSpec, merge_parts
+from replicas.sidecar.rank_side.client import SidecarDied, SidecarFailed, TransferResult, TransferSpec
+from replicas.sidecar.rank_side.pulse import SILENCE_S
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.memory.slots import Slot
 from replicas.weights.packing import stage
-from replicas.weights.slots import Slot
 from tests.support.channels import wait_until
 from tests.support.sidecars import Lane, lane, shared_forkserver
 

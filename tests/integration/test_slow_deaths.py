@@ -70,7 +70,7 @@ def has_namespaces() -> bool:
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 
 
-COMMAND = [sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())"]
+COMMAND = [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())"]
 CASES: dict[str, tuple[str, Callable[[], bool], Callable[[int], AbstractContextManager[int]], bool]] = {
     "its shim was killed": (SLEEPS, freezes, frozen, True),
     "it was asked to end": (SLEEPS, freezes, frozen, False),

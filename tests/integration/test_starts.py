@@ -12,7 +12,7 @@ import pytest
 
 from replicas import errors
 from replicas.linux.processes import is_stopped
-from replicas.supervisor.state import StateDir
+from replicas.supervisor.state.state import StateDir
 from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, eventually, running
 

@@ -20,11 +20,12 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replicas import environ
-from replicas.events import ConnectionsRefused, RunStarted, StateSetAside
 from replicas.linux.processes import MARK, start_time
-from replicas.supervisor import leftovers, state
-from replicas.supervisor.run_state import ProcessRecord, Saved, ShimRecord, machine, this_process
-from replicas.supervisor.state import AlreadySupervised, StateDir
+from replicas.supervisor.cleanup import leftovers
+from replicas.supervisor.state import state
+from replicas.supervisor.state.run_state import ProcessRecord, Saved, ShimRecord, machine, this_process
+from replicas.supervisor.state.state import AlreadySupervised, StateDir
+from replicas.telemetry.events import ConnectionsRefused, RunStarted, StateSetAside
 from tests.support.programs import PUBLISHES, RECEIVES, group
 from tests.support.runs import Run, alive, eventually, running
 

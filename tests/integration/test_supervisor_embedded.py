@@ -15,9 +15,9 @@ import pytest
 
 import replicas
 from replicas import errors
-from replicas.core.lifecycle import Event, Transition
+from replicas.core.lives.lifecycle import Event, Transition
 from replicas.supervisor import Supervisor
-from replicas.supervisor.state import AlreadySupervised
+from replicas.supervisor.state.state import AlreadySupervised
 from tests.support.runs import alive
 
 pytestmark = pytest.mark.anyio

@@ -7,8 +7,8 @@ import socket
 import time
 from pathlib import Path
 
-from replicas.events import RunEnded, decode
 from replicas.status import GroupStatus
+from replicas.telemetry.events import RunEnded, decode
 from tests.support.programs import DAEMONIZES, IGNORES, SLEEPS, group
 from tests.support.runs import alive, eventually, running
 

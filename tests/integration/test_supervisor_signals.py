@@ -17,7 +17,7 @@ from tests.support.programs import IGNORES, SLEEPS, group
 from tests.support.runs import Run, eventually, running
 
 DAEMON = (sys.executable, "-m", "replicas.supervisor")
-CHECK = (sys.executable, "-c", "import sys; from replicas.control.cli import main; sys.exit(main())", "check")
+CHECK = (sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())", "check")
 
 
 def with_environment(*variables: str) -> Sequence[str]:

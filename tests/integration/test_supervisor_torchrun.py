@@ -48,7 +48,7 @@ def test_a_replica_of_two_nodes_has_its_own_default_group(tmp_path: Path) -> Non
 
 UNPICKLES = """
 import os, pickle
-from replicas.supervisor.launcher import forbid_pickles
+from replicas.supervisor.shim.launcher import forbid_pickles
 class Evil:
     def __reduce__(self):
         return os._exit, (3,)

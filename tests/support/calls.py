@@ -35,7 +35,7 @@ from replicas.coordinator import Coordinator
 from replicas.linux.prctl import die_with_parent
 from replicas.messages.bounds import shown
 from replicas.supervisor import Supervisor
-from replicas.weights.writable import WritableSlot
+from replicas.weights.memory.writable import WritableSlot
 from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn
 
 __all__ = ["limit_s"]

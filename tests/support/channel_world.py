@@ -17,7 +17,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.config import ChannelConfig, Party
+from replicas.config.structs import ChannelConfig, Party
 from replicas.core.channel import ChannelState
 from replicas.core.effects import (
     CommitDecision,
@@ -33,10 +33,10 @@ from replicas.core.effects import (
     Send,
     Sweep,
 )
-from replicas.core.fetching import pieces
-from replicas.core.manifest import PartManifest, TensorSpec
-from replicas.core.manifests import read
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
+from replicas.core.versions.fetching import pieces
+from replicas.core.versions.manifest import PartManifest, TensorSpec
+from replicas.core.versions.manifests import read
 from replicas.messages.identity import Member, ProcessIdentity
 
 NBYTES = 16

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicas.weights import device_buffers
+from replicas.weights.devices import device_buffers
 
 __all__ = ["lingering_nbytes"]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from replicas.core.lifecycle import REPLICA
+from replicas.core.lives.lifecycle import REPLICA
 from replicas.core.membership import diagrams
 
 __all__ = ["PAGE", "with_tables"]

@@ -15,15 +15,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from replicas.config import Config, Dependency, GroupConfig, RestartConfig, RunConfig
+from replicas.config.structs import Config, Dependency, GroupConfig, RestartConfig, RunConfig
 from replicas.coordinator import GroupShape, Readiness
-from replicas.events import Event, Transition
-from replicas.supervisor.belongings import Belongings
-from replicas.supervisor.fleet import Fleet
-from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
-from replicas.supervisor.resources import Resources
-from replicas.supervisor.run_state import SavedGroup
-from replicas.supervisor.state import StateDir
+from replicas.supervisor.cleanup.inventory import Belongings
+from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.resources import Resources
+from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
+from replicas.supervisor.state.run_state import SavedGroup
+from replicas.supervisor.state.state import StateDir
+from replicas.telemetry.events import Event, Transition
 
 __all__ = ["DIES", "DONE", "Life", "Yard", "config_of", "fleet", "group_of"]
 

@@ -13,9 +13,9 @@ from pathlib import Path
 
 import torch
 
-from replicas.core.manifest import Manifest, TensorSpec
-from replicas.weights.arena import Arena
-from replicas.weights.slots import Slot
+from replicas.core.versions.manifest import Manifest, TensorSpec
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.slots import Slot
 
 __all__ = ["MANIFEST", "Child", "fill", "memory_left"]
 

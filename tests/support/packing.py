@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from replicas.core.manifest import PartManifest
-from replicas.weights.arena import Arena
+from replicas.core.versions.manifest import PartManifest
 from replicas.weights.feed import Feed
+from replicas.weights.memory.arena import Arena
 from replicas.weights.packing import Packer
 
 __all__ = ["pack"]

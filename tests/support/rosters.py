@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicas.core.roster import Roster
+from replicas.core.members.roster import Roster
 
 __all__ = ["check_roster"]
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import msgspec
 
-from replicas.control.client import Client
+from replicas.cli.client import Client
 from replicas.linux.cgroups import find_own
 from replicas.linux.processes import start_time
 from replicas.status import RunStatus

@@ -12,18 +12,18 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.hub import Hub
-from replicas.channel.lanes import Lanes
-from replicas.channel.manifests import Manifests
-from replicas.channel.operations import Operations
-from replicas.channel.publish import Publisher
-from replicas.channel.receive import Receiver
-from replicas.channel.transfers import Transfers
-from replicas.channel.watches import Watches
-from replicas.core.fetching import pieces
-from replicas.core.manifest import Manifest, TensorSpec
+from replicas.channel.operations.operations import Operations
+from replicas.channel.sidecar_lanes import Lanes
+from replicas.channel.versions.manifest_exchange import Manifests
+from replicas.channel.versions.publish import Publisher
+from replicas.channel.versions.receive import Receiver
+from replicas.channel.versions.transfers import Transfers
+from replicas.channel.versions.watches import Watches
+from replicas.core.versions.fetching import pieces
+from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.messages.identity import Member, ProcessIdentity
-from replicas.sidecar.client import CollectiveSpec, GroupSpec, SidecarDied, TransferResult, TransferSpec
-from replicas.weights.arena import Buffer
+from replicas.sidecar.rank_side.client import CollectiveSpec, GroupSpec, SidecarDied, TransferResult, TransferSpec
+from replicas.weights.memory.arena import Buffer
 
 __all__ = ["MANIFEST", "ME", "Loop", "Session", "Sidecar", "World"]
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from replicas.linux.processes import MARK, signal_marked
-from replicas.supervisor import orders
-from replicas.supervisor.orders import ExitReport, NodeSpec
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.orders import ExitReport, NodeSpec
 from tests.support.runs import ROOT, eventually
 
 __all__ = ["ShimUnderTest", "pump_of", "shim"]
@@ -79,7 +79,7 @@ def shim(
     code: str,
     *,
     tee: int | None = None,
-    program: Sequence[str] = ("-m", "replicas.supervisor.shim"),
+    program: Sequence[str] = ("-m", "replicas.supervisor.shim.shim"),
     pass_fds: Sequence[int] = (),
     **fields: Any,
 ) -> Iterator[ShimUnderTest]:

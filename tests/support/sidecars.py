@@ -19,11 +19,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from replicas.core.manifest import item_nbytes, segment_layout
+from replicas.core.versions.manifest import item_nbytes, segment_layout
 from replicas.linux.sockets import Door
 from replicas.messages import OperationKind, ReduceOp, Segment
-from replicas.sidecar.client import CollectiveSpec, Forkserver, GroupSpec, Sidecar
-from replicas.weights.buffers import Buffer
+from replicas.sidecar.rank_side.client import CollectiveSpec, Forkserver, GroupSpec, Sidecar
+from replicas.weights.memory.buffers import Buffer
 from replicas.weights.tensors import dtype_name, torch_dtype, typed
 
 __all__ = [

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.core import catch_up, channel, links, pacing, roster
-from replicas.core.backoff import Backoff
+from replicas.common.backoff import Backoff
+from replicas.core import channel
+from replicas.core.members import links, roster
+from replicas.core.moving import pacing
+from replicas.core.versions import catch_up
 from replicas.sidecar import building
-from replicas.supervisor import containment, keeper, logkeeper
+from replicas.supervisor.cleanup import containment
+from replicas.supervisor.logs import pump_watcher as logkeeper
+from replicas.supervisor.shim import forkserver_watcher as keeper
 
 
 @pytest.mark.parametrize(

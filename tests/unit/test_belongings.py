@@ -12,9 +12,9 @@ import anyio
 import pytest
 
 from replicas.linux.smi import _stuck as smi_stuck
-from replicas.supervisor import remains
-from replicas.supervisor.belongings import Belongings, Listener, Stocktaking, take
-from replicas.supervisor.remains import Held, held, wait_clear
+from replicas.supervisor.cleanup import still_held as remains
+from replicas.supervisor.cleanup.inventory import Belongings, Listener, Stocktaking, take
+from replicas.supervisor.cleanup.still_held import Held, held, wait_clear
 
 ME = f"process {os.getpid()} ("
 

@@ -6,7 +6,7 @@ import pytest
 
 from replicas import messages as wire
 from replicas.core.effects import MemberQuarantined
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
 from tests.support.channel_world import SimMember, World, peer_config
 
 

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.config import RestartConfig
-from replicas.core.budget import RestartBudget, wants_restart
+from replicas.config.structs import RestartConfig
+from replicas.core.lives.budget import RestartBudget, wants_restart
 
 
 def delays(config: RestartConfig, *, seed: int = 0, count: int = 6) -> list[float | None]:

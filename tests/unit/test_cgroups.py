@@ -10,11 +10,11 @@ import anyio
 import pytest
 
 from replicas import errors
-from replicas.config import ResourcesConfig
+from replicas.config.structs import ResourcesConfig
 from replicas.linux import cgroups
 from replicas.linux.cgroups import RunCgroups, find_own
 from replicas.linux.processes import start_time
-from replicas.supervisor.containment import Containment
+from replicas.supervisor.cleanup.containment import Containment
 
 
 def process(folder: Path, *, cgroup: str, mounts: str) -> Path:
@@ -133,7 +133,7 @@ def test_limits_that_cannot_be_set_are_refused_at_the_start(monkeypatch: pytest.
     def nowhere() -> Path:
         raise OSError("this kernel has no cgroup v2")
 
-    monkeypatch.setattr("replicas.supervisor.containment.find_own", nowhere)
+    monkeypatch.setattr("replicas.supervisor.cleanup.containment.find_own", nowhere)
 
     async def main() -> None:
         contained = Containment("r", lambda _: ResourcesConfig(), lock=None, limits=frozenset({"memory"}))

@@ -8,7 +8,7 @@ import pytest
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.core.preflight import check_join, nccl_works
+from replicas.core.members.preflight import check_join, nccl_works
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config, peer_config
 from tests.unit.test_preflight import hello, on_gpu

@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.config import Party
+from replicas.config.structs import Party
 from replicas.core.effects import CaughtUp, SyncEnded
-from replicas.core.hosts import LOCATE_S
-from replicas.core.manifest import PartManifest, Piece, TensorSpec
-from replicas.core.member_state import MemberState
-from replicas.core.paths import plan
-from replicas.core.roster import GroupShape
+from replicas.core.members.hosts import LOCATE_S
+from replicas.core.members.member_state import MemberState
+from replicas.core.members.roster import GroupShape
+from replicas.core.moving.paths import plan
+from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config
 

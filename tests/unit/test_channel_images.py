@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.config import Party
-from replicas.core.manifest import PartManifest, Piece, TensorSpec
-from replicas.core.recovery import RECOVERY_S
-from replicas.core.roster import GroupShape
+from replicas.config.structs import Party
+from replicas.core.members.roster import GroupShape
+from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
+from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import SimMember, World, channel_config
 
 PARTS = [

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from replicas.core.catch_up import PATIENCE_S
-from replicas.core.recovery import RECOVERY_S
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
+from replicas.core.versions.catch_up import PATIENCE_S
+from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import SimMember, World
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.config import Party
-from replicas.core import manifest as manifest_module
-from replicas.core.fetching import Cache, pieces
-from replicas.core.manifest import PartManifest, Piece, TensorSpec
-from replicas.core.recovery import RECOVERY_S
-from replicas.core.roster import GroupShape
+from replicas.config.structs import Party
+from replicas.core.members.roster import GroupShape
+from replicas.core.versions import manifest as manifest_module
+from replicas.core.versions.fetching import Cache, pieces
+from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
+from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import MANIFEST, SimMember, World, channel_config
 
 OTHER = PartManifest(tensors=(TensorSpec("other", "float32", (4,)),))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from replicas import messages as wire
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
 from tests.support.channel_world import SimMember, World, channel_config
 from tests.support.rosters import check_roster
 

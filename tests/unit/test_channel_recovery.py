@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.core.recovery import RECOVERY_S
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
+from replicas.core.versions.recovery import RECOVERY_S
 from tests.support.channel_world import SimMember, World, peer_config
 
 WINDOW_S = 2 * RECOVERY_S + 0.6

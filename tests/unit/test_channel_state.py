@@ -6,10 +6,10 @@ import pytest
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.config import Party
+from replicas.config.structs import Party
 from replicas.core.effects import MemberLost, ReplicaLoaded, Retried
-from replicas.core.manifest import PartManifest, Piece, TensorSpec
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
+from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from tests.support.channel_world import SimMember, World, channel_config
 
 

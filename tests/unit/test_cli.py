@@ -16,9 +16,11 @@ import pytest
 from rich.console import Console
 
 import replicas
-from replicas.control import cli, client, find, render
+from replicas.cli import client, render
+from replicas.cli import find_run as find
+from replicas.cli import main as cli
+from replicas.cli.located import state_dir_of
 from replicas.control.commands import Answer
-from replicas.control.located import state_dir_of
 from replicas.errors import Disconnected
 from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
 
@@ -428,7 +430,7 @@ def test_a_stdout_that_knows_ascii_alone_gets_escapes(folder: Path, arguments: l
     log = folder / ".replicas" / "grpo" / "logs" / "trainer" / "0" / "gen-1" / "rank-0.log"
     log.parent.mkdir(parents=True)
     log.write_text("loss é漢\U0001f680\n")
-    code = "import sys; from replicas.control.cli import main; sys.exit(main())"
+    code = "import sys; from replicas.cli.main import main; sys.exit(main())"
     environment = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(Path(replicas.__file__).parents[1])}
     command = [sys.executable, "-c", code, *arguments]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)

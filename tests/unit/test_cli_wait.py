@@ -7,8 +7,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from replicas.control import cli, cli_wait
-from replicas.control.find import Place
+from replicas.cli import main as cli
+from replicas.cli import wait as cli_wait
+from replicas.cli.find_run import Place
 from replicas.errors import Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
 

@@ -12,8 +12,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.config import ChannelConfig, ControlConfig, Dependency, LogsConfig, Party, ResourcesConfig, RestartConfig
-from replicas.config_file import channels_from, load, parse
+from replicas.config.file import channels_from, load, parse
+from replicas.config.structs import (
+    ChannelConfig,
+    ControlConfig,
+    Dependency,
+    LogsConfig,
+    Party,
+    ResourcesConfig,
+    RestartConfig,
+)
 from replicas.coordinator import Coordinator, GroupShape
 from replicas.errors import BadConfig, UsageError
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from replicas.config import Config
-from replicas.config_diff import ConfigDiff, diff
-from replicas.config_file import parse
+from replicas.config.diff import ConfigDiff, diff
+from replicas.config.file import parse
+from replicas.config.structs import Config
 
 BASE = Path("/")
 

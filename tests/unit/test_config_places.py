@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas.config_file import load
-from replicas.control import find
+from replicas.cli import find_run as find
+from replicas.config.file import load
 
 CONFIG = (
     'schema_version = 1\n[run]\nname = "x"\n[groups.a]\nlauncher = "exec"\ncommand = ["sleep", "1"]\nreplicas = {}\n'

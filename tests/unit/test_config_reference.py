@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from replicas.config_file import parse
-from replicas.config_reference import Key, keys
+from replicas.config.file import parse
+from replicas.config.reference import Key, keys
 from replicas.errors import BadConfig
 
 KEYS = {key.name: key for key in keys()}

@@ -14,12 +14,12 @@ import pytest
 from starlette.applications import Starlette
 
 from replicas import errors
-from replicas.control import desk
+from replicas.control import orders_api as desk
 from replicas.control.access import ByToken
 from replicas.control.app import control_routes
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Problem
-from replicas.events import RankEnd, Reloaded, ReloadRefused, ReplicaExited, Scaled, decode
-from replicas.events import Record as EventRecord
+from replicas.telemetry.events import RankEnd, Reloaded, ReloadRefused, ReplicaExited, Scaled, decode
+from replicas.telemetry.events import Record as EventRecord
 from tests.unit.test_control_app import Fake
 
 pytestmark = pytest.mark.anyio

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from replicas.coordinator.allowed_hosts import Hosts
 from replicas.coordinator.crowd import LOOPBACK, Crowd, source_of
 from replicas.coordinator.door import authorization_of, head_of
-from replicas.coordinator.hosts import Hosts
 
 
 def crowd_of(many: int, few: int) -> Crowd[str]:

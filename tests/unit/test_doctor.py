@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from replicas import config_file
-from replicas.control import doctor
+from replicas.cli import checks as doctor
+from replicas.config import file as config_file
 
 GIB = 1 << 30
 

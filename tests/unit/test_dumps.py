@@ -14,7 +14,7 @@ import pytest
 
 from replicas.linux import stacks
 from replicas.linux.processes import catches, is_below, start_time
-from replicas.supervisor.dumps import Stack, StackDump, _without_core, describe, short
+from replicas.supervisor.shim.dumps import Stack, StackDump, _without_core, describe, short
 
 
 def test_the_name_of_a_file_tells_whose_it_is(tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from replicas.control.public import without_output
-from replicas.events import LogLinesDropped, RankEnd, ReplicaExited
 from replicas.linux.processes import Child
-from replicas.supervisor import orders
-from replicas.supervisor.causes import exited, verdict
-from replicas.supervisor.endings import exit_report
-from replicas.supervisor.failure import FailureReports
-from replicas.supervisor.node import Node
-from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
-from replicas.supervisor.shim import Shim
+from replicas.supervisor.fleet.causes import exited, verdict
+from replicas.supervisor.fleet.endings import exit_report
+from replicas.supervisor.fleet.failure import FailureReports
+from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.shim.shim import Shim
+from replicas.telemetry.events import LogLinesDropped, RankEnd, ReplicaExited
 
 BOOM = ("step 7", "Traceback (most recent call last):", '  File "a.py", line 3, in <module>', "ValueError: boom", "")
 

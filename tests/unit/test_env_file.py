@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas import env_file
+from replicas.config import env_file
 
 
 @pytest.mark.parametrize(

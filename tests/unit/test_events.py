@@ -26,10 +26,13 @@ from replicas.core.effects import (
     StoreChanged,
     SyncEnded,
 )
-from replicas.core.lifecycle import Event as Step
-from replicas.core.lifecycle import Lifecycle
-from replicas.event_log import EventLog, read
-from replicas.events import (
+from replicas.core.lives.lifecycle import Event as Step
+from replicas.core.lives.lifecycle import Lifecycle
+from replicas.linux import private
+from replicas.messages.identity import Member
+from replicas.status import ChannelStatus, GroupStatus, RunStatus, StoreStatus, SyncRecord
+from replicas.telemetry.event_log import EventLog, read
+from replicas.telemetry.events import (
     ConnectionsRefused,
     Drained,
     Draining,
@@ -53,10 +56,7 @@ from replicas.events import (
     decode,
     encode,
 )
-from replicas.linux import private
-from replicas.messages.identity import Member
-from replicas.status import ChannelStatus, GroupStatus, RunStatus, StoreStatus, SyncRecord
-from replicas.tally import Growth, Tally
+from replicas.telemetry.tally import Growth, Tally
 from tests.support.full_disk import file_size_limit
 
 RANK = Member("a", 0, 1, "n")

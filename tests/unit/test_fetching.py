@@ -6,7 +6,7 @@ import pytest
 import xxhash
 
 from replicas import errors
-from replicas.core.fetching import (
+from replicas.core.versions.fetching import (
     PIECE_NBYTES,
     SLOW_S,
     WINDOW_MAX_NBYTES,

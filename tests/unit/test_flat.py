@@ -9,8 +9,8 @@ from collections import Counter
 import pytest
 
 from replicas import messages as wire
-from replicas.core import settling
 from replicas.core.channel import ChannelState
+from replicas.core.versions import settling
 from tests.support.channel_world import World, peer_config
 
 WARM_UP, ROUNDS = 60, 160

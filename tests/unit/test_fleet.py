@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 from replicas import errors
-from replicas.config import ResourcesConfig
-from replicas.events import Drained, Draining, FailedReset, HeldUp, RestartAsked, Scaled, Transition
-from replicas.supervisor.causes import Cause
-from replicas.supervisor.machine import Machine
+from replicas.config.structs import ResourcesConfig
+from replicas.supervisor.fleet.causes import Cause
+from replicas.supervisor.fleet.machine import Machine
+from replicas.telemetry.events import Drained, Draining, FailedReset, HeldUp, RestartAsked, Scaled, Transition
 from tests.support.fleets import DIES, DONE, Life, fleet, group_of
 from tests.support.virtual import virtually
 

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-from replicas.config import HealthConfig
+from replicas.config.structs import HealthConfig
 from replicas.errors import UsageError
-from replicas.supervisor.causes import Cause
-from replicas.supervisor.crew import Crew
-from replicas.supervisor.orders import NodeSpec
+from replicas.supervisor.fleet.causes import Cause
+from replicas.supervisor.fleet.core import Crew
+from replicas.supervisor.shim.orders import NodeSpec
 from tests.support.fleets import DONE, Life, SimShim, Yard, fleet, group_of
 from tests.support.virtual import virtually
 

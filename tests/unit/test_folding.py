@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.foreign import last_lines, readable
-from replicas.supervisor.folding import BAR_INTERVAL_S, Folder
+from replicas.common.foreign import last_lines, readable
+from replicas.supervisor.logs.folding import BAR_INTERVAL_S, Folder
 
 
 def fold(*parts: bytes | float) -> list[bytes]:

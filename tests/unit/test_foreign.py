@@ -19,19 +19,22 @@ from rich.text import Text
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 import replicas
-from replicas import errors, events
-from replicas.control import cli_base, doctor
-from replicas.control.cli_doctor import draw_findings
-from replicas.control.render import run_status
-from replicas.control.render_events import event_line
-from replicas.control.screen import Screen, complain
+from replicas import errors
+from replicas.cli import base as cli_base
+from replicas.cli import checks as doctor
+from replicas.cli.doctor import draw_findings
+from replicas.cli.render import run_status
+from replicas.cli.render_events import event_line
+from replicas.cli.screen import Screen, complain
+from replicas.common.foreign import ascii_controls, characters, hanging, lines, one_line, readable, visible
 from replicas.core.effects import MemberLost
-from replicas.foreign import ascii_controls, characters, hanging, lines, one_line, readable, visible
 from replicas.messages.identity import Member
 from replicas.messages.values import WireError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
-from replicas.supervisor import launcher, remains
+from replicas.supervisor.cleanup import still_held as remains
 from replicas.supervisor.console import Console
+from replicas.supervisor.shim import launcher
+from replicas.telemetry import events
 
 OWNED = "\x1b]0;OWNED\x07\x1b[2J\nreplicas: 12:00:00 all is well\u202e\x9b31m\r\x00"
 FORGED = re.compile(r"^replicas: 12:00:00|^\d\d:\d\d:\d\d replicas: all is well", re.MULTILINE)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from replicas.core.heartbeats import HEARTBEAT_MAX_S, HEARTBEAT_S, MISSED_BEATS, SLACK_S, Heartbeats
+from replicas.core.members.heartbeats import HEARTBEAT_MAX_S, HEARTBEAT_S, MISSED_BEATS, SLACK_S, Heartbeats
 
 
 def patience(interval_s: float) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.core.member_state import Held
+from replicas.core.members.member_state import Held
 
 
 @pytest.fixture

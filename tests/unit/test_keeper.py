@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import Child
-from replicas.supervisor.keeper import TRIES, ForkserverKeeper
+from replicas.supervisor.shim.forkserver_watcher import TRIES, ForkserverKeeper
 
 
 def descriptors() -> int:

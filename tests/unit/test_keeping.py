@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.config import Party
-from replicas.core.manifest import PartManifest, Piece, TensorSpec
-from replicas.core.roster import GroupShape
+from replicas.config.structs import Party
+from replicas.core.members.roster import GroupShape
+from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from tests.support.channel_world import COORDINATOR, SimMember, World, channel_config
 
 PARTS = [

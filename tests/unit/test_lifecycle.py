@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.core.lifecycle import ALIVE, REPLICA, SETTLED, Event, Lifecycle, after_exit
+from replicas.core.lives.lifecycle import ALIVE, REPLICA, SETTLED, Event, Lifecycle, after_exit
 from replicas.core.tables import InvalidStep
 from replicas.status import ReplicaState
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.config import Party
+from replicas.config.structs import Party
 from replicas.core.effects import MemberQuarantined
-from replicas.core.manifest import PartManifest, Piece, TensorSpec
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
+from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from tests.support.channel_world import NBYTES, SimMember, World, channel_config
 
 TRAINER, NEAR, FAR = "10.0.0.1", "10.0.0.2", "10.0.0.3"

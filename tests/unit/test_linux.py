@@ -26,7 +26,7 @@ SENTENCE = "replicas runs on Linux only, and this is {system}: use a Linux machi
         "replicas.Supervisor",
         "replicas.Coordinator",
         "import replicas.channel",
-        "import replicas.supervisor.shim",
+        "import replicas.supervisor.shim.shim",
     ],
 )
 def test_what_needs_linux_says_so(system: str, line: str) -> None:
@@ -37,7 +37,7 @@ def test_what_needs_linux_says_so(system: str, line: str) -> None:
 
 @pytest.mark.parametrize("system", ["darwin", "win32"])
 def test_the_command_says_so_and_nothing_else(system: str) -> None:
-    code = ELSEWHERE.format(system=system) + "from replicas.control.entry import main\nsys.exit(main())"
+    code = ELSEWHERE.format(system=system) + "from replicas.cli.entry import main\nsys.exit(main())"
     done = subprocess.run(
         [sys.executable, "-c", code, "check", "x"], capture_output=True, text=True, timeout=60, check=False
     )

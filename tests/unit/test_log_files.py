@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from replicas import errors
+from replicas.cli.look import moment
 from replicas.control import log_files
-from replicas.control.cli_look import moment
 from replicas.control.log_files import Follower, LogLine, Selection, offset_since, tail_offset
 
 

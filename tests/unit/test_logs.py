@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from replicas.config import LogsConfig
+from replicas.config.structs import LogsConfig
 from replicas.linux import private
-from replicas.supervisor.guard import RANK_MARK
-from replicas.supervisor.logfile import RotatedFile, remove_old_generations
-from replicas.supervisor.logkeeper import LogKeeper
-from replicas.supervisor.logpump import LONGEST_NBYTES, Log, LogSource
-from replicas.supervisor.orders import NodeSpec
-from replicas.supervisor.specs import wants_tee
-from replicas.supervisor.tee import Tee
+from replicas.supervisor.logs.log_file import RotatedFile, remove_old_generations
+from replicas.supervisor.logs.pump import LONGEST_NBYTES, Log, LogSource
+from replicas.supervisor.logs.pump_watcher import LogKeeper
+from replicas.supervisor.logs.tee import Tee
+from replicas.supervisor.shim.guard import RANK_MARK
+from replicas.supervisor.shim.orders import NodeSpec
+from replicas.supervisor.shim.specs import wants_tee
 from tests.support.full_disk import file_size_limit
 
 LIMIT = 64 << 10

@@ -7,9 +7,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replicas.core.effects import Retried, SidecarReplaced, SyncEnded
-from replicas.core.lifecycle import Event, Lifecycle
-from replicas.events import ConnectionsRefused, EventsLost, LogLinesDropped, ReloadRefused
-from replicas.metrics import Metrics
+from replicas.core.lives.lifecycle import Event, Lifecycle
 from replicas.status import (
     ChannelStatus,
     GroupStatus,
@@ -19,7 +17,9 @@ from replicas.status import (
     StoreStatus,
     SyncRecord,
 )
-from replicas.tally import Tally
+from replicas.telemetry.events import ConnectionsRefused, EventsLost, LogLinesDropped, ReloadRefused
+from replicas.telemetry.metrics import Metrics
+from replicas.telemetry.tally import Tally
 
 CONTRACT = {
     "build_info",

@@ -6,8 +6,8 @@ import pytest
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.core.operation import Operation
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
+from replicas.core.operations.operation import Operation
 from tests.support.channel_world import SimMember, World, peer_config
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from replicas import messages as wire
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, peer_config
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
 from tests.support.channel_world import SimMember, World, peer_config
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.core.pace import FRESH_S, STILL_S, Pace
+from replicas.core.moving.pace import FRESH_S, STILL_S, Pace
 from replicas.messages import LaneMoved, TransferGo
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World

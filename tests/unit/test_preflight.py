@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from replicas.config import ChannelConfig, Party
-from replicas.core.preflight import NCCL_AGREED, check_join
+from replicas.config.structs import ChannelConfig, Party
+from replicas.core.members.preflight import NCCL_AGREED, check_join
 from replicas.errors import Preflight
 from replicas.messages import PROTOCOL, Hello
 from replicas.messages.identity import ProcessIdentity

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from replicas import messages as wire
-from replicas.core.publishes import KEPT_VERDICTS, Publish, Publishes
+from replicas.core.versions.publishes import KEPT_VERDICTS, Publish, Publishes
 from replicas.messages.identity import Member
 
 

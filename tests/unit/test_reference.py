@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-import replicas.events
-import replicas.metrics
+import replicas.telemetry.events
+import replicas.telemetry.metrics
 from replicas.control import exit_codes
 from tests.support.reference import FOLDER, api, commands, config, environment, errors, events, metrics, pages
 from tests.support.reference import exit_codes as exit_codes_page
@@ -24,7 +24,7 @@ def test_the_reference_is_that_of_the_code() -> None:
 
 
 def test_every_metric_that_is_made_is_on_the_page() -> None:
-    path = Path(str(replicas.metrics.__file__))
+    path = Path(str(replicas.telemetry.metrics.__file__))
     made = [call.args[0] for name in ("_gauge", "_counter", "_histogram") for call in calls(path, name)]
     names = {
         f"replicas_{name.value}" for name in made if isinstance(name, ast.Constant) and isinstance(name.value, str)
@@ -34,7 +34,7 @@ def test_every_metric_that_is_made_is_on_the_page() -> None:
 
 
 def test_every_event_is_on_the_page_with_a_sentence() -> None:
-    tagged = [one for one in vars(replicas.events).values() if hasattr(one, "__struct_config__")]
+    tagged = [one for one in vars(replicas.telemetry.events).values() if hasattr(one, "__struct_config__")]
     assert {one for one in tagged if one.__struct_config__.tag} <= set(events.kinds())
     for kind in (*events.kinds(), *events.parts(), *api.states()):
         text = vars(kind).get("__doc__") or ""

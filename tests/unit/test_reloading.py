@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 
-from replicas import config_file, errors
-from replicas.config import Config, GroupConfig, ResourcesConfig
-from replicas.events import Reloaded, ReloadRefused
-from replicas.supervisor.fleet import Fleet
-from replicas.supervisor.machine import Machine
+from replicas import errors
+from replicas.config import file as config_file
+from replicas.config.structs import Config, GroupConfig, ResourcesConfig
+from replicas.supervisor.fleet.fleet import Fleet
+from replicas.supervisor.fleet.machine import Machine
+from replicas.supervisor.fleet.resources import refuse_unfit
+from replicas.supervisor.fleet.sizes import fitting
 from replicas.supervisor.reloading import Reloading
-from replicas.supervisor.resources import refuse_unfit
-from replicas.supervisor.run_state import SavedGroup
-from replicas.supervisor.sizes import fitting
+from replicas.supervisor.state.run_state import SavedGroup
+from replicas.telemetry.events import Reloaded, ReloadRefused
 from tests.support.fleets import Life, Yard, config_of, fleet, group_of
 from tests.support.virtual import virtually
 

@@ -6,12 +6,12 @@ from typing import get_args
 
 import pytest
 
-from replicas import events
-from replicas.control.render_events import concerns, event_line
+from replicas.cli.render_events import concerns, event_line
 from replicas.core import effects
-from replicas.core.lifecycle import Event as Step
+from replicas.core.lives.lifecycle import Event as Step
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
+from replicas.telemetry import events
 
 MEMBER = Member("rollout", 1, 0, "nonce")
 

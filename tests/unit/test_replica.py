@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 
 from replicas import errors
-from replicas.config import GroupConfig, HealthConfig, LogsConfig, RestartConfig
+from replicas.config.structs import GroupConfig, HealthConfig, LogsConfig, RestartConfig
 from replicas.coordinator import GroupShape, Readiness
-from replicas.core.lifecycle import Transition
-from replicas.core.restarts import Restarts
-from replicas.events import Event, HeldUp, ReplicaExited
-from replicas.supervisor.belongings import Belongings
-from replicas.supervisor.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
-from replicas.supervisor.replica import Replica
-from replicas.supervisor.state import StateDir
+from replicas.core.lives.lifecycle import Transition
+from replicas.core.lives.restarts import Restarts
+from replicas.supervisor.cleanup.inventory import Belongings
+from replicas.supervisor.fleet.replica import Replica
+from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit, Remains
+from replicas.supervisor.state.state import StateDir
+from replicas.telemetry.events import Event, HeldUp, ReplicaExited
 
 OK = ExitReport("ok")
 
@@ -323,8 +323,8 @@ async def test_a_shim_that_does_not_answer_is_killed_and_its_replica_replaced(tm
 async def test_a_shim_that_does_not_end_is_killed_until_it_does(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicas.supervisor.generation.STUCK_S", 0.05)
-    monkeypatch.setattr("replicas.supervisor.generation.PRESS_INTERVAL_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.shim.generation.STUCK_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.shim.generation.PRESS_INTERVAL_S", 0.05)
     async with living(tmp_path, stop_timeout_s=0.0) as (replica, world):
         shim = world.shims[0]
         shim.started()
@@ -341,8 +341,8 @@ async def test_a_shim_that_does_not_end_is_killed_until_it_does(
 async def test_a_process_that_takes_long_to_die_is_named_and_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicas.supervisor.generation.STUCK_S", 0.05)
-    monkeypatch.setattr("replicas.supervisor.generation.PRESS_INTERVAL_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.shim.generation.STUCK_S", 0.05)
+    monkeypatch.setattr("replicas.supervisor.shim.generation.PRESS_INTERVAL_S", 0.05)
     async with living(tmp_path) as (replica, world):
         shim = world.shims[0]
         shim.started()

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.config import Config
-from replicas.config_file import parse
+from replicas.config.file import parse
+from replicas.config.structs import Config
 from replicas.errors import BadConfig
-from replicas.supervisor import machine
-from replicas.supervisor.machine import Machine, look, nvml_count, visible_gpus
-from replicas.supervisor.resources import Resources, _peak, notes, problems, refuse_unfit
+from replicas.supervisor.fleet import machine
+from replicas.supervisor.fleet.machine import Machine, look, nvml_count, visible_gpus
+from replicas.supervisor.fleet.resources import Resources, _peak, notes, problems, refuse_unfit
 
 EIGHT = Machine(gpus=tuple("01234567"), gpus_from="NVML", gpu_order="PCI_BUS_ID", cpus=8, memory_nbytes=64 << 30)
 

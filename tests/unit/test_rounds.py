@@ -9,10 +9,10 @@ import pytest
 
 from replicas import messages as wire
 from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
-from replicas.core.member_state import MemberState
+from replicas.core.members.member_state import MemberState
 from replicas.core.membership import ROUND
-from replicas.core.rounds import Newest, ReplicaView, Rounds
 from replicas.core.tables import InvalidStep
+from replicas.core.versions.rounds import Newest, ReplicaView, Rounds
 from replicas.messages.identity import Member, ProcessIdentity
 
 HELLO = wire.Hello(1, "", "policy", "rollout", 0, 0, 2, "", 1, ProcessIdentity(1, 2, "b", 3))

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from replicas.supervisor.run_state import (
+from replicas.supervisor.state.run_state import (
     SCHEMA,
     ProcessRecord,
     RunState,
@@ -18,7 +18,7 @@ from replicas.supervisor.run_state import (
     machine,
     this_process,
 )
-from replicas.tally import Spread, Tally
+from replicas.telemetry.tally import Spread, Tally
 from tests.support.full_disk import file_size_limit
 
 STATE = Saved(

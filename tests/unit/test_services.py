@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from replicas.control import cli, exit_codes
-from replicas.metrics import Metrics
+from replicas.cli import main as cli
+from replicas.control import exit_codes
 from replicas.status import ChannelStatus, GroupStatus, RunStatus, StoreStatus
+from replicas.telemetry.metrics import Metrics
 
 SERVICE = Path(__file__).parents[2] / "services" / "supervisor"
 

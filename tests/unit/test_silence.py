@@ -10,8 +10,8 @@ from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.sessions import Session
 from replicas.core.effects import Event, MemberLost
-from replicas.core.roster import GroupShape
-from replicas.core.silence import DEAF_MAX_S, Silence
+from replicas.core.members.roster import GroupShape
+from replicas.core.members.silence import DEAF_MAX_S, Silence
 from replicas.messages import (
     PROTOCOL,
     Heartbeat,

@@ -16,13 +16,13 @@ import pytest
 
 from replicas import errors
 from replicas.coordinator.decisions import DecisionLog
-from replicas.events import RunEnded
 from replicas.linux import stacks
 from replicas.linux.processes import start_time
-from replicas.supervisor import state
-from replicas.supervisor.logfile import RotatedFile
-from replicas.supervisor.run_state import ProcessRecord, Saved, ShimRecord, machine
-from replicas.supervisor.state import AlreadySupervised, StateDir
+from replicas.supervisor.logs.log_file import RotatedFile
+from replicas.supervisor.state import state
+from replicas.supervisor.state.run_state import ProcessRecord, Saved, ShimRecord, machine
+from replicas.supervisor.state.state import AlreadySupervised, StateDir
+from replicas.telemetry.events import RunEnded
 from tests.support.users import ATTACKER, needs_users
 
 THESIS = b"my thesis"

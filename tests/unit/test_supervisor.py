@@ -12,18 +12,18 @@ from pathlib import Path
 import pytest
 
 from replicas import errors
-from replicas.config import Dependency, GroupConfig
-from replicas.core.lifecycle import Event, Lifecycle, Transition
-from replicas.core.ordering import start_levels
-from replicas.events import RunEnded, RunStarted
-from replicas.supervisor import orders
-from replicas.supervisor.causes import Cause, verdict
-from replicas.supervisor.commands import resolve_command
-from replicas.supervisor.node import rank_environment
-from replicas.supervisor.orders import ExitReport, NodeSpec, RankExit
-from replicas.supervisor.run_state import Saved
-from replicas.supervisor.state import AlreadySupervised, StateDir
-from replicas.supervisor.words import line
+from replicas.config.structs import Dependency, GroupConfig
+from replicas.core.lives.lifecycle import Event, Lifecycle, Transition
+from replicas.core.lives.ordering import start_levels
+from replicas.supervisor.fleet.causes import Cause, verdict
+from replicas.supervisor.fleet.log_lines import line
+from replicas.supervisor.fleet.node import rank_environment
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.commands import resolve_command
+from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
+from replicas.supervisor.state.run_state import Saved
+from replicas.supervisor.state.state import AlreadySupervised, StateDir
+from replicas.telemetry.events import RunEnded, RunStarted
 
 OK = ExitReport("ok")
 

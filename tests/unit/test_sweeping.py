@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.supervisor import sweeping
-from replicas.supervisor.sweeping import TRACKERS_MAX_S, TRACKERS_S, Grace
+from replicas.supervisor.cleanup import sweeping
+from replicas.supervisor.cleanup.sweeping import TRACKERS_MAX_S, TRACKERS_S, Grace
 
 TRACKERS = {7, 8}
 

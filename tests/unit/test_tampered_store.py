@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from replicas.core.effects import Effect, MemberLost, MemberQuarantined
-from replicas.core.lanes import SECRET_NBYTES, Lanes
-from replicas.core.roster import GroupShape
+from replicas.core.members.roster import GroupShape
+from replicas.core.moving.lanes import SECRET_NBYTES, Lanes
 from replicas.messages import LaneForm
 from tests.support.channel_world import SimMember, World, channel_config, peer_config
 

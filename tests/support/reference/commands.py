@@ -6,7 +6,7 @@ from typing import Any
 
 import typer.main
 
-from replicas.control.cli import app
+from replicas.cli.main import app
 from tests.support.reference.text import bullets, markdown
 
 __all__ = ["body", "commands"]

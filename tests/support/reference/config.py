@@ -10,7 +10,7 @@ from tests.support.reference.text import bullets, markdown
 
 __all__ = ["available", "body", "rows"]
 
-_MODULE = "replicas.config_reference"
+_MODULE = "replicas.config.reference"
 
 
 def available() -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from replicas import errors
-from replicas.control.cli_base import exit_code_of
+from replicas.cli.base import exit_code_of
 from replicas.control.exit_codes import FAILED, UNAVAILABLE
 from tests.support.reference.text import bullets, markdown
 

@@ -1,4 +1,4 @@
-"""The page of events, from the types that make up ``replicas.events.Event``."""
+"""The page of events, from the types that make up ``replicas.telemetry.events.Event``."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Literal, Union, get_args, get_origin
 
 import msgspec
 
-from replicas import events
 from replicas.status import SyncRecord
+from replicas.telemetry import events
 from tests.support.reference.text import bullets, markdown
 
 __all__ = ["body", "kinds", "parts", "struct"]

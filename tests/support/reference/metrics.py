@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from prometheus_client.core import Metric
 
-from replicas.metrics import Metrics
 from replicas.status import RunStatus, StoreStatus
+from replicas.telemetry.metrics import Metrics
 from tests.support.reference.text import bullets, markdown
 
 __all__ = ["body", "families"]

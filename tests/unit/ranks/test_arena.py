@@ -9,12 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from replicas.core.manifest import Manifest, PartManifest, Piece, TensorSpec
+from replicas.core.versions.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.errors import Gone
-from replicas.weights.arena import Arena
-from replicas.weights.buffers import Buffer
-from replicas.weights.pool import SPARE_BEATS
-from replicas.weights.slots import Slot
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.memory.pool import SPARE_BEATS
+from replicas.weights.memory.slots import Slot
 from tests.support.memory import MANIFEST, fill, memory_left
 
 OTHER = Manifest((TensorSpec("x", "float32", (9,)),))

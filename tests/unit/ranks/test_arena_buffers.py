@@ -12,9 +12,9 @@ import pytest
 from replicas.errors import Gone, NoCapacity, WorldError
 from replicas.memory.living import Living
 from replicas.messages import SlotPlace
-from replicas.weights import mappings
-from replicas.weights.buffers import Buffer
-from replicas.weights.mappings import KEPT_USES, KeptMappings
+from replicas.weights.memory import mappings
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.memory.mappings import KEPT_USES, KeptMappings
 from tests.support.memory import memory_left
 
 

@@ -9,12 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from replicas.core.manifest import Manifest, TensorSpec
+from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.errors import NoCapacity
-from replicas.weights import buffers, capacity, pool
-from replicas.weights.arena import Arena
-from replicas.weights.buffers import Buffer
-from replicas.weights.capacity import RESERVE_NBYTES, available_nbytes, check_capacity
+from replicas.weights.memory import buffers, capacity, pool
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.memory.capacity import RESERVE_NBYTES, available_nbytes, check_capacity
 from tests.support.memory import MANIFEST, fill, memory_left
 
 LARGE = Manifest((TensorSpec("x", "float32", (1 << 18,)),))  # just enough to be made ahead of time

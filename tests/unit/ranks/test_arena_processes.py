@@ -12,10 +12,10 @@ import torch
 from replicas.errors import Gone
 from replicas.memory.kept import Keeper
 from replicas.messages import SlotPlace
-from replicas.weights.arena import Arena
-from replicas.weights.buffers import Buffer
-from replicas.weights.mappings import KeptMappings
-from replicas.weights.slots import Slot
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.memory.mappings import KeptMappings
+from replicas.weights.memory.slots import Slot
 from tests.support.memfds import memories
 from tests.support.memory import MANIFEST, Child, fill
 

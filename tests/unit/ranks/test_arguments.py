@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 import torch
 
-from replicas import arguments, errors
+from replicas import errors
 from replicas.coordinator.limits import message_problem, size_problem
-from replicas.messages import MemberFrame, PublishBegin, WireError, decode_member_frame, encode
+from replicas.messages import MemberFrame, PublishBegin, WireError, arguments, decode_member_frame, encode
 from replicas.messages.bounds import META_NBYTES, TEXT_LENGTH, VERSION_MAX, text_of
 
 

@@ -13,8 +13,8 @@ import torch
 
 from replicas import messages as wire
 from replicas.memory import beacon
-from replicas.weights.arena import Arena, Slot
 from replicas.weights.digest import digest_of
+from replicas.weights.memory.arena import Arena, Slot
 from tests.support.scripted import MANIFEST, World
 
 pytestmark = pytest.mark.anyio

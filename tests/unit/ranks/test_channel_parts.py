@@ -12,16 +12,16 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.leases import Holder
+from replicas.channel.operations.results import Operation
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.publish_job import PublishJob
-from replicas.channel.results import Operation
-from replicas.channel.update import Update
-from replicas.core.manifest import PartManifest
+from replicas.channel.versions.leases import Holder
+from replicas.channel.versions.publish_job import PublishJob
+from replicas.channel.versions.update import Update
+from replicas.core.versions.manifest import PartManifest
 from replicas.messages import Segment
 from replicas.messages.identity import Member
-from replicas.weights.arena import Slot
 from replicas.weights.feed import Feed
+from replicas.weights.memory.arena import Slot
 from tests.support.scripted import MANIFEST, ME, World
 
 pytestmark = pytest.mark.anyio
@@ -234,7 +234,7 @@ async def test_results_are_written_only_after_the_verdict(target: World) -> None
 
 
 async def test_an_operation_that_hears_nothing_ends_by_itself(target: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.channel.operations.GRACE_S", 0.05)
+    monkeypatch.setattr("replicas.channel.operations.operations.GRACE_S", 0.05)
     sidecar = await target.lane("x")
     tensor = torch.arange(4.0)
     pending, go = await posted(target, tensor, 0.05)

@@ -13,12 +13,12 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.publish_job import PublishJob
-from replicas.channel.update import Update
-from replicas.core.manifest import Manifest
-from replicas.weights.arena import Arena, Slot
+from replicas.channel.versions.publish_job import PublishJob
+from replicas.channel.versions.update import Update
+from replicas.core.versions.manifest import Manifest
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed
+from replicas.weights.memory.arena import Arena, Slot
 from tests.support.channels import wait_until
 from tests.support.scripted import MANIFEST, World
 
@@ -159,7 +159,7 @@ async def test_a_publish_that_failed_here_says_so_again(source: World) -> None:
 async def test_an_overdue_publish_tells_those_who_may_still_wait_for_it(
     source: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("replicas.channel.publish.GRACE_S", 0.05)
+    monkeypatch.setattr("replicas.channel.versions.publish.GRACE_S", 0.05)
     source.session.connected = False
     _, task = begin(source, deadline_s=0.05)
     failed = await source.session.next(wire.PackFailed)
@@ -170,7 +170,7 @@ async def test_an_overdue_publish_tells_those_who_may_still_wait_for_it(
 
 async def unknown(world: World, version: int, monkeypatch: pytest.MonkeyPatch) -> Pending[Receipt]:
     """A publish that ended with its outcome unknown."""
-    monkeypatch.setattr("replicas.channel.publish.GRACE_S", 0.05)
+    monkeypatch.setattr("replicas.channel.versions.publish.GRACE_S", 0.05)
     job = await packed(world, version)
     assert job.timer is not None
     job.timer.cancel()

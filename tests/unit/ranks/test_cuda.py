@@ -14,9 +14,9 @@ import pytest
 import torch
 
 from replicas.errors import NoCapacity, Preflight, UsageError, WorldError
-from replicas.weights import cuda, cuda_driver, cuda_objects
-from replicas.weights.cuda import Cuda
-from replicas.weights.cuda_driver import IpcHandle, Pointer
+from replicas.weights.devices import cuda, cuda_driver, cuda_objects
+from replicas.weights.devices.cuda import Cuda
+from replicas.weights.devices.cuda_driver import IpcHandle, Pointer
 
 MIB = 1 << 20
 OCTETS = bytes(range(16))

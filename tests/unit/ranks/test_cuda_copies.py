@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from replicas.weights import cuda_copies
-from replicas.weights.cuda_copies import SMALL_NBYTES, enqueue
+from replicas.weights.devices import cuda_copies
+from replicas.weights.devices.cuda_copies import SMALL_NBYTES, enqueue
 
 SHAPES: list[tuple[torch.dtype, tuple[int, ...]]] = [
     (torch.float32, (3, 5)),

@@ -10,16 +10,16 @@ import pytest
 import torch
 
 from replicas import environ
-from replicas.core.manifest import Manifest, TensorSpec
+from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.errors import Gone, NoCapacity, Preflight, UsageError, WorldError
 from replicas.memory.kept import Keeper
-from replicas.weights.accelerator import accelerator
-from replicas.weights.arena import Arena
-from replicas.weights.buffers import Buffer
-from replicas.weights.device_buffers import PAGE_NBYTES
+from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.devices.device_buffers import PAGE_NBYTES
 from replicas.weights.digest import digest_of
-from replicas.weights.mappings import KeptMappings
-from replicas.weights.slots import Slot
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.memory.mappings import KeptMappings
+from replicas.weights.memory.slots import Slot
 from tests.support.device_memory import lingering_nbytes
 from tests.support.fake_accelerator import NAME, FakeAccelerator, fake_memory_nbytes
 from tests.support.memory import Child, memory_left
@@ -169,7 +169,7 @@ def test_only_visible_devices_can_be_used(monkeypatch: pytest.MonkeyPatch, gpu: 
         gpu.select(GPU)
     other.close()
     monkeypatch.setenv("FAKE_FAULTS", "absent")
-    monkeypatch.setattr("replicas.weights.accelerator._chosen", (0, "", None))
+    monkeypatch.setattr("replicas.weights.devices.accelerator._chosen", (0, "", None))
     with pytest.raises(WorldError, match="cannot use GPUs"):
         Buffer.allocate(10, "test", device=GPU)
     monkeypatch.undo()
@@ -249,7 +249,7 @@ def test_an_arena_on_a_device(gpu: FakeAccelerator) -> None:
 def test_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes = MANIFEST.image_nbytes
     monkeypatch.setenv("FAKE_MEMORY_NBYTES", str(nbytes))
-    monkeypatch.setattr("replicas.weights.device_buffers._LINGER_LOOK_S", 0.01)
+    monkeypatch.setattr("replicas.weights.devices.device_buffers._LINGER_LOOK_S", 0.01)
     arena = Arena(2, name="test", device=GPU)
     arena._pool.retire(Buffer.allocate(nbytes, "test", device=GPU))
     slot = fill(arena, 1)  # what is spare is used
@@ -308,7 +308,7 @@ def test_memory_made_ahead_is_pinned_on_request(gpu: FakeAccelerator) -> None:
 
 
 def test_the_environment_must_name_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
-    for wrong in ("nowhere", "replicas.nowhere:Cuda", "replicas.weights.cuda:Nothing", "replicas.errors:Gone"):
+    for wrong in ("nowhere", "replicas.nowhere:Cuda", "replicas.weights.devices.cuda:Nothing", "replicas.errors:Gone"):
         monkeypatch.setenv(environ.ACCELERATOR, wrong)
         with pytest.raises(UsageError, match=environ.ACCELERATOR):
             accelerator()

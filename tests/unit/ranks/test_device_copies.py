@@ -13,15 +13,15 @@ import pytest
 import torch
 
 from replicas.errors import ManifestMismatch, SyncError, UsageError, WorldError
-from replicas.weights.arena import Arena
-from replicas.weights.device_copies import DeviceCopies, Manner
-from replicas.weights.device_digest import device_digest_of
+from replicas.weights.devices.device_copies import DeviceCopies, Manner
+from replicas.weights.devices.device_digest import device_digest_of
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed
 from replicas.weights.loading import load_into, views
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.slots import Slot
+from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, packing_of, stage
-from replicas.weights.slots import Slot
-from replicas.weights.writable import WritableSlot
 from tests.support.device_memory import lingering_nbytes
 from tests.support.fake_accelerator import NAME, FakeAccelerator
 
@@ -35,7 +35,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeAccelerator]:
     made = FakeAccelerator()
     monkeypatch.setenv("REPLICAS_ACCELERATOR", NAME)
     monkeypatch.setenv("FAKE_DELAY_S", "1e-6")
-    monkeypatch.setattr("replicas.weights.accelerator._chosen", (os.getpid(), NAME, made))
+    monkeypatch.setattr("replicas.weights.devices.accelerator._chosen", (os.getpid(), NAME, made))
     yield made
     lingering_nbytes()  # what was closed is given back by now
 
@@ -263,7 +263,7 @@ def test_copies_end_before_a_failed_walk_gives_the_slot_back(gpu: FakeAccelerato
 def test_what_has_arrived_is_told_batch_by_batch(
     gpu: FakeAccelerator, monkeypatch: pytest.MonkeyPatch, device: str, hold: bool
 ) -> None:
-    monkeypatch.setattr("replicas.weights.device_copies.DEVICE_NBYTES", 128)
+    monkeypatch.setattr("replicas.weights.devices.device_copies.DEVICE_NBYTES", 128)
     monkeypatch.setattr("replicas.weights.copying.PROGRESS_NBYTES", 1)
     given = {str(number): torch.full((number, 5), float(number)) for number in range(9)}
     publish = Publish(given, device=device, hold=hold)

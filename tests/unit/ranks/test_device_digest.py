@@ -7,8 +7,8 @@ import random
 import pytest
 import torch
 
-from replicas.weights import device_digest
-from replicas.weights.device_digest import DEVICE_PREFIX, DeviceDigest, device_digest_of
+from replicas.weights.devices import device_digest
+from replicas.weights.devices.device_digest import DEVICE_PREFIX, DeviceDigest, device_digest_of
 from replicas.weights.digest import digest_of
 
 BLOCK = 4096

@@ -7,13 +7,13 @@ import threading
 import pytest
 import torch
 
-from replicas.channel.moving import call_point, copy_out, gpu_of
-from replicas.channel.results import Operation
-from replicas.channel.scratch import Scratch, read_segments, segments_of, write_segments
+from replicas.channel.operations.results import Operation
+from replicas.channel.operations.scratch import Scratch, read_segments, segments_of, write_segments
+from replicas.channel.operations.tensor_copies import call_point, copy_out, gpu_of
 from replicas.errors import NoCapacity
-from replicas.weights import device_buffers
-from replicas.weights.accelerator import accelerator
-from replicas.weights.buffers import Buffer
+from replicas.weights.devices import device_buffers
+from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.memory.buffers import Buffer
 from tests.support import fake_accelerator
 from tests.support.fake_accelerator import FakeAccelerator
 

@@ -16,9 +16,9 @@ from replicas import errors
 from replicas.channel.hub import as_wire_error
 from replicas.linux.stalls import LOOK_INTERVAL_S, STARTING_S, STOPPED_S, StallWatch
 from replicas.sidecar import building, wire
-from replicas.sidecar.client import SidecarDied, SidecarFailed
 from replicas.sidecar.meeting import blame
-from replicas.sidecar.pulse import IDLE_S, INTERVAL_S, SILENCE_S, Pulse
+from replicas.sidecar.rank_side.client import SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.pulse import IDLE_S, INTERVAL_S, SILENCE_S, Pulse
 from tests.support.runs import eventually
 
 # ---------------------------------------------------------------- pings

@@ -12,10 +12,10 @@ import pytest
 from bench.scale_model import Rates, chain_s, leaders_of, messages_of, messages_to_commit, model
 from replicas import messages as wire
 from replicas.coordinator.sessions import Encoded, Session
-from replicas.core import manifests
-from replicas.core.manifest import Manifest, PartManifest, merge_parts
-from replicas.core.member_state import Held, MemberState
-from replicas.core.roster import GroupShape, Roster
+from replicas.core.members.member_state import Held, MemberState
+from replicas.core.members.roster import GroupShape, Roster
+from replicas.core.versions import manifests
+from replicas.core.versions.manifest import Manifest, PartManifest, merge_parts
 from replicas.messages.identity import Member
 from tests.support.channel_world import SimMember, World, channel_config
 from tests.support.members import Client

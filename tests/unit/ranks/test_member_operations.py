@@ -13,12 +13,12 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
+from replicas.channel.operations.results import Operation
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.results import Operation
 from replicas.channel.unknown import KEPT_RESULTS
 from replicas.messages.identity import Member
-from replicas.sidecar.client import CollectiveSpec, SidecarFailed
-from replicas.weights.arena import Buffer
+from replicas.sidecar.rank_side.client import CollectiveSpec, SidecarFailed
+from replicas.weights.memory.arena import Buffer
 from tests.support.scripted import ME, Sidecar, World
 from tests.support.sidecars import mapped_by
 
@@ -101,7 +101,7 @@ async def test_results_that_cannot_be_written_fail_that_call_alone(
     def refuse(*args: Any) -> None:
         raise AssertionError("not into this one")
 
-    monkeypatch.setattr("replicas.channel.results.copy_elements", refuse)
+    monkeypatch.setattr("replicas.channel.operations.results.copy_elements", refuse)
     world.tell(made.success())
     with pytest.raises(errors.UsageError, match="cannot be written: AssertionError: not into this one"):
         await asyncio.wait_for(pending._wait_async(), 10)

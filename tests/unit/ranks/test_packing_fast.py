@@ -19,22 +19,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from torch import nn
 
-from replicas.core.manifest import Manifest, PartManifest, Piece, TensorSpec
+from replicas.core.versions.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.weights import streaming
-from replicas.weights.arena import Arena
+from replicas.weights.copy_pool import ALONE_NBYTES, Crew, helpers_for, one_thread
 from replicas.weights.copying import PROGRESS_NBYTES, STEP_NBYTES, Copier, Prefix, Step, copy_pairs
-from replicas.weights.crew import ALONE_NBYTES, Crew, helpers_for, one_thread
 from replicas.weights.digest import BLOCK_NBYTES, Digest, digest_of
 from replicas.weights.feed import Feed, Shard
 from replicas.weights.loading import views
+from replicas.weights.memory.arena import Arena
+from replicas.weights.memory.parts import scatter_parts
+from replicas.weights.memory.slots import Slot
+from replicas.weights.memory.writable import WritableSlot
 from replicas.weights.packing import Packer, Packing, stage
-from replicas.weights.parts import scatter_parts
 from replicas.weights.places import Places
 from replicas.weights.planned import LOOK
-from replicas.weights.slots import Slot
 from replicas.weights.tensors import bits
-from replicas.weights.writable import WritableSlot
 from tests.support.packing import pack
 
 WAIT_S = 60.0
@@ -98,7 +98,7 @@ def test_one_thread_holds_for_this_thread_alone() -> None:
 
 
 def test_helpers_by_size_and_by_who_else_is_at_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("replicas.weights.crew.os.sched_getaffinity", lambda pid: set(range(8)))
+    monkeypatch.setattr("replicas.weights.copy_pool.os.sched_getaffinity", lambda pid: set(range(8)))
     assert helpers_for(ALONE_NBYTES - 1) == 0
     assert helpers_for(2 * ALONE_NBYTES) == 2
     assert helpers_for(1 << 30) == 7

@@ -12,10 +12,10 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel import update as update_module
 from replicas.channel.pending import Pending
-from replicas.channel.receive import Bound
-from replicas.channel.update import Update
+from replicas.channel.versions import update as update_module
+from replicas.channel.versions.receive import Bound
+from replicas.channel.versions.update import Update
 from replicas.weights.loading import load_into
 from tests.support.channels import wait_until
 from tests.support.scripted import World

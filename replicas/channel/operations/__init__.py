@@ -1,0 +1,1 @@
+"""A member's part in operations between peers."""

@@ -1,0 +1,237 @@
+"""The operations between peers, as methods: checks of arguments, on the caller's thread."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+from typing import NoReturn, get_args
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from replicas import errors
+from replicas.channel.operations.operations import Operations
+from replicas.channel.operations.results import Operation
+from replicas.channel.operations.scratch import segments_of
+from replicas.channel.pending import Pending, Receipt
+from replicas.messages import ReduceOp
+from replicas.messages.bounds import is_name, shown
+from replicas.messages.identity import Member
+
+__all__ = ["Collectives", "Peer", "Tensors"]
+
+Tensors = torch.Tensor | Sequence[torch.Tensor]
+"""One dense tensor or several, of any dtypes, shapes, strides and devices."""
+Peer = Member | str
+"""A member, ``"group/replica"`` (the rank that is in this rank's lane) or ``"group/replica/rank"``."""
+
+_PEER = re.compile(r"[^/]+/[0-9]{1,7}(/[0-9]{1,7})?")
+
+
+class Collectives:
+    """Operations between the peers of a channel. Each returns at once with a :class:`Pending` of a :class:`Receipt`.
+
+    The tensors are copied at the call; results are written into the caller's tensors when the operation has succeeded for
+    everyone, before the Pending resolves, and never otherwise. Calls are paired in the order in which each member makes
+    them; ``step`` tags (whole numbers that grow) keep a peer that joined again from being paired with the wrong call.
+
+    With ``on_lost = "drop"`` (the default of a channel) an operation that loses a member, or one that can no longer be heard,
+    runs again over the others, from the tensors as they were at the call: a mean divides by those that took part, and the
+    receipt's ``members``, ``lost`` and ``reasons`` name everyone. A failure with everybody alive is tried again, too.
+
+    ``deadline`` is in seconds, by default the channel's, for all attempts together. A Pending fails with
+
+    * :class:`~replicas.errors.PeersLost`: it cannot be done without a member that died: its root, the other one of a pair, or
+      any with ``on_lost = "raise"``;
+    * :class:`~replicas.errors.DeadlineExceeded`: not everyone called, or it took too long;
+    * :class:`~replicas.errors.RanksDisagree`: the peers called different things;
+    * :class:`~replicas.errors.Gone`: ``step`` has passed; or the others went on without this member while it could not be
+      heard. Its next call pairs with the others' next one;
+    * :class:`~replicas.errors.OutcomeUnknown`: no verdict came in time; wait again, or make the next call, which settles it;
+    * :class:`~replicas.errors.Disconnected`: the coordinator was replaced before it ran: it did not happen, call again.
+
+    The call itself raises :class:`~replicas.errors.UsageError` for arguments of no use,
+    :class:`~replicas.errors.NoCapacity` when there is no memory for the copy, and :class:`~replicas.errors.Gone` (once) when
+    an earlier operation of unknown outcome did succeed, and nobody has waited for it again.
+    """
+
+    _operations: Operations
+
+    def _start_operation(self, operation: Operation, deadline: float | None) -> Pending[Receipt]:
+        raise NotImplementedError
+
+    def all_reduce(
+        self, tensors: Tensors, op: ReduceOp = "sum", *, step: int | None = None, deadline: float | None = None
+    ) -> Pending[Receipt]:
+        """Reduce elementwise over all peers, in place, on every peer. ``op``: sum, mean (floating dtypes), min or max."""
+        inputs = _tensors("all_reduce", tensors)
+        _check_op("all_reduce", op, inputs)
+        return self._start_operation(Operation("all_reduce", inputs, reduce_op=op, step=step), deadline)
+
+    def broadcast(
+        self, tensors: Tensors, src: Peer, *, step: int | None = None, deadline: float | None = None
+    ) -> Pending[Receipt]:
+        """Give everyone ``src``'s values, in place. All peers pass tensors of the same shapes and dtypes."""
+        inputs = _tensors("broadcast", tensors)
+        return self._start_operation(Operation("broadcast", inputs, root=_peer("src", src), step=step), deadline)
+
+    def reduce(
+        self,
+        tensors: Tensors,
+        dst: Peer,
+        op: ReduceOp = "sum",
+        *,
+        step: int | None = None,
+        deadline: float | None = None,
+    ) -> Pending[Receipt]:
+        """Like :meth:`all_reduce`, but only ``dst``'s tensors are changed."""
+        inputs = _tensors("reduce", tensors)
+        _check_op("reduce", op, inputs)
+        operation = Operation("reduce", inputs, reduce_op=op, root=_peer("dst", dst), step=step)
+        return self._start_operation(operation, deadline)
+
+    def all_gather(
+        self,
+        tensors: Tensors,
+        out: Sequence[torch.Tensor] | None = None,
+        *,
+        step: int | None = None,
+        deadline: float | None = None,
+    ) -> Pending[Receipt]:
+        """Give everyone everyone's tensors, in ``receipt.outputs``, by member. Shapes and dtypes may differ by member.
+
+        :param out: tensors to write into: those of the first participant, then of the next, in the order of members. Those
+            for a member that was lost on the way stay as they are.
+        """
+        inputs = _tensors("all_gather", tensors)
+        return self._start_operation(Operation("all_gather", inputs, _targets("all_gather", out), step=step), deadline)
+
+    def gather(
+        self,
+        tensors: Tensors,
+        dst: Peer,
+        out: Sequence[torch.Tensor] | None = None,
+        *,
+        step: int | None = None,
+        deadline: float | None = None,
+    ) -> Pending[Receipt]:
+        """Like :meth:`all_gather`, but only ``dst`` gets the outputs."""
+        inputs, root = _tensors("gather", tensors), _peer("dst", dst)
+        return self._start_operation(
+            Operation("gather", inputs, _targets("gather", out), root=root, step=step), deadline
+        )
+
+    def scatter(
+        self,
+        tensors: Sequence[torch.Tensor] | None,
+        src: Peer,
+        out: torch.Tensor | None = None,
+        *,
+        step: int | None = None,
+        deadline: float | None = None,
+    ) -> Pending[Receipt]:
+        """``src`` gives one tensor to each participant, in the order of members; in ``receipt.tensors`` and ``out``.
+
+        The tensor of a member that is lost on the way falls away.
+
+        :param tensors: on ``src`` one tensor a participant; None on the others.
+        """
+        inputs = () if tensors is None else _tensors("scatter", tensors)
+        targets = _targets("scatter", None if out is None else (out,))
+        posted = () if targets is None else segments_of(targets)
+        operation = Operation("scatter", inputs, targets, posted, root=_peer("src", src), step=step)
+        return self._start_operation(operation, deadline)
+
+    def reduce_scatter(
+        self,
+        tensors: Sequence[torch.Tensor],
+        op: ReduceOp = "sum",
+        out: torch.Tensor | None = None,
+        *,
+        step: int | None = None,
+        deadline: float | None = None,
+    ) -> Pending[Receipt]:
+        """Each passes one tensor a participant; each gets its own one, reduced; in ``receipt.tensors`` and ``out``.
+
+        The tensors for a member that is lost on the way fall away.
+        """
+        inputs = _tensors("reduce_scatter", tensors)
+        _check_op("reduce_scatter", op, inputs)
+        targets = _targets("reduce_scatter", None if out is None else (out,))
+        return self._start_operation(Operation("reduce_scatter", inputs, targets, reduce_op=op, step=step), deadline)
+
+    def send(
+        self, tensors: Tensors, dst: Peer, *, step: int | None = None, deadline: float | None = None
+    ) -> Pending[Receipt]:
+        """Send to one peer, which calls :meth:`recv`. Pairs of members do not wait for others."""
+        inputs = _tensors("send", tensors)
+        return self._start_operation(Operation("send", inputs, root=_peer("dst", dst), step=step), deadline)
+
+    def recv(
+        self,
+        tensors: Tensors | None = None,
+        *,
+        src: Peer,
+        step: int | None = None,
+        deadline: float | None = None,
+    ) -> Pending[Receipt]:
+        """Receive from one peer: into ``tensors`` (shapes and dtypes must be those sent), or into new CPU tensors.
+
+        They are in ``receipt.tensors``.
+        """
+        targets = None if tensors is None else _tensors("recv", tensors)
+        posted = () if targets is None else segments_of(targets)
+        operation = Operation("recv", (), targets, posted, root=_peer("src", src), step=step)
+        return self._start_operation(operation, deadline)
+
+    def barrier(self, *, step: int | None = None, deadline: float | None = None) -> Pending[Receipt]:
+        """Resolves when every peer has called it."""
+        return self._start_operation(Operation("barrier", step=step), deadline)
+
+
+def _fail(text: str, hint: str) -> NoReturn:
+    raise errors.UsageError(text, hint=hint)
+
+
+def _tensors(kind: str, given: Tensors) -> tuple[torch.Tensor, ...]:
+    if not isinstance(given, (torch.Tensor, Iterable)):
+        _fail(f"{kind} was given a {type(given).__name__}", "pass a tensor or a sequence of them")
+    tensors = (given,) if isinstance(given, torch.Tensor) else tuple(given)
+    if not tensors:
+        _fail(f"{kind} was given no tensor", "pass a tensor or a sequence of them")
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor):
+            _fail(f"{kind} was given a {type(tensor).__name__}", "pass a tensor or a sequence of them")
+        if hasattr(tensor, "placements"):
+            _fail(f"{kind} was given a DTensor", "pass its to_local()")
+        if tensor.layout is not torch.strided or tensor.is_meta or tensor.is_quantized or is_lazy(tensor):
+            _fail(f"{kind} was given a tensor that is not dense", "pass a dense, strided tensor that has values")
+    segments_of(tensors)
+    return tensors
+
+
+def _targets(kind: str, out: Sequence[torch.Tensor] | None) -> tuple[torch.Tensor, ...] | None:
+    return None if out is None else _tensors(kind, out)
+
+
+def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
+    if not isinstance(op, str) or op not in get_args(ReduceOp):
+        _fail(f"{kind}: unknown op {shown(op)}", "use sum, mean, min or max")
+    if op == "mean":
+        for tensor in tensors:
+            if not tensor.dtype.is_floating_point:
+                _fail(
+                    f"{kind}: the mean of {tensor.dtype} is not defined", "use op='sum', or convert to a floating dtype"
+                )
+
+
+def _peer(argument: str, peer: Peer) -> str:
+    """Its name, as it was given: with its rank, or without."""
+    name = peer.name if isinstance(peer, Member) else peer
+    if not isinstance(name, str) or not _PEER.fullmatch(name) or not is_name(name.partition("/")[0]):
+        _fail(
+            f"{argument} must be a Member, 'group/replica' or 'group/replica/rank', not {shown(peer)}",
+            "see channel.members",
+        )
+    group, *numbers = name.split("/")
+    return "/".join((group, *(str(int(number)) for number in numbers)))

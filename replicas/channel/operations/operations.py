@@ -1,0 +1,369 @@
+"""Operations: collectives between peers, on copies of the caller's tensors.
+
+Theory of operation
+===================
+
+The call copies the inputs into a scratch buffer (on the caller's thread and stream; with ``staging = "device"`` into one on
+the GPU if they are there) and posts. When everyone concerned has
+posted, the coordinator says Go and the lane's sidecar runs it on the scratch memory. Only the common verdict (OperationEnd)
+decides: on success the results are written into the caller's tensors, by a worker thread, and then the Pending resolves;
+on any failure the caller's tensors are as they were (invariant I3).
+
+**Attempts.** After a loss or a failure the coordinator says Go again, over those that are left, in another lane. A sidecar
+only reads the inputs and writes into the outputs, which each attempt has of its own: so an attempt begins from the inputs as
+they were posted, whatever the sidecar of the one before is still doing. The requests of one lane go to its sidecar in the
+order of their Go, one at a time, as they do on every other member.
+
+**Memory.** Inputs go back to the pool when the operation is over and no attempt runs; outputs when their attempt is neither
+running nor wanted. An attempt runs until its sidecar has answered or is known to be dead.
+
+**Outcome unknown.** An operation ends by itself a little after its deadline, when no verdict came, or when there is a new
+coordinator. If this member had said that its part is done, others may have been told that it succeeded: it ends with
+OutcomeUnknown, its outputs are kept (those of the last few), and the next posts name it as unsettled. A late verdict, or
+OperationSettled, tells what became of it. If it succeeded, its results are written by the thread that waits for it again;
+until then they are *uncollected*, and the next collective is refused once, with Gone, here or by the coordinator.
+
+**A new coordinator** knows of no operation: all end, but those that were posted while there was no session. These nobody
+has heard of yet, and they are posted to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from replicas import errors
+from replicas.channel.hub import GRACE_S, Hub, as_wire_error
+from replicas.channel.operations.operation_job import Attempt, Job
+from replicas.channel.operations.results import Operation
+from replicas.channel.operations.scratch import Scratch, write_segments
+from replicas.channel.pending import Pending, Receipt
+from replicas.channel.sidecar_lanes import Lane, Lanes
+from replicas.channel.unknown import Unknown
+from replicas.core.versions.manifest import segment_layout
+from replicas.messages import (
+    OperationDone,
+    OperationEnd,
+    OperationFailed,
+    OperationGo,
+    OperationPost,
+    OperationSettled,
+    ReceiptData,
+    WireError,
+)
+from replicas.sidecar.rank_side.client import CollectiveSpec, SidecarFailed
+
+__all__ = ["Operations"]
+
+logger = logging.getLogger("replicas.channel")
+
+APPLIED = 16
+"""How many of the newest refs a post names as applied; more than a member has operations under way at once."""
+
+
+class Operations:
+    """The operations of one channel in this process."""
+
+    def __init__(self, hub: Hub, lanes: Lanes) -> None:
+        self._hub = hub
+        self._lanes = lanes
+        self._host_scratch = Scratch(f"replicas-{hub.name}")
+        self._device_scratch: Scratch | None = None
+        self._scratch_lock = threading.Lock()
+        self._posts = 0
+        self._jobs: dict[int, Job] = {}
+        self._applied: deque[str] = deque(maxlen=APPLIED)
+        self._unknown = Unknown(hub, self._applied.append, self._release)
+
+    # ------------------------------------------------------------ caller's thread
+
+    def start(self, operation: Operation, deadline_s: float) -> Pending[Receipt]:
+        """Copy the inputs and post.
+
+        :raises replicas.errors.NoCapacity: there is no memory for the copy; nothing was posted.
+        :raises replicas.errors.Gone: an earlier operation did succeed, and its results have not been collected.
+        """
+        if operation.kind not in ("send", "recv"):
+            self._unknown.check_collected()
+        job = Job(operation, deadline_s, self._hub.name)
+        if operation.inputs:
+            segments, scratch = operation.segments, self._scratch(operation)
+            job.inputs = scratch.take(segment_layout(segments)[1])
+            try:
+                write_segments(job.inputs, segments, operation.inputs, operation.gpu)
+            except BaseException:
+                scratch.give(job.inputs)
+                raise
+        operation.begin()
+        self._hub.call(self._post, job)
+        return job.pending
+
+    def _scratch(self, operation: Operation) -> Scratch:
+        """Where its inputs and outputs lie: on the GPU if its tensors do, and the channel's memory is there."""
+        if not (operation.gpu and self._hub.device):
+            return self._host_scratch
+        with self._scratch_lock:
+            if self._device_scratch is None:
+                self._device_scratch = Scratch(f"replicas-{self._hub.name}", self._hub.device)
+            return self._device_scratch
+
+    def open_jobs(self) -> list[Pending[Receipt]]:
+        """Operations that have not ended, for close(); from any thread."""
+        return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
+
+    # ------------------------------------------------------------ session thread
+
+    def close(self) -> None:
+        self._unknown.close()
+        self._host_scratch.close()
+        if self._device_scratch is not None:
+            self._device_scratch.close()
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {OperationGo: self._go, OperationEnd: self._ended, OperationSettled: self._unknown.settled}
+
+    def new_term(self) -> None:
+        unsent = [job for job in self._jobs.values() if job.outage and job.outage == self._hub.last_outage]
+        for job in [job for job in self._jobs.values() if job not in unsent]:
+            self._cut_off(job)
+        for job in unsent:
+            self._send(job)
+
+    def _cut_off(self, job: Job) -> None:
+        """Its coordinator will never say what became of it."""
+        what = job.operation.kind
+        if job.said_done:
+            self._end_unknown(job, f"the coordinator was replaced during the {what}")
+            return
+        text = f"the coordinator was replaced during the {what}: it did not happen here"
+        self._fail(job, self._hub.error(errors.Disconnected, text, phase="wait", hint="call it again"))
+
+    def fail_all(self, error: errors.ReplicasError) -> None:
+        for job in list(self._jobs.values()):
+            self._fail(job, error)
+
+    def _post(self, job: Job) -> None:
+        hub = self._hub
+        if hub.over is not None:
+            self._fail(job, hub.over)
+            return
+        self._posts += 1
+        job.post = self._posts
+        self._jobs[job.post] = job
+        job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
+        if not hub.session.connected:
+            job.outage = hub.last_outage
+        self._send(job)
+
+    def _send(self, job: Job) -> None:
+        operation = job.operation
+        job.unsettled = self._unknown.refs
+        message = OperationPost(
+            post=job.post,
+            kind=operation.kind,
+            segments=operation.segments,
+            deadline_s=max(0.0, job.deadline - time.monotonic()),
+            reduce_op=operation.reduce_op,
+            root=operation.root,
+            step=operation.step,
+            device=operation.device,
+            applied=tuple(self._applied),
+            unsettled=job.unsettled,
+        )
+        try:
+            self._hub.send(message)
+        except errors.UsageError as error:  # more tensors than one call can tell of
+            self._fail(job, error)
+
+    # ------------------------------------------------------------ attempts
+
+    def _go(self, go: OperationGo) -> None:
+        job = self._jobs.get(go.post)
+        earlier = job.attempt if job is not None else None
+        if job is None or (earlier is not None and go.attempt <= earlier.go.attempt):
+            text = f"the call {go.post} of {self._hub.member} has ended there"
+            error = self._hub.error(
+                errors.Gone, text, phase="go", members=[self._hub.member.name], hint="call it again"
+            )
+            self._hub.send(OperationFailed(go.operation, WireError.of(error)))
+            return
+        member = self._hub.member
+        me = [(m.group, m.replica, m.rank) for m in go.participants].index((member.group, member.replica, member.rank))
+        job.said_done = False
+        job.running += 1
+        job.attempt = attempt = Attempt(go, me)
+        if earlier is not None and not earlier.running:
+            self._give_outputs(job, earlier)
+        self._hub.spawn(self._run(job, attempt), f"operation {go.operation}")
+
+    async def _run(self, job: Job, attempt: Attempt) -> None:
+        """One attempt, from its Go to *done* or *failed*."""
+        lane: Lane | None = None
+        try:
+            lane = self._lanes.get(attempt.go.lane)
+            async with lane.turn:
+                wanted = job.attempt is attempt and not job.over
+                seconds = await self._collective(lane, job, attempt) if wanted else 0.0
+        except (OSError, RuntimeError, errors.ReplicasError) as error:
+            job.spoiled = True
+            if not job.over and job.attempt is attempt:
+                self._hub.send(OperationFailed(attempt.go.operation, self._as_wire(error)))
+            if lane is not None and not await lane.gone():
+                what = f"memory of a {job.operation.kind} is kept: its sidecar did not die"
+                logger.warning("%s: %s", self._hub.name, what)
+                return
+            self._stopped(job, attempt)
+            return
+        if not job.over and job.attempt is attempt:
+            job.said_done = True
+            self._hub.send(OperationDone(attempt.go.operation, seconds))
+        self._stopped(job, attempt)
+
+    def _stopped(self, job: Job, attempt: Attempt) -> None:
+        """No sidecar uses this attempt's memory any more."""
+        attempt.running = False
+        job.running -= 1
+        if job.attempt is not attempt:
+            self._give_outputs(job, attempt)
+        self._release(job)
+
+    async def _collective(self, lane: Lane, job: Job, attempt: Attempt) -> float:
+        nbytes = self._output_nbytes(job, attempt)
+        if nbytes:
+            scratch = self._scratch(job.operation)
+            attempt.outputs = scratch.take_idle(nbytes) or await asyncio.to_thread(scratch.take, nbytes)
+        if lane.ended or lane.sidecar is None:
+            raise self._hub.error(errors.Gone, f"lane {lane.name} is gone", phase="form", hint="")
+        return await lane.sidecar.collective(self._spec(job, attempt), job.inputs, attempt.outputs)
+
+    @staticmethod
+    def _output_nbytes(job: Job, attempt: Attempt) -> int:
+        outputs = job.operation.output_segments(attempt.go, attempt.me)
+        return segment_layout(outputs)[1] if outputs else 0
+
+    @staticmethod
+    def _spec(job: Job, attempt: Attempt) -> CollectiveSpec:
+        go = attempt.go
+        return CollectiveSpec(
+            operation=go.operation,
+            kind=job.operation.kind,
+            reduce_op=job.operation.reduce_op,
+            lane_ranks=go.lane_ranks,
+            segments=go.segments,
+            me=attempt.me,
+            root=go.root,
+            timeout_s=max(0.001, attempt.deadline - time.monotonic()),
+            places=go.places,
+        )
+
+    def _as_wire(self, error: BaseException) -> WireError:
+        if (
+            isinstance(error, SidecarFailed) and not error.over
+        ):  # refused before anything moved: it cannot help to retry
+            error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
+        return as_wire_error(error, channel=self._hub.name, phase="transfer")
+
+    # ------------------------------------------------------------ ends
+
+    def _ended(self, message: OperationEnd) -> None:
+        job = self._jobs.get(message.post)
+        if job is None:
+            self._unknown.late_verdict(message.post, message.receipt, message.error)
+            return
+        if message.receipt is None:
+            if message.error is None:
+                raise errors.InternalError("OperationEnd without a verdict", channel=self._hub.name)
+            if message.error.kind == "Gone":
+                self._unknown.heard(job.unsettled)
+            self._fail(job, message.error.exception())
+            return
+        self._succeed(job, message.receipt)
+
+    def _succeed(self, job: Job, data: ReceiptData) -> None:
+        self._forget(job)
+        if job.ref:
+            self._applied.append(job.ref)
+        attempt = job.attempt
+        if attempt is not None and job.operation.quick:
+            self._written(job, self._write(job, data, attempt))
+        else:
+            self._hub.spawn(self._finish(job, data), f"result of {job.operation.kind}")
+
+    async def _finish(self, job: Job, data: ReceiptData) -> None:
+        attempt = job.attempt
+        outcome: Receipt | errors.ReplicasError = Receipt.of(data)
+        try:
+            if attempt is not None:
+                outcome = await asyncio.to_thread(self._write, job, data, attempt)
+        except BaseException as error:  # no thread could be had, or the loop ends
+            outcome = self._cannot_write(job, error)
+            raise
+        finally:
+            self._written(job, outcome)
+
+    def _write(self, job: Job, data: ReceiptData, attempt: Attempt) -> Receipt | errors.ReplicasError:
+        """The verdict is success: write the caller's tensors. On any thread."""
+        try:
+            return job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
+        except BaseException as error:  # noqa: BLE001  # also of a tensor's own code; whatever it is, it is the outcome
+            return self._cannot_write(job, error)
+
+    def _cannot_write(self, job: Job, error: BaseException) -> errors.ReplicasError:
+        found = as_wire_error(error, channel=self._hub.name, phase="write").exception()
+        if isinstance(found, errors.InternalError) and not isinstance(error, errors.InternalError):
+            text = f"the results of the {job.operation.kind} cannot be written: {type(error).__name__}: {error}"
+            found = self._hub.error(errors.UsageError, text, phase="write", hint="pass plain tensors")
+        return found
+
+    def _written(self, job: Job, outcome: Receipt | errors.ReplicasError) -> None:
+        if isinstance(outcome, Receipt):
+            job.over = True
+            job.pending._resolve(outcome)
+        else:
+            self._end(job, outcome)
+        self._release(job)
+
+    def _overdue(self, job: Job) -> None:
+        error = self._hub.no_answer(f"the {job.operation.kind}", job.deadline_s)
+        if job.said_done:
+            self._end_unknown(job, error.message)
+        else:
+            self._fail(job, error)
+
+    def _forget(self, job: Job) -> None:
+        self._jobs.pop(job.post, None)
+        if job.timer is not None:
+            job.timer.cancel()
+
+    def _fail(self, job: Job, error: errors.ReplicasError) -> None:
+        self._forget(job)
+        self._end(job, error)
+        self._release(job)
+
+    def _end(self, job: Job, error: errors.ReplicasError) -> None:
+        job.over = True
+        if job.pending._fail(error):
+            self._hub.note_failure(job.pending)
+
+    def _release(self, job: Job) -> None:
+        """Give back what neither a sidecar nor the caller can still want."""
+        if not job.over or job.running:
+            return
+        scratch = self._scratch(job.operation)
+        inputs, job.inputs = job.inputs, None
+        scratch.give(inputs, spoiled=job.spoiled)
+        if job.attempt is not None and not job.kept:
+            self._give_outputs(job, job.attempt)
+
+    def _give_outputs(self, job: Job, attempt: Attempt) -> None:
+        outputs, attempt.outputs = attempt.outputs, None
+        self._scratch(job.operation).give(outputs, spoiled=job.spoiled)
+
+    def _end_unknown(self, job: Job, text: str) -> None:
+        self._unknown.keep(job)
+        self._fail(job, self._hub.error(errors.OutcomeUnknown, text, phase="commit"))

@@ -1,0 +1,79 @@
+"""Copies between the caller's tensors and the scratch memory of operations, where any of them is on a GPU.
+
+Theory of operation
+===================
+
+*In* goes on the caller's own stream, so that the tensors are read as that stream leaves them. Into memory on the GPU it is
+only enqueued (whoever reads it waits for its buffer's event); the caller's host memory, and scratch memory on the host, are
+waited for.
+
+*Out* is done by another thread, on a stream of ours, behind what the caller's stream had under way at the call
+(:func:`call_point`), and waited for: when the operation's Pending resolves, every stream may read the results.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from replicas.weights.devices.accelerator import Event, accelerator, device_of
+from replicas.weights.layout import copy_elements
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.tensors import written_as_bits
+
+__all__ = ["call_point", "copy_in", "copy_out", "gpu_of"]
+
+
+def gpu_of(tensors: Sequence[torch.Tensor]) -> str:
+    """UUID of the GPU on which the first of them is that is on any; empty if all are in host memory."""
+    found = accelerator()
+    if found is None:
+        return ""
+    return next((uuid for uuid in map(found.uuid_of, tensors) if uuid), "")
+
+
+def call_point(gpu: str) -> Event:
+    """What this thread's current stream has under way now."""
+    point = device_of(gpu).event(gpu)
+    point.record()
+    return point
+
+
+def copy_in(gpu: str, places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
+    """Copy the caller's ``tensors`` to their ``places``; some of them are on ``gpu``, or the places are. Caller's thread."""
+    device = device_of(gpu)
+    if _copy(places, tensors):
+        device.synchronize(gpu)
+
+
+def copy_out(
+    gpu: str, targets: Sequence[torch.Tensor], results: Sequence[torch.Tensor], source: Buffer, after: Sequence[Event]
+) -> None:
+    """Copy ``results`` in ``source`` to ``targets``, some of which are on ``gpu``, after the events; wait for it."""
+    device = device_of(gpu)
+    with device.on_side_stream(gpu):
+        for event in after:
+            event.wait()
+        source.wait_for_write()
+        _copy(targets, results)
+        device.synchronize(gpu)
+
+
+def _copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> bool:
+    """Whether there is host memory in what was enqueued. What is in host memory on both sides is copied at once."""
+    device = accelerator()
+    if device is None:
+        raise ValueError("there is no accelerator")
+    enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
+    with_host = False
+    for destination, source in zip(destinations, sources, strict=True):
+        on_device = device.owns(destination), device.owns(source)
+        if any(on_device):
+            enqueued.append(written_as_bits(destination.detach(), source.detach()))
+            with_host = with_host or not all(on_device)
+        else:
+            copy_elements(destination.detach(), source.detach())
+    if enqueued:
+        device.copy(*zip(*enqueued, strict=True))
+    return with_host

@@ -1,0 +1,197 @@
+"""Lanes: one sidecar each, made and killed on the coordinator's word.
+
+A sidecar that died, or failed in the middle of something, is never used again: its lane is *ended*, it is killed, and
+:meth:`Lane.gone` tells when that is certain. Only then may memory that it was reading or writing be used for anything
+else; a sidecar whose death cannot be confirmed keeps what it had.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from replicas import errors
+from replicas.channel.hub import Hub, as_wire_error
+from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
+from replicas.sidecar.rank_side.client import GroupSpec, Moved, Sidecar, SidecarDied, SidecarFailed
+
+__all__ = ["Lane", "Lanes"]
+
+logger = logging.getLogger("replicas.channel")
+
+DEATH_TIMEOUT_S = 5.0
+MOVED_INTERVAL_S = 0.8
+"""Between two words on what has moved in a lane, while something does."""
+STILL_S = 1.0
+"""Nothing has moved for so long: that is told at once."""
+PREFORK_DELAY_S = 0.2
+"""How long after a lane has formed the next spare sidecar is forked: out of the way of what the lane was formed for."""
+
+
+class Lane:
+    """One process group as this member sees it. ``turn``: of the operations in it, in the order of their Go."""
+
+    def __init__(self, name: str, rank: int, backend: Backend) -> None:
+        self.name = name
+        self.rank = rank
+        self.backend = backend
+        self.sidecar: Sidecar | None = None
+        self.ended = False
+        self.told_at = 0.0
+        self.turn = asyncio.Lock()
+
+    def end(self) -> None:
+        """Kill the sidecar, if there is one."""
+        self.ended = True
+        if self.sidecar is not None:
+            self.sidecar.kill()
+
+    async def gone(self) -> bool:
+        """End, and wait until the sidecar is dead; False when that cannot be confirmed."""
+        self.end()
+        return self.sidecar is None or await self.sidecar.wait_dead(DEATH_TIMEOUT_S)
+
+
+class Lanes:
+    """The lanes of one channel in this process."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._lanes: dict[str, Lane] = {}
+        self._ending: set[asyncio.Task[None]] = set()
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {LaneAhead: self._ahead, LaneForm: self._form_asked, LaneDrop: self._drop_asked}
+
+    def get(self, name: str) -> Lane:
+        """The lane called ``name``, formed.
+
+        :raises replicas.errors.Gone: it is not there any more, or not yet.
+        """
+        lane = self._lanes.get(name)
+        if lane is None or lane.ended or lane.sidecar is None:
+            raise self._hub.error(errors.Gone, f"lane {name} is gone", phase="form", hint="")
+        return lane
+
+    def _ahead(self, message: LaneAhead) -> None:
+        self._hub.several_hosts = True
+        settings = self._hub.settings
+        if settings.role != "source" or settings.source_ranks == "all" or self._hub.leader:
+            self.prepare()
+
+    def prepare(self) -> None:
+        """Contact the forkserver (or start our own) before it is needed."""
+        self._hub.spawn(self._prepare(), "forkserver")
+
+    async def _prepare(self) -> None:
+        try:
+            (await self._hub.loop.forkserver(self._hub.forkserver_name)).prefork()
+        except (OSError, RuntimeError, errors.ReplicasError) as error:
+            logger.warning("%s: no sidecar forkserver yet: %s", self._hub.name, error)
+
+    def new_term(self) -> None:
+        for name in list(self._lanes):
+            self._drop(name)
+
+    def fail_all(self, error: errors.ReplicasError) -> None:
+        self.new_term()
+
+    async def all_gone(self) -> None:
+        """Wait until every sidecar that was dropped is dead (bounded)."""
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
+
+    def _form_asked(self, message: LaneForm) -> None:
+        lane = Lane(message.lane, message.rank, message.backend)
+        self._lanes[message.lane] = lane
+        self._hub.spawn(self._form(lane, message), f"lane {lane.name}")
+
+    async def _form(self, lane: Lane, message: LaneForm) -> None:
+        started = time.monotonic()
+        try:
+            async with asyncio.timeout(message.deadline_s):
+                lane.sidecar = await self._fork()
+                if lane.ended:
+                    lane.end()
+                    return
+                self._hub.loop.inherited.add(lane.sidecar)
+                lane.sidecar.on_exit = partial(self._hub.call, self._exited, lane)
+                lane.sidecar.on_moved = partial(self._hub.call, self._moved, lane)
+                await lane.sidecar.build(
+                    GroupSpec(
+                        prefix=message.prefix,
+                        store_host=message.store_host,
+                        store_port=message.store_port,
+                        rank=message.rank,
+                        size=message.size,
+                        backend=message.backend,
+                        address=message.addresses[message.rank],
+                        timeout_s=message.deadline_s,
+                        names=message.names,
+                        addresses=message.addresses,
+                        probe=message.probe,
+                        secret=message.secret,
+                        device=self._hub.gpu if message.backend == "nccl" else self._hub.device,
+                    )
+                )
+        except (OSError, RuntimeError, errors.ReplicasError) as error:
+            self.failed(lane, error, phase="form")
+            return
+        if not lane.ended:
+            self._hub.send(LaneFormed(lane.name, time.monotonic() - started))
+        self._hub.after(PREFORK_DELAY_S, self._prefork)
+
+    def _prefork(self) -> None:
+        if self._hub.over is None:
+            self.prepare()
+
+    async def _fork(self) -> Sidecar:
+        """A sidecar; when the forkserver turns out to have died, from a new one."""
+        loop, name = self._hub.loop, self._hub.forkserver_name
+        forkserver = await loop.forkserver(name)
+        try:
+            return await forkserver.fork()
+        except SidecarDied as error:
+            if forkserver.alive:
+                raise
+            logger.warning("%s: the forkserver has died (%s); trying a new one", self._hub.name, error)
+        return await (await loop.forkserver(name)).fork()
+
+    def failed(self, lane: Lane, error: BaseException, *, phase: str) -> None:
+        """The lane is of no use any more: say so, once, and kill its sidecar."""
+        if not lane.ended:
+            lane.end()
+            links = error.links if isinstance(error, SidecarFailed) else ()
+            self._hub.send(LaneFailed(lane.name, as_wire_error(error, channel=self._hub.name, phase=phase), links))
+
+    def _exited(self, lane: Lane, reason: str) -> None:
+        self.failed(lane, errors.SyncError(f"the sidecar of {self._hub.member} ended: {reason}", hint=""), phase="lane")
+
+    def _moved(self, lane: Lane, moved: Moved) -> None:
+        now = time.monotonic()
+        if not lane.ended and (moved.still_s >= STILL_S or now - lane.told_at >= MOVED_INTERVAL_S):
+            lane.told_at = now
+            self._hub.send(LaneMoved(lane.name, moved.sent, moved.received, moved.still_s, moved.rtt_s, moved.held_up))
+
+    def _drop_asked(self, message: LaneDrop) -> None:
+        self._drop(message.lane)
+
+    def _drop(self, name: str) -> None:
+        lane = self._lanes.pop(name, None)
+        if lane is None:
+            return
+        lane.end()
+        task = self._hub.spawn(self._bury(lane), f"lane {name} ends")
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _bury(self, lane: Lane) -> None:
+        gone = await lane.gone()
+        if lane.sidecar is not None:
+            self._hub.loop.inherited.discard(lane.sidecar)
+        if not gone:
+            logger.warning("%s: the sidecar of lane %s did not die; its memory is kept", self._hub.name, lane.name)

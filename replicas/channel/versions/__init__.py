@@ -1,0 +1,1 @@
+"""A member's part in versions: publishing, receiving and holding them."""

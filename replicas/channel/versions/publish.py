@@ -1,0 +1,471 @@
+"""Publishing: the caller's thread fills a slot, the session thread sees it through.
+
+Theory of operation
+===================
+
+A publish is numbered and announced (PublishBegin) on the session thread; the rest until it is packed runs on the thread
+that called, because walking the weights may be made of collectives of the user's own group, on the user's own stream. ::
+
+    caller                                   session thread
+    ------                                   --------------
+    publish() ────────────────────────────▶  PublishBegin ──▶
+    wait until admitted                  ◀── PublishAdmitted (the version's number)
+    wait for a slot, walk the weights
+    into it (or only walk) ───────────────▶  pin; when the digest, which is made behind the
+    return the Pending                       copy, is there: Packed ──▶
+                                             ...
+                                         ◀── PublishEnd: unpin, resolve
+
+**Several hosts.** When all tensors are at hand before the first is copied (a module, a mapping), so that no code of the
+user's can hold it up, the version is sent to other hosts while it is packed: Packed(streaming) goes out as soon as the slot
+is there, and Filled when the digest is.
+
+**Tensors on a GPU** are only enqueued by the caller, on its current stream, and publish returns
+(:mod:`replicas.weights.devices.device_copies`). The slot counts as filled when they have arrived; a thread that waits for them says
+so, and for how long the caller's stream was held. Until then the slot is theirs, also when the publish has failed or ended.
+
+**In order.** The digest of a publish may be there before that of the one before it, which is larger, or on a slower stream.
+The coordinator commits in the order in which it is told, and refuses a version that a newer one has overtaken; so nothing
+is said of the bytes of a publish as long as an earlier one, of which nothing was said, may still come to that
+(:meth:`Publisher._announce`).
+
+**Failure of ours** (no memory, no slot, tensors of no use, not admitted): the weights are walked to their end all the
+same, then the error is raised. PackFailed goes out first, so that the others need not wait, and what is raised is the
+verdict that comes back, the same on all ranks of the replica. **The user's own exception** goes through as it is, after
+PackFailed: there is nothing left to walk.
+
+**Failures that nobody waited for** surface here: the leader's next publish fails with the earlier error, by the same
+path, so that the ranks of a replica cannot part ways.
+
+A publish ends by itself :data:`~replicas.channel.hub.GRACE_S` after its deadline when no verdict came: with OutcomeUnknown
+once it was packed, for the coordinator may have decided. It stays *unsettled* then, and its slot pinned, until the verdict
+comes after all, or a commit or discard tells the same; whoever waits again on its Pending is told what became of it.
+
+**A new coordinator** is told of every publish that is under way or unsettled: the number that it had, and what was packed
+or failed. It goes on with them, and gives the verdict of those that its predecessor had decided. A publish that had no
+number yet simply begins again.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+from replicas import errors
+from replicas.channel.hub import GRACE_S, Hub, as_wire_error
+from replicas.channel.pending import Pending, Receipt
+from replicas.channel.versions.filling import Filling
+from replicas.channel.versions.leases import Holder
+from replicas.channel.versions.publish_job import PublishJob
+from replicas.core.versions.manifest import PartManifest
+from replicas.messages import PackFailed, PublishAdmitted, PublishEnd
+from replicas.messages.bounds import SECONDS_MAX, text_of
+from replicas.weights.feed import Feed, Mode
+from replicas.weights.packing import Packing
+
+__all__ = ["Publisher"]
+
+LATE_S = 15.0
+"""How long a publish whose own time is over may still take, once a new coordinator has heard of it."""
+
+
+class Publisher:
+    """Publishes of one channel in this process."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._jobs: dict[int, PublishJob] = {}
+        self._unsettled: dict[int, PublishJob] = {}
+        self._walking: PublishJob | None = None
+        self._filling = Filling(hub, self._begun_to_fill, self._grown)
+        self.copies = self._filling.copies
+        hub.on_settled(self._settled)
+
+    # ------------------------------------------------------------ caller's thread
+
+    @property
+    def mode(self) -> Mode:
+        return "parts" if self._hub.settings.source_ranks == "all" else "image"
+
+    def publish(self, feed: Feed, job: PublishJob) -> Pending[Receipt]:
+        """See :meth:`replicas.Channel.publish`. ``feed``: of :attr:`mode`."""
+        walk = Holder()
+        try:
+            self._hub.call(self._begin, job, walk)
+            self._walk(job, feed)
+        finally:
+            self._hub.call(self._hub.leases.give_back, walk)
+        return job.pending
+
+    def _walk(self, job: PublishJob, feed: Feed) -> None:
+        try:
+            self.copies.fence()
+            self._fill(job, feed)
+        except BaseException as error:
+            users = feed.user_failed or job.user_failed or not isinstance(error, Exception)
+            self._hub.call(self._fill_failed, job, error, users)
+            if users or not isinstance(error, Exception):
+                job.pending._told = True
+                raise
+            try:
+                feed.drain()
+            except BaseException:
+                job.pending._told = True
+                raise
+            verdict = self._verdict(job, error)
+            if verdict is error:
+                raise
+            raise verdict from error
+
+    def _fill(self, job: PublishJob, feed: Feed) -> None:
+        hub = self._hub
+        if hub.leader and (earlier := hub.take_failure()) is not None:
+            raise earlier
+        started = time.monotonic()
+        if not (hub.leader or feed.mode == "parts"):
+            job.admitted.wait()
+            feed.drain()
+            pack_s = time.monotonic() - started
+            job.ask_meta()
+            hub.call(self._walked, job, feed.device, pack_s)
+            return
+        manifest, packing = self._filling.fill(job, feed)
+        job.ask_meta()
+        hub.call(self._packing, job, manifest, self._filling.device(feed), packing, started, time.monotonic())
+
+    def _verdict(self, job: PublishJob, error: Exception) -> Exception:
+        """What all ranks of the replica are told; our own error when nobody can tell."""
+        left = max(0.0, job.deadline - time.monotonic()) + 2 * GRACE_S
+        try:
+            job.pending.wait(min(left, SECONDS_MAX))
+        except errors.ReplicasError as verdict:
+            local = isinstance(verdict, (errors.DeadlineExceeded, errors.Disconnected)) and not verdict.unanimous
+            return error if local and isinstance(error, errors.ReplicasError) else verdict
+        except TimeoutError:
+            return error
+        return error
+
+    # ------------------------------------------------------------ session thread
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {PublishAdmitted: self._admitted, PublishEnd: self._ended}
+
+    def open_jobs(self) -> list[Pending[Receipt]]:
+        """Publishes that have not ended, for close(); from any thread."""
+        return [job.pending for job in list(self._jobs.values()) if not job.pending.done()]
+
+    def new_term(self) -> None:
+        for job in self._in_order():
+            job.streaming = job.told = False  # the new coordinator hears of it when it is packed
+            self._hub.send(job.begin(job.left_s if job.number in self._jobs else LATE_S))
+            if job.failed is not None:
+                self._hub.send(job.failed)
+        self._announce()
+
+    def fail_all(self, error: errors.ReplicasError) -> None:
+        for job in list(self._jobs.values()):
+            self._fail(job, error)
+        for job in list(self._unsettled.values()):
+            self._settle(job, None)
+
+    def _begin(self, job: PublishJob, walk: Holder) -> None:
+        hub = self._hub
+        if hub.over is not None:
+            self._fail(job, hub.over)
+            return
+        hub.leases.sweep()
+        if self._walking is not None:
+            self._refuse(job, "publish was called while another thread is in it", "publish from one thread")
+            return
+        self._walking = job
+        hub.leases.lend(walk, partial(self._walk_over, job))
+        job.number = hub.publishes_made + 1
+        try:
+            hub.send(job.begin(job.left_s))
+        except errors.UsageError as error:
+            self._fail(job, error)
+            return
+        hub.publishes_made = job.number
+        self._jobs[job.number] = job
+        job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
+
+    def _refuse(self, job: PublishJob, text: str, hint: str) -> None:
+        """It never begins."""
+        error = self._hub.error(errors.UsageError, text, hint=hint)
+        job.admitted._fail(error)
+        job.pending._fail(error)
+
+    def _walk_over(self, job: PublishJob) -> None:
+        """The caller is not in it any more. One who was interrupted may not have been able to say so."""
+        self._walking, job.walk_over = None, True
+        if not job.walked and job.failed is None:
+            job.pending._told = True  # by what has interrupted him
+            text = f"the publish on {self._hub.member} was interrupted"
+            self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"), False)
+
+    def _walked(self, job: PublishJob, device: str, pack_s: float) -> None:
+        """A rank that carries no bytes has walked the weights."""
+        job.walked, job.pack_s = True, pack_s
+        self._filled(job, None, device)
+        self._ready(job)
+
+    def _packing(
+        self, job: PublishJob, manifest: PartManifest, device: str, packing: Packing, started: float, returned: float
+    ) -> None:
+        """The caller has done his part: all is copied, or a device has it under way."""
+        job.walked = True
+
+        def copied(done: Future[float] | None, at: float) -> None:
+            self._hub.call(self._copied, job, manifest, device, done, at - started - job.wait_s)
+            packing.digest.add_done_callback(
+                lambda digest: self._hub.call(self._digested, job, digest, time.monotonic() - at)
+            )
+
+        if packing.copies is None:
+            copied(None, returned)
+        else:  # on the thread that follows the copies
+            packing.copies.copied.add_done_callback(lambda done: copied(done, time.monotonic()))
+
+    def _admitted(self, message: PublishAdmitted) -> None:
+        job = self._jobs.get(message.publish)
+        if job is None:
+            return
+        hub, known = self._hub, self._hub.holdings
+        if job.version not in (0, message.version):
+            text = f"publish {job.number} was version {job.version}, and is now version {message.version}"
+            raise errors.InternalError(text, channel=hub.name)
+        job.version = message.version
+        known.publishing.add(message.version)
+        known.note(message.version, meta=job.meta)
+        known.protect()
+        job.admitted._resolve(message.version)
+
+    def _copied(
+        self, job: PublishJob, manifest: PartManifest, device: str, held: Future[float] | None, pack_s: float
+    ) -> None:
+        """All bytes are in the slot. ``held``: of copies that a device has made, which may have failed."""
+        job.pack_s = pack_s
+        if held is not None and (error := held.exception()) is not None:
+            self._free(job)
+            if job.number in self._jobs:
+                self._say_failed(job, error)
+            return
+        job.hold_s = held.result() if held is not None else 0.0
+        self._filled(job, manifest, device)
+
+    def _filled(self, job: PublishJob, manifest: PartManifest | None, device: str) -> None:
+        if job.number not in self._jobs:
+            self._free(job)
+            return
+        if job.slot is not None:
+            arena = self._hub.arena
+            arena.hold(job.slot, "")  # not to be evicted before the pin: its version is protected
+            arena.pin(job.slot)
+            self._hub.holdings.note(job.version, device=device)
+        self._hub.holdings.note(job.version, meta=job.meta)
+        job.packed, job.manifest, job.device = True, manifest, device
+
+    def _digested(self, job: PublishJob, done: Future[str], digest_s: float) -> None:
+        """The digest of what was packed is there, a little after the packing."""
+        if done.cancelled() or not job.packed:  # the copies have failed, or it has ended meanwhile
+            return
+        error = done.exception()
+        if isinstance(error, errors.ReplicasError):  # on a device
+            self._let_go(job, keep=False)
+            job.packed = False
+            if job.number in self._jobs:
+                self._say_failed(job, error)
+            return
+        if error is not None:
+            raise error
+        job.digest, job.digest_s = done.result(), digest_s
+        if job.slot is None:  # it has ended meanwhile
+            return
+        if job.slot.image is not None:
+            self._hub.holdings.note(job.version, digest=job.digest)
+        if job.streaming:
+            job.ready = job.told = True
+            self._hub.send(job.now_filled(job.slot.place))
+        else:
+            self._ready(job)
+
+    def _ready(self, job: PublishJob) -> None:
+        job.ready = True
+        self._announce()
+
+    def _announce(self) -> None:
+        """Tell of all publishes that are packed, in their order, up to the first one that may still become so."""
+        for job in self._in_order():
+            if job.announced:
+                continue
+            if job.ready:
+                self._send_packed(job)
+            elif job.number in self._jobs:
+                return
+
+    def _in_order(self) -> list[PublishJob]:
+        return sorted((*self._unsettled.values(), *self._jobs.values()), key=lambda job: job.number)
+
+    def _begun_to_fill(self, job: PublishJob, manifest: PartManifest, device: str) -> None:
+        if job.number not in self._jobs:
+            return
+        if not all(one.announced for one in self._jobs.values() if one.number < job.number):
+            return  # it is told when it is packed, as a whole
+        job.streaming = True
+        self._hub.filled_up_to(job.version, 0)
+        job.manifest = manifest
+        self._hub.send(job.begun_to_fill(manifest, device))
+
+    def _grown(self, job: PublishJob, nbytes: int) -> None:
+        if job.streaming:
+            self._hub.filled_up_to(job.version, nbytes)
+
+    def manifest_of(self, manifest_hash: str) -> bytes | None:
+        """The encoding of the manifest with this hash, of a publish that has no verdict; None: there is none."""
+        known = (job.manifest for job in self._in_order() if job.manifest is not None)
+        found = next((manifest for manifest in known if manifest.hash == manifest_hash), None)
+        return found.encode() if found is not None else None
+
+    def _send_packed(self, job: PublishJob) -> None:
+        job.told = True
+        self._hub.send(job.filled())
+
+    def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:
+        """The walk may go on meanwhile, but it no longer writes into the slot. ``users``: the user's code raised."""
+        hub = self._hub
+        if job.walked:
+            return  # an interrupt has come behind the last step: it goes on
+        self._free(job)
+        if job.number not in self._jobs:
+            return
+        if users:
+            text = f"the publishing code of {hub.member} raised {type(error).__name__}: {text_of(error)}"
+            error = hub.error(errors.SyncError, text, phase="pack", members=[hub.member.name])
+        self._say_failed(job, error)
+
+    def _say_failed(self, job: PublishJob, error: BaseException) -> None:
+        wire = as_wire_error(error, channel=self._hub.name, phase="pack", version=job.version or None)
+        job.failed = PackFailed(job.number, wire)
+        self._hub.send(job.failed)
+        self._announce()
+
+    def _free(self, job: PublishJob) -> None:
+        """Its slot was not filled, and nobody writes to it any more."""
+        slot, job.slot = job.slot, None
+        if slot is None:
+            return
+        hub, copies = self._hub, job.copies
+        if job.copier is not None:
+            job.copier.close()
+        if copies is None:
+            hub.arena.free(slot)
+        else:  # a device writes to it
+            copies.abandon()
+            copies.ended.add(lambda: hub.call(hub.arena.free, slot))
+
+    def _ended(self, message: PublishEnd) -> None:
+        outcome: Receipt | errors.ReplicasError
+        if message.receipt is not None:
+            outcome = Receipt.of(message.receipt)
+        elif message.error is not None:
+            outcome = message.error.exception()
+        else:
+            raise errors.InternalError("PublishEnd without a verdict", channel=self._hub.name)
+        job = self._jobs.get(message.publish)
+        if (unsettled := self._unsettled.get(message.publish)) is not None:
+            self._settle(unsettled, outcome)
+        elif job is None:
+            return
+        elif isinstance(outcome, Receipt):
+            self._over(job)
+            self._committed(job)
+            job.pending._resolve(outcome)
+        else:
+            self._fail(job, outcome)
+
+    def _committed(self, job: PublishJob) -> None:
+        self._let_go(job, keep=True)
+        self._filling.last = job.manifest
+        self._hub.loaded = max(self._hub.loaded, job.version)
+
+    def _overdue(self, job: PublishJob) -> None:
+        hub = self._hub
+        if not job.packed:
+            error = hub.no_answer("the publish", job.deadline_s)
+            if job.failed is None:
+                self._say_failed(job, error)  # so that the other ranks need not wait, should they still do
+            self._fail(job, error)
+            return
+        why = hub.no_answer(f"the publish of version {job.version}", job.deadline_s)
+        self._fail(job, hub.error(errors.OutcomeUnknown, why.message, version=job.version, phase="commit"))
+
+    def _over(self, job: PublishJob) -> None:
+        self._jobs.pop(job.number, None)
+        job.stop_timers()
+        if self._hub.over is None:
+            self._announce()
+
+    def _fail(self, job: PublishJob, error: errors.ReplicasError) -> None:
+        self._over(job)
+        unknown = isinstance(error, errors.OutcomeUnknown) and self._hub.over is None
+        if unknown and job.packed:
+            self._unsettled[job.number] = job
+        elif job.packed:
+            self._let_go(job, keep=False)
+        else:
+            self._hub.holdings.publishing.discard(job.version)
+        job.admitted._fail(error)
+        if job.pending._fail(error) and self._hub.leader:
+            self._hub.note_failure(job.pending)
+        self._hub.holdings.protect()
+
+    def _let_go(self, job: PublishJob, *, keep: bool) -> None:
+        """The slot is no longer this publish's: ``keep`` it as a version that may be sent, or free it."""
+        known = self._hub.holdings
+        slot, job.slot = job.slot, None
+        if slot is not None:
+            self._hub.arena.unpin(slot)
+        known.publishing.discard(job.version)
+        if keep:
+            known.protect()
+        else:
+            known.release(job.version)
+
+    # ------------------------------------------------------------ outcomes that were unknown
+
+    def _settle(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
+        """It is known what became of it; None: it never will be."""
+        del self._unsettled[job.number]
+        job.stop_timers()
+        if isinstance(outcome, Receipt):
+            self._committed(job)
+        else:
+            self._let_go(job, keep=False)
+        if outcome is not None:
+            job.pending._settle(outcome)
+
+    def _settled(self, version: int, committed: bool) -> None:
+        """A commit or a discard. The verdict, which says more, mostly comes right behind it: it is waited for a while."""
+        for job in list(self._unsettled.values()):
+            if job.version == version and job.settling is None:
+                job.settling = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
+            if committed and job.version < version:
+                self._settle_slot(job)
+
+    def _settle_slot(self, job: PublishJob) -> None:
+        """A newer version is committed: this one's bytes are of no more use, whatever became of it."""
+        self._let_go(job, keep=False)
+
+    def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:
+        if job.number not in self._unsettled:
+            return
+        if committed:
+            self._settle(job, job.receipt(self._hub.epoch, self._hub.settings.staging))
+            return
+        text = f"version {job.version} was discarded: it was not committed, and never will be"
+        self._settle(
+            job, self._hub.error(errors.SyncError, text, version=job.version, phase="commit", hint="publish again")
+        )

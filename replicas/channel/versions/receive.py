@@ -1,0 +1,308 @@
+"""Receiving: asks, grants, and the updates that come of them.
+
+There is at most one ask. The Pending that it made stays the answer of :meth:`Receiver.receive` until a caller has taken
+its update; a wait that was given up loses nothing. A grant may come before the slot is here (this member is still being
+caught up): it is delivered when the slot is held. The update pins its slot from delivery to its end.
+
+An update that was delivered, and that nobody has waited for yet, is given back as soon as a newer version is committed and
+here: the memory of the old one goes back to its owner, and the Pending, which is pending again for as long as that takes,
+gets the newest. The coordinator is asked, for another rank of the replica may have begun with the old one already: then
+all ranks load that. So whoever asks ahead of time holds nobody up, and finds the newest version.
+
+An update that was handed out, and that nobody has looked into, is not taken yet either: whoever waited for it may have been
+interrupted (a cancelled task, Ctrl-C) between the two. The next receive hands it out again, or asks for a newer one.
+
+*At least.* Which version is enough for all ranks of the replica is up to the coordinator (:mod:`replicas.core.versions.rounds`). What
+is granted because another rank has begun with it, and is not enough here, is declined: a newer one is asked for. A receive
+with another bound takes the place of the one under way, unless somebody has been handed its update.
+
+A new coordinator hears of an open ask again; what was granted and not delivered is granted anew. An open update stays
+open, and is reported to the new coordinator, as is a load that failed and was not made good since.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+from replicas import errors
+from replicas.channel.hub import Hub
+from replicas.channel.pending import Pending
+from replicas.channel.versions.leases import Holder
+from replicas.channel.versions.update import Update
+from replicas.common.waits import locked
+from replicas.core.versions.rounds import is_enough
+from replicas.messages import Loaded, LoadFailed, Meta, ReceiveAsk, ReceiveCancel, ReceiveGrant, WireError
+from replicas.messages.bounds import text_of
+from replicas.weights.memory.arena import Slot
+
+__all__ = ["Bound", "Receiver"]
+
+
+class Bound(NamedTuple):
+    """What a version must be: of this number, or with a ``key`` this number by that name in its ``meta``, or more."""
+
+    least: int | float = 0
+    key: str = ""
+
+    def __str__(self) -> str:
+        return f"at_least=({self.key!r}, {self.least})" if self.key else f"at_least={self.least}" if self.least else ""
+
+
+class Receiver:
+    """The receives of one channel in this process."""
+
+    def __init__(self, hub: Hub) -> None:
+        self._hub = hub
+        self._lock = threading.Lock()
+        self._pending: Pending[Update] | None = None
+        self._update: weakref.ref[Update] | None = None
+        self._in_hand = 0
+        self._bound = Bound()
+        self._asks = 0
+        self._asked_bound = Bound()
+        self._declined = 0
+        self._asked: Pending[Update] | None = None
+        self._granted = 0
+        self._failure: LoadFailed | None = None
+        self._given_back = 0
+        self._deadline_s: float | None = None
+        self._timer: asyncio.TimerHandle | None = None
+        hub.on_hold(self._deliver)
+        hub.on_hold(self._give_back)
+        hub.on_commit(self._give_back)
+
+    # ------------------------------------------------------------ caller's thread
+
+    def receive(self, deadline_s: float | None, bound: Bound = Bound()) -> Pending[Update]:
+        return locked(self._lock, self._receive, deadline_s, bound)
+
+    def _receive(self, deadline_s: float | None, bound: Bound) -> Pending[Update]:
+        pending, update, replaced = self._pending, self._delivered(), None
+        if pending is not None and not (pending.done() and pending._observed):
+            if bound == self._bound:
+                return pending
+            if pending._take_back() and update is not None:
+                update.withdraw()
+            replaced = pending
+        elif pending is not None and update is not None and not update.touched:
+            if self._hub.latest <= update.version and self._is_enough(update.version, update.meta, bound):
+                return pending
+            update.withdraw()
+        if replaced is None and update is not None and not update.ended:
+            raise self._still_open(update)
+        pending = Pending(f"receive on {self._hub.name}")
+        self._hub.call(self._ask, pending, deadline_s, bound, replaced)
+        self._pending, self._bound = pending, bound  # behind the ask: without one it would be waited for in vain
+        return pending
+
+    def _delivered(self) -> Update | None:
+        """The last update, if there is anything left of it."""
+        return self._update() if self._update is not None else None
+
+    def touched(self, version: int) -> None:
+        """Its user has the update; nothing here keeps it, so that it is noticed when he has lost it."""
+        self._in_hand = version
+        self._pending = None
+
+    @staticmethod
+    def _is_enough(version: int, meta: Meta, bound: Bound) -> bool:
+        return is_enough(bound.least, bound.key, version, meta)
+
+    def _still_open(self, update: Update) -> errors.ReplicasError:
+        return self._hub.error(
+            errors.UsageError,
+            f"the update of version {update.version} is still open",
+            version=update.version,
+            hint="leave its `with` block, or call its loaded() or failed(), before the next receive",
+        )
+
+    def loaded(self, version: int, load_s: float) -> None:
+        """This rank serves ``version`` now."""
+        over = self._hub.over
+        if over is not None:
+            raise over
+        self._hub.loaded = version
+        self._hub.call(self._report_loaded, version, load_s)
+
+    def failed(self, version: int, error: BaseException) -> None:
+        """This rank may have loaded half of ``version``."""
+        self._hub.loaded = 0
+        self._hub.call(self._report_failed, version, self._as_wire(version, error))
+
+    def _as_wire(self, version: int, error: BaseException) -> WireError:
+        """Here, on the caller's thread: it may be anybody's exception, and its text anybody's code."""
+        if isinstance(error, errors.ReplicasError):
+            return WireError.of(error)
+        text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {text_of(error)}"
+        return WireError.of(self._hub.error(errors.SyncError, text, version=version, phase="load", hint=""))
+
+    def let_go(self, holder: Holder, slot: Slot) -> None:
+        self._hub.call(self._unpin, holder, slot)
+
+    # ------------------------------------------------------------ session thread
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        return {ReceiveGrant: self._grant}
+
+    def new_term(self) -> None:
+        """A grant that was not delivered is void; ask the new coordinator."""
+        self._granted = 0
+        if self._failure is not None:
+            self._hub.send(self._failure)
+        if self._asked is not None:
+            self._send_ask()
+
+    def fail_all(self, error: errors.ReplicasError) -> None:
+        pending = self._asked
+        self._end_ask()
+        if pending is not None:
+            pending._fail(error)
+
+    def session_down(self, error: errors.ReplicasError) -> None:
+        self._give_up(error)
+
+    def _ask(
+        self, pending: Pending[Update], deadline_s: float | None, bound: Bound, replaced: Pending[Update] | None
+    ) -> None:
+        if self._hub.over is not None:
+            pending._fail(self._hub.over)
+            return
+        if replaced is not None:
+            self._end_replaced(replaced, bound)
+        update = self._delivered()
+        if update is not None and not update.ended:
+            pending._fail(self._still_open(update))  # another thread was handed it meanwhile
+            return
+        self._end_ask()  # of an earlier call that was interrupted: nobody has its Pending
+        self._deadline_s, self._asked_bound = deadline_s, bound
+        self._ask_for(pending)
+
+    def _end_replaced(self, pending: Pending[Update], bound: Bound) -> None:
+        """It may have been given an update since."""
+        update = self._delivered()
+        if pending._take_back() and update is not None:
+            update.withdraw()
+        if self._asked is pending:
+            self._end_ask()
+        text = f"a receive({bound}) took the place of this one"
+        pending._fail(self._hub.error(errors.UsageError, text, hint="wait for one receive before the next"))
+
+    def _ask_for(self, pending: Pending[Update]) -> None:
+        self._asked = pending
+        if self._deadline_s is not None:
+            self._timer = self._hub.after(self._deadline_s, self._overdue, self._deadline_s)
+        self._send_ask()
+
+    def _send_ask(self) -> None:
+        self._asks += 1
+        self._hub.send(ReceiveAsk(self._asks, max(self._hub.loaded, self._declined), *self._asked_bound))
+
+    def _grant(self, message: ReceiveGrant) -> None:
+        if message.ask != self._asks or self._asked is None:
+            return
+        self._granted = message.version
+        self._hub.assign(message.version)
+        self._deliver()
+
+    def _deliver(self) -> None:
+        """Hand out what was granted, if it is here."""
+        pending = self._asked
+        if pending is None or not self._granted:
+            return
+        hub, version = self._hub, self._granted
+        slot = hub.arena.find_pinned(version)
+        if slot is None:
+            if max(hub.arena.images(), default=0) > version:  # it was overtaken, and will not come any more
+                self._granted = 0
+                self._send_ask()
+            return
+        meta, bound = hub.holdings.meta(version), self._asked_bound
+        if not self._is_enough(version, meta, bound):
+            hub.arena.unpin(slot)
+            self._granted, self._declined = 0, version
+            self._send_ask()
+            return
+        try:
+            update = Update(self, slot, version, meta, hub.holdings.digest(version))
+        except BaseException:
+            hub.arena.unpin(slot)
+            raise
+        self._end_ask()
+        before, self._update = self._update, weakref.ref(update)
+        hub.leases.lend(update.holder, partial(self._lost, slot, version))
+        if not pending._resolve(update):
+            self._update = before
+            self._unpin(update.holder, slot)
+
+    def _lost(self, slot: Slot, version: int) -> None:
+        """Nothing is left of an update that has not ended."""
+        self._hub.arena.unpin(slot)
+        if version == self._in_hand and self._hub.over is None:
+            self._hub.loaded = 0
+            error = errors.SyncError("it was dropped without a report", version=version, phase="load", hint="")
+            self._report_failed(version, self._as_wire(version, error))
+
+    def _give_back(self) -> None:
+        """Ask for a newer version in place of the one that was delivered, if nobody has looked at it; once for each newer."""
+        pending, hub = self._pending, self._hub
+        update = self._delivered()
+        if (
+            pending is None
+            or update is None
+            or pending is self._asked
+            or hub.latest <= max(update.version, self._given_back)
+        ):
+            return
+        if hub.arena.find(hub.latest) is None or not pending._take_back():
+            return
+        self._given_back = hub.latest
+        update.withdraw()
+        self._ask_for(pending)
+
+    def _end_ask(self) -> None:
+        self._asked, self._granted, self._declined = None, 0, 0
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _overdue(self, deadline_s: float) -> None:
+        hub, bound = self._hub, self._asked_bound
+        what, found = "the receive", ""
+        if bound != Bound():
+            what, found = f"receive({bound})", f" (the newest version is {hub.latest})"
+        if self._declined:
+            others = f"other ranks of {hub.member.replica_name}"
+            found = f" ({others} have begun with version {self._declined}, and not asked again)"
+        self._give_up(hub.no_answer(what + found, deadline_s))
+
+    def _give_up(self, error: errors.ReplicasError) -> None:
+        pending = self._asked
+        if pending is not None:
+            self._end_ask()
+            self._hub.send(ReceiveCancel(self._asks))
+            pending._fail(error)
+
+    def _report_loaded(self, version: int, load_s: float) -> None:
+        self._failure = None
+        self._settled(version)
+        self._hub.send(Loaded(version, load_s))
+
+    def _report_failed(self, version: int, error: WireError) -> None:
+        self._settled(version)
+        self._failure = LoadFailed(version, error)
+        self._hub.send(self._failure)
+
+    def _settled(self, version: int) -> None:
+        if self._in_hand == version:
+            self._in_hand = 0
+        assigned = self._hub.holdings.assigned
+        self._hub.assign(0 if assigned == version else assigned)
+
+    def _unpin(self, holder: Holder, slot: Slot) -> None:
+        if self._hub.leases.keep(holder):
+            self._hub.arena.unpin(slot)

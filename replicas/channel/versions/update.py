@@ -1,0 +1,293 @@
+"""One committed version, open for reading."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Iterator, Mapping
+from types import TracebackType
+from typing import Protocol
+
+import torch
+
+from replicas import errors
+from replicas.channel.versions.leases import Holder
+from replicas.common.waits import locked
+from replicas.core.versions.manifest import Manifest
+from replicas.messages import Meta
+from replicas.messages.bounds import shown
+from replicas.weights.devices.accelerator import Event, device_of
+from replicas.weights.loading import load_into, views
+from replicas.weights.memory.arena import Buffer, Slot
+
+__all__ = ["Update", "UpdateOwner"]
+
+
+class UpdateOwner(Protocol):
+    """To whom an update reports."""
+
+    def loaded(self, version: int, load_s: float) -> None: ...
+
+    def failed(self, version: int, error: BaseException) -> None: ...
+
+    def touched(self, version: int) -> None: ...
+
+    def let_go(self, holder: Holder, slot: Slot) -> None:
+        """Again, it does nothing."""
+
+
+class Update:
+    """The newest committed version, the same for all ranks of this replica.
+
+    Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception :meth:`failed`. Without a block call one
+    of the two by hand. Tensors and :attr:`path` are valid until the end of the block (or until that call): afterwards the
+    memory is used for another version. It is for one thread at a time: a second ``with`` block is refused while the first
+    is open, and a :meth:`load_into` that another thread has begun keeps the memory until it is done.
+
+    One of which nothing is left (an interrupt came in the way of every report) counts as failed.
+
+    :ivar version: its number.
+    :ivar meta: what the publisher passed as ``meta``.
+    :ivar digest: of its bytes, as in the publisher's receipt.
+    :ivar manifest: names, dtypes, shapes and offsets (:class:`replicas.core.versions.manifest.Manifest`).
+    """
+
+    def __init__(self, owner: UpdateOwner, slot: Slot, version: int, meta: Meta, digest: str = "") -> None:
+        manifest = slot.image
+        if manifest is None:
+            raise errors.InternalError(f"version {version} is not a whole image here", version=version)
+        self.version = version
+        self.meta: Meta = meta
+        self.digest = digest
+        self.manifest: Manifest = manifest
+        self._path = "" if slot.buffer.device else slot.buffer.path
+        self._reads: deque[Event] = deque()
+        self._owner = owner
+        self._pid = os.getpid()
+        self._slot: Slot | None = slot
+        self._lock = threading.Lock()
+        self._entered = False
+        self._loads: tuple[weakref.ref[Holder], ...] = ()
+        self.holder: Holder = Holder()
+        self._over = False
+        self._outcome: str | None = None
+        self._began: float | None = None
+
+    def __repr__(self) -> str:
+        return f"<Update version={self.version} {self._outcome or 'open'}>"
+
+    @property
+    def path(self) -> str:
+        """The slot as a safetensors file, for engines that load from disk.
+
+        :raises replicas.errors.UsageError: it is in the memory of a GPU (``staging = "device"``).
+        """
+        if self._path and self._outcome is not None:
+            return self._path
+        slot = self._open_slot()
+        return self._path or slot.buffer.path
+
+    @property
+    def touched(self) -> bool:
+        """True when somebody has entered it, read from it or reported it."""
+        return self._began is not None or self._outcome is not None
+
+    @property
+    def ended(self) -> bool:
+        """True when it has been reported loaded or failed, and its block (if any) was left."""
+        return self._over or (self._outcome is not None and not self._entered)
+
+    def withdraw(self) -> bool:
+        """Let go of it if nobody has touched it; False: somebody has, and it stays as it is."""
+        if not locked(self._lock, self._withdraw):
+            return False
+        self._end()
+        return True
+
+    def _withdraw(self) -> bool:
+        if self.touched or self._over:
+            return False
+        self._outcome = "replaced by a newer one"
+        return True
+
+    def __enter__(self) -> Update:
+        locked(self._lock, self._enter)
+        return self
+
+    def _enter(self) -> None:
+        if self._entered:
+            raise errors.UsageError(
+                f"the update of version {self.version} is open in another `with` block already",
+                version=self.version,
+                hint="receive and load in one thread: all who wait for one receive are given the same update",
+            )
+        self._touch()
+        self._entered = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if self._outcome is None:
+                if error is None:
+                    self.loaded()
+                elif self._pid == os.getpid():
+                    self.failed(error)
+        finally:
+            self._entered = False
+            self._end()
+
+    def tensors(self) -> Mapping[str, torch.Tensor]:
+        """All tensors by name, aliases included, as private copy-on-write CPU views of published shapes and dtypes.
+
+        With ``staging = "device"``: copies on the GPU.
+        """
+        found = dict(self)
+        return found | {alias: found[target] for alias, target in self.manifest.aliases}
+
+    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Pairs of name and tensor in the publisher's order, tied storage once; CPU views, private to this iteration.
+
+        Writing to one changes neither the slot nor what other processes see. With ``staging = "device"`` they are copies on
+        the GPU, made one by one on the current stream.
+        """
+        buffer = self._open_slot().buffer
+        return self._copies(buffer) if buffer.device else iter(views(buffer.private(), self.manifest).items())
+
+    def _copies(self, buffer: Buffer) -> Iterator[tuple[str, torch.Tensor]]:
+        gpu = device_of(buffer.device)
+        for name, shared in views(buffer.readable(), self.manifest).items():
+            self._open_slot()
+            tensor = shared.clone()
+            event = gpu.event(buffer.device)
+            event.record()
+            reads = self._reads
+            while reads and reads[0].query():
+                reads.popleft()
+            reads.append(event)
+            yield name, tensor
+
+    def load_into(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
+        """Copy every tensor into ``model``'s parameters and persistent buffers, in place.
+
+        Names and shapes must fit exactly; floating dtypes are cast. DTensor parameters get their local part, without
+        communication. Everything is checked before the first byte is written. All is copied on return; what is on a GPU by
+        this thread's current stream.
+
+        :raises replicas.errors.ManifestMismatch: naming what does not fit; ``model`` is unchanged.
+        """
+        load = Holder()
+        try:
+            slot = locked(self._lock, self._begin_load, load)
+            buffer = slot.buffer
+            tensors = views(buffer.readable(), self.manifest)
+            sharing = slot.sharing  # they mostly load at the same time
+            load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
+        finally:
+            del load
+            self._let_go()  # another thread may have ended it meanwhile
+
+    def _begin_load(self, load: Holder) -> Slot:
+        slot = self._touch()
+        self._loads = (*(one for one in self._loads if one() is not None), weakref.ref(load))
+        return slot
+
+    def loaded(self) -> None:
+        """This rank serves this version from now on. Calling it again does nothing.
+
+        :raises replicas.errors.UsageError: it was reported failed before.
+        :raises replicas.errors.ReplicasError: the session is over, such as :class:`~replicas.errors.Fenced`.
+        """
+        if not self._report("loaded"):
+            return
+        try:
+            self._owner.loaded(self.version, 0.0 if self._began is None else time.monotonic() - self._began)
+        finally:
+            self._end_unless_entered()
+
+    def failed(self, error: BaseException | str) -> None:
+        """This rank may hold a part of this version only: the replica is *partial* until it has loaded a version whole.
+
+        :raises replicas.errors.UsageError: it was reported loaded before.
+        """
+        if not isinstance(error, (BaseException, str)):
+            raise errors.UsageError(
+                f"failed: error must be an exception or a text, not {shown(error)}",
+                version=self.version,
+                hint="pass what the load raised",
+            )
+        if not self._report("failed"):
+            return
+        reason = (
+            errors.SyncError(error, version=self.version, phase="load", hint="") if isinstance(error, str) else error
+        )
+        try:
+            self._owner.failed(self.version, reason)
+        finally:
+            self._end_unless_entered()
+
+    def _report(self, outcome: str) -> bool:
+        self._check_process()
+        return locked(self._lock, self._note, outcome)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            raise errors.UsageError(
+                f"the update of version {self.version} is that of the process from which this one was forked",
+                version=self.version,
+                hint="read and report it there; tensors that were read before the fork can be used here",
+            )
+
+    def _note(self, outcome: str) -> bool:
+        if self._outcome == outcome:
+            return False
+        if self._outcome is not None:
+            raise errors.UsageError(
+                f"the update of version {self.version} was reported {self._outcome} before",
+                version=self.version,
+                hint="report an update once",
+            )
+        self._outcome = outcome
+        return True
+
+    def _touch(self) -> Slot:
+        """Under the lock: somebody looks into it."""
+        self._check_process()
+        slot = self._slot
+        if slot is None or self._over:
+            raise errors.UsageError(
+                f"the update of version {self.version} has ended: it was {self._outcome or 'left'}",
+                version=self.version,
+                hint="read it before its `with` block ends, or before loaded() or failed()",
+            )
+        if self._began is None:
+            self._owner.touched(self.version)  # first: an interrupt between the two leaves one that nothing keeps
+            self._began = time.monotonic()
+        return slot
+
+    def _open_slot(self) -> Slot:
+        return locked(self._lock, self._touch)
+
+    def _end_unless_entered(self) -> None:
+        if not self._entered:
+            self._end()
+
+    def _end(self) -> None:
+        self._over = True
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Give the memory back once the update has ended, and no thread copies from it."""
+        slot = self._slot
+        if slot is None or not self._over or any(load() is not None for load in self._loads):
+            return
+        try:
+            for read in list(self._reads):
+                read.synchronize()
+        finally:
+            self._owner.let_go(self.holder, slot)
+            self._slot = None
+            self._reads.clear()

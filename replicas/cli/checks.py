@@ -1,0 +1,292 @@
+"""What ``replicas doctor`` looks at: leftovers of dead runs, held ports, who is on the GPUs, limits of this machine.
+
+Nothing is changed, and no supervisor has to run. Each look gives :class:`Finding` values: *ok*, a *note* (allowed, and yet
+worth knowing), or a *problem* with its remedy.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from replicas import errors
+from replicas.cli.find_run import ENDPOINT_FILE, NotTrusted, read_endpoint, trusted
+from replicas.cli.render import size_text
+from replicas.config.structs import Config
+from replicas.control.socket import SOCKET_FILE
+from replicas.linux import cgroups
+from replicas.linux.processes import descendants, start_time
+from replicas.linux.smi import gpu_processes
+from replicas.supervisor.cleanup import leftovers
+from replicas.supervisor.cleanup.inventory import Belongings, Listener, listeners
+from replicas.supervisor.cleanup.still_held import held
+from replicas.supervisor.fleet.machine import Machine, look
+from replicas.supervisor.fleet.resources import notes, problems
+from replicas.supervisor.state.identity import identity_of
+from replicas.supervisor.state.run_state import RunState, Saved
+
+__all__ = ["Finding", "examine"]
+
+_SMI_TIMEOUT_S = 5.0
+_DISK_NBYTES = 1 << 30
+_FILES_BASE, _FILES_EACH = 256, 16
+"""Descriptors of a supervisor: a base (sessions of ranks elsewhere, pages), and so many for each replica and rank."""
+_PROCESSES_EACH = 16
+
+
+class Finding(msgspec.Struct, frozen=True, kw_only=True):
+    """``about``: which look. ``remedy``: what helps, of a problem."""
+
+    about: str
+    state: Literal["ok", "note", "problem"]
+    text: str
+    remedy: str = ""
+
+
+def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
+    """Look at everything, from the run to the machine. Blocks, for up to some seconds where GPUs are.
+
+    :param config: of the run, if it is known. :param state_dir: of the run, if it has one.
+    """
+    machine = look()
+    supervisor = None
+    saved = None
+    if state_dir is not None:
+        try:
+            trusted(state_dir)
+        except NotTrusted as error:
+            yield Finding(
+                about="run", state="problem", text=error.message, remedy="run this as its owner, or remove it"
+            )
+            state_dir = None
+    if state_dir is not None:
+        saved = RunState(state_dir / "state.json").peek()
+        supervisor = _supervisor(state_dir)
+        yield from _run(state_dir, supervisor)
+        yield from _leftovers(state_dir, saved, supervisor)
+    if config is not None:
+        yield from _plan(config, machine)
+        yield from _ports(config, supervisor)
+    yield from _gpus(machine, supervisor)
+    yield from _limits(config, machine)
+    if state_dir is not None:
+        yield from _disk(state_dir, config)
+
+
+# ------------------------------------------------------------ the run
+
+
+def _supervisor(state_dir: Path) -> int | None:
+    """Pid of the living supervisor."""
+    try:
+        pid = read_endpoint(state_dir).pid
+    except errors.Disconnected:
+        return None
+    holders = leftovers.lock_holders(state_dir / "lock") if (state_dir / "lock").exists() else []
+    return pid if pid in holders and start_time(pid) is not None else None
+
+
+def _run(state_dir: Path, supervisor: int | None) -> Iterator[Finding]:
+    if supervisor is not None:
+        yield Finding(about="run", state="ok", text=f"supervised by process {supervisor}, state in {state_dir}")
+        return
+    stale = [name for name in (ENDPOINT_FILE, "token", SOCKET_FILE) if (state_dir / name).exists()]
+    if stale:
+        text = f"its supervisor was killed; it left {', '.join(stale)} in {state_dir}"
+        yield Finding(about="run", state="note", text=f"{text}: the next start replaces them and goes on")
+    else:
+        yield Finding(about="run", state="ok", text=f"not running, state in {state_dir}")
+
+
+def _leftovers(state_dir: Path, saved: Saved | None, supervisor: int | None) -> Iterator[Finding]:
+    found = leftovers.find(saved, identity_of(state_dir))
+    remedy = "the next start of this run kills it"
+    if supervisor is not None:
+        ours = set(descendants(supervisor))  # the state file, which names them, may never have been written
+        found = [one for one in found if one.pid not in ours]
+        remedy = "it is of an earlier supervisor of this run; end it by hand"
+    for one in found:
+        whose = f" of {one.group}/{one.replica}, generation {one.generation}" if one.group else ""
+        text = f"process {one.pid}{whose} (found by its {one.how}): {one.command}"
+        yield Finding(about="leftovers", state="problem", text=text, remedy=remedy)
+    if not found:
+        yield Finding(about="leftovers", state="ok", text="no process of a dead supervisor of this run")
+
+
+def _plan(config: Config, machine: Machine) -> Iterator[Finding]:
+    found = problems(config, machine)
+    for problem in found:
+        yield Finding(about="plan", state="problem", text=problem, remedy="change the config, or the machine")
+    for note in notes(config, machine):
+        yield Finding(about="plan", state="note", text=note)
+    if not found:
+        yield Finding(about="plan", state="ok", text=f"it fits this machine, which has {_machine(machine)}")
+
+
+def _machine(machine: Machine) -> str:
+    gpus = f"{len(machine.gpus)} GPUs" if machine.gpus else "no GPU"
+    return f"{gpus}, {machine.cpus} CPUs and {size_text(machine.memory_nbytes)} for this process"
+
+
+# ------------------------------------------------------------ ports
+
+
+def _ports(config: Config, supervisor: int | None) -> Iterator[Finding]:
+    wanted = [
+        ("control.listen", config.control.host, config.control.port),
+        ("store", config.store.bind, config.store.port),
+    ]
+    listening = list(listeners())
+    for key, host, port in wanted:
+        if not port:
+            yield Finding(about="ports", state="ok", text=f"{key}: any free one")
+            continue
+        taken = [one for one in listening if one.port == port]
+        holders = [_holder(one) for one in taken]
+        if not taken:
+            yield Finding(about="ports", state="ok", text=f"{key}: {host}:{port} is free")
+        elif supervisor is not None and all(_is_below(holder, supervisor) for holder in holders):
+            yield Finding(about="ports", state="ok", text=f"{key}: {host}:{port} is this run's")
+        else:
+            yield Finding(
+                about="ports",
+                state="problem",
+                text=f"{key}: {host}:{port} is held by {', '.join(sorted(set(holders)))}",
+                remedy="end that process, or choose another port (0: any free one)",
+            )
+
+
+def _holder(listener: Listener) -> str:
+    """``process PID (command)``, or in words why it cannot be told."""
+    found = held([Belongings(ports=(listener,))])
+    return found[0].holder if found else "a process that has just ended"
+
+
+def _is_below(holder: str, supervisor: int) -> bool:
+    words = holder.split()
+    pid = int(words[1]) if len(words) > 1 and words[1].isdigit() else 0
+    return pid == supervisor or pid in descendants(supervisor)
+
+
+# ------------------------------------------------------------ GPUs
+
+
+def _gpus(machine: Machine, supervisor: int | None) -> Iterator[Finding]:
+    if not machine.gpus:
+        yield Finding(about="gpus", state="ok", text=f"none ({machine.gpus_from or 'no driver'})")
+        return
+    yield Finding(about="gpus", state="ok", text=f"{len(machine.gpus)}, says {machine.gpus_from}")
+    ours = set(descendants(supervisor)) if supervisor is not None else set()
+    try:
+        holders = _gpu_holders()
+    except (OSError, subprocess.SubprocessError) as error:
+        yield Finding(about="gpus", state="note", text=f"who uses them cannot be told: {error}")
+        return
+    for pid, gpu, used, command in holders:
+        whose = "this run's" if pid in ours else "not of this run"
+        state: Literal["ok", "note"] = "ok" if pid in ours else "note"
+        yield Finding(about="gpus", state=state, text=f"{used} MiB on {gpu}: process {pid}, {whose}: {command}")
+
+
+def _gpu_holders() -> list[tuple[int, str, str, str]]:
+    """Pid, GPU, MiB and command of each process that the driver knows of."""
+    found = []
+    for line in gpu_processes("pid,gpu_uuid,used_memory,process_name", _SMI_TIMEOUT_S):
+        pid, gpu, used, command = ([word.strip() for word in line.split(",", 3)] + [""] * 4)[:4]
+        if pid.isdigit():
+            found.append((int(pid), gpu, used, command))
+    return found
+
+
+# ------------------------------------------------------------ limits
+
+
+def _limits(config: Config | None, machine: Machine) -> Iterator[Finding]:
+    groups = config.groups.values() if config is not None else ()
+    many = sum(group.replicas * (1 + group.world_size) for group in groups)
+    yield _limit("open files", resource.RLIMIT_NOFILE, _FILES_BASE + _FILES_EACH * many, "-n")
+    yield _limit("processes", resource.RLIMIT_NPROC, _PROCESSES_EACH * many, "-u")
+    yield from _kernel()
+    yield _cgroups()
+    if machine.limits_refused:
+        text = f"memory and max_processes cannot be enforced: {machine.limits_refused}"
+        yield Finding(about="limits", state="note", text=text)
+    else:
+        yield Finding(about="limits", state="ok", text="memory and max_processes can be enforced")
+    yield Finding(about="limits", state="ok", text=f"{size_text(_available_nbytes())} of memory are free")
+
+
+def _limit(name: str, which: int, needed: int, option: str) -> Finding:
+    soft, hard = resource.getrlimit(which)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        many = "any number of" if soft == resource.RLIM_INFINITY else str(soft)
+        return Finding(about="limits", state="ok", text=f"{many} {name} allowed")
+    remedy = f"ulimit {option} {needed}"
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        remedy = f"raise the hard limit ({hard}) in limits.conf or the systemd unit"
+    return Finding(
+        about="limits", state="problem", text=f"{soft} {name} allowed, {needed} may be needed", remedy=remedy
+    )
+
+
+def _cgroups() -> Finding:
+    try:
+        own = cgroups.find_own()
+    except OSError as error:
+        text = f"no control groups: {error.strerror}; what a replica leaves is found by descent and by its mark"
+        return Finding(about="limits", state="note", text=text)
+    return Finding(about="limits", state="ok", text=f"control groups can be made in {own}")
+
+
+def _kernel() -> Iterator[Finding]:
+    """What cannot be done without."""
+    tests: list[tuple[str, Callable[[], int], str]] = [
+        ("pidfd_open", lambda: os.pidfd_open(os.getpid()), "a kernel from 5.3 on, or a container that allows it"),
+        ("memfd_create", lambda: os.memfd_create("replicas-doctor"), "a container that allows it"),
+    ]
+    for name, test, remedy in tests:
+        try:
+            os.close(test())
+        except OSError as error:
+            text = f"{name} is refused: {error.strerror}"
+            yield Finding(about="limits", state="problem", text=text, remedy=remedy)
+        else:
+            yield Finding(about="limits", state="ok", text=f"{name} works")
+
+
+def _available_nbytes() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def _disk(state_dir: Path, config: Config | None) -> Iterator[Finding]:
+    folder = next(path for path in (state_dir, *state_dir.parents) if path.exists())
+    free = shutil.disk_usage(folder).free
+    if not os.access(folder, os.W_OK):
+        text = f"{folder} cannot be written"
+        yield Finding(about="disk", state="problem", text=text, remedy="set run.state_dir, or change its owner")
+    elif free < _DISK_NBYTES:
+        text = f"{size_text(free)} are free for logs in {folder}"
+        yield Finding(about="disk", state="problem", text=text, remedy="make room, or set run.state_dir")
+    else:
+        yield Finding(about="disk", state="ok", text=f"{size_text(free)} are free for logs in {folder}")
+    most = 0 if config is None else _most_logs_nbytes(config)
+    if most > free:
+        text = f"all logs together may take up to {size_text(most)}, and {size_text(free)} are free in {folder}"
+        remedy = "lower logs.max_size, logs.keep or logs.keep_generations, or make room; ranks go on when it is full"
+        yield Finding(about="disk", state="note", text=text, remedy=remedy)
+
+
+def _most_logs_nbytes(config: Config) -> int:
+    """What the logs of all ranks can come to, with those of the run before: each is bounded, they together only so."""
+    ranks = sum(group.replicas * group.world_size for group in config.groups.values())
+    return 2 * ranks * config.logs.keep_generations * (config.logs.keep + 1) * config.logs.max_nbytes

@@ -1,0 +1,229 @@
+"""How the command line asks a running supervisor: over the run's Unix socket, or over TCP with its token.
+
+A port is anybody's once its supervisor is dead, and a file may name any: on this machine the kernel is asked whose process
+listens before anything is sent, and the token goes only to those to whom it belongs.
+
+One request, one connection. Each read has a deadline; an answer that takes long is kept alive by the other side
+(:mod:`replicas.control.orders_api`), so that silence always means that nobody is there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import quote, urlencode
+
+import msgspec
+
+from replicas.common.decoding import MALFORMED
+from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Order
+from replicas.errors import Disconnected, ReplicasError, UsageError
+from replicas.linux.processes import is_stopped, start_time
+from replicas.linux.sockets import listener_uids, peer_uid, reachable, whose
+from replicas.status import RunStatus
+
+__all__ = ["Client"]
+
+_MAX_ANSWER_NBYTES = 64 * 2**20
+_TIMEOUT_S = 5.0
+_SILENCE_S = 20.0
+"""Beyond several beats of the other side's: nobody is there."""
+_PATHS = {kind: path for path, kind in ORDERS.items()}
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    """HTTP to a Unix socket."""
+
+    def __init__(self, path: Path, timeout_s: float) -> None:
+        super().__init__("localhost", timeout=timeout_s)
+        self._path = path
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self.timeout)
+        with reachable(self._path) as name:
+            self.sock.connect(name)
+
+
+class Client:
+    """One supervisor, asked one thing at a time.
+
+    :param where: ``host:port`` of the control port, or ``unix:PATH`` of the run's socket.
+    :param token: the run's token, for orders and logs over TCP.
+    :param pid: the supervisor's, as far as it is known: so that it can be told why nobody answers.
+    :param run: name of the run that is meant, as far as it is known: another one takes no order then.
+    :param owners: users of whom the supervisor may be, where it is on this machine; None: of anybody.
+    :param token_owners: users on this machine to whom the token may be shown; None: to anybody.
+    :raises UsageError: ``where`` is neither.
+    """
+
+    def __init__(
+        self,
+        where: str,
+        *,
+        token: str = "",
+        pid: int = 0,
+        run: str = "",
+        owners: frozenset[int] | None = None,
+        token_owners: frozenset[int] | None = None,
+        timeout_s: float = _TIMEOUT_S,
+    ) -> None:
+        self.where = where
+        self._pid = pid
+        self._run = run
+        self._token = token
+        self._owners = owners
+        self._token_owners = token_owners
+        self._withheld = ""
+        self._timeout_s = timeout_s
+        self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
+
+    # ------------------------------------------------------------ what it can be asked
+
+    def status(self) -> RunStatus:
+        """``GET /status``; proxies of the environment are not used.
+
+        :raises Disconnected: nobody answers, or it is no supervisor of replicas.
+        """
+        with self._asked("GET", "/status") as response:
+            body = self._all(response)
+        if response.status != 200:
+            raise Disconnected(
+                f"{self.where} answered GET /status with {response.status}", hint="is it a replicas supervisor?"
+            )
+        try:
+            return msgspec.json.decode(body, type=RunStatus)
+        except MALFORMED as error:
+            raise Disconnected(
+                f"{self.where} sent no status of a run: {error}", hint="is it of the same release?"
+            ) from error
+
+    def order(self, order: Order, *, wait: bool = True) -> Answer:
+        """Hand in an order, and wait until it is carried out (``wait`` False: until it has begun).
+
+        :raises ReplicasError: the error that ended it. :raises Disconnected: nobody answers, or nobody any more.
+        """
+        path = _PATHS[type(order)] + ("" if wait else "?wait=0")
+        body = msgspec.json.encode(order)
+        with self._asked("POST", path, body, silence_s=_SILENCE_S) as response:
+            answer = self._decoded(response, self._all(response), f"POST {path}")
+        if answer.error is not None:
+            raise self._refused(response.status, answer)
+        return answer
+
+    def events(self, after: int | None = None, *, follow: bool = True) -> Iterator[bytes]:
+        """The records of ``GET /events``, as JSON, one by one; an empty one now and then when nothing happens."""
+        query = {"follow": str(int(follow)), **({} if after is None else {"after": str(after)})}
+        for line in self._lines(f"/events?{urlencode(query)}"):
+            if line.startswith(b"data: "):
+                yield line[6:]
+            elif line.startswith(b":"):
+                yield b""
+
+    def logs(self, query: Mapping[str, str]) -> Iterator[bytes]:
+        """Lines of ``GET /logs``, as JSON; an empty one now and then when nothing happens."""
+        return self._lines(f"/logs?{urlencode({**query, 'json': '1'})}")
+
+    # ------------------------------------------------------------ one request
+
+    @contextlib.contextmanager
+    def _asked(
+        self, method: str, path: str, body: bytes | None = None, *, silence_s: float | None = None
+    ) -> Iterator[http.client.HTTPResponse]:
+        """``silence_s``: how long the rest of the answer may pause, once it has begun."""
+        connection = self._connect()
+        headers = {"Accept": "application/json"}
+        if self._run:
+            headers[RUN_HEADER] = quote(self._run, safe="")
+        try:
+            connection.connect()
+            headers |= self._credentials(connection.sock)
+            if self._withheld and method == "POST":
+                raise self._not_shown()
+            with contextlib.suppress(BrokenPipeError):  # it was turned away before all was sent: the answer says why
+                connection.request(method, path, body=body, headers=headers)
+            with connection.getresponse() as response:
+                if silence_s is not None and connection.sock is not None:
+                    connection.sock.settimeout(silence_s)
+                yield response
+        except (OSError, http.client.HTTPException) as error:
+            raise Disconnected(
+                f"nobody answers at {self.where}: {error or type(error).__name__}", hint=self._why_silent()
+            ) from error
+        finally:
+            connection.close()
+
+    def _credentials(self, connection: socket.socket) -> dict[str, str]:
+        """The token, for those who may have it. A Unix socket needs none: its supervisor knows who asks.
+
+        :raises Disconnected: this is not the supervisor that is meant, but somebody else's process.
+        """
+        local = not self._host
+        uids = frozenset({peer_uid(connection)}) if local else listener_uids(connection)
+        if uids is not None and self._owners is not None and not (uids and uids <= self._owners):
+            raise Disconnected(f"{self.where} {whose(uids)}: nothing was sent to it", hint=self._why_silent())
+        if local or not self._token:
+            return {}
+        if uids is not None and self._token_owners is not None and not (uids and uids <= self._token_owners):
+            self._withheld = f"{self.where} {whose(uids)}: the token, which is another user's, was not shown to it"
+            return {}
+        return {"Authorization": f"Bearer {self._token}"}
+
+    def _not_shown(self) -> UsageError:
+        return UsageError(self._withheld, hint="name the token with --token-file if it may be shown there")
+
+    def _why_silent(self) -> str:
+        if not self._pid:
+            return "is the supervisor still running?"
+        if start_time(self._pid) is None:
+            return f"its supervisor, process {self._pid}, is dead; start it again with: replicas run CONFIG"
+        return f"its supervisor, process {self._pid}, is {'stopped' if is_stopped(self._pid) else 'there, and busy'}"
+
+    def _connect(self) -> http.client.HTTPConnection:
+        if not self._host:
+            return _UnixConnection(Path(self.where.removeprefix("unix:")), self._timeout_s)
+        return http.client.HTTPConnection(self._host, self._port, timeout=self._timeout_s)
+
+    @staticmethod
+    def _all(response: http.client.HTTPResponse) -> bytes:
+        return response.read(_MAX_ANSWER_NBYTES)
+
+    def _decoded(self, response: http.client.HTTPResponse, body: bytes, what: str) -> Answer:
+        try:
+            return msgspec.json.decode(body, type=Answer)
+        except MALFORMED as error:
+            raise Disconnected(
+                f"{self.where} answered {what} with {response.status} and nothing that can be understood",
+                hint="is it a replicas supervisor of the same release?",
+            ) from error
+
+    def _refused(self, code: int, answer: Answer) -> ReplicasError:
+        assert answer.error is not None
+        if code in (401, 403) and self._withheld:
+            return self._not_shown()
+        if code in (401, 403):
+            return UsageError(
+                f"{self.where} takes no orders from here: {answer.error.message}",
+                hint="give --token-file, or run this as the user of the supervisor, on its machine",
+            )
+        return answer.error.exception()
+
+    def _lines(self, path: str) -> Iterator[bytes]:
+        with self._asked("GET", path, silence_s=_SILENCE_S) as response:
+            if response.status != 200:
+                answer = self._decoded(response, self._all(response), f"GET {path.partition('?')[0]}")
+                if answer.error is None:
+                    raise Disconnected(f"{self.where} answered with {response.status}")
+                raise self._refused(response.status, answer)
+            while line := response.readline():
+                yield line.rstrip(b"\r\n")
+
+
+def _host_and_port(endpoint: str) -> tuple[str, int]:
+    host, _, port = endpoint.rpartition(":")
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= 65535):
+        raise UsageError(f'"{endpoint}" is not HOST:PORT', hint='for example "127.0.0.1:9477"')
+    return host.strip("[]"), int(port)

@@ -1,0 +1,22 @@
+"""The console script ``replicas``: the command, or one sentence where it cannot run at all."""
+
+from __future__ import annotations
+
+import sys
+
+from replicas.control.exit_codes import USAGE
+from replicas.linux import LinuxOnly, require
+
+__all__ = ["main"]
+
+
+def main() -> int:
+    """Run one command of this process's arguments and return its exit code."""
+    try:
+        require()
+    except LinuxOnly as error:
+        print(f"replicas: {error}", file=sys.stderr)
+        return USAGE
+    from replicas.cli.main import main as run  # it needs Linux to be imported
+
+    return run()

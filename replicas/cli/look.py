@@ -1,0 +1,289 @@
+"""Commands that only look: ``status``, ``logs``, ``events``."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from typing import Annotated
+
+import msgspec
+import typer
+from rich.live import Live
+
+from replicas.cli import render
+from replicas.cli.base import (
+    ConfigArgument,
+    ConfigOption,
+    EndpointOption,
+    Json,
+    OptionalTarget,
+    TokenFileOption,
+    checked_target,
+    exit_codes,
+    place_of,
+    show,
+)
+from replicas.cli.find_run import End, Place, lives
+from replicas.cli.render_events import concerns, event_line
+from replicas.cli.screen import Screen
+from replicas.common.decoding import MALFORMED
+from replicas.common.foreign import ascii_controls, readable
+from replicas.control.log_files import POLL_S, Follower, LogLine, Selection, prefixed
+from replicas.errors import Disconnected, UsageError
+from replicas.telemetry import event_log
+from replicas.telemetry.events import Record, RunEnded, RunStarted, decode, encode
+
+__all__ = ["events", "logs", "moment", "status"]
+
+_LINE_NBYTES = 2 << 20
+_AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_CLOCKS = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d")
+
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the run is over.")]
+Since = Annotated[
+    str | None,
+    typer.Option(
+        metavar="WHEN", help='Only what is newer: "10m" (ago; ms, s, m, h, d), "14:30" or "2026-11-21 14:30".'
+    ),
+]
+
+
+def status(
+    config: ConfigArgument = None,
+    named: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
+    watch: Annotated[
+        bool, typer.Option("--watch", "-w", help="Show it again and again, until the run is over.")
+    ] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often, with --watch.")] = 1.0,
+    as_json: Json = False,
+) -> None:
+    """Print the state of a running run: its replicas, channels and versions."""
+    with exit_codes():
+        place = place_of(config, named, endpoint, token_file)
+        end = place.end() if watch else None
+        answer = place.status()
+        if end is not None:
+            _watch(place, end, interval, as_json=as_json)
+        else:
+            show(answer, lambda console: console.print(render.run_status(answer)), as_json=as_json)
+
+
+def _watch(place: Place, end: End, interval_s: float, *, as_json: bool) -> None:
+    """On a terminal one picture that changes; elsewhere one after another; as JSON one line each."""
+    console = Screen()
+    live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
+    with contextlib.nullcontext() if live is None else live:
+        for answer in place.looks(interval_s, end):
+            if answer is None:
+                continue
+            if as_json:
+                print(ascii_controls(msgspec.json.encode(answer).decode()), flush=True)
+            elif live is not None:
+                live.update(render.run_status(answer), refresh=True)
+            else:
+                console.print(render.run_status(answer))
+        if not as_json:
+            console.print("the run is over")
+
+
+# ------------------------------------------------------------ logs
+
+
+def logs(
+    target: OptionalTarget = None,
+    config: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
+    rank: Annotated[int | None, typer.Option("--rank", "-r", min=0, help="Only this rank of each replica.")] = None,
+    generation: Annotated[int | None, typer.Option("--generation", "-g", min=1, help="Default: the newest.")] = None,
+    follow: Follow = False,
+    lines: Annotated[
+        int | None, typer.Option("--lines", "-n", min=0, help="Only so many of the last. Default: all; with -f, 10.")
+    ] = None,
+    since: Since = None,
+    previous: Annotated[bool, typer.Option("--previous", help="Those of the run before this one.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print what the programs wrote: of a replica, of a group, or of all; also when the run is over.
+
+    Lines of several ranks begin with GROUP/INDEX.RANK.
+    """
+    with exit_codes():
+        place = place_of(config, None, endpoint, token_file)
+        selection = Selection(
+            target=checked_target(target),
+            rank=rank,
+            generation=generation,
+            lines=10 if follow and lines is None and since is None else lines,
+            since=None if since is None else moment(since, now=time.time()),
+        )
+        if place.remote and previous:
+            raise UsageError("--previous reads files: it does not go with --endpoint")
+        found = (
+            _from_port(place, selection, follow) if place.remote else _from_files(place, selection, follow, previous)
+        )
+        _print_lines(found, as_json=as_json)
+
+
+def _from_port(place: Place, selection: Selection, follow: bool) -> Iterator[tuple[LogLine, bool]]:
+    query = {name: str(value) for name, value in msgspec.structs.asdict(selection).items() if value is not None}
+    seen: set[tuple[str, int]] = set()
+    for text in place.client().logs({**query, "follow": str(int(follow))}):
+        if text:
+            line = msgspec.json.decode(text, type=LogLine)
+            seen.add((line.replica, line.rank))
+            yield line, len(seen) > 1 or "/" not in (selection.target or "")
+
+
+def _from_files(place: Place, selection: Selection, follow: bool, previous: bool) -> Iterator[tuple[LogLine, bool]]:
+    state_dir = place.state_dir
+    follower = Follower(state_dir / ("logs.previous" if previous else "logs"), selection)
+    try:
+        while True:
+            more = follow and lives(state_dir)  # asked before the look, so that the last words are not missed
+            found = follower.poll()
+            for line in found:
+                yield line, follower.many
+            if not found and not more:
+                break
+            if not found:
+                time.sleep(POLL_S)
+        for line in follower.rest():
+            yield line, follower.many
+    finally:
+        follower.close()
+
+
+def _print_lines(found: Iterator[tuple[LogLine, bool]], *, as_json: bool) -> None:
+    """Byte for byte, but for a terminal without control codes other than colours."""
+    terminal = sys.stdout.isatty()
+    for line, many in found:
+        if as_json:
+            text = ascii_controls(msgspec.json.encode(line).decode())
+        elif terminal:
+            prefix = f"{line.replica}.{line.rank}| " if many else ""
+            text = b"".join(readable(f"{line.text}\n".encode(), prefix.encode(), _LINE_NBYTES)).decode().rstrip("\n")
+        else:
+            text = prefixed(line) if many else line.text
+        print(text, flush=terminal or as_json)
+
+
+# ------------------------------------------------------------ events
+
+
+def events(
+    config: ConfigArgument = None,
+    named: ConfigOption = None,
+    endpoint: EndpointOption = None,
+    token_file: TokenFileOption = None,
+    target: Annotated[
+        str | None, typer.Option("--target", "-t", metavar="TARGET", help="Only those of a group, or of GROUP/INDEX.")
+    ] = None,
+    follow: Follow = False,
+    after: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only those with a number above N.")] = None,
+    since: Since = None,
+    lines: Annotated[int | None, typer.Option("--lines", "-n", min=1, help="Only so many of the last.")] = None,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Those of earlier runs too.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Print what has happened in a run, also in one that is over."""
+    with exit_codes():
+        place = place_of(config, named, endpoint, token_file)
+        first = 0.0 if since is None else moment(since, now=time.time())
+        console = Screen(soft_wrap=True)
+        position = after if after is not None else 0 if every or since is not None else _began(place)
+        last: deque[Record] = deque(maxlen=lines)
+        for record in _past(place, position):
+            position = record.seq
+            if _wanted(record, target, first):
+                if lines is None:
+                    _tell(console, record, as_json=as_json)
+                else:
+                    last.append(record)
+        for record in last:
+            _tell(console, record, as_json=as_json)
+        if follow:
+            for record in _coming(place, position):
+                if _wanted(record, target, first):
+                    _tell(console, record, as_json=as_json)
+
+
+def _wanted(record: Record, target: str | None, since: float) -> bool:
+    return record.at >= since and (target is None or concerns(record, target))
+
+
+def _tell(console: Screen, record: Record, *, as_json: bool) -> None:
+    if as_json:
+        print(ascii_controls(encode(record).decode()), flush=True)
+    else:
+        console.print(event_line(record))
+
+
+def _began(place: Place) -> int:
+    """Number of the last event before the run that is under way, or was the last one."""
+    starts = (
+        record.seq for record in _past(place, 0) if isinstance(record.event, RunStarted) and not record.event.resumed
+    )
+    return max(starts, default=1) - 1
+
+
+def _past(place: Place, after: int) -> Iterator[Record]:
+    """From the file, which a run that is over has too; from the port of a run elsewhere."""
+    if place.remote:
+        yield from _decoded(place.client().events(after, follow=False))
+        return
+    path = place.state_dir / "events.jsonl"
+    if not path.exists():
+        raise Disconnected(
+            f"{path} does not exist: nothing has happened yet", hint="start it with: replicas run CONFIG"
+        )
+    yield from event_log.read(path, after)
+
+
+def _coming(place: Place, after: int) -> Iterator[Record]:
+    """:raises Disconnected: the run is not running. It ends with the run."""
+    client = place.client()
+    ended = False
+    try:
+        for record in _decoded(client.events(after)):
+            ended = isinstance(record.event, RunEnded)
+            yield record
+    except Disconnected:
+        if not ended:
+            raise
+
+
+def _decoded(found: Iterator[bytes]) -> Iterator[Record]:
+    for text in found:
+        if text:
+            with contextlib.suppress(*MALFORMED):  # of a newer release
+                yield decode(text)
+
+
+# ------------------------------------------------------------ times
+
+
+def moment(text: str, *, now: float) -> float:
+    """Seconds since 1970 of a time that people write: an age, a time of day (the last one such), or a date.
+
+    :raises UsageError: it is none.
+    """
+    age = _AGO.fullmatch(text.strip())
+    if age is not None:
+        return now - float(age[1]) * _UNITS_S[age[2]]
+    today = time.strftime("%Y-%m-%d", time.localtime(now))
+    for words in (text.strip(), f"{today} {text.strip()}"):
+        for clock in _CLOCKS:
+            try:
+                found = time.mktime(time.strptime(words, clock))
+            except (ValueError, OverflowError):
+                continue
+            return found if found <= now or words == text.strip() else found - _UNITS_S["d"]
+    raise UsageError(f'"{text}" is no time', hint='write "10m" (ago), "14:30", or "2026-11-21 14:30"')

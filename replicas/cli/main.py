@@ -1,0 +1,123 @@
+"""The command ``replicas``.
+
+``python -m replicas.supervisor CONFIG`` is ``replicas run CONFIG``.
+Exit codes: :mod:`replicas.control.exit_codes`. Answers go to stdout, everything else to
+stderr. No command but ``run`` starts anything, and none imports torch.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+import replicas
+from replicas.cli import render
+from replicas.cli.base import (
+    Json,
+    app,
+    exit_codes,
+    show,
+)
+from replicas.cli.doctor import doctor
+from replicas.cli.look import events, logs, status
+from replicas.cli.orders import drain, reload, reset_failed, restart, scale, stacks
+from replicas.cli.screen import complain
+from replicas.cli.wait import wait
+from replicas.common.foreign import lines
+from replicas.config.file import load
+from replicas.control.exit_codes import BUG, DONE, FAILED
+from replicas.linux import inherited
+
+__all__ = [
+    "app",
+    "check",
+    "main",
+    "run",
+    "supervisor_main",
+]
+
+ConfigPath = Annotated[Path, typer.Argument(metavar="CONFIG", help="The run's TOML file.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"replicas {replicas.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
+    ] = False,
+) -> None:
+    """Options that stand before a command."""
+
+
+def run(config: ConfigPath) -> None:
+    """Supervise the run of CONFIG until it is over."""
+    with exit_codes():
+        loaded = load(config)
+        from replicas.supervisor.operator import supervise  # it brings the event loop; the other commands stay light
+
+        code = supervise(loaded)
+    raise typer.Exit(code)
+
+
+def check(config: ConfigPath, as_json: Json = False) -> None:
+    """Check CONFIG and print the resolved plan; exit code 78 and every problem when it is bad, or does not fit here."""
+    with exit_codes():
+        loaded = load(config)
+        from replicas.supervisor.fleet.resources import check_plan
+
+        notes = check_plan(loaded)
+
+    def draw(console: Console) -> None:
+        console.print(render.plan(loaded))
+        for note in notes:
+            console.print(f"note: {note}")
+
+    show(loaded, draw, as_json=as_json)
+
+
+_COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Run": (run, check),
+    "Look": (status, logs, events, stacks, wait, doctor),
+    "Change": (scale, restart, drain, reset_failed, reload),
+}
+"""In the order in which ``--help`` lists them."""
+
+for _panel, _commands in _COMMANDS.items():
+    for _command in _commands:
+        app.command(_command.__name__.replace("_", "-"), rich_help_panel=_panel)(_command)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """The console script: run one command and return its exit code.
+
+    :param arguments: without the program's name (default: those of this process).
+    """
+    inherited.open_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper):  # else one character that it cannot say would end a command
+        sys.stdout.reconfigure(errors="backslashreplace")
+    try:
+        app(args=None if arguments is None else list(arguments), prog_name="replicas")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else DONE if end.code is None else FAILED
+    except Exception:  # noqa: BLE001  # the outermost frame: whatever arrives here is a bug and must say so
+        print(lines(traceback.format_exc()), file=sys.stderr)
+        complain("this is a bug; please report it with the lines above")
+        return BUG
+    return DONE
+
+
+def supervisor_main(arguments: Sequence[str] | None = None) -> int:
+    """``python -m replicas.supervisor CONFIG``: the same as ``replicas run CONFIG``."""
+    return main(["run", *(sys.argv[1:] if arguments is None else arguments)])

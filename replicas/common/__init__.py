@@ -1,0 +1,1 @@
+"""What all rooms use: decoding, text from elsewhere, waits, backoff."""

@@ -1,0 +1,334 @@
+"""The strict TOML form of a run's config: :func:`load` a file, :func:`parse` a mapping.
+
+Every problem is found in one pass and reported at once, in the order of the file, as one
+:class:`replicas.errors.BadConfig`. An unknown key is an error that names the nearest known one.
+The keys and their defaults are those of the structs in :mod:`replicas.config.structs`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from msgspec import UNSET
+from msgspec.structs import replace
+
+from replicas.common.foreign import visible
+from replicas.config import places as config_places
+from replicas.config import tables as config_tables
+from replicas.config import text as config_text
+from replicas.config.groups import build_group, build_restart
+from replicas.config.structs import (
+    ChannelConfig,
+    Config,
+    ControlConfig,
+    GroupConfig,
+    Party,
+    RestartConfig,
+    RunConfig,
+)
+from replicas.config.tables import in_order_of
+from replicas.config.values import NAMED_MAX, Place, nearest, show
+from replicas.errors import BadConfig, UsageError
+from replicas.messages.bounds import RANKS_MAX, shown
+
+__all__ = ["channels_from", "load", "parse", "read"]
+
+_FEWEST_SLOTS = 2
+_LONGEST_SOCKET_PATH = 107
+
+
+def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
+    """A config as a program gives it: as it is, by the path of its file, or as a mapping of the file's form.
+
+    :raises BadConfig: with every problem found.
+    :raises replicas.errors.UsageError: it is none of these.
+    """
+    if isinstance(config, Config):
+        return config
+    if isinstance(config, Path | str):
+        return load(config)
+    if not isinstance(config, Mapping):
+        raise UsageError(f"config must be a Config, the path of its file or a mapping, not {shown(config)}")
+    return parse(config)
+
+
+def load(path: Path | str) -> Config:
+    """Read a config file. Relative folders in it are relative to its own folder, symbolic links on the way there resolved.
+
+    The path itself is kept with its links: read again it is what they lead to then.
+
+    :raises BadConfig: with every problem found, also when the file cannot be read or is no TOML.
+    """
+    path = Path(path)
+    source = visible(str(path))
+    try:
+        text = config_text.read(path)
+        mapping = config_text.decode(text)
+    except OSError as error:
+        raise BadConfig([f"cannot be read: {error.strerror}"], source=source) from error
+    except ValueError as error:
+        raise BadConfig([visible(str(error))], source=source) from error
+    path = config_places.absolute(path)
+    home, lines = config_places.state_home(path.parent), config_text.Lines(text, mapping)
+    return _parse(mapping, base=path.parent.resolve(), home=home, source=source, path=path, lines=lines)
+
+
+def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str = "config") -> Config:
+    """Read a config from a mapping of the file's form.
+
+    :param base: folder that relative folders are relative to (default: the current one).
+    :param source: what to call it in errors.
+    :raises BadConfig: with every problem found.
+    """
+    folder = Path.cwd() if base is None else base.resolve()
+    return _parse(mapping, base=folder, home=folder, source=source, path=None)
+
+
+def channels_from(
+    channels: Mapping[str, ChannelConfig | Mapping[str, Any]], replicas: Mapping[str, int], *, source: str = "channels"
+) -> dict[str, ChannelConfig]:
+    """Read channels by name, each a mapping of the form of a ``[channels.NAME]`` table, or resolved: checked all the same.
+
+    :param replicas: how many each group has; groups need not be known.
+    :raises BadConfig: with every problem found.
+    """
+    place = Place(Path.cwd())
+    tables = channels
+    if isinstance(channels, Mapping):
+        tables = {name: _as_table(one) if isinstance(one, ChannelConfig) else one for name, one in channels.items()}
+    read = config_tables.each(place, tables, ChannelConfig, _BUILDS)
+    found: dict[str, ChannelConfig] = {} if read is UNSET else read
+    for channel in found.values():
+        _check_slots(place.at(channel.name), channel, replicas)
+    if place.problems:
+        raise BadConfig(in_order_of(tables, place.problems), source=source)
+    return found
+
+
+def _as_table(channel: ChannelConfig) -> Mapping[str, Any]:
+    table = {name: getattr(channel, name) for name in channel.__struct_fields__ if name not in ("name", "deadline_s")}
+    for role in ("sources", "targets", "peers"):
+        table[role] = [{"group": party.group, "ranks": party.ranks} for party in table[role]]
+    return table | {"deadline": channel.deadline_s}
+
+
+def _parse(
+    mapping: Mapping[str, Any],
+    *,
+    base: Path,
+    home: Path,
+    source: str,
+    path: Path | None,
+    lines: config_text.Lines | None = None,
+) -> Config:
+    place = Place(base, home=home)
+    if config_text.is_too_deep(mapping):
+        raise BadConfig([config_text.TOO_DEEP], source=source)
+    config = config_tables.read(place, mapping, Config, _BUILDS)
+    if config is not UNSET:
+        _cross_check(place, config, mapping)
+    if place.problems or config is UNSET:
+        raise BadConfig(in_order_of(mapping, place.problems, lines), source=source)
+    checked: Config = replace(config, groups=_with_on_failure(config, mapping), source=path)
+    return checked
+
+
+def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
+    """The groups, those that only receive with a default of their own: their trouble is not the trainer's."""
+    sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
+    receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
+    return {
+        name: replace(group, on_failure="replica")
+        if name in receiving and "on_failure" not in mapping["groups"][name]
+        else group
+        for name, group in config.groups.items()
+    }
+
+
+# ---------------------------------------------------------------- the tables
+
+
+def _build_run(place: Place, fields: dict[str, Any]) -> RunConfig:
+    fields.setdefault("state_dir", place.home / ".replicas" / fields["name"])
+    return RunConfig(**fields)
+
+
+def _build_control(place: Place, fields: dict[str, Any]) -> ControlConfig:
+    if "listen" in fields:
+        fields["host"], fields["port"] = fields.pop("listen")
+    control = ControlConfig(**fields)
+    if control.socket is not None and len(os.fsencode(control.socket)) > _LONGEST_SOCKET_PATH:
+        place.at("socket").problem(
+            f"{control.socket} is longer than the {_LONGEST_SOCKET_PATH} bytes of a socket's path"
+        )
+    return control
+
+
+def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
+    ranks = fields.pop("ranks", None)
+    for role, default, allowed in (
+        ("sources", "leader", ("leader", "all")),
+        ("targets", "all", ("leader", "all")),
+        ("peers", ranks or "leader", ("leader", "each", "all")),
+    ):
+        fields[role] = _parties(place.at(role), fields.get(role, ()), default, allowed)
+    if ranks is not None and not fields["peers"]:
+        place.at("ranks").problem('is for channels with peers; write sources = [{ group = "...", ranks = "all" }]')
+    channel = ChannelConfig(**fields, name=place.path[-1])
+    _check_roles(place, channel)
+    return channel
+
+
+def _parties(place: Place, value: object, default: Any, allowed: tuple[str, ...]) -> tuple[Party, ...]:
+    if not isinstance(value, list | tuple):
+        place.problem(f"expected a list of group names, got {show(value)}")
+        return ()
+    if len(value) > NAMED_MAX:
+        place.problem(f"expected at most {NAMED_MAX} group names, got {len(value):,}")
+        return ()
+    parties: list[Party] = []
+    for item in value:
+        table = {"ranks": default, **item} if isinstance(item, Mapping) else item
+        party = Party(item, default) if isinstance(item, str) else config_tables.read(place, table, Party)
+        if party is UNSET:
+            continue
+        if any(party.group == other.group for other in parties):
+            place.problem(f'group "{party.group}" is listed twice')
+        if party.ranks not in allowed:
+            listed = " or ".join(f'"{word}"' for word in allowed)
+            place.problem(f'ranks of group "{party.group}": expected {listed}, got "{party.ranks}"')
+        parties.append(party)
+    return tuple(parties)
+
+
+def _check_roles(place: Place, channel: ChannelConfig) -> None:
+    if channel.peers and (channel.sources or channel.targets):
+        others = {party.group for party in (*channel.sources, *channel.targets)}
+        both = next((party.group for party in channel.peers if party.group in others), None)
+        if both is not None:
+            place.at("peers").problem(
+                f'group "{both}" cannot be a peer and a source or target; give it another channel'
+            )
+        else:
+            place.at("peers").problem("a channel has either peers or sources and targets; make two channels of it")
+    elif not channel.peers and not channel.sources and not place.has_problems():
+        place.problem("needs sources (and targets), or peers")
+    if len({party.ranks for party in channel.peers}) > 1:
+        place.at("peers").problem("all peers of a channel must have the same ranks")
+
+
+_BUILDS: config_tables.Builds = {
+    RunConfig: _build_run,
+    ControlConfig: _build_control,
+    RestartConfig: build_restart,
+    GroupConfig: build_group,
+    ChannelConfig: _build_channel,
+}
+
+
+# ---------------------------------------------------------------- checks across tables
+
+
+def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> None:
+    known = [str(group) for group in mapping["groups"]]  # those with problems of their own included
+    if not known:
+        place.at("groups").problem("is empty; define at least one group")
+    _check_names(place.at("run", "stop_when"), config.run.stop_when, known)
+    for stopper in config.run.stop_when:
+        group = config.groups.get(stopper)
+        if group is not None and group.restart.policy == "always":
+            place.at("run", "stop_when").problem(f'group "{stopper}" has restart policy "always", so it never finishes')
+    for group in config.groups.values():
+        _check_dependencies(place.at("groups", group.name, "depends_on"), group, config, known)
+    _check_cycles(place, config)
+    _check_ranks(place.at("groups"), config)
+    _check_gpus(place.at("groups"), config)
+    for channel in config.channels.values():
+        _check_channel(place.at("channels", channel.name), channel, config, known)
+    if config.store.port and config.store.port == config.control.port:
+        place.at("store", "port").problem(
+            f"{config.store.port} is the port of control.listen too; use 0 or another one"
+        )
+
+
+def _check_names(place: Place, names: tuple[str, ...], known: list[str]) -> None:
+    for index, group in enumerate(names):
+        if group not in known:
+            place.problem(f'there is no group "{group}"{nearest(group, known)}')
+        elif group in names[:index]:
+            place.problem(f'group "{group}" is listed twice')
+
+
+def _check_dependencies(place: Place, group: GroupConfig, config: Config, known: list[str]) -> None:
+    _check_names(place, tuple(dependency.group for dependency in group.depends_on), known)
+    for dependency in group.depends_on:
+        other = config.groups.get(dependency.group)
+        if dependency.condition == "finished" and other is not None and other.restart.policy == "always":
+            place.problem(f'group "{other.name}" has restart policy "always", so it never finishes')
+
+
+def _check_gpus(place: Place, config: Config) -> None:
+    asking = next((group.name for group in config.groups.values() if group.resources.gpus), None)
+    for group in config.groups.values():
+        if asking is not None and "CUDA_VISIBLE_DEVICES" in group.env and group.resources.gpus is None:
+            place.at(group.name, "env").problem(
+                f'sets CUDA_VISIBLE_DEVICES while group "{asking}" asks for resources.gpus; let both ask, '
+                "so that no GPU is given out twice"
+            )
+
+
+def _check_cycles(place: Place, config: Config) -> None:
+    done: set[str] = set()
+
+    def visit(group: str, path: tuple[str, ...]) -> None:
+        if group in path:
+            circle = " -> ".join((*path[path.index(group) :], group))
+            place.at("groups", path[-1], "depends_on").problem(f"groups wait for each other in a circle: {circle}")
+        elif group not in done and group in config.groups:
+            for dependency in config.groups[group].depends_on:
+                visit(dependency.group, (*path, group))
+            done.add(group)
+
+    for group in config.groups:
+        visit(group, ())
+
+
+def _check_ranks(place: Place, config: Config) -> None:
+    ranks = sum(group.replicas * group.world_size for group in config.groups.values())
+    if ranks > RANKS_MAX:
+        place.problem(f"ask for {ranks:,} ranks in all; at most {RANKS_MAX:,} are possible")
+
+
+def _check_channel(place: Place, channel: ChannelConfig, config: Config, known: list[str]) -> None:
+    for role in ("sources", "targets", "peers"):
+        _check_names(place.at(role), tuple(dict.fromkeys(party.group for party in getattr(channel, role))), known)
+    _check_slots(place, channel, {group.name: group.replicas for group in config.groups.values()})
+    if channel.staging == "device":
+        _check_device_staging(place.at("staging"), channel, config)
+
+
+def _check_slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:
+    """``replicas``: of the groups that are known."""
+    targets = [replicas.get(party.group) for party in channel.targets]
+    count = sum(number for number in targets if number is not None)
+    if channel.min_targets > count and None not in targets:
+        place.at("min_targets").problem(f"{channel.min_targets} is more than the {count} replicas of the target groups")
+    if channel.sources and channel.slots < _FEWEST_SLOTS:
+        place.at("slots").problem(
+            f"{channel.slots} is too few: the newest version stays in one while the next comes into another; "
+            f"use at least {_FEWEST_SLOTS}"
+        )
+
+
+def _check_device_staging(place: Place, channel: ChannelConfig, config: Config) -> None:
+    """Groups that will see no GPU: with ``gpus = 0``, or without a share where others have one."""
+    shared_out = any(group.resources.gpus for group in config.groups.values())
+    for party in (*channel.sources, *channel.targets, *channel.peers):
+        group = config.groups.get(party.group)
+        if group is not None and (group.resources.gpus == 0 or (group.resources.gpus is None and shared_out)):
+            place.problem(
+                f'slots on GPUs, but group "{group.name}" sees none; set its resources.gpus, or staging = "host"'
+            )

@@ -1,0 +1,418 @@
+"""The config of a run: frozen structs, which are the schema of its TOML file, too.
+
+The structs are the resolved form (durations in seconds, defaults filled in, names
+checked). Each field with a :class:`~replicas.config.tables.Doc` is a key of the file, a
+``ClassVar`` one that others are resolved from. :func:`replicas.config.file.load` reads a
+file and :func:`replicas.config.file.parse` a mapping.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal
+
+import msgspec
+from msgspec import UNSET
+
+from replicas.config import values as forms
+from replicas.config.tables import Doc
+from replicas.config.values import Form, Place, form, names, show
+from replicas.messages.bounds import REPLICAS_MAX
+from replicas.status import OnFailure
+
+__all__ = [
+    "ChannelConfig",
+    "Config",
+    "ControlConfig",
+    "Dependency",
+    "GroupConfig",
+    "HealthConfig",
+    "LogsConfig",
+    "Party",
+    "ResourcesConfig",
+    "RestartConfig",
+    "RunConfig",
+    "StoreConfig",
+]
+
+_LogSize = Annotated[int, forms.size(4096)]
+_ROLES = 'list of group names, or of { group = "NAME", ranks = "..." }'
+
+
+class RunConfig(msgspec.Struct, frozen=True, kw_only=True):
+    name: Annotated[forms.Name, Doc("The name of the run, in its state folder, metrics and logs.", stand_in="unnamed")]
+    stop_when: Annotated[
+        forms.GroupNames,
+        Doc(
+            "The run is over when these groups have finished; without any, when all groups have.",
+            "Set it when the other groups, such as rollouts, serve until they are stopped.",
+        ),
+    ] = ()
+    state_dir: Annotated[
+        forms.Folder,
+        Doc(
+            "The folder of the run's logs, lock, token, events and decision log.",
+            "Set it when the folder of the config file is read-only, shared or slow.",
+            '".replicas/NAME" beside the config file',
+        ),
+    ]
+    events_max_nbytes: Annotated[
+        _LogSize, Doc("The file of events is rotated at this size.", key="events_max_size")
+    ] = 64 << 20
+
+
+class LogsConfig(msgspec.Struct, frozen=True, kw_only=True):
+    max_nbytes: Annotated[_LogSize, Doc("The log of a rank is rotated at this size.", key="max_size")] = 64 << 20
+    keep: Annotated[forms.Natural, Doc("Number of rotated files kept of each rank's log.")] = 3
+    keep_generations: Annotated[
+        forms.Count, Doc("Number of a replica's generations whose logs are kept, the present one included.")
+    ] = 10
+    tee: Annotated[
+        Literal["auto", "always", "never"],
+        Doc(
+            'The lines of all ranks go to the supervisor\'s stderr, too ("auto": when it is a terminal).',
+            'Set "always" where a collector, such as journald or Kubernetes, takes what the supervisor prints.',
+        ),
+    ] = "auto"
+
+
+class StoreConfig(msgspec.Struct, frozen=True, kw_only=True):
+    bind: Annotated[
+        forms.Address,
+        Doc(
+            "The store of rendezvous listens on this address, which members are told.",
+            "Set it when ranks run on other machines.",
+        ),
+    ] = "127.0.0.1"
+    port: Annotated[
+        forms.Port,
+        Doc(
+            "The store listens on this port; 0: one of the system's choice.",
+            "Set it when a firewall opens fixed ports.",
+        ),
+    ] = 0
+
+
+class ControlConfig(msgspec.Struct, frozen=True, kw_only=True):
+    listen: ClassVar[
+        Annotated[
+            forms.Listen,
+            Doc(
+                "The sessions of members, the HTTP API and the metrics listen here; port 0: one of the system's choice.",
+                "Set the host when ranks run on other machines, the port when two runs share a machine.",
+                '"127.0.0.1:9477"',
+            ),
+        ]
+    ]
+    host: str = "127.0.0.1"
+    port: int = 9477
+    socket: Annotated[
+        forms.File | None,
+        Doc(
+            "The Unix socket on which the commands of the same user reach the run, of at most 107 bytes.",
+            default='"control.sock" in the state folder',
+        ),
+    ] = None
+
+
+class RestartConfig(msgspec.Struct, frozen=True, kw_only=True):
+    policy: Annotated[
+        Literal["always", "on-failure", "never"],
+        Doc('A replica that ends is started again always, after a failure, or never; "always" never finishes.'),
+    ] = "on-failure"
+    max_restarts: Annotated[
+        forms.Natural, Doc("Number of restarts of the group within window; a failure beyond them is final.")
+    ] = 5
+    window_s: Annotated[
+        forms.Duration,
+        Doc("Time for which a restart counts; a replica that ran as long begins with initial_delay again."),
+    ] = 600.0
+    initial_delay_s: Annotated[
+        forms.DurationOr0,
+        Doc("Delay of a replica's first restart; each further one within window waits twice as long."),
+    ] = 1.0
+    max_delay_s: Annotated[forms.DurationOr0, Doc("Longest delay of a restart.")] = 60.0
+    strategy: Annotated[
+        Literal["replica", "group"],
+        Doc(
+            "A failure restarts the replica that failed, or all replicas of its group.",
+            'Set "group" when the replicas of the group depend on each other\'s state.',
+        ),
+    ] = "replica"
+    no_progress_cycles: Annotated[
+        forms.Natural,
+        Doc(
+            "Number of failures in a row without a new step or version that make a failure final; 0: no such rule.",
+            "Raise it when a replica may fail often before its first step; set 0 when the budget alone should decide.",
+        ),
+    ] = 3
+
+
+class HealthConfig(msgspec.Struct, frozen=True, kw_only=True):
+    start_timeout_s: Annotated[
+        forms.Duration,
+        Doc(
+            "A replica that is not ready within this time of its start is restarted.",
+            "Raise it when loading a model, or compiling it, takes longer.",
+        ),
+    ] = 300.0
+    heartbeat_timeout_s: Annotated[
+        forms.Duration, Doc("A replica of which a member sends no heartbeat for this time is restarted.")
+    ] = 30.0
+    progress_timeout_s: Annotated[
+        forms.Duration,
+        Doc(
+            "A replica that makes no progress for this time, while it should, is restarted.",
+            "Raise it when one step takes longer.",
+        ),
+    ] = 900.0
+    load_deadline_s: Annotated[
+        forms.Duration,
+        Doc("A replica that has ceased to be ready, and is not so again within this time, is restarted."),
+    ] = 300.0
+
+
+class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """What a group's processes get, and may use at most; None: no limit, and nothing is set."""
+
+    gpus: Annotated[
+        forms.Natural | None,
+        Doc(
+            "Number of GPUs of each rank, given by CUDA_VISIBLE_DEVICES, none to two ranks.",
+            "Set it for every group that uses GPUs when several share a machine.",
+            "all GPUs; none in a run in which another group asks for some",
+        ),
+    ] = None
+    cpu_threads: Annotated[
+        forms.Count | None, Doc("Number of compute threads of each rank, set as OMP_NUM_THREADS.")
+    ] = None
+    memory_nbytes: Annotated[
+        int | None,
+        forms.size(1 << 20),
+        Doc(
+            "Host memory that a replica may use, limited by a control group.",
+            "Set it when one replica's leak must not end the others.",
+            "no limit",
+            key="memory",
+        ),
+    ] = None
+    max_processes: Annotated[
+        forms.Count | None,
+        Doc("Number of processes and threads of a replica, limited by a control group.", default="no limit"),
+    ] = None
+
+
+class Dependency(msgspec.Struct, frozen=True):
+    """A group that must be there first: each of its replicas ready (or finished), or each of them finished."""
+
+    group: str
+    condition: Literal["ready", "finished"] = "ready"
+
+    def __str__(self) -> str:
+        return self.group if self.condition == "ready" else f"{self.group}:{self.condition}"
+
+
+@form('list of "GROUP", "GROUP:ready" or "GROUP:finished"', names.range)
+def _dependencies(place: Place, value: object) -> Any:
+    words = names(place, value)
+    if words is UNSET:
+        return words
+    dependencies = []
+    for word in words:
+        group, colon, condition = word.partition(":")
+        if colon and condition not in ("ready", "finished"):
+            place.problem(f'expected "{group}:ready" or "{group}:finished", got {show(word)}')
+        else:
+            dependencies.append(Dependency(group, condition or "ready"))
+    return tuple(dependencies)
+
+
+class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
+    """``env``: variables for its processes, those of ``env_file`` included."""
+
+    name: str
+    replicas: Annotated[int, forms.whole(1, REPLICAS_MAX), Doc("Number of replicas of the group.")] = 1
+    nproc_per_node: Annotated[forms.Count, Doc("Number of ranks of a replica on each of its nodes.")] = 1
+    nnodes: Annotated[
+        forms.Count, Doc('Number of nodes of a replica, each a process tree of its own; 1 with launcher = "exec".')
+    ] = 1
+    command: Annotated[
+        forms.Command,
+        Doc('A rank\'s program and its arguments: a ".py" file, "-m" and a module, or an executable.', stand_in=()),
+    ]
+    launcher: Annotated[
+        Literal["torchrun", "exec"],
+        Doc(
+            "Whether torchrun starts the ranks of a replica, or the program is executed once, as it is.",
+            'Set "exec" for a program that is one process or starts its own, such as an inference server.',
+        ),
+    ] = "torchrun"
+    depends_on: Annotated[
+        tuple[Dependency, ...],
+        _dependencies,
+        Doc(
+            "The group starts when each replica of these groups is ready or finished, or with :finished has finished.",
+            'Set "GROUP:finished" for a group that prepares data or weights.',
+        ),
+    ] = ()
+    restart: Annotated[RestartConfig, Doc("When a replica that has ended is started again.")] = RestartConfig()
+    health: Annotated[HealthConfig, Doc("When a replica that lives is taken for stuck.")] = HealthConfig()
+    resources: Annotated[ResourcesConfig, Doc("What the processes of the group get.")] = ResourcesConfig()
+    env: Annotated[
+        forms.Environment, Doc("Environment variables of the group's processes, over those of env_file.")
+    ] = {}
+    env_file: Annotated[
+        forms.File | None,
+        Doc(
+            "A file of NAME=value lines with environment variables.",
+            "Set it for secrets, which do not belong in a config.",
+        ),
+    ] = None
+    cwd: Annotated[
+        forms.Folder, Doc("The working folder of the group's processes.", default="the folder of the config file")
+    ]
+    drain_timeout_s: Annotated[
+        forms.DurationOr0,
+        Doc(
+            "Time in which a replica that is being ended may finish its sync before SIGTERM.",
+            "Set 0 to end it at once.",
+        ),
+    ] = 30.0
+    stop_timeout_s: Annotated[
+        forms.Duration,
+        Doc(
+            "Time from SIGTERM to SIGKILL of a replica that is being ended.",
+            "Raise it when it saves a checkpoint then.",
+        ),
+    ] = 10.0
+    max_unavailable: Annotated[
+        forms.Count, Doc("Number of replicas that a rolling restart ends at a time, at most.")
+    ] = 1
+    on_failure: Annotated[
+        OnFailure,
+        Doc(
+            "What ends when a replica of the group has failed for good: the run, the group, or the replica alone.",
+            "Set it when a replica is more, or less, important than the default says.",
+            '"run"; "replica" for a group that is only a target of channels',
+        ),
+    ] = "run"
+    min_ready: Annotated[
+        forms.Natural | None,
+        Doc(
+            "Number of ready replicas that make the group ready; when fewer are left, the run ends.",
+            "Set it when the run is useful with some replicas missing.",
+            "all to be ready, none to go on",
+        ),
+    ] = None
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of one replica."""
+        return self.nproc_per_node * self.nnodes
+
+
+class Party(msgspec.Struct, frozen=True):
+    """A group's part in a channel. ``ranks``: which ranks carry bytes (peers of a channel all have the same)."""
+
+    group: Annotated[forms.Name, Doc("The group.")]
+    ranks: Annotated[Literal["leader", "each", "all"], Doc("Which of its ranks carry bytes.")]
+
+
+def _parties(ranks: str) -> Form:
+    """Left as it is: its ``ranks`` may depend on another key."""
+    return Form(lambda _, value: value, _ROLES, ranks)
+
+
+class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    sources: Annotated[
+        tuple[Party, ...],
+        _parties('ranks "leader" (default) or "all"'),
+        Doc("The groups that publish versions, by rank 0 or by all ranks, each with a part."),
+    ] = ()
+    targets: Annotated[
+        tuple[Party, ...],
+        _parties('ranks "leader" or "all" (default)'),
+        Doc("The groups that receive versions, on rank 0 or on all ranks."),
+    ] = ()
+    peers: Annotated[
+        tuple[Party, ...],
+        _parties('ranks "leader" (default), "each" or "all"'),
+        Doc(
+            "The groups that run collectives with each other, in place of sources and targets.",
+            "Set it for an outer optimizer, or other collectives across replicas.",
+        ),
+    ] = ()
+    ranks: ClassVar[
+        Annotated[
+            Literal["leader", "each", "all"],
+            Doc("The ranks of all peers that do not say their own.", "Set it for a channel with peers.", '"leader"'),
+        ]
+    ]
+    backend: Annotated[
+        Literal["auto", "gloo", "nccl"],
+        Doc(
+            'The process groups of the channel use this backend ("auto": NCCL where all members have it, else Gloo).',
+            'Set "nccl" when a fallback to Gloo should be an error.',
+        ),
+    ] = "auto"
+    transport: Annotated[
+        Literal["auto", "group"],
+        Doc(
+            'Bytes go through mapped memory within a host ("auto"), or always through the process group ("group").',
+            'Set "group" when processes of one host must not read each other\'s memory.',
+        ),
+    ] = "auto"
+    deadline_s: Annotated[
+        forms.Duration,
+        Doc(
+            "Longest time of a sync or an operation, unless the call says otherwise.",
+            "Raise it when the weights do not pass the network in this time.",
+        ),
+    ] = 60.0
+    on_lost: Annotated[
+        Literal["drop", "raise"],
+        Doc(
+            "When a target is lost during a sync, the version commits over those left, or the publish fails.",
+            'Set "raise" when every target must have every version.',
+        ),
+    ] = "drop"
+    slots: Annotated[
+        forms.Count,
+        Doc(
+            "Number of versions that each rank has memory for; with sources at least 2.",
+            "Raise it when a slow target should keep its version while newer ones come.",
+        ),
+    ] = 2
+    min_targets: Annotated[
+        forms.Natural,
+        Doc(
+            "Number of target replicas that a version waits for, and that must hold it to commit.",
+            "Set 1 when a version must outlive its source.",
+        ),
+    ] = 0
+    staging: Annotated[
+        Literal["host", "device"],
+        Doc(
+            "The slots are in host memory, or on each rank's own GPU.",
+            'Set "device" when there is GPU memory for them and the way through the host is too slow.',
+        ),
+    ] = "host"
+
+
+class Config(msgspec.Struct, frozen=True, kw_only=True):
+    schema_version: Annotated[
+        forms.SchemaVersion,
+        Doc(
+            f"The version of this schema: {forms.SCHEMA_VERSION}.",
+            stand_in=forms.SCHEMA_VERSION,
+            missing=f"begin the file with schema_version = {forms.SCHEMA_VERSION}",
+        ),
+    ]
+    run: Annotated[RunConfig, Doc("The run itself.")]
+    store: Annotated[StoreConfig, Doc("The store of rendezvous.")] = StoreConfig()
+    control: Annotated[ControlConfig, Doc("Where the run is reached.")] = ControlConfig()
+    logs: Annotated[LogsConfig, Doc("The logs of ranks.")] = LogsConfig()
+    groups: Annotated[dict[str, GroupConfig], Doc("The groups, by name.")]
+    channels: Annotated[dict[str, ChannelConfig], Doc("The channels, by name.")] = {}
+    source: Path | None = None

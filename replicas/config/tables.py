@@ -1,0 +1,171 @@
+"""Tables of a config, read by the structs that they become.
+
+Theory of operation
+===================
+
+A struct of :mod:`replicas.config.structs` is the only schema of its table. Each field with a
+:class:`Doc` is a key: its type says how its value is read (a
+:class:`~replicas.config.values.Form`, a ``Literal``, another struct, or structs by
+name), its default is the key's. :func:`read` goes through a table once, notes every
+problem, and names the nearest known key for each unknown one. A struct is built even
+when an optional key was bad (with its default in place of it), so that checks across
+keys still run; the notes alone decide whether the config is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol, get_args, get_origin, get_type_hints
+
+import msgspec
+from msgspec import NODEFAULT, UNSET
+
+from replicas.config.values import NAMED_MAX, PROBLEMS_SHOWN, Form, Place, name, nearest, one_of, show
+
+__all__ = ["Builds", "Doc", "Key", "Located", "each", "in_order_of", "keys_of", "read"]
+
+
+class Doc(NamedTuple):
+    """What a field is as a key of the file.
+
+    :param sentence: what it sets, and :param when: when one needs it.
+    :param default: the default in words, where it is no constant.
+    :param key: its name in the file, where that is not the field's without its unit.
+    :param stand_in: used in place of a required key that is missing or bad, so that the
+        checks beyond it still run. :param missing: what to do when it is missing.
+    """
+
+    sentence: str
+    when: str = ""
+    default: str = ""
+    key: str = ""
+    stand_in: Any = UNSET
+    missing: str = "this key is required"
+
+
+class Key(NamedTuple):
+    """A key of a table, and the field that it fills. ``default`` NODEFAULT: it is required.
+
+    ``type``: a form, a struct, or a list of one struct: structs by name.
+    """
+
+    field: str
+    type: Form | type[msgspec.Struct] | list[type[msgspec.Struct]]
+    doc: Doc
+    default: Any
+
+
+Builds = Mapping[type[msgspec.Struct], Callable[[Place, dict[str, Any]], Any]]
+"""What makes a struct of its fields, and checks them; by default the struct itself."""
+
+
+@cache
+def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
+    """The keys of a table. One that is no field of its own is declared as a ``ClassVar``."""
+    defaults = {
+        field.name: field.default if field.default_factory is NODEFAULT else field.default_factory()
+        for field in msgspec.structs.fields(kind)
+    }
+    keys = {}
+    for field, hint in get_type_hints(kind, include_extras=True).items():
+        inner = get_args(hint)[0] if get_origin(hint) is ClassVar else hint
+        metadata = getattr(inner, "__metadata__", ())
+        doc = next((one for one in metadata if isinstance(one, Doc)), None)
+        if doc is not None:
+            default = None if doc.default else defaults[field]
+            keys[doc.key or field.removesuffix("_s")] = Key(field, _type_of(inner), doc, default)
+    return keys
+
+
+def _type_of(hint: Any) -> Form | type[msgspec.Struct] | list[type[msgspec.Struct]]:
+    """Of ``Annotated[...]``, of ``Annotated[...] | None`` in it, or of the plain type in it."""
+    while hasattr(hint, "__metadata__") or type(None) in get_args(hint):
+        known = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Form)), None)
+        if known is not None:
+            return known
+        hint = hint.__origin__ if hasattr(hint, "__metadata__") else get_args(hint)[0]
+    if get_origin(hint) is Literal:
+        return one_of(*get_args(hint))
+    kind: type[msgspec.Struct] = hint
+    return [get_args(hint)[1]] if get_origin(hint) is dict else kind
+
+
+def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds = {}) -> Any:  # noqa: B006  # never changed
+    """The struct of a table with the keys of ``kind`` only; UNSET where a required one is not good."""
+    if not isinstance(value, Mapping):
+        return _no_table(place, value)
+    keys, fields = keys_of(kind), dict[str, Any]()
+    for key, item in value.items():
+        known = keys.get(key)
+        if known is None:
+            close = "" if place.is_crowded() else nearest(str(key), keys)
+            place.at(str(key)).problem(f"unknown key{close}")
+        elif (found := _value(place.at(key), item, known.type, builds)) is not UNSET:
+            fields[known.field] = found
+    for key, known in keys.items():
+        if known.default is NODEFAULT and key not in value:
+            place.at(key).problem(f"missing; {known.doc.missing}")
+        if known.doc.stand_in is not UNSET:
+            fields.setdefault(known.field, known.doc.stand_in)
+    if any(known.default is NODEFAULT and known.field not in fields for known in keys.values()):
+        return UNSET
+    build = builds.get(kind)
+    return kind(**fields) if build is None else build(place, fields)
+
+
+def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
+    if isinstance(kind, Form):
+        return kind(place, value)
+    return each(place, value, kind[0], builds) if isinstance(kind, list) else read(place, value, kind, builds)
+
+
+def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds) -> Any:
+    """Tables by name; those that could not be read are left out."""
+    if not isinstance(value, Mapping):
+        return _no_table(place, value)
+    if len(value) > NAMED_MAX:
+        return place.problem(f"expected at most {NAMED_MAX} tables, got {len(value):,}")
+    found = {}
+    for key, item in value.items():
+        here = place.at(str(key))
+        one = read(here, item, kind, builds) if name(here, key) is not UNSET else UNSET
+        if one is not UNSET:
+            found[str(key)] = one
+    return found
+
+
+def _no_table(place: Place, value: object) -> Any:
+    """Lists are not shown: they may hold tables with secrets in them."""
+    return place.problem(f"expected a table, got {'a list' if isinstance(value, list | tuple) else show(value)}")
+
+
+class Located(Protocol):
+    """Knows on which line of the file a key stands."""
+
+    def of(self, path: Sequence[str]) -> int | None: ...
+
+
+def in_order_of(
+    mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: Located | None = None
+) -> list[str]:
+    """The problems' texts, in the order in which their keys stand in the file; of very many the first ones."""
+    order: dict[tuple[str, ...], int] = {}
+
+    def visit(path: tuple[str, ...], value: object) -> None:
+        order[path] = len(order)
+        for key, item in value.items() if isinstance(value, Mapping) else ():
+            visit((*path, str(key)), item)
+
+    def position(path: tuple[str, ...]) -> int:
+        while path not in order:
+            path = path[:-1]
+        return order[path]
+
+    visit((), mapping)
+    found: list[str] = []
+    for path, message in sorted(problems, key=lambda problem: position(problem[0]))[:PROBLEMS_SHOWN]:
+        line = lines.of(path) if lines is not None else None
+        found.append(f"line {line}: {message}" if line is not None else message)
+    rest = len(problems) - len(found)
+    return [*found, f"and {rest:,} more problems"] if rest else found

@@ -1,0 +1,164 @@
+"""The text of a config's file: read within bounds, and looked through for the line of a key.
+
+TOML's reader tells the line of a mistake in the form, and none of a key's. A key is in the last statement of the
+shortest beginning of the text that is TOML and has it: :class:`Lines` finds that by halving, without a grammar of its
+own.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from replicas.common.foreign import one_line
+
+__all__ = ["CONFIG_NBYTES", "DEPTH", "TOO_DEEP", "Lines", "decode", "is_too_deep", "read"]
+
+CONFIG_NBYTES = 1 << 20
+"""Of a config, or of an environment file."""
+DEPTH = 32
+"""How deep tables and lists may lie in each other."""
+TOO_DEEP = f"tables or lists lie in each other more than {DEPTH} deep"
+_LOOKS_NCHARS = 1 << 20
+"""How much text :class:`Lines` parses to find lines; then it names no more."""
+_KEY_NCHARS = 40
+_REASON_NCHARS = 200
+
+
+def read(path: Path) -> str:
+    """The text of the file, which need not be a regular one.
+
+    :raises OSError: it cannot be read. :raises ValueError: with the reason: its name, its size or its encoding.
+    """
+    try:
+        with path.open("rb") as file:
+            data = file.read(CONFIG_NBYTES + 1)
+    except ValueError as error:  # a name that no file can have
+        raise ValueError(f"cannot be read: {error}") from error
+    if len(data) > CONFIG_NBYTES:
+        raise ValueError(f"is larger than {CONFIG_NBYTES:,} bytes: is it the right file?")
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"is not UTF-8 text: {error.reason} at byte {error.start}") from error
+
+
+def decode(text: str) -> dict[str, Any]:
+    """The mapping that TOML's text stands for.
+
+    :raises ValueError: it is none, with the reason and the line.
+    """
+    try:
+        mapping = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        reason, _, place = str(error).rpartition(" (at ")
+        raise ValueError(f"is not valid TOML: {one_line(reason, _REASON_NCHARS)} (at {place}") from error
+    except RecursionError as error:
+        raise ValueError(_located(text, TOO_DEEP)) from error
+    except ValueError as error:  # such as a number of more digits than Python reads
+        raise ValueError(_located(text, str(error).partition(";")[0])) from error
+    if is_too_deep(mapping):
+        raise ValueError(_located(text, TOO_DEEP))
+    return mapping
+
+
+def _located(text: str, reason: str) -> str:
+    """For what is no mistake in TOML's form: the first line with which the text cannot be read."""
+
+    def fails(some: str) -> bool:
+        try:
+            return is_too_deep(tomllib.loads(some))
+        except tomllib.TOMLDecodeError:
+            return False
+        except (ValueError, RecursionError):
+            return True
+
+    lines = text.split("\n")
+    number = _first(1, len(lines), lambda count: fails("\n".join(lines[:count])))
+    key = lines[number - 1].partition("=")[0].strip()
+    named = f" ({key if len(key) <= _KEY_NCHARS else f'{key[:_KEY_NCHARS]}…'})" if "=" in lines[number - 1] else ""
+    return f"line {number}{named}: {reason}"
+
+
+def _first(low: int, high: int, test: Callable[[int], bool]) -> int:
+    """The first number for which ``test`` is true; it is for ``high`` and all above the first."""
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if test(middle) else (middle + 1, high)
+    return low
+
+
+def is_too_deep(value: object) -> bool:
+    """Whether tables and lists lie in each other deeper than :data:`DEPTH` times."""
+    level: dict[int, object] = {id(value): value}
+    for _ in range(DEPTH + 1):
+        inner = (one for container in level.values() for one in _contents(container))
+        level = {id(one): one for one in inner if isinstance(one, Mapping | list | tuple)}
+        if not level:
+            return False
+    return True
+
+
+def _contents(container: object) -> Sequence[object]:
+    if isinstance(container, Mapping):
+        return list(container.values())
+    return container if isinstance(container, list | tuple) else ()
+
+
+class Lines:
+    """On which line of a valid TOML text a key stands.
+
+    :param whole: what the text stands for.
+    """
+
+    def __init__(self, text: str, whole: Mapping[str, Any]) -> None:
+        self._lines, self._whole = text.split("\n"), whole
+        self._budget = _LOOKS_NCHARS
+        self._known: dict[int, Mapping[str, Any] | None] = {0: {}}
+
+    def of(self, path: Sequence[str]) -> int | None:
+        """The line of this key; of one that is missing, that of the table in which it should be. None: it is not known."""
+        while path:
+            if _has(self._whole, path):
+                return self._line(path)
+            path = path[:-1]
+        return None
+
+    def _line(self, path: Sequence[str]) -> int | None:
+        """Halve until one statement is left: its first line."""
+        low, high = 0, len(self._lines)  # with `low` lines it is not there, with `high` it is
+        while (middle := self._between(low, high)) is not None:
+            count, mapping = middle
+            low, high = (low, count) if _has(mapping, path) else (count, high)
+        while not self._lines[low].strip() or self._lines[low].lstrip().startswith("#"):
+            low += 1
+        return None if self._budget <= 0 else low + 1
+
+    def _between(self, low: int, high: int) -> tuple[int, Mapping[str, Any]] | None:
+        """A number of lines above ``low`` and below ``high`` that are TOML, best half way."""
+        middle = max((low + high) // 2, low + 1)
+        for count in (*range(middle, high), *range(middle - 1, low, -1)):
+            if (found := self._parsed(count)) is not None:
+                return count, found
+        return None
+
+    def _parsed(self, count: int) -> Mapping[str, Any] | None:
+        if count not in self._known:
+            text = "\n".join(self._lines[:count])
+            self._budget -= len(text)
+            try:
+                self._known[count] = tomllib.loads(text) if self._budget > 0 else None
+            except (ValueError, RecursionError):
+                self._known[count] = None
+        return self._known[count]
+
+
+def _has(mapping: Mapping[str, Any], path: Sequence[str]) -> bool:
+    value: object = mapping
+    for key in path:
+        if not isinstance(value, Mapping) or key not in value:
+            return False
+        value = value[key]
+    return True

@@ -1,0 +1,377 @@
+"""Readers of single values of a config: durations, sizes, addresses, paths and names.
+
+A :class:`Form` turns one value of a TOML file (or of a Python mapping) into its
+resolved form, and says in words what it takes. It never raises for bad input: it notes
+a problem at its :class:`Place` and returns ``UNSET``, so that one pass finds every
+problem. :mod:`replicas.config.tables` reads tables by them.
+"""
+
+from __future__ import annotations
+
+import difflib
+import ipaddress
+import json
+import math
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+from msgspec import UNSET, UnsetType
+
+from replicas.common.foreign import one_line, visible
+from replicas.messages.bounds import RANKS_MAX, SECONDS_MAX, shown
+
+__all__ = [
+    "NAMED_MAX",
+    "NAME_ONE",
+    "PROBLEMS_SHOWN",
+    "SCHEMA_VERSION",
+    "Address",
+    "Command",
+    "Count",
+    "Duration",
+    "DurationOr0",
+    "Environment",
+    "File",
+    "Folder",
+    "Form",
+    "GroupNames",
+    "Listen",
+    "Name",
+    "Natural",
+    "Place",
+    "Port",
+    "SchemaVersion",
+    "address",
+    "duration",
+    "folder",
+    "form",
+    "listen",
+    "name",
+    "names",
+    "nearest",
+    "one_of",
+    "show",
+    "size",
+    "whole",
+]
+
+_DURATION = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)\s*")
+_BEYOND_S = 10**12
+_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*(B|[kKMGT]B|[KMGT]iB)\s*")
+_UNITS_NBYTES = {"B": 1, "kB": 10**3} | {
+    f"{letter}{end}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, base in (("iB", 1 << 10), ("B", 10**3))
+}
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,62}")
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+_EVERY_ADDRESS = ("0.0.0.0", "0")
+NAME_ONE = "name the one by which the machines of the run reach this one, or 127.0.0.1"
+PROBLEMS_SHOWN = 100
+NAMED_MAX = 256
+"""Groups, or channels, of one run. What may run at once is looked for among them, and a chain of them must fit a stack."""
+SCHEMA_VERSION = 1
+"""The only ``schema_version`` that this version reads."""
+NBYTES_MAX = 1 << 60
+_KEY_NCHARS = 100
+_HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
+
+
+class Place:
+    """Where in the config a value stands, and where its problems are noted.
+
+    :param base: folder that relative folders are relative to.
+    :param home: folder that has the state of runs by default (default: the same).
+    """
+
+    def __init__(
+        self,
+        base: Path,
+        path: tuple[str, ...] = (),
+        problems: list[tuple[tuple[str, ...], str]] | None = None,
+        home: Path | None = None,
+    ):
+        self.base = base
+        self.home = base if home is None else home
+        self.path = path
+        self.problems = [] if problems is None else problems
+
+    def at(self, *keys: str) -> Place:
+        return Place(self.base, (*self.path, *keys), self.problems, self.home)
+
+    def has_problems(self) -> bool:
+        """Whether one was noted here or below."""
+        return any(path[: len(self.path)] == self.path for path, _ in self.problems)
+
+    def is_crowded(self) -> bool:
+        """Whether there are so many problems already that no other will be shown."""
+        return len(self.problems) >= PROBLEMS_SHOWN
+
+    def problem(self, message: str) -> UnsetType:
+        where = ".".join(map(_shown_key, self.path))
+        shown = one_line(visible(message))
+        self.problems.append((self.path, f"{where}: {shown}" if where else shown))
+        return UNSET
+
+
+def _shown_key(key: str) -> str:
+    key = key if len(key) <= _KEY_NCHARS else f"{key[: _KEY_NCHARS - 3]}..."
+    return key if _BARE_KEY.fullmatch(key) else json.dumps(key)
+
+
+class Form(NamedTuple):
+    """How a value is written.
+
+    :param read: from ``(place, value)`` to the resolved value, or to UNSET after a
+        problem was noted.
+    :param type: its kind, and :param range: what it may be, in words for a reference.
+    """
+
+    read: Callable[[Place, object], Any]
+    type: str
+    range: str = ""
+
+    def __call__(self, place: Place, value: object) -> Any:
+        return self.read(place, value)
+
+
+def form(type: str, range: str = "") -> Callable[[Callable[[Place, object], Any]], Form]:
+    """Decorator that makes a :class:`Form` of its reader."""
+    return lambda read: Form(read, type, range)
+
+
+def show(value: object) -> str:
+    """A value as the file would have it, cut to a readable length."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+    except Exception:  # noqa: BLE001  # an embedding program's own object, of which anything may raise
+        text = shown(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """``; did you mean "x"?`` for the nearest known name, or the list of all of them."""
+    names = list(known)
+    if len(word) > _KEY_NCHARS:
+        return ""
+    found = difflib.get_close_matches(word, names, n=1, cutoff=0.6)
+    if found:
+        return f'; did you mean "{found[0]}"?'
+    listed = ", ".join(f'"{known_name}"' for known_name in names)
+    return f"; known: {listed}" if listed else ""
+
+
+def whole(least: int, most: int = RANKS_MAX) -> Form:
+    """An int from ``least`` to ``most``."""
+
+    def read(place: Place, value: object) -> Any:
+        if not isinstance(value, int) or isinstance(value, bool) or value < least:
+            return place.problem(f"expected a whole number of at least {least}, got {show(value)}")
+        return value if value <= most else place.problem(f"expected at most {most:,}, got {show(value)}")
+
+    return Form(read, "whole number", f"{least} to {most:,}")
+
+
+@form("port", "0 to 65535")
+def _port(place: Place, value: object) -> Any:
+    if isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= 65535:
+        return value
+    return place.problem(f"expected a port from 0 to 65535, got {show(value)}")
+
+
+@form("whole number", str(SCHEMA_VERSION))
+def _schema_version(place: Place, value: object) -> Any:
+    if value == SCHEMA_VERSION and type(value) is int:
+        return value
+    return place.problem(f"expected {SCHEMA_VERSION}, the only version that this release reads, got {show(value)}")
+
+
+def one_of(*words: str) -> Form:
+    listed = _either(words)
+
+    def read(place: Place, value: object) -> Any:
+        if isinstance(value, str) and value in words:
+            return value
+        close = difflib.get_close_matches(value, words, n=1) if isinstance(value, str) else []
+        hint = f'; did you mean "{close[0]}"?' if close else ""
+        return place.problem(f"expected {listed}, got {show(value)}{hint}")
+
+    return Form(read, "string", listed)
+
+
+def _either(words: Sequence[str]) -> str:
+    return ", ".join(f'"{word}"' for word in words[:-1]) + f' or "{words[-1]}"'
+
+
+@form("name", "at most 63 letters, digits, '-', '_' and '.'")
+def name(place: Place, value: object) -> Any:
+    """A name that is safe as a folder, a metric label and a part of ``group/replica/rank``."""
+    if isinstance(value, str) and _NAME.fullmatch(value):
+        return value
+    return place.problem(f"expected a name of at most 63 letters, digits, '-', '_' and '.', got {show(value)}")
+
+
+def _strings(place: Place, value: object, what: str) -> Any:
+    if isinstance(value, list | tuple) and all(isinstance(one, str) for one in value):
+        return tuple(value)
+    return place.problem(f"expected a list of {what}, got {show(value)}")
+
+
+@form("list of group names", f"at most {NAMED_MAX}")
+def names(place: Place, value: object) -> Any:
+    found = _strings(place, value, "group names")
+    if found is not UNSET and len(found) > NAMED_MAX:
+        return place.problem(f"expected at most {NAMED_MAX} group names, got {len(found):,}")
+    return found
+
+
+@form("list of strings")
+def _command(place: Place, value: object) -> Any:
+    words = _strings(place, value, 'strings such as ["train.py", "--steps", "200"]')
+    if words is UNSET:
+        return words
+    if not words or not words[0]:
+        return place.problem("is empty; name a program")
+    if words == ("-m",):
+        return place.problem('the name of a module must follow "-m"')
+    if any("\0" in word for word in words):
+        return place.problem("contains a NUL character")
+    return words
+
+
+@form("table of strings")
+def _environment(place: Place, value: object) -> Any:
+    """Its values may be secrets: no problem quotes one."""
+    if not isinstance(value, Mapping):
+        return place.problem('expected a table of strings such as { NAME = "value" }')
+    for variable, text in value.items():
+        if not isinstance(text, str):
+            place.at(str(variable)).problem("expected a string; put its value in quotes")
+    return {str(variable): text for variable, text in value.items() if isinstance(text, str)}
+
+
+def duration(*, zero: bool = False) -> Form:
+    """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"2h"``, ``"1d"`` or a number of seconds."""
+    above = "of 0 or more" if zero else "above 0"
+
+    def read(place: Place, value: object) -> Any:
+        seconds = _seconds(value)
+        if seconds is None or not math.isfinite(seconds):
+            return place.problem(f'expected a duration such as "500ms", "30s" or "10m", got {show(value)}')
+        if seconds > SECONDS_MAX:
+            return place.problem(f"expected a duration of at most {SECONDS_MAX:g} seconds, got {show(value)}")
+        if seconds < 0 or (seconds == 0 and not zero):
+            return place.problem(f"expected a duration {above}, got {show(value)}")
+        return seconds
+
+    return Form(read, "duration", f"{'0' if zero else 'above 0'} to {SECONDS_MAX:,.0f} s")
+
+
+def _seconds(value: object) -> float | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return float(min(max(value, -1), _BEYOND_S))  # of more digits than a float has: too long all the same
+    if isinstance(value, float):
+        return value
+    match = _DURATION.fullmatch(value) if isinstance(value, str) else None
+    return None if match is None else float(match[1]) * _UNITS_S[match[2]]
+
+
+def size(least: int = 1) -> Form:
+    """Bytes as an int of at least ``least``, from ``"64MiB"``, ``"1.5GiB"``, ``"10MB"`` (decimal) or a number of bytes."""
+
+    def read(place: Place, value: object) -> Any:
+        nbytes = _nbytes(value)
+        if nbytes is None:
+            return place.problem(f'expected a size such as "64MiB" or "8GiB", got {show(value)}')
+        if nbytes > NBYTES_MAX:
+            return place.problem(f"expected a size of at most {NBYTES_MAX:,} bytes, got {show(value)}")
+        if nbytes < least:
+            return place.problem(f"expected a size of at least {least} bytes, got {show(value)}")
+        return nbytes
+
+    return Form(read, "size", f"{least:,} bytes to {NBYTES_MAX >> 60} EiB")
+
+
+def _nbytes(value: object) -> int | None:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    match = _SIZE.fullmatch(value) if isinstance(value, str) else None
+    nbytes = None if match is None else float(match[1]) * _UNITS_NBYTES[match[2]]
+    return None if nbytes is None or not math.isfinite(nbytes) else int(nbytes)
+
+
+@form("path of a folder")
+def folder(place: Place, value: object) -> Any:
+    """An absolute folder, from a path relative to the config's own."""
+    return _path(place, value, "folder")
+
+
+@form("path of a file")
+def _file(place: Place, value: object) -> Any:
+    """The absolute path of a file, from one relative to the config's own folder."""
+    return _path(place, value, "file")
+
+
+def _path(place: Place, value: object, what: str) -> Any:
+    if isinstance(value, str | Path) and str(value) and "\0" not in str(value):
+        try:
+            return Path(place.base, Path(value).expanduser()).resolve()
+        except (OSError, RuntimeError) as error:
+            return place.problem(f"{show(value)} is not a usable {what}: {error}")
+    return place.problem(f"expected a {what}, got {show(value)}")
+
+
+@form("IP address", "one address of this machine")
+def address(place: Place, value: object) -> Any:
+    """An IP address to listen on."""
+    try:
+        if isinstance(value, str):
+            found = ipaddress.ip_address(value)
+            return _one_address(place, found) if found.is_unspecified else str(found)
+    except ValueError:
+        pass  # said below, for every kind of value alike
+    return place.problem(f'expected an IP address such as "127.0.0.1", got {show(value)}')
+
+
+@form('"host:port"', "one host; port 0 to 65535")
+def listen(place: Place, value: object) -> Any:
+    """``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``; port 0 lets the system choose."""
+    host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
+    bracketed = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if bracketed else host
+    numeric = port.isascii() and port.isdigit() and len(port) <= 5 and int(port) <= 65535
+    if numeric and (_is_ipv6(host) if bracketed else _HOST_NAME.fullmatch(host)):
+        if host in _EVERY_ADDRESS or (bracketed and ipaddress.ip_address(host).is_unspecified):
+            return _one_address(place, host)
+        return host, int(port)
+    return place.problem(f'expected "host:port" such as "127.0.0.1:9477" (port 0 to 65535), got {show(value)}')
+
+
+def _one_address(place: Place, found: object) -> Any:
+    return place.problem(f"{found} means every address of this machine, and tells others none: {NAME_ONE}")
+
+
+def _is_ipv6(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).version == 6
+    except ValueError:
+        return False
+
+
+Address = Annotated[str, address]
+Command = Annotated[tuple[str, ...], _command]
+Count = Annotated[int, whole(1)]
+Duration = Annotated[float, duration()]
+DurationOr0 = Annotated[float, duration(zero=True)]
+Environment = Annotated[dict[str, str], _environment]
+File = Annotated[Path, _file]
+Folder = Annotated[Path, folder]
+GroupNames = Annotated[tuple[str, ...], names]
+Listen = Annotated[str, listen]
+Name = Annotated[str, name]
+Natural = Annotated[int, whole(0)]
+Port = Annotated[int, _port]
+SchemaVersion = Annotated[int, _schema_version]

@@ -1,0 +1,166 @@
+"""Where orders are handed in: ``POST /scale``, ``/restart``, ``/drain``, ``/reset-failed``, ``/reload``, ``/stacks``.
+
+Theory of operation
+===================
+
+A body is a small JSON object with the fields of its order (:mod:`replicas.control.commands`; an empty body is ``{}``), the
+answer an :class:`~replicas.control.commands.Answer`. Access is judged first, then whether this run is meant (where the header
+:data:`RUN_HEADER` names one: the file by which a socket was found may be a dead run's), then the body, and only then is
+anything begun.
+
+An order may take as long as a replica has to finish its sync. One that is done in :data:`QUICK_S` is answered with its own
+status code. For a longer one the answer begins with code 200 and a newline every :data:`BEAT_S`, which JSON allows before a
+value: both sides see that the other is there, with no timeout to guess; how it ended is in the body alone. With
+``?wait=0`` the answer is 202 instead, and the outcome is told by events. A whole run that is drained takes the control
+port with it: that order is always answered with 202.
+
+The work belongs to the desk: a caller that goes away ends nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from urllib.parse import quote, unquote
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from replicas import errors
+from replicas.common.decoding import MALFORMED
+from replicas.control.access import Access
+from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem, carry_out
+
+__all__ = ["BEAT_S", "BODY_NBYTES", "NO_STORE", "QUICK_S", "desk_routes", "json_bytes", "json_response", "refusal"]
+
+log = logging.getLogger("replicas.control")
+
+QUICK_S = 0.25
+BEAT_S = 2.0
+BODY_NBYTES = 64 * 1024
+BODY_TIMEOUT_S = 5.0
+NO_STORE = {"Cache-Control": "no-store"}
+
+
+def json_response(value: object, code: int = 200, **headers: str) -> Response:
+    """``value`` as JSON, not to be cached; what JSON has no form for (paths) becomes text."""
+    return json_bytes(msgspec.json.encode(value, enc_hook=str), code, **headers)
+
+
+def json_bytes(body: bytes, code: int = 200, **headers: str) -> Response:
+    """The same for a value that is encoded."""
+    return Response(body, code, headers={**NO_STORE, **headers}, media_type="application/json")
+
+
+def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Response:
+    """An answer that says why nothing was done."""
+    problem = Problem(kind="UsageError", message=message, hint=hint)
+    return json_response(Answer(done=False, error=problem), code, **headers)
+
+
+def desk_routes(commands: Commands, access: Access, run: Callable[[], str]) -> list[Route]:
+    """A route for each order. ``run`` gives the run's name."""
+    running: set[asyncio.Task[Answer]] = set()  # the loop itself keeps only weak references
+
+    def route(path: str, kind: type[Order]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            if why := access(request):
+                return refusal(why, 401, **{"WWW-Authenticate": "Bearer"})
+            if problem := _another_run(request, run):
+                return json_response(Answer(done=False, error=problem), 409)
+            try:
+                order = msgspec.json.decode(await _body(request), type=kind)
+            except MALFORMED as error:
+                return refusal(f"not a body for {path}: {error}", 400, hint=f"fields: {_fields(kind)}")
+            except _BadBody as error:
+                return refusal(str(error), error.code)
+            task = asyncio.create_task(_work(commands, order))
+            running.add(task)
+            task.add_done_callback(running.discard)
+            return await _answer(task, wait=request.query_params.get("wait", "1") != "0" and not _ends_all(order))
+
+        return Route(path, endpoint, methods=["POST"])
+
+    return [route(path, kind) for path, kind in ORDERS.items()]
+
+
+def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
+    """What is wrong when another run is meant than this one."""
+    meant = request.headers.get(RUN_HEADER)
+    try:
+        if meant is None or meant == quote(run(), safe=""):
+            return None
+        text = f'run "{unquote(meant)[:100]}" is gone: run "{run()}" is at its address now'
+        return Problem.of(errors.Disconnected(text))
+    except errors.ReplicasError as error:  # it is just being started
+        return Problem.of(error)
+
+
+class _BadBody(Exception):
+    def __init__(self, text: str, code: int) -> None:
+        super().__init__(text)
+        self.code = code
+
+
+async def _body(request: Request) -> bytes:
+    body = b""
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_S):
+            async for part in request.stream():
+                body += part
+                if len(body) > BODY_NBYTES:
+                    raise _BadBody(f"a body may have {BODY_NBYTES} bytes", 413)
+    except TimeoutError:
+        raise _BadBody(f"no complete body within {BODY_TIMEOUT_S:g} s", 408) from None
+    except ClientDisconnect:
+        raise _BadBody("the body was cut off", 400) from None
+    return body or b"{}"
+
+
+def _fields(kind: type[Order]) -> str:
+    return ", ".join(kind.__struct_fields__) or "none"
+
+
+def _ends_all(order: Order) -> bool:
+    return isinstance(order, Drain) and order.target is None
+
+
+async def _work(commands: Commands, order: Order) -> Answer:
+    """Carry it out; whatever happens becomes an answer."""
+    try:
+        return Answer(done=True, result=await carry_out(commands, order))
+    except errors.ReplicasError as error:
+        return Answer(done=False, error=Problem.of(error))
+    except Exception as error:  # the outermost frame of this work: it is a bug, and both sides must hear of it
+        log.exception("a bug: %s failed", type(order).__name__)
+        problem = Problem(kind="InternalError", message=f"{type(error).__name__}: {error}")
+        return Answer(done=False, error=problem)
+
+
+def _code(answer: Answer) -> int:
+    if answer.error is None:
+        return 200
+    kind = errors.BadConfig if answer.error.kind == "BadConfig" else errors.error_class(answer.error.kind)
+    if issubclass(kind, errors.BadConfig):
+        return 422
+    if issubclass(kind, errors.UsageError):
+        return 409
+    return 503 if issubclass(kind, errors.WorldError | errors.Disconnected | errors.SyncError) else 500
+
+
+async def _answer(task: asyncio.Task[Answer], *, wait: bool) -> Response:
+    done, _ = await asyncio.wait({task}, timeout=QUICK_S)
+    if done:
+        return json_response(task.result(), _code(task.result()))
+    if not wait:
+        return json_response(Answer(done=False), 202)
+    return StreamingResponse(_beats(task), media_type="application/json", headers=NO_STORE)
+
+
+async def _beats(task: asyncio.Task[Answer]) -> AsyncIterator[bytes]:
+    while not (await asyncio.wait({task}, timeout=BEAT_S))[0]:
+        yield b"\n"
+    yield msgspec.json.encode(task.result(), enc_hook=str)

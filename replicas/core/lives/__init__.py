@@ -1,0 +1,1 @@
+"""The life of replicas: states, restarts, budgets and order."""

@@ -1,0 +1,286 @@
+"""The life of one replica, as a table.
+
+Theory of operation
+===================
+
+A replica is in one of the seven states of :data:`replicas.status.ReplicaState`; :data:`REPLICA` says what can happen in
+which (its picture is in docs/protocol.md). Two kinds of events move it. Those of its *processes* (``READY``, ``UNREADY``,
+the timeouts) say what was seen. Those of its *end* (``FINISHED``, ``RETRY``, ``GIVE_UP``, ``STOPPED``) are given only when
+the last process of the generation is gone, so that no two generations of one replica ever run at once; :func:`after_exit`
+picks the one. An event that the table lacks raises :class:`~replicas.core.tables.InvalidStep`: a bug of the caller, never a
+surprise of the world.
+
+``starting`` is also the state of a running replica that lost readiness; its generation tells a first start from that.
+``draining`` is the state of one that is being ended, for whatever reason: it may finish its sync first, when somebody asked
+for its end, and not when it is sick. It stays so as long as a process of it does not die, which is waited for: another
+generation beside it would be one too many, and it is no failure of the replica.
+``finished`` is the state of one that is done, ``drained`` of one that was stopped as asked, and ``failed`` of one that may
+not be started again, or whose group has failed.
+No clock is read here: times are arguments, in seconds of any one monotonic clock.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import Literal
+
+import msgspec
+
+from replicas.core.tables import Table
+from replicas.status import ReplicaState
+
+__all__ = [
+    "ALIVE",
+    "FREE_REASONS",
+    "REPLICA",
+    "SETTLED",
+    "Event",
+    "Lifecycle",
+    "RestartReason",
+    "Transition",
+    "after_exit",
+]
+
+
+class Event(enum.StrEnum):
+    """What can happen to a replica."""
+
+    START = "start"  # its processes are being started for the first time
+    READY = "ready"
+    UNREADY = "unready"  # it runs, but is not ready any more
+    START_TIMEOUT = "start_timeout"
+    HEARTBEAT_TIMEOUT = "heartbeat_timeout"
+    PROGRESS_TIMEOUT = "progress_timeout"
+    LOAD_TIMEOUT = "load_timeout"  # it did not load a committed version in time, or only in part
+    RESTART = "restart"  # someone asks for a new generation
+    HELD_UP = "held_up"  # its programs have ended, or were killed, and a process of it takes long to die
+    STOP = "stop"  # someone asks for its end
+    GROUP_FAILED = "group_failed"  # another one has failed, and takes the group with it
+    RESET = "reset"  # someone says that what made it fail is mended
+    FINISHED = "finished"  # gone: done by itself, and not to be started again
+    RETRY = "retry"  # gone: a new generation follows after a delay
+    GIVE_UP = "give_up"  # gone: the restart policy or the budget allows no other generation
+    STOPPED = "stopped"  # gone: as asked
+    BACKOFF_ELAPSED = "backoff_elapsed"
+
+
+RestartReason = Literal[
+    "exit",
+    "signal",
+    "start_timeout",
+    "heartbeat_timeout",
+    "progress_timeout",
+    "load_timeout",
+    "lost",
+    "requested",
+    "group",
+    "reload",
+]
+"""Why a generation was replaced: the label ``reason`` of ``replicas_restarts_total``. ``lost``: its shim died. ``group``:
+another replica of its group failed, which restarts as a whole. ``reload``: its config changed."""
+
+FREE_REASONS: frozenset[RestartReason] = frozenset({"requested", "group", "reload"})
+"""Restarts that neither the policy nor the budget can refuse, and that spend none of it."""
+
+ALIVE: frozenset[ReplicaState] = frozenset({"starting", "ready", "draining"})
+"""States in which processes of the replica may exist."""
+
+SETTLED: frozenset[ReplicaState] = frozenset({"failed", "finished", "drained"})
+"""States that nothing leaves by itself."""
+
+REPLICA: Table[ReplicaState, Event] = Table(
+    "a replica",
+    ("pending",),
+    {
+        ("pending", Event.START): "starting",
+        ("pending", Event.STOP): "drained",
+        ("pending", Event.GROUP_FAILED): "failed",
+        ("pending", Event.RESTART): "pending",
+        ("starting", Event.READY): "ready",
+        ("starting", Event.START_TIMEOUT): "draining",
+        ("starting", Event.HEARTBEAT_TIMEOUT): "draining",
+        ("starting", Event.PROGRESS_TIMEOUT): "draining",
+        ("starting", Event.LOAD_TIMEOUT): "draining",
+        ("starting", Event.HELD_UP): "draining",
+        ("starting", Event.RESTART): "draining",
+        ("starting", Event.STOP): "draining",
+        ("starting", Event.GROUP_FAILED): "draining",
+        ("starting", Event.FINISHED): "finished",
+        ("starting", Event.RETRY): "backoff",
+        ("starting", Event.GIVE_UP): "failed",
+        ("ready", Event.UNREADY): "starting",
+        ("ready", Event.HEARTBEAT_TIMEOUT): "draining",
+        ("ready", Event.PROGRESS_TIMEOUT): "draining",
+        ("ready", Event.LOAD_TIMEOUT): "draining",
+        ("ready", Event.HELD_UP): "draining",
+        ("ready", Event.RESTART): "draining",
+        ("ready", Event.STOP): "draining",
+        ("ready", Event.GROUP_FAILED): "draining",
+        ("ready", Event.FINISHED): "finished",
+        ("ready", Event.RETRY): "backoff",
+        ("ready", Event.GIVE_UP): "failed",
+        ("draining", Event.HELD_UP): "draining",
+        ("draining", Event.RESTART): "draining",
+        ("draining", Event.STOP): "draining",
+        ("draining", Event.GROUP_FAILED): "draining",
+        ("draining", Event.STOPPED): "drained",
+        ("draining", Event.FINISHED): "finished",
+        ("draining", Event.RETRY): "backoff",
+        ("draining", Event.GIVE_UP): "failed",
+        ("backoff", Event.BACKOFF_ELAPSED): "starting",
+        ("backoff", Event.STOP): "drained",
+        ("backoff", Event.GROUP_FAILED): "failed",
+        ("backoff", Event.RESTART): "pending",
+        ("backoff", Event.RESET): "pending",
+        ("failed", Event.RESTART): "pending",
+        ("failed", Event.RESET): "pending",
+        ("failed", Event.STOP): "failed",
+        ("drained", Event.RESTART): "pending",
+        ("drained", Event.STOP): "drained",
+        ("finished", Event.RESTART): "pending",
+        ("finished", Event.STOP): "finished",
+    },
+)
+
+
+def after_exit(
+    *,
+    ok: bool,
+    policy: Literal["always", "on-failure", "never"],
+    granted: bool,
+    requested: bool = False,
+) -> Event:
+    """The event for a generation whose last process is gone, when nobody has asked for its end (that is ``STOPPED``).
+
+    :param ok: every rank exited with code 0, by itself.
+    :param policy: the group's restart policy.
+    :param granted: the rules allow a restart (:class:`replicas.core.lives.restarts.Restarts`).
+    :param requested: it is a restart of :data:`FREE_REASONS`.
+    """
+    if requested:
+        return Event.RETRY
+    if ok and policy != "always":
+        return Event.FINISHED
+    return Event.RETRY if granted and policy != "never" else Event.GIVE_UP
+
+
+class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A replica has changed its state.
+
+    ``restart_reason``: with ``RETRY``, the reason counted in ``replicas_restarts_total``.
+    ``start_s``: on the first readiness of a generation, seconds since its processes were
+    started. ``recovery_s``: when a later generation becomes ready, seconds since the
+    replica was last ready.
+    """
+
+    group: str
+    replica: int
+    generation: int
+    event: Event
+    before: ReplicaState
+    after: ReplicaState
+    reason: str
+    restart_reason: RestartReason | None = None
+    start_s: float | None = None
+    recovery_s: float | None = None
+
+
+class Lifecycle:
+    """A replica's state with what its status shows of it.
+
+    :param group: name of its group.
+    :param replica: its index, from 0.
+    :param now: time of creation, in seconds of the clock that all later calls use.
+    """
+
+    def __init__(self, group: str, replica: int, *, now: float) -> None:
+        self.group = group
+        self.replica = replica
+        self.state: ReplicaState = "pending"
+        self.reason = ""
+        self.generation = 0
+        self.since = now
+        self.restarts: dict[str, int] = {}
+        self._started_at = now
+        self._lost_at: float | None = None
+        self._first_ready = True
+
+    @property
+    def name(self) -> str:
+        """``group/replica``."""
+        return f"{self.group}/{self.replica}"
+
+    @property
+    def alive(self) -> bool:
+        """Whether processes of it may exist."""
+        return self.state in ALIVE
+
+    @property
+    def settled(self) -> bool:
+        """Whether it stays as it is unless someone asks."""
+        return self.state in SETTLED
+
+    def state_age_s(self, now: float) -> float:
+        """Seconds in the present state."""
+        return max(0.0, now - self.since)
+
+    def starting_s(self, now: float) -> float:
+        """Seconds since this generation was started."""
+        return max(0.0, now - self._started_at)
+
+    def launched(self, now: float) -> None:
+        """Its processes are started only now: what it waited for before is no part of its start."""
+        self._started_at = now
+
+    def forgive(self, pause_s: float) -> None:
+        """The supervisor itself did not run for ``pause_s``: a start did not take that long."""
+        self._started_at += pause_s
+
+    def apply(
+        self, event: Event, *, now: float, reason: str = "", restart_reason: RestartReason | None = None
+    ) -> Transition:
+        """Take one step.
+
+        :param reason: one line for people; kept until the next step that has one (readiness clears it).
+        :param restart_reason: with ``RETRY``, the bounded reason that is counted in :attr:`restarts`.
+        :raises replicas.core.tables.InvalidStep: ``event`` cannot happen now; nothing has changed.
+        """
+        before = self.state
+        after = REPLICA.next(before, event)
+        start_s = recovery_s = None
+        counted: RestartReason | None = None
+        if event in (Event.START, Event.BACKOFF_ELAPSED):
+            self.generation += 1
+            self._started_at = now
+            self._first_ready = True
+        elif event is Event.READY:
+            start_s, recovery_s = self._became_ready(now)
+        elif event is Event.RETRY:
+            counted = restart_reason or "exit"
+            self.restarts[counted] = self.restarts.get(counted, 0) + 1
+        if before == "ready" and after != "ready":
+            self._lost_at = now
+        if after != before:
+            self.since = now
+        self.state = after
+        if reason or event in (Event.READY, Event.FINISHED, Event.RESET):
+            self.reason = reason
+        return Transition(
+            group=self.group,
+            replica=self.replica,
+            generation=self.generation,
+            event=event,
+            before=before,
+            after=after,
+            reason=self.reason,
+            restart_reason=counted,
+            start_s=start_s,
+            recovery_s=recovery_s,
+        )
+
+    def _became_ready(self, now: float) -> tuple[float | None, float | None]:
+        lost_at, self._lost_at = self._lost_at, None
+        if not self._first_ready:
+            return None, None
+        self._first_ready = False
+        return max(0.0, now - self._started_at), None if lost_at is None else max(0.0, now - lost_at)

@@ -1,0 +1,91 @@
+"""In which order groups start and end, and how many replicas of a group may be away at once. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from replicas import errors
+from replicas.config.structs import GroupConfig
+from replicas.status import ReplicaState
+
+__all__ = ["GOOD", "enough", "is_done", "is_good", "is_lost", "is_over", "start_levels", "unmet", "within"]
+
+GOOD: frozenset[ReplicaState] = frozenset({"ready", "finished"})
+OVER: frozenset[ReplicaState] = frozenset({"failed", "finished"})
+
+
+def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
+    """Group names by level: each one depends on groups of earlier levels only. They start in this order, and end in reverse.
+    A dependency that is not among them (any more: a reload has removed it) keeps nobody.
+
+    :raises replicas.errors.UsageError: the dependencies have a cycle.
+    """
+    levels: list[list[str]] = []
+    placed: set[str] = set()
+    while len(placed) < len(groups):
+        level = [
+            name
+            for name, group in groups.items()
+            if name not in placed and placed.issuperset(one.group for one in group.depends_on if one.group in groups)
+        ]
+        if not level:
+            raise errors.UsageError("depends_on has a cycle")
+        levels.append(level)
+        placed.update(level)
+    return levels
+
+
+def enough(min_ready: int | None, replicas: int) -> int:
+    """How many of a group's ``replicas`` have to be ready, or done: ``min_ready``, by default all."""
+    return replicas if min_ready is None else min(min_ready, replicas)
+
+
+def is_good(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
+    """Whether enough replicas are ready, or done."""
+    return sum(state in GOOD for state in states) >= enough(min_ready, len(states))
+
+
+def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
+    """Whether enough replicas have finished, at least one, and the others have failed: a group that was scaled to none rests,
+    and is not done.
+    """
+    finished = states.count("finished")
+    return is_over(states) and finished >= max(1, enough(min_ready, len(states)))
+
+
+def is_over(states: Sequence[ReplicaState]) -> bool:
+    """Whether no replica will do anything any more, by itself or by an operator's restart of one that is drained."""
+    return bool(states) and OVER.issuperset(states)
+
+
+def is_lost(states: Sequence[ReplicaState], min_ready: int | None) -> bool:
+    """Whether so many have failed that ``min_ready`` cannot be reached again."""
+    return min_ready is not None and len(states) - states.count("failed") < enough(min_ready, len(states))
+
+
+def unmet(
+    group: GroupConfig, groups: Mapping[str, GroupConfig], states: Mapping[str, Sequence[ReplicaState]]
+) -> list[str]:
+    """The dependencies, as in the config, that keep ``group`` from starting.
+
+    :param groups: every group. :param states: of every group's replicas.
+    """
+
+    def met(name: str, condition: str) -> bool:
+        test = is_done if condition == "finished" else is_good
+        return test(states[name], groups[name].min_ready)
+
+    return [str(one) for one in group.depends_on if not met(one.group, one.condition)]
+
+
+def within(states: Mapping[int, ReplicaState], todo: Sequence[int], max_unavailable: int) -> list[int]:
+    """Which of ``todo`` a rolling restart may end now, so that never more than ``max_unavailable`` are away by it.
+
+    Replicas that are away anyway (not ready, not done) come first: to end them costs nothing.
+
+    :param states: of all replicas of the group, by index.
+    """
+    away = {index for index, state in states.items() if state not in GOOD}
+    free = [index for index in todo if index in away]
+    room = max(0, max_unavailable - len(away))
+    return free + [index for index in todo if index not in away][:room]

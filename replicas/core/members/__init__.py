@@ -1,0 +1,1 @@
+"""Who is on a channel: members, their hosts, and who may take part."""

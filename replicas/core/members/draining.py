@@ -1,0 +1,76 @@
+"""Replicas that are being ended: what they have begun may finish, and nothing new waits for them.
+
+A *draining* replica is not asked to take a new version, nor caught up, nor admitted again; no new round is opened for it. The
+same holds for ranks of it that join only now. It is *busy* while it packs or moves a version of its own, takes part in a
+transfer (also as one who gives), has ranks that load what others of it have loaded already, or has posted an operation.
+At the first moment at which it is not busy,
+:class:`~replicas.core.effects.ReplicaIdle` is emitted, once, and whoever wants to end it should do so.
+"""
+
+from __future__ import annotations
+
+from replicas.core.effects import ReplicaIdle
+from replicas.core.ground import Ground
+from replicas.core.members.member_state import MemberState
+from replicas.core.operations.operations import Operations
+from replicas.core.versions.commits import Commits
+from replicas.core.versions.rounds import Rounds
+
+__all__ = ["Drains"]
+
+
+class Drains:
+    """The draining replicas of one channel."""
+
+    def __init__(self, ground: Ground, commits: Commits, rounds: Rounds, operations: Operations) -> None:
+        self._ground = ground
+        self._commits, self._rounds, self._operations = commits, rounds, operations
+        self._waiting: dict[tuple[str, int], int] = {}
+        """Generations that are busy still."""
+        self._ending: dict[tuple[str, int], int] = {}
+        """The last generation of each replica that was ever ended on request."""
+
+    def begin(self, group: str, replica: int, generation: int) -> None:
+        """This generation is being ended, and so is any before it."""
+        self._ending[group, replica] = generation
+        states = self._of(group, replica, generation)
+        for state in states:
+            state.draining = True
+        if states:
+            self._waiting[group, replica] = generation
+
+    def joined(self, state: MemberState) -> None:
+        """A rank of a replica that is being ended comes too late for anything."""
+        member = state.member
+        state.draining = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
+
+    def advance(self) -> None:
+        """Tell of those that are not busy any more."""
+        for (group, replica), generation in list(self._waiting.items()):
+            if not self.busy(group, replica):
+                del self._waiting[group, replica]
+                if self._of(group, replica, generation):
+                    self._ground.emit(ReplicaIdle(self._ground.config.name, group, replica, generation))
+
+    def busy(self, group: str, replica: int) -> str:
+        """What the replica is in the middle of, in words; empty: of nothing."""
+        name = self._ground.config.name
+        members = [state.member for state in self._ground.roster.replica(group, replica)]
+        if not members:
+            return ""
+        for publish in self._commits.publishes.open():
+            if (publish.group, publish.replica) == (group, replica):
+                return f"{name}: publishes version {publish.version}"
+        for transfer in self._commits.transfers:
+            concerned = transfer.concerned | (transfer.needers - transfer.verified)
+            if not concerned.isdisjoint(members):
+                return f"{name}: version {transfer.payload.version} is on its way"
+        if self._rounds.loading(group, replica):
+            return f"{name}: loads version {self._rounds.of(group, replica).version}"
+        if any(self._operations.engages(member) for member in members):
+            return f"{name}: waits for the end of an operation"
+        return ""
+
+    def _of(self, group: str, replica: int, generation: int) -> list[MemberState]:
+        states = self._ground.roster.replica(group, replica)
+        return [state for state in states if state.hello.generation <= generation]

@@ -1,0 +1,170 @@
+"""What the coordinator knows of one member of a channel."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from replicas.core.membership import MEMBER, MemberEvent, Standing
+from replicas.messages import ChannelSettings, Hello, SlotPlace
+from replicas.messages.identity import Member
+
+__all__ = ["Held", "MemberState", "Reading"]
+
+
+class Held(dict[int, str]):
+    """Digests of the versions that a member holds. ``on_change(version, held)``: called when one comes or goes."""
+
+    on_change: Callable[[int, bool], None] | None = None
+
+    def __setitem__(self, version: int, digest: str) -> None:
+        new = version not in self
+        super().__setitem__(version, digest)
+        if new and self.on_change is not None:
+            self.on_change(version, True)
+
+    def __delitem__(self, version: int) -> None:
+        super().__delitem__(version)
+        if self.on_change is not None:
+            self.on_change(version, False)
+
+    def pop(self, version: int, *default: Any) -> Any:
+        """As of a dict."""
+        had = version in self
+        digest = super().pop(version, *default)
+        if had and self.on_change is not None:
+            self.on_change(version, False)
+        return digest
+
+    def setdefault(self, version: int, default: str = "") -> str:
+        """As of a dict."""
+        if version not in self:
+            self[version] = default
+        return self[version]
+
+    def update(self, *others: Any, **names: str) -> None:
+        """As of a dict."""
+        for version, digest in dict(*others, **names).items():
+            self[version] = digest
+
+    def clear(self) -> None:
+        """As of a dict."""
+        for version in list(self):
+            del self[version]
+
+    def popitem(self) -> tuple[int, str]:
+        """As of a dict."""
+        version = next(reversed(self))
+        return version, self.pop(version)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How far a member had a manifest when it asked for more of it. Times of the monotonic clock."""
+
+    manifest_hash: str
+    since: float
+    at: float
+    nbytes: int
+    total_nbytes: int
+
+    @property
+    def ends_at(self) -> float:
+        """When it will have it, as it goes on as until now."""
+        return self.since + (self.at - self.since) * self.total_nbytes / max(1, self.nbytes)
+
+
+@dataclass(slots=True, eq=False)
+class MemberState:
+    """What the coordinator knows of one member.
+
+    :ivar note: why it is behind or quarantined.
+    :ivar missed: the version without which it was left behind: it is with the others again when it holds that or a newer one.
+    :ivar not_before: it is not admitted before this time.
+    :ivar rtt_s: how long a round trip to it takes lately; 0: not known.
+    :ivar slow: the others went on without it, because it would have held them up.
+    :ivar served: it was caught up since it was quarantined.
+    :ivar draining: it is being ended: it may finish what it has begun, and takes no part in anything new.
+    :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
+    :ivar cut_at: when its connection ended; 0 while it has one.
+    :ivar host: number of the host that it is on (:mod:`replicas.core.members.hosts`); 0: not known yet.
+    :ivar reading: the manifest that it has asked for last.
+    :ivar places: where the slots lie that it has filled for a publish, by version.
+    :ivar lent: versions in memory of its own that others of its host may have mapped.
+    """
+
+    member: Member
+    hello: Hello
+    settings: ChannelSettings
+    address: str
+    last_seen: float
+    cut_at: float = 0.0
+    standing: Standing = "joining"
+    note: str = ""
+    missed: int = 0
+    not_before: float = 0.0
+    draining: bool = False
+    resumed: bool = True
+    host: int = 0
+    places: dict[int, SlotPlace] = field(default_factory=dict)
+    lent: set[int] = field(default_factory=set)
+    carries: bool = True
+    held: Held = field(default_factory=Held)
+    parts: set[int] = field(default_factory=set)
+    reading: Reading | None = None
+    loaded: int = 0
+    progressed_at: float = 0.0
+    retry_at: float = 0.0
+    failures: int = 0
+    served: bool = False
+    slow: bool = False
+    rtt_s: float = 0.0
+    view_epoch: int = 0
+    """The last epoch of which it was told."""
+
+    def step(self, event: MemberEvent) -> None:
+        """Move on by the table.
+
+        :raises replicas.core.tables.InvalidStep: this cannot happen to it now.
+        """
+        self.standing = MEMBER.next(self.standing, event)
+
+    def forget(self, version: int) -> bool:
+        """It has neither the version nor a part of it any more; False when it had neither."""
+        had = self.held.pop(version, None) is not None or version in self.parts
+        self.parts.discard(version)
+        self.places.pop(version, None)
+        return had
+
+    @property
+    def live(self) -> bool:
+        """Whether it is part of the current epoch."""
+        return self.standing == "live"
+
+    @property
+    def caught_up(self) -> bool:
+        """Whether it has what it was left behind without. A target that takes nothing would hold up the others each time."""
+        return not self.missed or max(self.held, default=0) >= self.missed
+
+    @property
+    def from_before(self) -> bool:
+        """Whether it was a member under another coordinator."""
+        return self.hello.resume_term != 0
+
+    @property
+    def is_source(self) -> bool:
+        return self.settings.role in ("source", "both")
+
+    @property
+    def is_target(self) -> bool:
+        return self.settings.role in ("target", "both")
+
+    @property
+    def is_peer(self) -> bool:
+        return self.settings.role == "peer"
+
+    @property
+    def observes(self) -> bool:
+        """Whether it takes part in nothing: a process that only looks on."""
+        return self.settings.role == "observer"

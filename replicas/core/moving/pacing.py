@@ -1,0 +1,236 @@
+"""A transfer that stands still, and one that is slowed down by one of its links.
+
+Theory of operation
+===================
+
+A lane is a chain, so one broken or slow link stops or slows down all of its members; only the member in front of that link
+says that bytes are held up (:mod:`replicas.core.moving.pace`).
+
+*It stands still*: a failure with everybody alive. Where bytes were held up the link falls into doubt, and the next attempt
+takes another way (:mod:`replicas.core.members.links`); where nobody knows why, it is up to :mod:`replicas.core.moving.blame`.
+
+*One link is slow*, and there is long to go: the next attempt takes other ways, so that those behind the others have it soon;
+who can be reached over slow links alone gets it afterwards. That it is one link is known when those before it in the chain
+are idle meanwhile, or when the same members were much faster the last time; else all may be alike, and nothing would be won.
+Before anything is known of anybody (the first version) whoever is behind the slow link comes last in the chain, once.
+
+A link over which nothing comes is not slow, but maybe broken: that shows when all stand still.
+
+A slow link is no failure: those behind it are waited for, but with ``on_lost = "drop"`` no longer than by some multiple of
+what the others took. By what they take, it is soon known that they will not make it. They are caught up at their own pace,
+and are with the others again after a while, longer each time: in attempts of their own, until they were fast enough in one.
+
+*The far* would hold up the others before a byte moves: to form a process group takes some twenty round trips. They are left
+in the same way, before an attempt, by what the kernel says of their sessions.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Protocol
+
+from replicas import errors
+from replicas.common.backoff import Backoff
+from replicas.core.ground import Ground
+from replicas.core.membership import TransferState
+from replicas.core.moving.lanes import Lane
+from replicas.core.moving.paths import Plan
+from replicas.core.moving.payload import Payload
+from replicas.messages.identity import Member
+
+__all__ = ["Pacing"]
+
+LONG_S = 4.0
+"""With less to go than this, nobody is sent another way."""
+UNKNOWN_S = 6.0
+"""Where nothing is known of any of the links, with less than this."""
+FAR_TRIP_S = 0.25
+"""Beyond this round trip a process group forms more slowly than the others should wait: they go on without, and the far are
+caught up in process groups that have the time."""
+PATIENCE = 2.0
+"""The slow are waited for by so many times what the others took,"""
+PATIENCE_S = 3.0
+"""or for so long."""
+UNUSUAL = 3.0
+"""So many times more slowly than before: something has happened to one of the links."""
+FAR = 3.0
+"""Who was so many times too slow in an earlier attempt is not measured again."""
+
+SLOW = Backoff(2.0, 300.0)
+
+
+class Paced(Protocol):
+    """What pacing looks at in its transfer, and may have it do."""
+
+    payload: Payload
+    plan: Plan
+    state: TransferState
+    lane: Lane | None
+    needers: set[Member]
+    verified: set[Member]
+    sent_to: set[Member]
+    why: dict[Member, str]
+
+    @property
+    def at_work(self) -> list[Member]: ...
+
+    @property
+    def drops(self) -> bool: ...
+
+    def again(self, reason: str, now: float) -> None: ...
+
+    def failed_all_alive(self, error: errors.ReplicasError, now: float) -> None: ...
+
+    def leave_slow(self, late: Mapping[Member, str], now: float) -> None: ...
+
+
+class Pacing:
+    """Of one transfer. ``rates``: bytes a second, by address, of those who were seen to be slow."""
+
+    def __init__(self, ground: Ground, transfer: Paced) -> None:
+        self._ground = ground
+        self._transfer = transfer
+        self.rates: dict[str, float] = {}
+        self._began_at = 0.0
+        self._others_at: float | None = None
+
+    def tick(self, now: float) -> None:
+        """Look how it gets on, and begin another attempt if that is better."""
+        transfer = self._transfer
+        if transfer.state != "moving" or transfer.lane is None:
+            return
+        awaited = transfer.at_work
+        self._began_at = self._began_at or now
+        if self._others_at is None and (transfer.sent_to or set(transfer.plan.receivers) - set(awaited)):
+            self._others_at = now
+        if transfer.lane.pace.stands_still(awaited, now):
+            self._stood_still(transfer.lane, now)
+        elif not self._go_round(transfer.lane, awaited, now):
+            self._leave_slow(transfer.lane, awaited, now)
+
+    def _stood_still(self, lane: Lane, now: float) -> None:
+        pairs = {(self._ground.roster.address(member), other) for member, other in lane.pace.held_up()}
+        ends = {address for pair in pairs for address in pair}
+        names = [member.name for member in lane.members if self._ground.roster.address(member) in ends]
+        names = names or [member.name for member in lane.members]
+        text = f"no byte has moved for {lane.pace.still_s():.1f} s between {', '.join(names)}"
+        self._ground.links.doubt(pairs, text, now)
+        if any(len(set(pair)) == 2 for pair in pairs):
+            self._transfer.again("link", now)
+        else:
+            version = self._transfer.payload.version
+            self._transfer.failed_all_alive(
+                errors.SyncError(text, version=version, phase="transfer", members=names), now
+            )
+
+    # ------------------------------------------------------------ slow links
+
+    def _go_round(self, lane: Lane, awaited: Sequence[Member], now: float) -> bool:
+        """Whether one link slows down all, so that another way is taken."""
+        transfer, links = self._transfer, self._ground.links
+        receivers = [member for member in transfer.plan.receivers if member in awaited]
+        held_up = lane.pace.held_up_lately(awaited, now)
+        if len(receivers) < 2 or not held_up:
+            return False
+        before, behind = held_up[0]  # the chain has no more behind this link than what that lets through
+        slow = [member for member in receivers if self._ground.roster.address(member) == behind]
+        if not slow or len(slow) == len(receivers) or self._left_s(lane, slow[0]) < LONG_S:
+            return False
+        known = self._alone(held_up, lane) or self._unusual(lane, slow[0], receivers)
+        if not known and not self._worth_a_try(lane, slow[0], receivers):
+            return False
+        rate = lane.pace.rate(slow[0]) or 0.0
+        self.rates[behind] = rate
+        if known:
+            links.slow(
+                [(self._ground.roster.address(before), behind)], f"{slow[0].name} takes {rate:,.0f} bytes/s", now
+            )
+        transfer.again("slow", now)
+        return True
+
+    def _alone(self, held_up: Sequence[tuple[Member, str]], lane: Lane) -> bool:
+        """Whether the links before it could let more through."""
+        return len({address for _, address in held_up}) == 1 and held_up[0][0] != lane.members[0]
+
+    def _worth_a_try(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
+        """Whether it may be this link alone, for all that is known, and there is very long to go: once."""
+        usual = any(self._ground.links.usual(self._ground.roster.address(member)) for member in receivers)
+        return not (usual or self.rates) and self._left_s(lane, slow) >= UNKNOWN_S
+
+    def _unusual(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
+        """Whether it goes far more slowly than it did before with any of these."""
+        usual = [self._ground.links.usual(self._ground.roster.address(member)) for member in receivers]
+        known = [rate for rate in usual if rate]
+        return bool(known) and (lane.pace.rate(slow) or 0.0) * UNUSUAL < min(known)
+
+    def _leave_slow(self, lane: Lane, awaited: Collection[Member], now: float) -> None:
+        """Go on without those who still lack it, if they would take too long."""
+        transfer = self._transfer
+        if self._others_at is None or not transfer.drops:
+            return
+        patience = max(PATIENCE_S, PATIENCE * (self._others_at - self._began_at))
+        late: dict[Member, str] = {}
+        for member in [member for member in transfer.plan.receivers if member in awaited]:
+            if lane.pace.stalls(member):
+                continue
+            left_s = self._left_s(lane, member)
+            far = FAR if lane.pace.rate(member) is None else 1.0
+            if now + left_s > self._others_at + far * patience:
+                rate = transfer.payload.nbytes / left_s if left_s else 0.0
+                waited_s = now - self._others_at
+                late[member] = f"it is slow: {rate:,.0f} bytes/s, and the others have had it for {waited_s:.1f} s"
+        hosts = {self._ground.roster.host(member) for member in late}
+        late |= {
+            m: "its host is slow" for m in transfer.needers if m not in late and self._ground.roster.host(m) in hosts
+        }
+        if late and self._enough_without(late):
+            self._note_slow(late, now)
+            transfer.leave_slow(late, now)
+
+    def leave_far(self, now: float) -> None:
+        """Before an attempt of a publish: those who would take too long to form a process group do not take part."""
+        transfer, roster = self._transfer, self._ground.roster
+        if not transfer.drops:
+            return
+        version = transfer.payload.version
+        here = {state.host for state in roster if version in state.held or version in state.parts}  # where it is mapped
+        needers = [state for state in roster.states(transfer.needers) if state.host not in here]
+        trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
+        far = {state.member: trips[state.host] for state in needers if state.host in trips}
+        if not far or not self._enough_without(far):
+            return
+        for member, rtt_s in far.items():
+            transfer.why[member] = f"it is far: a round trip takes {rtt_s:.1f} s"
+        self._note_slow(far, now)
+        transfer.needers -= far.keys()
+
+    def _note_slow(self, members: Iterable[Member], now: float) -> None:
+        """They are caught up at their own pace, and with the others again later, longer each time."""
+        for state in self._ground.roster.states(members):
+            state.failures += 1
+            state.slow, state.not_before = True, now + SLOW.after(state.failures)
+
+    def _enough_without(self, late: Collection[Member]) -> bool:
+        """Whether the version can be committed with the others: some of them, and ``min_targets`` of their replicas."""
+        others = (self._transfer.needers | self._transfer.verified) - set(late)
+        replicas = {(member.group, member.replica) for member in others}
+        return bool(others) and len(replicas) >= self._ground.roster.config.min_targets
+
+    def _left_s(self, lane: Lane, member: Member) -> float:
+        """How long it still takes, by what was seen; 0 where nothing was, or nothing comes at all."""
+        nbytes = max(0, self._transfer.payload.nbytes - lane.pace.received(member))
+        rate = lane.pace.rate(member)
+        rate = self.rates.get(self._ground.roster.address(member)) if rate is None else rate
+        if rate is None or not nbytes or lane.pace.stalls(member):
+            return 0.0
+        return nbytes / rate if rate else math.inf
+
+    def slowest(self) -> list[str]:
+        """Names of those who still need it and were seen to be slow, or are behind a link that holds up the others."""
+        lane = self._transfer.lane
+        behind = {address for _, address in lane.pace.held_up()} if lane is not None else set()
+        slow = [
+            member for member in self._transfer.needers if self._ground.roster.address(member) in {*self.rates, *behind}
+        ]
+        return sorted(member.name for member in slow)

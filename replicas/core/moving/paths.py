@@ -1,0 +1,196 @@
+"""Who gets a version from where: a plan for one attempt of a transfer.
+
+Theory of operation
+===================
+
+On a host where somebody holds the version, all others *map* that memory. On a host without a holder one member, its *leader*
+for this attempt, *receives* it over the lane into a slot of its own; the others of that host *wait*, and map it in the next
+attempt. So a host gets every byte once, and members that only map are in no process group.
+
+A version that nobody holds whole, only its source ranks in parts (``ranks = "all"``), is put together by the leaders: each
+copies the parts that lie on its own host from there, and receives the others over the lane.
+
+What the coordinator *keeps* for members that are lost (:mod:`replicas.core.versions.keeping`) can be mapped, or copied from, on its
+host; nobody can send it.
+
+The lane is a chain for each part (:attr:`Plan.routes`): the owner first, then the leaders, in order of their hosts. A process
+group connects each of its members with each, so a link that does not work (:mod:`replicas.core.members.links`) keeps its two ends out
+of one lane: those that do not fit to the sender and the other leaders wait, and get it in the next attempt from somebody who
+reaches them and has it by then. Those that are slow are in no lane with others that receive, and come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field
+from itertools import combinations
+from typing import Literal
+
+from replicas.core.members.member_state import MemberState
+from replicas.messages.identity import Member
+
+__all__ = ["Plan", "Works", "plan"]
+
+Works = Callable[[MemberState, MemberState], bool]
+"""Whether two members may be in one lane."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """One attempt.
+
+    :param mode: ``"image"``: from a holder; ``"parts"``: from the ranks of a source.
+    :param senders: members of the lane that send, in its order.
+    :param receivers: the leaders, which fill slots of their own.
+    :param maps: who maps whose memory.
+    :param routes: for each part (one of an image) the members that it goes through; empty: nobody needs it sent.
+    :param local: numbers of the parts that a receiver copies on its own host.
+    :param owners: of the parts, in order.
+    :param waiting: those whose turn is the next attempt.
+    """
+
+    mode: Literal["image", "parts"]
+    senders: tuple[Member, ...] = ()
+    receivers: tuple[Member, ...] = ()
+    maps: dict[Member, Member] = field(default_factory=dict)
+    routes: tuple[tuple[Member, ...], ...] = ()
+    local: dict[Member, tuple[int, ...]] = field(default_factory=dict)
+    owners: tuple[Member, ...] = ()
+    waiting: frozenset[Member] = frozenset()
+
+    @property
+    def lane(self) -> tuple[Member, ...]:
+        """Who must form a process group, senders first."""
+        routed = {member for route in self.routes for member in route}
+        return (*self.senders, *(member for member in self.receivers if member in routed))
+
+    @property
+    def lenders(self) -> frozenset[Member]:
+        """Members whose memory others of their host read."""
+        parts = {self.owners[part] for numbers in self.local.values() for part in numbers}
+        return frozenset({*self.maps.values(), *parts})
+
+    @property
+    def concerned(self) -> tuple[Member, ...]:
+        """Everyone who has something to do."""
+        return (*self.senders, *self.receivers, *self.maps)
+
+
+def plan(
+    version: int,
+    needers: Sequence[MemberState],
+    holders: Sequence[MemberState],
+    owners: Sequence[MemberState],
+    filling: Member | None = None,
+    kept: Collection[Member] = (),
+    works: Works | None = None,
+    last: Collection[str] = (),
+) -> Plan | None:
+    """How ``needers`` get it now; None when nobody who can give it to any of them has all of it.
+
+    :param holders: of the whole version, the preferred ones first.
+    :param owners: of its parts, in order, if all of them are there; not looked at when there is a holder.
+    :param filling: the holder that has not got all of it yet: those on its host wait until they can map it.
+    :param kept: those of the holders and owners that are lost: only their memory is still there.
+    :param works: which links do; None: all.
+    :param last: addresses of those who come behind the others in the chain.
+    """
+    ordered = sorted(needers, key=lambda state: (state.slow, state.address in last, state.host, state.member))
+    if holders:
+        return _from_holders(version, ordered, holders, filling, kept, works)
+    if owners:
+        return _from_parts(version, ordered, owners, kept, works)
+    return None
+
+
+def _from_holders(
+    version: int,
+    needers: Sequence[MemberState],
+    holders: Sequence[MemberState],
+    filling: Member | None,
+    kept: Collection[Member],
+    works: Works | None,
+) -> Plan | None:
+    on_host = {state.host: state.member for state in reversed(holders) if version in state.places}
+    maps = {state.member: on_host[state.host] for state in needers if state.host in on_host}
+    others = [state for state in needers if state.host not in on_host]
+    soon = {state.host for state in holders if state.member == filling}
+    able = [state for state in holders if state.member not in kept]
+    leaders = _leaders([state for state in others if state.host not in soon]) if able else ()
+    senders, receivers = _reached(able, leaders, works)
+    if needers and not maps and not able:
+        return None
+    return Plan(
+        mode="image",
+        senders=senders,
+        receivers=receivers,
+        maps=maps,
+        routes=((*senders, *receivers),) if receivers else (),
+        waiting=frozenset(state.member for state in others) - set(receivers),
+    )
+
+
+def _from_parts(
+    version: int,
+    needers: Sequence[MemberState],
+    owners: Sequence[MemberState],
+    kept: Collection[Member],
+    works: Works | None,
+) -> Plan | None:
+    there = {owner.host for owner in owners if owner.member in kept}
+    leaders = _leaders([state for state in needers if there <= {state.host}])
+    if needers and not leaders:
+        return None
+    senders = [owner for owner in owners if owner.member not in kept]
+    receivers = tuple(state.member for state in _fitting(senders, leaders, works))
+    hosts = {state.member: state.host for state in needers}
+    readable = [(part, owner.host) for part, owner in enumerate(owners) if version in owner.places]
+    local = {member: tuple(part for part, host in readable if host == hosts[member]) for member in receivers}
+    routes = []
+    for part, owner in enumerate(owners):
+        remote = tuple(member for member in receivers if part not in local[member])
+        routes.append((owner.member, *remote) if remote else ())
+    return Plan(
+        mode="parts",
+        senders=tuple(route[0] for route in routes if route),
+        receivers=receivers,
+        routes=tuple(routes),
+        local={member: numbers for member, numbers in local.items() if numbers},
+        owners=tuple(owner.member for owner in owners),
+        waiting=frozenset(hosts) - set(receivers),
+    )
+
+
+def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
+    """The first member of each host."""
+    first: dict[int, MemberState] = {}
+    for state in states:
+        first.setdefault(state.host, state)
+    return tuple(first.values())
+
+
+def _reached(
+    able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
+) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
+    """The first who reaches any of the leaders, and whom of them it sends to."""
+    for holder in able if leaders else ():
+        fitting = _fitting([holder], leaders, works)
+        if fitting:
+            return (holder.member,), tuple(state.member for state in fitting)
+    return (), ()
+
+
+def _fitting(
+    senders: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
+) -> Sequence[MemberState]:
+    """Those of the leaders that can be in one lane with the senders, and with each other."""
+    leaders = [leader for leader in leaders if leader.slow == leaders[0].slow]
+    if works is None:
+        return leaders
+    if not all(works(one, other) for one, other in combinations(senders, 2)):
+        return []
+    found: list[MemberState] = []
+    for leader in leaders:
+        if all(works(leader, other) for other in (*senders, *found) if other is not leader):
+            found.append(leader)
+    return found

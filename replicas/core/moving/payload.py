@@ -1,0 +1,32 @@
+"""The bytes of one version, as a transfer carries them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from replicas.core.versions.manifest import Manifest
+from replicas.messages import Meta
+from replicas.messages.identity import Member
+
+__all__ = ["Payload"]
+
+
+@dataclass(slots=True)
+class Payload:
+    """One version's bytes. ``encoded``: its manifest, as it is sent. ``digest`` is empty until somebody with the whole image
+    has computed it.
+
+    ``filling``: who still fills its slot with it, while it is sent already.
+    """
+
+    version: int
+    manifest_hash: str
+    manifest: Manifest
+    encoded: bytes
+    nbytes: int
+    device: str
+    meta: Meta
+    digest: str = ""
+    part_digests: dict[Member, str] = field(default_factory=dict)
+    part_owners: tuple[Member, ...] = ()
+    filling: Member | None = None

@@ -1,0 +1,656 @@
+"""One transfer: moving one version from those who hold it to those who need it.
+
+Theory of operation
+===================
+
+A transfer knows the version, who needs it and who can give it (a holder of the whole image, or all source ranks with a
+part each). It runs in *attempts*, each after a plan of its own (:mod:`replicas.core.moving.paths`): who maps whose memory, who
+receives over the lane, and who waits for the next attempt. An attempt has a number, which every message carries, so that
+replies of an earlier one fall on the floor::
+
+    offering ──slots ready, lane formed──▶ moving ──all done, digests equal──▶ complete, or the next step of the plan
+        │                                     │
+        └────── loss, refusal, failure, suspicion, digest mismatch ──▶ next attempt over those that are left
+
+Those that map need nothing of the others: they are offered the place at once, answer when they have it, and one that
+cannot, is lost or is silent holds up nobody. One that cannot map at all becomes a host of its own, to which is sent. With
+``staging = "device"`` they copy what they have opened into memory of their own, within the GPU: a view does not outlive the
+process that has lent it. So what they have counts by its digest, and lies in one more place.
+
+Receivers that verified the version keep it: they leave the set of those in need, and may give it in the next attempt.
+Nothing is retried inside a lane in which bytes may have moved: each attempt has a new lane. What is done about failures with
+everybody alive is in :mod:`replicas.core.moving.blame`. The states are those of :data:`replicas.core.membership.TRANSFER`.
+
+The transfer decides nothing about versions: its owner (a publish, or catch-up) learns ``complete`` or ``failed`` and asks
+for ``verified``. Deadlines are the owner's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Literal
+
+from replicas import errors
+from replicas.core.ground import Ground
+from replicas.core.members.member_state import MemberState
+from replicas.core.members.preflight import nccl_works
+from replicas.core.membership import TRANSFER, TransferState
+from replicas.core.moving.blame import Blame
+from replicas.core.moving.lanes import Lane, form_timeout
+from replicas.core.moving.offers import Offers
+from replicas.core.moving.pacing import Pacing
+from replicas.core.moving.paths import Plan, Works, plan
+from replicas.core.moving.payload import Payload
+from replicas.messages import (
+    Backend,
+    TransferDone,
+    TransferGo,
+)
+from replicas.messages.identity import Member
+
+__all__ = ["Transfer"]
+
+LONGEST_S = 3600.0
+"""A catch-up may take so long, as long as bytes move."""
+MAP_TRIES = 2
+"""How often a member may find nothing where it should map, until it is sent the bytes."""
+
+
+class Transfer:
+    """See the module's header. ``on_end(transfer, error)`` is called once, with None when complete."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        payload: Payload,
+        needers: Sequence[Member],
+        *,
+        kind: Literal["main", "catch_up"],
+        deadline: float,
+        on_end: Callable[[Transfer, errors.ReplicasError | None, float], None],
+        avoid: Member | None = None,
+    ) -> None:
+        self._ground = ground
+        self.payload = payload
+        self.needers = set(needers)
+        self.kind = kind
+        self.deadline = deadline
+        self._on_end = on_end
+        self._avoid = avoid
+        self.id = 0
+        self.state: TransferState = "offering"
+        self.plan = Plan("image")
+        self.lane: Lane | None = None
+        self.verified: set[Member] = set()
+        self.refused: dict[Member, errors.ReplicasError] = {}
+        self.why: dict[Member, str] = {}
+        """Why members were left out."""
+        self.blame = Blame(ground, self)
+        self.pacing = Pacing(ground, self)
+        self._offers = Offers(ground, payload)
+        self._copies = ground.roster.config.staging == "device"
+        """Whether those that map copy what they find."""
+        self.attempts = 0
+        self.attempt_at = 0.0
+        self.form_s = 0.0
+        self.map_s = 0.0
+        self.transfer_s = 0.0
+        self.verify_s = 0.0
+        self.concerned: frozenset[Member] = frozenset()
+        """Members of the present attempt."""
+        self.asked = frozenset(needers)
+        """Everyone who needed it when it began."""
+        self.sent_to: set[Member] = set()
+        """Those who got it over a lane."""
+        self.unreached: set[Member] = set()
+        """Those whom nobody who has it reaches."""
+        self._started = False
+        self._forms_lane = False
+        self._ready: set[Member] = set()
+        self._done: dict[Member, TransferDone] = {}
+        self._mapping: set[Member] = set()
+        """Those who were offered a place, and have not answered."""
+        self._misses: dict[Member, int] = {}
+        self.moved_nbytes = 0
+        """Bytes of weights that went through process groups and were right."""
+        self._received: set[Member] = set()
+        """Those of the verified that got it over a lane."""
+
+    # ------------------------------------------------------------ attempts
+
+    @property
+    def over(self) -> bool:
+        return self.state in ("complete", "failed")
+
+    @property
+    def givers(self) -> tuple[Member, ...]:
+        """Who gives it in the present attempt."""
+        return (*self.plan.senders, *sorted(self.plan.lenders - set(self.plan.senders)))
+
+    @property
+    def _movers(self) -> tuple[Member, ...]:
+        """Those who move bytes together: one who fails fails them all."""
+        return (*self.plan.senders, *self.plan.receivers)
+
+    @property
+    def laggards(self) -> set[Member]:
+        """Those who are still waited for."""
+        if self.state == "offering" and len(self._ready) < len(self._movers):
+            return (set(self._movers) - self._ready) | self._mapping
+        return self.needers - self.verified
+
+    @property
+    def at_work(self) -> list[Member]:
+        """Members of its lane that have not said that they are done."""
+        return [member for member in self.plan.lane if member not in self._done]
+
+    @property
+    def drops(self) -> bool:
+        """Whether others may go on without those that are slow."""
+        return self.kind == "main" and self._ground.roster.config.on_lost == "drop"
+
+    def gets_on(self, now: float) -> bool:
+        """Whether bytes move."""
+        return self.state == "moving" and self.lane is not None and self.lane.pace.gets_on(self.at_work, now)
+
+    @property
+    def unready(self) -> set[Member]:
+        """Those who wait for a slot, as far as is known here."""
+        if self.state == "offering":
+            return self.laggards
+        return set(self._mapping) if self._copies else self._readers & self._mapping
+
+    @property
+    def _readers(self) -> set[Member]:
+        """Those of the present attempt who have asked for its manifest."""
+        states = self._ground.roster.states(self.concerned)
+        wanted = self.payload.manifest_hash
+        return {state.member for state in states if state.reading is not None and state.reading.manifest_hash == wanted}
+
+    def slow_readers(self, until: float) -> set[Member]:
+        """Those who still read the manifest, and will not have it by then."""
+        waited = self._mapping if self.state == "moving" else self._mapping | (set(self._movers) - self._ready)
+        states = self._ground.roster.states(waited & self._readers & self.needers)
+        return {s.member for s in states if s.reading is not None and s.reading.ends_at > until}
+
+    def lane_formed_or_none(self) -> bool:
+        """Whether what an offered transfer waits for is slots, and not its process group."""
+        return self.lane is None or self.lane.state == "formed"
+
+    def possible(self, now: float) -> bool:
+        """Whether anybody can get it now."""
+        found = self._plan(now)
+        return found is not None and bool(found.concerned)
+
+    def start(self, now: float) -> None:
+        """Begin an attempt over those that still need the version."""
+        ground = self._ground
+        self.needers = {m for m in self.needers if m in ground.roster and not self._holds(m)}
+        self.pacing.leave_far(now)
+        found = self._plan(now)
+        if found is None:
+            self._end(self._no_holder(), now)
+            return
+        if self.needers and not found.concerned and self.payload.filling is None:
+            self._leave_unreached()
+            self._end(None if self.verified else self._refusal(), now)
+            return
+        self.id = next(ground.ids)
+        self.attempt_at = now
+        self.attempts += 1
+        if self._started:
+            self.state = TRANSFER.next(self.state, "again")
+        self._started = True
+        self.plan = found
+        self.concerned = frozenset(found.concerned)
+        self._ready.clear()
+        self._done.clear()
+        remaining = max(0.0, self.deadline - now)
+        self._offers.offer(found, self.id, remaining)
+        self._mapping = set(found.maps)
+        if found.lane:
+            self._open_lane(found.lane, remaining, now)
+        self._go_if_ready(now)
+
+    def _holds(self, member: Member) -> bool:
+        state = self._ground.roster.get(member)
+        return state is not None and self.payload.version in state.held
+
+    def _plan(self, now: float) -> Plan | None:
+        """From holders of the image (in catch-up from targets first: trainers are left alone), or from all parts' owners."""
+        version, roster = self.payload.version, self._ground.roster
+        kept = self._ground.keeping.of(version)
+        holders = [s for s in roster if version in s.held and s.member not in self.refused]
+        targets_first = self.kind == "catch_up"
+        holders.sort(
+            key=lambda s: (
+                s.member == self._avoid,
+                roster.suspect(s, now),
+                s.is_source if targets_first else not s.is_source,
+                s.member,
+            )
+        )
+        holders += [s for s in kept if version in s.held]
+        states = [self._offers.lender(member) for member in self.payload.part_owners]
+        owners = [s for s in states if s is not None and version in s.parts and s.member not in self.refused]
+        if len(owners) < len(states):
+            owners = []
+        needers = roster.states(self.needers)
+        lost = {state.member for state in kept}
+        for works in self._ways(now):
+            found = plan(version, needers, holders, owners, self.payload.filling, lost, works, self.pacing.rates)
+            if found is None or found.concerned:
+                break
+        return found
+
+    def _ways(self, now: float) -> list[Works | None]:
+        """Which links to use: those that are sure to work, and where that serves nobody, also those in doubt."""
+        links = self._ground.links
+        if not links:
+            return [None]
+        return [
+            lambda one, other: links.works(one, other, now, surely=True),
+            lambda one, other: links.works(one, other, now),
+        ]
+
+    def _leave_unreached(self) -> None:
+        """Nobody who has it reaches those that still need it: they are caught up when somebody does."""
+        for member in sorted(self.needers):
+            state = self._ground.roster.get(member)
+            known = self._ground.links.why(state) if state is not None else ""
+            self.why[member] = f"nobody who has it reaches {member}: {known}"
+            hint = "open all TCP ports between these machines, in both directions"
+            self.refused[member] = errors.Preflight(self.why[member], phase="form", members=[member.name], hint=hint)
+        self.unreached |= self.needers
+        self.needers.clear()
+
+    def _open_lane(self, members: tuple[Member, ...], remaining: float, now: float) -> None:
+        """Take the kept lane of these members, or form one."""
+        ground = self._ground
+        states = ground.roster.states(members)
+        backend = self._backend(states)
+        kept = self.lane or ground.lanes.take(members, backend)
+        if kept is not None and (kept.members, kept.backend, kept.state) != (members, backend, "formed"):
+            self.close_lane()
+            kept = None
+        self._forms_lane = kept is None
+        timeout_s = form_timeout(remaining, max(state.rtt_s for state in states))
+        self.lane = kept or ground.lanes.open(states, backend, now, timeout_s)
+
+    def _backend(self, states: Sequence[MemberState]) -> Backend:
+        """``nccl`` for CUDA weights, or slots, where NCCL takes all members, as configured or by itself."""
+        config = self._ground.roster.config
+        if config.backend == "gloo" or (config.backend == "nccl" and not self._copies):
+            return config.backend
+        on_device = self._copies or self.payload.device == "cuda"
+        return "nccl" if on_device and nccl_works([state.hello for state in states]) else "gloo"
+
+    def _lane_backend(self) -> Backend:
+        return self._backend(self._ground.roster.states(self.plan.lane))
+
+    def _go_if_ready(self, now: float) -> None:
+        if self.state != "offering" or len(self._ready) < len(self._movers):
+            return
+        lane = self.lane if self.plan.lane else None
+        if self.plan.lane and (lane is None or lane.state != "formed"):
+            return
+        self.state = TRANSFER.next(self.state, "all_ready")
+        if lane is not None:
+            lane.pace.begin()
+        routes: tuple[tuple[int, ...], ...] = ()
+        if lane is not None:
+            self.form_s += lane.formed_s if self._forms_lane else 0.0
+            routes = tuple(tuple(lane.rank(member) for member in route) for route in self.plan.routes)
+        name = lane.name if lane is not None else ""
+        left_s = max(0.0, self.deadline - now)
+        go = TransferGo(self.id, name, routes, left_s if self.kind == "main" else max(left_s, LONGEST_S))
+        self._offers.go(self.plan, go, lane)
+        self._end_attempt_if_done(now)
+
+    # ------------------------------------------------------------ what members say
+
+    def ready(self, member: Member, transfer: int, now: float) -> None:
+        if transfer == self.id and self.state == "offering" and member in self.concerned:
+            self._ready.add(member)
+            self._go_if_ready(now)
+
+    def lane_formed(self, lane: Lane, now: float) -> None:
+        if lane is self.lane:
+            self._go_if_ready(now)
+        elif self.blame.probing is not None:
+            self.blame.probing.formed(lane, now)
+
+    def done(self, member: Member, reply: TransferDone, now: float) -> None:
+        if reply.transfer != self.id or member not in self.concerned:
+            return
+        if member in self._mapping:
+            self.map_s = max(self.map_s, reply.transfer_s)
+            self.verify_s = max(self.verify_s, reply.verify_s)
+            if self._copies and self.payload.digest and reply.image_digest != self.payload.digest:
+                error = errors.SyncError(f"digests differ at {member}", phase="verify", members=[member.name])
+                self._map_failed(member, error)
+            else:
+                self._mapping.discard(member)
+                self._keep({member: reply}, lent=self._copies)
+        elif self.state == "moving":
+            self._done[member] = reply
+            self.transfer_s = max(self.transfer_s, reply.transfer_s)
+            self.verify_s = max(self.verify_s, reply.verify_s)
+        self._end_attempt_if_done(now)
+
+    def _end_attempt_if_done(self, now: float) -> None:
+        """Everyone has done what the plan says: believe only those whose digests are right; then the next step."""
+        if self.state != "moving" or self._mapping or len(self._done) < len(self._movers):
+            return
+        if self.payload.filling is not None:
+            return  # its digest is not known yet, and nobody can map it
+        wrong = self._compare()
+        if wrong:
+            names = sorted(str(member) for member in wrong)
+            error = errors.SyncError(f"digests differ at {', '.join(names)}", phase="verify", members=names)
+            self.failed_all_alive(error, now)
+        elif self.needers:
+            self.start(now)
+        elif self._copies and self.refused and not self.verified:
+            self._end(self._refusal(), now)  # nobody had room for a copy
+        else:
+            self._end(None, now)
+
+    def _compare(self) -> set[Member]:
+        """Keep receivers with the right digests; returns the others."""
+        payload, receivers = self.payload, self.plan.receivers
+        good = set(receivers)
+        if self.plan.mode == "parts":
+            for part, route in enumerate(self.plan.routes):
+                sent = self._done[route[0]].part_digests.get(part, "") if route else ""
+                if sent:
+                    payload.part_digests[route[0]] = sent
+                good -= {member for member in route[1:] if self._done[member].part_digests.get(part) != sent}
+            images = {self._done[member].image_digest for member in good}
+            if not payload.digest and len(images) == 1:
+                payload.digest = images.pop()
+        elif receivers:
+            sender = self.plan.senders[0]
+            digest = self._done[sender].image_digest or payload.digest  # who sent while it was filled told it before
+            payload.digest = payload.digest or digest
+            if digest != payload.digest:
+                self._forget_held(sender)
+                good = set()
+        good = {member for member in good if self._done[member].image_digest == payload.digest}
+        self.sent_to |= good
+        for member in good:
+            self._ground.links.took(self._ground.roster.address(member), payload.nbytes, self._done[member].transfer_s)
+        self._keep_received({member: self._done[member] for member in good})
+        if self._ground.links:
+            self._ground.links.proved(
+                pair for route in self.plan.routes for pair in pairwise(map(self._ground.roster.address, route))
+            )
+        return self.needers & set(receivers)
+
+    def _keep(self, replies: Mapping[Member, TransferDone], *, lent: bool) -> None:
+        """These have it now. ``lent``: in memory of their own."""
+        version = self.payload.version
+        for member, reply in replies.items():
+            state = self._ground.roster.get(member)
+            if state is None:
+                continue
+            state.held[version] = self.payload.digest or reply.image_digest
+            if reply.place is not None:
+                state.places[version] = reply.place
+                if lent:
+                    state.lent.add(version)
+            self.verified.add(member)
+            self.needers.discard(member)
+        if lent:
+            self._received |= replies.keys()
+
+    def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
+        """These got it over the lane, but for the parts that they copied on their own host."""
+        for member in replies:
+            owners = [self._offers.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
+            places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
+            self.moved_nbytes += self.payload.nbytes - sum(place.nbytes for place in places if place is not None)
+        self._keep(replies, lent=True)
+
+    def filled(self, now: float) -> None:
+        """Its publisher has filled its slot: the digest is known, and the slot can be mapped."""
+        if not self.over and self.blame.probing is None:
+            self._end_attempt_if_done(now)
+
+    def member_failed(self, member: Member, transfer: int, error: errors.ReplicasError, now: float) -> None:
+        """A member cannot go on with this attempt."""
+        if transfer != self.id or self.over or member not in self.concerned:
+            return
+        if member in self._mapping:
+            self._map_failed(member, error)
+            self._end_attempt_if_done(now)
+        elif self.state == "offering":
+            self.refused[member] = error
+            self.why[member] = error.message
+            if member in self.needers:
+                self.needers.discard(member)
+            else:
+                self._forget_held(member)
+            self.again("refused", now)
+        else:
+            self.failed_all_alive(error, now)
+
+    def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
+        """It stays in need, and its turn comes in the next attempt; unless it has no memory, slot or descriptor left."""
+        self._mapping.discard(member)
+        self._misses[member] = self._misses.get(member, 0) + 1
+        if isinstance(error, errors.NoCapacity | errors.Busy | errors.InternalError):
+            self.refused[member] = error
+            self.why[member] = error.message
+            self.needers.discard(member)
+        elif not isinstance(error, errors.Gone) or self._misses[member] >= MAP_TRIES:
+            for state in self._ground.roster.states([member]):
+                self._ground.hosts.apart(state)
+
+    def _forget_held(self, member: Member) -> None:
+        state = self._ground.roster.get(member)
+        if state is not None:
+            state.forget(self.payload.version)
+
+    def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
+        if lane is self.lane and not self.over and self.plan.lane:
+            self.failed_all_alive(error, now)
+        elif lane is self.lane:
+            self.close_lane("failed")
+        elif self.blame.probing is not None:
+            self.blame.probing.failed(lane, error, now)
+
+    def failed_all_alive(self, error: errors.ReplicasError, now: float) -> None:
+        """Nobody was lost, and yet the attempt failed."""
+        proven = error.phase == "verify" and self._received  # the sender's bytes were right for others
+        wrong = self.needers & set(self.plan.receivers) if proven else set()
+        suspects, givers = self._suspects(self.concerned, now), self.givers
+        self.blame.failed(error, self.plan.lane, givers, self._lane_backend, suspects, wrong, now)
+
+    # ------------------------------------------------------------ what is done about failures
+
+    def again(self, reason: str, now: float) -> None:
+        """Another attempt over those that are left."""
+        if self.state == "moving":
+            self._keep_vouched()
+        self.cancel(reason)
+        self.resume(now, reason)
+
+    def resume(self, now: float, reason: str) -> None:
+        """The next attempt, if anybody needs one."""
+        if self.over:
+            return
+        if not self.needers and (self.verified or self.kind == "catch_up" or self.refused):
+            self._end(None if self.verified else self._refusal(), now)
+            return
+        self._ground.retried(reason)
+        self.start(now)
+
+    def probe(self, now: float) -> bool:
+        """Withdraw the attempt, so that pairs of its members can be tried; False when nobody needs that."""
+        if self.state == "moving":
+            self._keep_vouched()
+        self.cancel("failed")
+        if not self.needers:
+            self.resume(now, "failed")
+            return False
+        self.state = TRANSFER.next(self.state, "stuck")
+        self.id = next(self._ground.ids)  # what is still said of the attempt falls on the floor
+        return True
+
+    def quarantine(self, culprits: Mapping[Member, str], now: float) -> None:
+        for member, why in culprits.items():
+            self.why[member] = why
+            self.refused[member] = errors.Preflight(why, phase="probe", members=[member.name])
+            self.needers.discard(member)
+            self._ground.quarantine(member, why, now)
+
+    def give_up(self, error: errors.ReplicasError, now: float) -> None:
+        self.cancel()
+        self._end(error, now)
+
+    # ------------------------------------------------------------ losses and time
+
+    def lost(self, member: Member, now: float) -> None:
+        """The member is gone (already out of the roster)."""
+        if self.over:
+            return
+        self.needers.discard(member)
+        self.verified.discard(member)
+        if member == self.payload.filling:
+            self.payload.filling = None
+        elif member not in self.concerned | self.plan.lenders:
+            return
+        if self.blame.probing is not None:
+            self.blame.failures = 0
+            self.blame.probing.lost(member, now)
+        elif member in {*self._movers, *self._needed_lenders()} or not self.concerned:
+            self.blame.failures = 0
+            self.again("lost", now)
+        else:
+            self._mapping.discard(member)
+            self._end_attempt_if_done(now)
+
+    def _needed_lenders(self) -> set[Member]:
+        lenders = {lender for member, lender in self.plan.maps.items() if member in self._mapping}
+        return lenders | {self.plan.owners[part] for parts in self.plan.local.values() for part in parts}
+
+    def exclude(self, members: set[Member], now: float, *, reason: str, why: str) -> None:
+        """Go on without these; they stay members and are caught up later."""
+        for member in members:
+            self.needers.discard(member)
+            self.why[member] = why
+            if member in self.givers:
+                self.refused[member] = errors.PeersLost(f"{member} does not answer", members=[member.name])
+        if members & {*self._movers, *self._needed_lenders()}:
+            self.again(reason, now)
+            return
+        self._offers.withdraw(self.id, members & self._mapping)
+        self._mapping -= members
+        self._ground.retried(reason)
+        self._end_attempt_if_done(now)
+
+    def leave_slow(self, late: Mapping[Member, str], now: float) -> None:
+        """Go on without those that are slow; they are caught up at their own pace."""
+        self.why |= late
+        self.needers -= late.keys()
+        self.again("slow", now)
+
+    def tick(self, now: float) -> None:
+        """Replace the attempt when someone in it no longer gives a sign of life, or its lane does not form in time."""
+        if self.over:
+            return
+        if self.blame.probing is not None:
+            self.blame.probing.tick(now)
+            return
+        frozen = self._suspects({*self._movers, *self._mapping}, now)
+        if frozen and not self._in_vain_without(frozen, now):
+            self.exclude(frozen, now, reason="frozen", why="no sign of life")
+        elif self.lane is not None and self.lane.state == "forming" and now > self.lane.deadline:
+            if self._ground.lanes.waits_for_store(self.lane):
+                self.again("store", now)
+                return
+            late = sorted(m.name for m in self.lane.members if m not in self.lane.formed_by)
+            message = f"the process group did not form in {self.lane.deadline - self.lane.opened_at:.1f} s; missing: "
+            error = errors.DeadlineExceeded(message + ", ".join(late), phase="form", members=late)
+            self.failed_all_alive(error, now)
+        else:
+            self.pacing.tick(now)
+
+    def _in_vain_without(self, silent: set[Member], now: float) -> bool:
+        """Whether nobody else has what is published, and nobody waits for its end: then its source may take its time."""
+        givers, ground = silent & set(self.givers), self._ground
+        if not givers or self.kind != "main" or ground.others_wait(now):
+            return False
+        version = self.payload.version
+        holders = (one.member for one in ground.roster if version in one.held)
+        others = any(member not in silent and member not in self.refused for member in holders)
+        return not others and not ground.keeping.of(version)
+
+    def store_moved(self, now: float) -> None:
+        """A lane that is forming over the old store never will: form another one over the new one."""
+        if self.blame.probing is not None or (not self.over and self.lane is not None and self.lane.state == "forming"):
+            self.again("store", now)
+
+    def _suspects(self, members: Iterable[Member], now: float) -> set[Member]:
+        roster = self._ground.roster
+        return {state.member for state in roster.states(members) if roster.suspect(state, now)}
+
+    def cancel(self, reason: str = "failed") -> None:
+        """Withdraw the present attempt from everyone in it, and kill its lane: bytes may have moved."""
+        self.blame.stop()
+        self._offers.withdraw(self.id, {m for m in self._movers if m not in self._done} | self._mapping)
+        self._mapping = set()
+        if self.plan.lane and len(self._done) < len(self._movers):
+            self.close_lane(reason)
+
+    def close_lane(self, reason: str = "") -> None:
+        """``reason``: why it has to be replaced; empty when it was just done."""
+        lane, self.lane = self.lane, None
+        if lane is not None:
+            self._ground.lanes.close(lane, reason)
+
+    def _keep_vouched(self) -> None:
+        """Keep those that are certainly right: equal to what the sender says or, if it cannot, all equal to each other."""
+        receivers = self.needers & set(self.plan.receivers)
+        received = {member: reply for member, reply in self._done.items() if member in receivers}
+        sender = self._done.get(self.plan.senders[0]) if self.plan.senders else None
+        vouched = sender.image_digest if sender is not None else ""
+        images = {reply.image_digest for reply in received.values()}
+        if not vouched and len(received) == len(receivers) and len(images) == 1:
+            vouched = images.pop()
+        self.payload.digest = self.payload.digest or vouched
+        if self.payload.digest:
+            right = {m: reply for m, reply in received.items() if reply.image_digest == self.payload.digest}
+            self._keep_received(right)
+
+    # ------------------------------------------------------------ ends
+
+    def _refusal(self) -> errors.ReplicasError:
+        if self.refused:
+            return next(iter(self.refused.values()))
+        return errors.PeersLost("nobody is left who needs it", version=self.payload.version, phase="transfer")
+
+    def _no_holder(self) -> errors.ReplicasError:
+        refused = next((error for member, error in self.refused.items() if member in self.givers), None)
+        if refused is not None:
+            return refused
+        return errors.PeersLost(
+            f"version {self.payload.version} was lost: nobody who held all of it is left",
+            version=self.payload.version,
+            phase="transfer",
+            hint="publish again",
+        )
+
+    def _end(self, error: errors.ReplicasError | None, now: float) -> None:
+        if self.over:
+            return
+        self.state = TRANSFER.next(self.state, "done" if error is None else "fail")
+        self._on_end(self, error, now)
+
+    def stop(self, *, complete: bool) -> None:
+        """End it from outside, without a word to its owner: it is withdrawn from everyone who is at work on it."""
+        if not self.over:
+            self.cancel()
+            self.state = TRANSFER.next(self.state, "done" if complete else "fail")

@@ -1,0 +1,1 @@
+"""Operations between peers: posts, pairing, attempts and verdicts."""

@@ -1,0 +1,101 @@
+"""The lanes in which operations of peers run: one for each domain and backend, kept for the next operation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from replicas.core.members.member_state import MemberState
+from replicas.core.members.preflight import nccl_works
+from replicas.core.moving.lanes import Lane, Lanes
+from replicas.messages import Backend
+from replicas.messages.identity import Member
+
+__all__ = ["DomainLanes"]
+
+_Whose = int | tuple[Member, ...]
+"""A domain, or a pair of its members apart from the others."""
+
+
+class DomainLanes:
+    """A lane serves the members that it was formed of; when others are wanted, there is a new one.
+
+    One that is not wanted any more is *retired*, and closed when nothing runs in it. So is that of a pair as soon as its
+    whole domain has one that works.
+    """
+
+    def __init__(self, lanes: Lanes) -> None:
+        self._roster = lanes.roster
+        self._lanes = lanes
+        self._current: dict[tuple[_Whose, Backend], Lane] = {}
+        self._retired: list[Lane] = []
+
+    def __iter__(self) -> Iterator[Lane]:
+        return iter([*self._current.values(), *self._retired])
+
+    def take(
+        self,
+        domain: int,
+        wanted: Sequence[MemberState],
+        *,
+        within: bool,
+        apart: bool,
+        on_device: bool,
+        now: float,
+        timeout_s: float,
+    ) -> Lane:
+        """The lane of exactly the members ``wanted`` (``within``: or of more, all of them live), or a new one.
+
+        :param apart: one of their own, not that of the domain.
+        :param on_device: the tensors are on CUDA devices.
+        """
+        backend = self.backend(wanted, on_device=on_device)
+        members = tuple(state.member for state in wanted)
+        key: tuple[_Whose, Backend] = (members if apart else domain, backend)
+        lane = self._current.get(key)
+        if lane is not None and lane.state != "dead":
+            live = {state.member for state in self._roster.live}
+            if lane.members == members or (within and set(members) <= set(lane.members) <= live):
+                return lane
+            self._retired.append(lane)
+        lane = self._current[key] = self._lanes.open(wanted, backend, now, timeout_s)
+        return lane
+
+    def parted(self, pair: tuple[Member, ...]) -> bool:
+        """Whether the two have a lane of their own: their whole domain had none in time, or it failed."""
+        return any(whose == pair and lane.state == "formed" for (whose, _), lane in self._current.items())
+
+    def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:
+        """``nccl`` for tensors on GPUs where NCCL takes them all, as configured or by itself."""
+        wanted = self._roster.config.backend
+        if wanted != "auto":
+            return wanted
+        return "nccl" if on_device and nccl_works([state.hello for state in states]) else "gloo"
+
+    def waits_for_store(self, lane: Lane) -> bool:
+        return self._lanes.waits_for_store(lane)
+
+    def owns(self, lane: Lane) -> bool:
+        """Whether operations may run in it."""
+        return any(known is lane for known in self)
+
+    def close(self, lane: Lane, reason: str) -> None:
+        """End it at once; ``reason``: why it has to be replaced, empty when it was just done."""
+        self._current = {key: kept for key, kept in self._current.items() if kept is not lane}
+        self._retired = [kept for kept in self._retired if kept is not lane]
+        self._lanes.close(lane, reason)
+
+    def close_idle(self, busy: set[str]) -> None:
+        """Close what is not wanted any more, or has members that are not live, and is not named in ``busy``."""
+        live = {state.member for state in self._roster.live}
+        wanted = [lane for (whose, _), lane in self._current.items() if not self._spared(whose)]
+        for lane in list(self):
+            unwanted = lane not in wanted or lane.state == "dead" or not set(lane.members) <= live
+            if unwanted and lane.name not in busy:
+                self.close(lane, "")
+
+    def _spared(self, whose: _Whose) -> bool:
+        """Whether it is a pair whose whole domain has a lane."""
+        if not isinstance(whose, tuple):
+            return False
+        whole = [lane for (other, _), lane in self._current.items() if not isinstance(other, tuple)]
+        return any(lane.state == "formed" and set(whose) <= set(lane.members) for lane in whole)

@@ -1,0 +1,403 @@
+"""Operations between peers: running what is due, again if need be, and one verdict for all.
+
+Theory of operation
+===================
+
+What pairs with what is the business of :mod:`replicas.core.operations.pairing`. A due operation runs in a lane of its members, in
+*attempts*. Each attempt has a number of its own, so that late answers to an earlier one are dropped, and begins from the
+inputs as they were posted: results are written only after the common verdict, which makes running it again safe. Nothing is
+ever run again inside the same lane. ::
+
+    due ──▶ forming ──▶ running ──▶ over: all that take part have said done, and are told to write
+               ▲           │
+               └── again ──┘          over: an error, and nobody writes anything
+
+**A member is lost** before it has said *done*: with ``on_lost = "drop"`` the others run it again without it, unless it was
+its root, or one of a pair; with ``"raise"`` it ends in ``PeersLost``. One that had said *done* has given all that the others
+need: they only have to end. The same holds for members that are quarantined, and (with ``"drop"``) for those that are
+silent for longer than the suspicion time: these become *behind*, get ``Gone`` for it, and stay members.
+
+**A lane fails** with everybody alive: its operations run again once, in a new lane. At the second failure
+:attr:`Operations.on_stuck` may take over: the operation is *parked* until :meth:`Operations.resume`, a change of its members,
+or its deadline. So it may at once when members that have worked together cannot reach each other any more, or no byte has
+moved for some seconds (:mod:`replicas.core.moving.pace`); :mod:`replicas.core.operations.operation_faults` decides. **A member refuses** (a
+tensor that does not fit, no memory), or members that never worked cannot reach each other: trying again cannot help, and
+everyone gets that error. Operations that share a lane with one that failed, or ended too late, are run again, for no fault
+of theirs.
+
+**A pair** takes the lane of its whole domain, where that forms in time. Where it does not, or fails, the pair gets a lane of
+its own: a third member, or a link of it, is not its business. When it fails there, too, that is the verdict of the two.
+
+A verdict goes to everyone that takes part, the same to all. Those that were left out have had theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from replicas import errors
+from replicas.core.effects import OperationEnded
+from replicas.core.ground import Ground
+from replicas.core.members.member_state import MemberState
+from replicas.core.moving.lanes import Lane, form_timeout
+from replicas.core.operations.domain_lanes import DomainLanes
+from replicas.core.operations.operation import Operation
+from replicas.core.operations.operation_faults import Faults
+from replicas.core.operations.pairing import Due, Pairing
+from replicas.core.operations.posts import Post
+from replicas.core.versions.settling import Settling
+from replicas.messages import Backend, OperationEnd, OperationPost, ReceiptData, WireError
+from replicas.messages.identity import Member
+
+__all__ = ["Operation", "Operations"]
+
+LATE_S = 1.0
+"""Sidecars give a process group up by themselves at its deadline; so much later it is given up here."""
+PAIR_PATIENCE_S = 2.0
+"""So long a pair waits for others to form a lane with them."""
+
+
+def _nobody(operation: Operation, error: errors.ReplicasError, now: float) -> bool:
+    return False
+
+
+class Operations:
+    """All operations of one channel of peers.
+
+    :ivar on_stuck: called when an operation has failed twice with all its members alive. True: it was taken over, and stays
+        parked until :meth:`resume`; False: it ends with the error.
+    """
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground, self._roster = ground, ground.roster
+        self._settling = Settling()
+        self._lanes = DomainLanes(ground.lanes)
+        self.pairing = Pairing(ground, self._settling, self.reply, self._is_running)
+        self._running: dict[int, Operation] = {}
+        self._vanished: dict[Member, str] = {}
+        self.faults = Faults(ground.roster)
+        self.totals: dict[str, int] = {}
+        self.on_stuck: Callable[[Operation, errors.ReplicasError, float], bool] = _nobody
+
+    @property
+    def running(self) -> tuple[Operation, ...]:
+        return tuple(self._running.values())
+
+    @property
+    def running_collective(self) -> bool:
+        """Whether a collective runs."""
+        return any(not operation.pairwise for operation in self._running.values())
+
+    def posted(self, member: Member) -> bool:
+        """Whether the member waits for an operation."""
+        return self.pairing.waits(member)
+
+    def engages(self, member: Member) -> bool:
+        """Whether the member takes part in an operation, or has posted one."""
+        return self.posted(member) or any(member in operation.participants for operation in self._running.values())
+
+    def _is_running(self, ref: str) -> bool:
+        return any(operation.ref == ref for operation in self._running.values())
+
+    # ------------------------------------------------------------ moving on
+
+    def post(self, member: Member, message: OperationPost, now: float) -> None:
+        """A member's next call."""
+        self.pairing.post(member, message, now)
+
+    def advance(self, now: float) -> None:
+        """Start everything that is due."""
+        for due in self.pairing.due(now, collective_runs=self.running_collective):
+            self._start(due, now)
+        for operation in self.running:
+            self._run(operation, now)
+
+    def _start(self, due: Due, now: float) -> None:
+        number = next(self._ground.ids)
+        self._running[number] = Operation(
+            number=number,
+            ref=f"{self._ground.term}.{number}",
+            channel=self._roster.config.name,
+            due=due,
+            posts=due.posts,
+            deadline=min(post.deadline for post in due.posts),
+            posted_at=min(post.posted_at for post in due.posts),
+            started_at=now,
+            attempt_at=now,
+        )
+
+    def _run(self, operation: Operation, now: float) -> None:
+        """Send the attempt into its lane, once that has formed."""
+        if operation.gone or operation.parked:
+            return
+        if operation.lane is None:
+            operation.lane = self._lane_for(operation, now)
+        lane = operation.lane
+        if lane.state != "formed":
+            return
+        operation.gone = True
+        operation.ran_at = now
+        lane.pace.begin()
+        for post in operation.posts:
+            self._ground.send(post.member, operation.go(post, lane, now))
+
+    def _lane_for(self, operation: Operation, now: float) -> Lane:
+        wanted = self._roster.states(operation.participants)
+        operation.apart = operation.apart or (operation.pairwise and self._lanes.parted(operation.participants))
+        if operation.pairwise and not operation.apart:  # in the lane of the whole domain, as far as that can be heard
+            live = self.pairing.live(operation.due.domain)
+            wanted = [s for s in live if s in wanted or not self._roster.suspect(s, now)]
+        return self._lanes.take(
+            operation.due.domain,
+            wanted,
+            within=operation.pairwise,
+            apart=operation.apart,
+            on_device=self._on_device(operation),
+            now=now,
+            timeout_s=form_timeout(max(0.001, operation.deadline - now)),
+        )
+
+    def backend_of(self, operation: Operation) -> Backend:
+        """The backend of the lane that it takes."""
+        states = self._roster.states(operation.participants)
+        return self.backend_for(states, on_device=self._on_device(operation))
+
+    def backend_for(self, states: Sequence[MemberState], *, on_device: bool = False) -> Backend:
+        """The backend of a lane of these."""
+        return self._lanes.backend(states, on_device=on_device)
+
+    @staticmethod
+    def _on_device(operation: Operation) -> bool:
+        return all(post.message.device == "cuda" for post in operation.posts)
+
+    # ------------------------------------------------------------ answers
+
+    def done(self, member: Member, number: int, now: float) -> None:
+        operation = self._running.get(number)
+        if operation is None or member not in operation.participants or not operation.gone:
+            return
+        operation.done.add(member)
+        if len(operation.done) == len(operation.posts):
+            self._finish(operation, None, now)
+
+    def failed(self, member: Member, number: int, error: errors.ReplicasError, now: float) -> None:
+        operation = self._running.get(number)
+        if operation is None or member not in operation.participants or not operation.gone:
+            return
+        self._broken(operation.lane, [operation], error, now)
+
+    def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
+        """A member says so: while the lane forms, or later."""
+        if self._lanes.owns(lane):
+            self._broken(lane, [op for op in self.running if op.lane is lane], error, now)
+
+    def _broken(
+        self,
+        lane: Lane | None,
+        blamed: Sequence[Operation],
+        error: errors.ReplicasError,
+        now: float,
+        *,
+        final: bool = False,
+    ) -> None:
+        """The lane is dead; ``blamed`` may have been the cause. ``final``: another attempt would end in the same way."""
+        for operation in blamed:
+            operation.failures += 1
+            operation.problem = error.message
+        if lane is not None:
+            self.close_lane(lane, "failed", now)
+        for operation in [op for op in blamed if op.number in self._running]:
+            verdict = self.faults.verdict(operation, lane, error, now, final=final)
+            if verdict.kind == "apart":
+                operation.apart, operation.failures = True, 0
+            elif verdict.kind == "stuck":
+                operation.parked = self.on_stuck(operation, error, now)
+            if verdict.kind == "end" or (verdict.kind == "stuck" and not operation.parked):
+                self._end(operation, verdict.error, now)
+
+    def resume(self, operation: Operation, now: float) -> None:
+        """Try a parked operation again."""
+        operation.parked = False
+        operation.failures = 0
+        self._run(operation, now)
+
+    # ------------------------------------------------------------ again
+
+    def close_lane(self, lane: Lane, reason: str, now: float) -> None:
+        """The lane is dead: whatever was in it begins again, in another one."""
+        if self._lanes.owns(lane):
+            self._lanes.close(lane, reason)
+        concerned = [operation for operation in self.running if operation.lane is lane]
+        if concerned:
+            self._ground.retried(reason)
+        for operation in concerned:
+            self._again(operation, now)
+
+    def _again(self, operation: Operation, now: float) -> None:
+        """Another attempt, with another number, over those that are left."""
+        del self._running[operation.number]
+        operation.number = next(self._ground.ids)
+        self._running[operation.number] = operation
+        operation.attempt += operation.gone
+        operation.gone = False
+        operation.lane = None
+        operation.done.clear()
+        operation.attempt_at = now
+        for member in operation.participants:
+            state = self._roster.get(member)
+            if operation.number in self._running and (state is None or not state.live):
+                why = state.note if state is not None else self._vanished.get(member, "it was lost")
+                self._do_without(operation, member, why, now)
+
+    def _do_without(self, operation: Operation, member: Member, why: str, now: float) -> None:
+        """Go on without one that takes part; its post has no verdict yet."""
+        if self._roster.config.on_lost == "raise" or not operation.can_do_without(member):
+            error = operation.error(errors.PeersLost, f"cannot end without {member}: {why}", members=[member.name])
+            self._end(operation, error, now)
+            return
+        operation.left_out[member.name] = why
+        operation.failures = 0
+        operation.parked = False
+        post = next(post for post in operation.posts if post.member == member)
+        operation.posts = tuple(kept for kept in operation.posts if kept is not post)
+        self.pairing.end(post)
+        gone = errors.Gone(
+            f"the others ended the {operation.kind} without {member} ({why})",
+            phase=operation.phase,
+            members=[member.name],
+            hint="bring this peer to the present state; its next call pairs with the others' next one",
+        )
+        self.reply(post, gone)
+
+    # ------------------------------------------------------------ ends
+
+    def _end(self, operation: Operation, error: errors.ReplicasError, now: float) -> None:
+        """It failed. Bytes may have moved: its lane is dead, and what else is in it begins again."""
+        lane = operation.lane
+        self._finish(operation, error, now)
+        if lane is not None:
+            self.close_lane(lane, "failed" if not isinstance(error, errors.PeersLost) else "lost", now)
+
+    def _finish(self, operation: Operation, error: errors.ReplicasError | None, now: float) -> None:
+        del self._running[operation.number]
+        self._settling.record(operation.ref, error is None)
+        seconds = now - operation.posted_at
+        receipt = operation.receipt(self._roster.epoch, now) if error is None else None
+        for post in operation.posts:
+            self.pairing.end(post)
+        if error is None and not operation.pairwise:
+            self.pairing.passed(operation.due.domain, operation.posts[0].message.step)
+            self.faults.succeeded(operation)
+        for post in operation.posts:
+            self.reply(post, error, receipt)
+        outcome = "ok" if error is None else type(error).__name__
+        self.totals[outcome] = self.totals.get(outcome, 0) + 1
+        self._ground.emit(OperationEnded(self._roster.config.name, operation.kind, outcome, seconds))
+        if not self._running:
+            self._vanished.clear()
+
+    def reply(self, post: Post, error: errors.ReplicasError | None = None, receipt: ReceiptData | None = None) -> None:
+        if post.member in self._roster:
+            wire = WireError.of(error) if error is not None else None
+            self._ground.send(post.member, OperationEnd(post.message.post, receipt, wire))
+
+    # ------------------------------------------------------------ losses and time
+
+    def lost(self, member: Member, why: str, now: float) -> None:
+        """The member is gone (already out of the roster). ``why``: in a few words."""
+        if self._running:
+            self._vanished[member] = why
+        self.faults.lost(member)
+        self._without(member, why, "lost", now)
+        self.pairing.lost(member, why)
+
+    def set_aside(self, member: Member, why: str, now: float, *, reason: str = "failed") -> None:
+        """The member stays one, but is no longer live: behind, or quarantined."""
+        self._without(member, why, reason, now)
+
+    def leave(self, state: MemberState, why: str, reason: str, now: float) -> None:
+        """Go on without a member that may come back."""
+        self._roster.leave_behind(state, why)
+        self.set_aside(state.member, why, now, reason=reason)
+
+    def _without(self, member: Member, why: str, reason: str, now: float) -> None:
+        for operation in self.running:
+            needed = member in operation.participants and member not in operation.done
+            if needed and operation.number in self._running:
+                lane = operation.lane
+                self._do_without(operation, member, why, now)
+                if lane is not None:
+                    self.close_lane(lane, reason, now)
+        for lane in {op.lane.name: op.lane for op in self.running if op.lane is not None}.values():
+            if member in lane.members and lane.state == "forming":
+                self.close_lane(lane, reason, now)
+
+    def store_moved(self, now: float) -> None:
+        """Lanes that are forming over the old store never will: operations that wait for one get another."""
+        for lane in [lane for lane in self._lanes if lane.state == "forming"]:
+            self.close_lane(lane, "store", now)
+
+    def tick(self, now: float) -> None:
+        """Deadlines, and members that have fallen silent."""
+        for operation in self.running:
+            if operation.number in self._running and now > operation.deadline:
+                self._end(operation, operation.overdue(), now)
+        for lane in [lane for lane in self._lanes if lane.state == "forming" and now > lane.deadline + LATE_S]:
+            if self._lanes.waits_for_store(lane):
+                self.close_lane(lane, "store", now)
+                continue
+            late = [member.name for member in lane.members if member not in lane.formed_by]
+            text = f"the process group did not form in {now - lane.opened_at:.1f} s; missing: {', '.join(late)}"
+            self.lane_failed(lane, errors.DeadlineExceeded(text, phase="form", members=late), now)
+        self._leave_silent(now)
+        for operation in self.running:
+            if operation.number in self._running and operation.gone and operation.lane is not None:
+                self._end_standstill(operation, operation.lane, now)
+        self.pairing.tick(now)
+        self._lanes.close_idle({op.lane.name for op in self.running if op.lane is not None})
+
+    def _end_standstill(self, operation: Operation, lane: Lane, now: float) -> None:
+        """No byte of it moves any more, though everybody is there."""
+        awaited = [member for member in operation.participants if member not in operation.done]
+        if lane.pace.stands_still(awaited, now):
+            names = ", ".join(member.name for member in awaited)
+            ways = sorted(f"{member.name} to {address}" for member, address in lane.pace.held_up())
+            held_up = f"; held up: {', '.join(ways)}" if ways else ""
+            text = f"no byte has moved for {lane.pace.still_s():.1f} s between {names}{held_up}"
+            self._broken(lane, [operation], errors.SyncError(text, phase="transfer"), now, final=True)
+
+    def _leave_silent(self, now: float) -> None:
+        """Those that a collective waits for, and that cannot be heard, are left behind."""
+        if self._roster.config.on_lost == "raise":
+            return
+        busy = {operation.due.domain for operation in self.running if not operation.pairwise}
+        for late in self.pairing.held_up_by(busy, now):
+            self.leave(late, f"silent for {now - late.last_seen:.0f} s", "frozen", now)
+        for operation in self.running:
+            if operation.number not in self._running:
+                continue
+            if operation.pairwise:
+                self._part_from_others(operation, now)
+                continue
+            awaited = [member for member in operation.participants if member not in operation.done]
+            silent = [
+                state for state in self._roster.states(awaited) if state.live and self._roster.suspect(state, now)
+            ]
+            heard = len(operation.posts) - len(silent)
+            if not heard or not all(operation.can_do_without(state.member) for state in silent):
+                continue
+            for state in silent:
+                why = f"silent for {now - state.last_seen:.0f} s"
+                self.leave(state, why, "frozen", now)
+
+    def _part_from_others(self, operation: Operation, now: float) -> None:
+        """A pair must not wait for a third member to form their lane."""
+        lane = operation.lane
+        if lane is None or lane.state != "forming" or len(lane.members) == 2:
+            return
+        third = self._roster.states(set(lane.members) - set(operation.participants))
+        if any(self._roster.suspect(state, now) for state in third):
+            self.close_lane(lane, "frozen", now)
+        elif now > lane.opened_at + PAIR_PATIENCE_S:
+            operation.apart, operation.lane = True, None
+            self._run(operation, now)

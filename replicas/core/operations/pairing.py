@@ -1,0 +1,398 @@
+"""What peers have posted, and what of it pairs.
+
+Theory of operation
+===================
+
+A *domain* is the set of peers that form one process group: all leaders (``ranks = "leader"``), all ranks of one number
+(``"each"``) or everybody (``"all"``). Each member's posts form one ordered stream. A collective is due when it is the
+oldest unstarted post of every live member of the domain, they agree on it, and no peer that the config promises has yet to
+join for the first time. ``send`` and ``recv`` are due when the oldest unstarted ones of that pair meet; those to or from
+different peers do not wait for each other, but none overtakes a collective.
+
+``step`` tags: a collective pairs equal tags only. A member that posts a tag that the stream has passed gets ``Gone``,
+members that post different new tags get ``RanksDisagree``.
+
+A member that is behind or quarantined is not waited for; with ``on_lost = "drop"`` neither is one that cannot be heard while
+all the others wait for its call (:meth:`Pairing.held_up_by`). What the others do without it, it has missed: its own post for
+that, or else its next one without a tag, gets ``Gone``, once, and pairs with nothing. After that it pairs with whatever the
+others do next. So no post of before is ever paired with a later one of the others.
+
+Before a collective starts, operations of unknown outcome are settled (:mod:`replicas.core.versions.settling`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
+
+import msgspec
+
+from replicas import errors
+from replicas.core.ground import Ground
+from replicas.core.members.member_state import MemberState
+from replicas.core.membership import MEMBER
+from replicas.core.operations.posts import Post, disagreement, miscount, show
+from replicas.core.versions.settling import Settling
+from replicas.messages import OperationPost, OperationSettled
+from replicas.messages.identity import Member
+
+__all__ = ["Due", "Pairing"]
+
+
+@dataclass(frozen=True, slots=True)
+class Due:
+    """Something that can start. ``root``: index of a post, or -1. ``first``: whom the posts reckon with, in order."""
+
+    kind: str
+    posts: tuple[Post, ...]
+    root: int
+    domain: int
+    first: tuple[Member, ...]
+
+
+class Pairing:
+    """The posts of one channel of peers. ``refuse`` ends a post that never started; ``running`` knows refs."""
+
+    def __init__(
+        self,
+        ground: Ground,
+        settling: Settling,
+        reply: Callable[[Post, errors.ReplicasError], None],
+        running: Callable[[str], bool],
+    ) -> None:
+        self._expects = True
+        self._ground, self._roster = ground, ground.roster
+        self._settling = settling
+        self._reply = reply
+        self._running = running
+        self._streams: dict[Member, list[Post]] = {}
+        self._steps: dict[int, int] = {}
+        self._missed: dict[Member, str] = {}
+
+    # ------------------------------------------------------------ domains
+
+    @property
+    def _ranks(self) -> str:
+        return self._roster.config.peers[0].ranks if self._roster.config.peers else "leader"
+
+    def domain_of(self, member: Member) -> int:
+        """Number of the member's domain: its rank with ``ranks = "each"``, else 0."""
+        return member.rank if self._ranks == "each" else 0
+
+    def live(self, domain: int) -> list[MemberState]:
+        """The live peers of a domain, in order."""
+        peers = [state for state in self._roster.live if state.is_peer and state.carries]
+        return [state for state in peers if self.domain_of(state.member) == domain]
+
+    def _aside(self, domain: int) -> list[MemberState]:
+        """Peers of the domain that are not waited for."""
+        peers = [state for state in self._roster if state.is_peer and state.carries]
+        aside = [state for state in peers if state.standing in ("behind", "quarantined")]
+        return [state for state in aside if self.domain_of(state.member) == domain]
+
+    def _awaited(self, domain: int) -> list[str]:
+        """Names that the config promises in this domain and that never joined."""
+        names = []
+        for party in self._roster.config.peers:
+            shape = self._roster.shape(party.group)
+            for replica in range(shape.replicas):
+                if self._ranks == "all":
+                    ranks: Sequence[int] = range(shape.world_size)
+                elif self._ranks == "each":
+                    ranks = [domain] if domain < shape.world_size else []
+                else:
+                    ranks = [0]
+                names += [f"{party.group}/{replica}/{rank}" for rank in ranks]
+        return [name for name in names if name not in self._roster.seen] if self._expects else []
+
+    def expect_nobody(self) -> None:
+        """Wait for no peer to join for the first time: they have had their time, under another coordinator."""
+        self._expects = False
+
+    def _meant(self, message: OperationPost, member: Member) -> OperationPost:
+        """With the full name of the root, as ``member`` means it: others may have given it otherwise."""
+        if not message.root or message.root.count("/") >= 2:
+            return message
+        rank = member.rank if self._ranks == "each" else 0
+        return msgspec.structs.replace(message, root=f"{message.root}/{rank}")
+
+    def _is_lost(self, name: str) -> bool:
+        return name in self._roster.seen and self._roster.holder_of(name) is None
+
+    # ------------------------------------------------------------ posts
+
+    def waits(self, member: Member) -> bool:
+        """Whether the member waits for an operation."""
+        return bool(self._streams.get(member))
+
+    def post(self, member: Member, message: OperationPost, now: float) -> None:
+        """A member's next call."""
+        state = self._roster.get(member)
+        if state is None:
+            return
+        view = tuple(peer.member for peer in self.live(self.domain_of(member)))
+        post = Post(member, self._meant(message, member), now, now + message.deadline_s, view)
+        error = self._problem(state, post)
+        if error is not None:
+            self._reply(post, error)
+        else:
+            self._streams.setdefault(member, []).append(post)
+
+    def _problem(self, state: MemberState, post: Post) -> errors.ReplicasError | None:
+        message = post.message
+        if not state.carries:
+            return errors.UsageError(
+                f"{post.member} takes no part in operations of this channel: only leaders do",
+                hint='set ranks = "each" or "all" for the peers of the channel',
+            )
+        if post.pairwise:
+            return self._peer_problem(post)
+        missed = self._missed.pop(post.member, None)
+        if message.step is None:
+            return self._gone(post.member, missed) if missed else None
+        return self._step_problem(post)
+
+    def _step_problem(self, post: Post) -> errors.ReplicasError | None:
+        step, passed = post.message.step, self._steps.get(self.domain_of(post.member), -1)
+        if step is None or step > passed:
+            return None
+        hint = "bring this peer to the present state, then go on with the others' next step"
+        return errors.Gone(f"step {step} has passed: the others have done step {passed}", phase="wait", hint=hint)
+
+    def passed(self, domain: int, step: int | None) -> None:
+        """A collective with this tag was done. One that failed may be tried again with the same tag."""
+        if step is None or step <= self._steps.get(domain, -1):
+            return
+        self._steps[domain] = step
+        for member in [member for member in self._streams if self.domain_of(member) == domain]:
+            for post in [post for post in self._unstarted(member) if not post.pairwise]:
+                error = self._step_problem(post)
+                if error is not None:
+                    self._refuse(post, error)
+
+    def _peer_problem(self, post: Post) -> errors.ReplicasError | None:
+        kind, root = post.message.kind, post.message.root
+        if root == post.member.name:
+            return errors.UsageError(f"{kind}: {root} is this member itself")
+        if not any(root.startswith(f"{party.group}/") for party in self._roster.config.peers):
+            return errors.UsageError(f"{kind}: {root!r} names no peer of this channel")
+        if self._is_lost(root):
+            hint = "it can be reached when it has joined again"
+            return errors.PeersLost(f"{root} is lost", phase="wait", members=[root], hint=hint)
+        return None
+
+    @staticmethod
+    def _gone(member: Member, what: str) -> errors.ReplicasError:
+        return errors.Gone(
+            f"the others went on without {member} ({what})",
+            phase="wait",
+            members=[member.name],
+            hint="bring this peer to the present state; its next call pairs with the others' next one",
+        )
+
+    def end(self, post: Post) -> None:
+        """It has its verdict."""
+        stream = self._streams.get(post.member)
+        if stream is not None and post in stream:
+            stream.remove(post)
+
+    def _refuse(self, post: Post, error: errors.ReplicasError) -> None:
+        self.end(post)
+        self._reply(post, error)
+
+    def _unstarted(self, member: Member) -> list[Post]:
+        return [post for post in self._streams.get(member, []) if not post.started]
+
+    # ------------------------------------------------------------ what is due
+
+    def due(self, now: float, *, collective_runs: bool) -> Iterator[Due]:
+        """What can start now, marked as started. At most one collective of each domain."""
+        for domain in sorted({self.domain_of(member) for member in self._streams}):
+            yield from self._due_pairs(domain)
+            if not (collective_runs and self._joins_wait(now)):
+                yield from self._due_collective(domain)
+
+    def _joins_wait(self, now: float) -> bool:
+        """Whether somebody waits for the moment at which no collective runs."""
+        out = [state for state in self._roster if MEMBER.allows(state.standing, "admitted")]
+        return any(state.is_peer and self._roster.admissible(state, now) for state in out)
+
+    def _pairable(self, member: Member) -> list[Post]:
+        """Unstarted sends and receives before the first unstarted collective."""
+        posts = []
+        for post in self._unstarted(member):
+            if not post.pairwise:
+                break
+            posts.append(post)
+        return posts
+
+    def _due_pairs(self, domain: int) -> Iterator[Due]:
+        live = [state.member for state in self.live(domain)]
+        by_name = {member.name: member for member in live}
+        for receiver in live:
+            for want in [post for post in self._pairable(receiver) if post.message.kind == "recv"]:
+                sender = by_name.get(want.message.root)
+                give = None if sender is None else self._counterpart(sender, receiver)
+                if give is None:
+                    continue
+                if want.message.segments and want.message.segments != give.message.segments:
+                    text = f"{give.member} sends {show(give)}, {want.member} expects {show(want)}"
+                    for post in (give, want):
+                        self._refuse(post, errors.RanksDisagree(text, phase="wait"))
+                    continue
+                give.started = want.started = True
+                posts = tuple(sorted((give, want), key=lambda post: post.member))
+                first = tuple(post.member for post in posts)
+                yield Due("send", posts, posts.index(give), domain, first)
+
+    def _counterpart(self, sender: Member, receiver: Member) -> Post | None:
+        for post in self._pairable(sender):
+            if post.message.kind == "send" and post.message.root == receiver.name:
+                return post
+        return None
+
+    def _due_collective(self, domain: int) -> Iterator[Due]:
+        heads: list[Post] = []
+        for state in self.live(domain):
+            unstarted = self._unstarted(state.member)
+            if not unstarted or unstarted[0].pairwise:
+                return
+            heads.append(unstarted[0])
+        if not heads or self._awaited(domain) or not self._settled(heads):
+            return
+        root = self._root_of(heads)
+        first = self._reckoned(heads, root)
+        problem = self._root_problem(heads, root) or disagreement(heads) or miscount(heads, root, first)
+        if problem is not None:
+            for post in heads:
+                self._refuse(post, problem)
+            return
+        for post in heads:
+            post.started = True
+        self._pass_by(domain, heads[0])
+        yield Due(heads[0].message.kind, tuple(heads), root, domain, first)
+
+    def _pass_by(self, domain: int, head: Post) -> None:
+        """Those that are not waited for miss this one."""
+        for state in self._aside(domain):
+            what = f"{head.message.kind}, as it is {state.standing}: {state.note or 'it could not be heard'}"
+            own = next((post for post in self._unstarted(state.member) if not post.pairwise), None)
+            if own is not None:
+                self._refuse(own, self._gone(state.member, what))
+            else:
+                self._missed[state.member] = what
+
+    def _settled(self, heads: Sequence[Post]) -> bool:
+        """Tell those in doubt what became of their earlier operations; False when the collective cannot start yet."""
+        if any(self._running(ref) for post in heads for ref in post.message.unsettled):
+            return False
+        ready = True
+        messages = [post.message for post in heads]
+        found = {post.member: self._settling.answers(post.message, messages) for post in heads}
+        if any(None in answers.values() for answers in found.values()) and self._unheard(heads):
+            return False
+        for post in heads:
+            answers = found[post.member]
+            for ref, applied in answers.items():
+                self._ground.send(post.member, OperationSettled(ref, bool(applied)))
+            missed = [ref for ref, applied in answers.items() if applied]
+            if missed:
+                self._refuse(post, self._settling.missed(post.member.name, missed))
+                ready = False
+        return ready
+
+    def _unheard(self, heads: Sequence[Post]) -> bool:
+        """Whether a member that was there under an earlier coordinator is not among those who call."""
+        here = {post.member for post in heads}
+        domain = self.domain_of(heads[0].member)
+        others = [state for state in self._roster if state.is_peer and state.carries and state.member not in here]
+        return any(state.from_before and self.domain_of(state.member) == domain for state in others)
+
+    def _root_of(self, heads: Sequence[Post]) -> int:
+        post = heads[0]
+        if not post.message.root:
+            return -1
+        return next((i for i, head in enumerate(heads) if head.member.name == post.message.root), -1)
+
+    def _root_problem(self, heads: Sequence[Post], root: int) -> errors.ReplicasError | None:
+        message = heads[0].message
+        if not message.root or root >= 0 or any(post.message.root != message.root for post in heads):
+            return None
+        name = message.root
+        known = name in self._roster.seen
+        kind: type[errors.ReplicasError] = errors.PeersLost if known else errors.UsageError
+        return kind(
+            f"{message.kind}: {message.root} is not a live member of this channel",
+            phase="wait",
+            members=[name],
+            hint="name another peer, or wait until it is back" if known else "see channel.members",
+        )
+
+    def _reckoned(self, heads: Sequence[Post], root: int) -> tuple[Member, ...]:
+        """The members that the callers reckoned with: those that were live when the root (or the first) called."""
+        members = tuple(post.member for post in heads)
+        decisive = heads[max(root, 0)]
+        if decisive.message.kind in ("scatter", "reduce_scatter") and len(decisive.message.segments) == len(heads):
+            return members
+        return decisive.view if set(members) <= set(decisive.view) else members
+
+    # ------------------------------------------------------------ losses and time
+
+    def lost(self, member: Member, why: str) -> None:
+        """The member is gone: so are its posts, and what cannot happen without it ends."""
+        self._streams.pop(member, None)
+        self._missed.pop(member, None)
+        raising = self._roster.config.on_lost == "raise"
+        for other, posts in list(self._streams.items()):
+            concerned = raising and self.domain_of(other) == self.domain_of(member)
+            for post in [post for post in posts if not post.started]:
+                kind = post.message.kind
+                waits = post.pairwise and post.message.root == member.name
+                if waits or (concerned and not post.pairwise):
+                    text = f"{kind}: {member} was lost ({why}) before it began"
+                    self._refuse(post, errors.PeersLost(text, phase="wait", members=[member.name]))
+
+    def tick(self, now: float) -> None:
+        for posts in list(self._streams.values()):
+            for post in [post for post in posts if not post.started and now > post.deadline]:
+                self._refuse(post, self._late(post, now))
+
+    def held_up_by(self, running: Set[int], now: float) -> list[MemberState]:
+        """Members that cannot be heard, and for whose call a collective of all the others waits. Its root is waited for.
+
+        :param running: domains of which a collective runs.
+        """
+        found: list[MemberState] = []
+        for domain in {self.domain_of(member) for member in self._streams} - running:
+            live = self.live(domain)
+            silent = [state for state in live if self._roster.suspect(state, now) and not self._unstarted(state.member)]
+            posts = [next(iter(self._unstarted(state.member)), None) for state in live if state not in silent]
+            waiting = [post for post in posts if post is not None and not post.pairwise]
+            if not waiting or len(waiting) < len(posts) or self._awaited(domain):
+                continue
+            roots = {post.message.root for post in waiting}
+            found += [state for state in silent if state.member.name not in roots]
+        return found
+
+    def _late(self, post: Post, now: float) -> errors.ReplicasError:
+        if post.pairwise:
+            names, texts = [post.message.root], [post.message.root]
+        else:
+            domain = self.domain_of(post.member)
+            heads = {state: next(iter(self._unstarted(state.member)), None) for state in self.live(domain)}
+            missing = [state for state, head in heads.items() if head is None]
+            busy = {
+                state.member.name: show(head) for state, head in heads.items() if head is not None and head.pairwise
+            }
+            promised = self._awaited(domain)
+            names = [state.member.name for state in missing] + [*busy, *promised]
+            texts = [self._heard(state, now) for state in missing] + promised
+            texts += [f"{name}, which waits in {what}" for name, what in busy.items()]
+        text = f"{post.message.kind}: waited for {', '.join(texts) or 'earlier operations to end'}"
+        hint = "call it on every peer in time, or give it a longer deadline"
+        return errors.DeadlineExceeded(text, phase="wait", members=names, hint=hint)
+
+    def _heard(self, state: MemberState, now: float) -> str:
+        if not self._roster.suspect(state, now):
+            return state.member.name
+        return f"{state.member.name} (silent for {now - state.last_seen:.0f} s)"

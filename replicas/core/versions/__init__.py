@@ -1,0 +1,1 @@
+"""Versions of weights: publishes, commits, manifests, catch-up and recovery."""

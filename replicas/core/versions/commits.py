@@ -1,0 +1,577 @@
+"""From packed to committed: the main transfer, the decision, and the verdict.
+
+Theory of operation
+===================
+
+One publish moves at a time. Its transfer serves the live targets; when all of them hold it (or, past the deadline with
+``on_lost = "drop"``, those that do) the version is *decided*: recorded, then told to everyone. A decided version is only
+ever followed by newer ones. Targets that were left behind stay members, are caught up (:mod:`replicas.core.versions.catch_up`), and
+are admitted again at a boundary.
+
+What another coordinator had begun comes in by :mod:`replicas.core.versions.recovery`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from replicas import errors
+from replicas import messages as wire
+from replicas.core.effects import CommitDecision, Record, Send, SyncEnded
+from replicas.core.ground import Ground
+from replicas.core.members.member_state import MemberState, Reading
+from replicas.core.moving.lanes import Lane
+from replicas.core.moving.payload import Payload
+from replicas.core.moving.transfers import Transfer
+from replicas.core.versions.catch_up import CatchUp
+from replicas.core.versions.fetching import pieces
+from replicas.core.versions.manifests import Manifests
+from replicas.core.versions.publishes import Publish, Publishes
+from replicas.core.versions.rounds import Newest
+from replicas.messages import ReceiptData, WireError
+from replicas.messages.identity import Member
+from replicas.status import SyncRecord
+
+__all__ = ["Commits"]
+
+READING_S = 2.0
+"""For so long nobody judges how fast a member reads a manifest."""
+READY_S = 3.0
+"""How long those of a later attempt have at least to get ready."""
+LAST_WORDS_S = 0.4
+"""A rank that gives up at its deadline knows better why (no free slot, say): its word is waited for so long."""
+
+
+class Commits:
+    """Publishes, transfers and decisions of one channel."""
+
+    def __init__(self, ground: Ground) -> None:
+        self._ground, self._roster = ground, ground.roster
+        config = ground.config
+        source_ranks = "all" if any(party.ranks == "all" for party in config.sources) else "leader"
+        self.publishes = Publishes(config.name, source_ranks, ground.past.floor)  # type: ignore[arg-type]  # one of the two literals
+        self.latest, self.decided = ground.past.decided
+        """Number and digest of the newest committed version."""
+        self.committed: Payload | None = None
+        """Its bytes, once they are known here."""
+        self._decided_here = False
+        """Whether the newest commit is of a publish under this coordinator: then it is no other source's of that number."""
+        self.main: Transfer | None = None
+        self.catch_ups = tuple(CatchUp(ground, self._assembled, slow=slow) for slow in (False, True))
+        self.manifests = Manifests(config.name, ground.out)
+        self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
+        """Words about publishes whose manifest is not here yet, in order."""
+
+    # ------------------------------------------------------------ what members say
+
+    @property
+    def moving(self) -> bool:
+        return self.main is not None
+
+    @property
+    def newest(self) -> Newest:
+        """The newest committed version, for those who ask for one."""
+        return Newest(self.latest, self.committed.meta if self.committed is not None else None)
+
+    @property
+    def transfers(self) -> list[Transfer]:
+        known = (self.main, *(catch_up.transfer for catch_up in self.catch_ups))
+        return [transfer for transfer in known if transfer is not None]
+
+    def publishing(
+        self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
+    ) -> None:
+        """A rank publishes."""
+        match message:
+            case wire.PublishBegin():
+                self._begin(state, message, now)
+            case wire.Packed():
+                self._packed(state, message, now)
+            case wire.PackFailed():
+                self._pack_failed(state, message, now)
+
+    def _begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
+        ground, member = self._ground, state.member
+        error: errors.ReplicasError
+        if not state.is_source:
+            error = errors.UsageError(
+                f"{member} is no source of channel {self._ground.config.name!r} and cannot publish on it",
+                channel=self._ground.config.name,
+                hint="name its group under `sources`",
+            )
+            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(error)))
+            return
+        try:
+            publish = self.publishes.begin(member, message, now)
+        except errors.RanksDisagree as exc:
+            found = self.publishes.get(member, message.publish)
+            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(exc)))
+            if found is not None and not found.over:
+                self._fail(found, exc, now)
+            return
+        except errors.UsageError as exc:
+            ground.send(member, wire.PublishEnd(message.publish, error=WireError.of(exc)))
+            return
+        ground.send(member, wire.PublishAdmitted(message.publish, publish.version))
+        if publish.over:
+            ground.send(member, wire.PublishEnd(publish.number, publish.receipt, publish.error))
+
+    def _packed(self, state: MemberState, message: wire.Packed, now: float) -> None:
+        known = self.publishes.get(state.member, message.publish)
+        if message.manifest_hash and known is not None and not known.over:
+            encoded = self.manifests.get(message.manifest_hash)
+            if encoded is None:
+                self._unread.append((state, message))
+                self.manifests.fetch(state.member, message.manifest_hash, now)
+                return
+            known.manifests[state.member] = encoded
+            state.parts.add(known.version)
+            state.lent.add(known.version)
+            if message.place is not None:
+                state.places[known.version] = message.place
+        self.publishes.packed(state.member, message, state.hello.world_size, now)
+
+    def filled(self, state: MemberState, message: wire.Filled, now: float) -> None:
+        """What was sent while it was packed is all there now."""
+        if any(one is state and earlier.publish == message.publish for one, earlier in self._unread):
+            self._unread.append((state, message))
+            return
+        publish = self.publishes.filled(state.member, message)
+        if publish is None or publish.payload is None:
+            return
+        publish.payload.filling = None
+        publish.payload.digest = message.digest
+        state.places[publish.version] = message.place
+        if publish.version in state.held:
+            state.held[publish.version] = message.digest
+        if publish.transfer is not None:
+            publish.transfer.filled(now)
+
+    def _pack_failed(self, state: MemberState, message: wire.PackFailed, now: float) -> None:
+        publish = self.publishes.pack_failed(state.member, message)
+        if publish is not None:
+            self._fail(publish, message.error.exception(), now)
+
+    def transferring(
+        self, member: Member, message: wire.TransferReady | wire.TransferDone | wire.TransferFailed, now: float
+    ) -> None:
+        """A member's part in a transfer."""
+        for transfer in self.transfers:
+            match message:
+                case wire.TransferReady():
+                    transfer.ready(member, message.transfer, now)
+                case wire.TransferDone():
+                    transfer.done(member, message, now)
+                case wire.TransferFailed():
+                    transfer.member_failed(member, message.transfer, message.error.exception(), now)
+
+    def lane_formed(self, lane: Lane, now: float) -> None:
+        for transfer in self.transfers:
+            transfer.lane_formed(lane, now)
+
+    def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
+        self._ground.lanes.broke(lane)
+        for transfer in self.transfers:
+            transfer.lane_failed(lane, error, now)
+
+    # ------------------------------------------------------------ from packed to moving
+
+    def asked(self, state: MemberState, ask: wire.ManifestAsk, now: float) -> None:
+        """A member wants the manifest of what it was offered."""
+        known = [transfer.payload for transfer in self.transfers] + ([self.committed] if self.committed else [])
+        found = next((one.encoded for one in known if one.manifest_hash == ask.manifest_hash), None)
+        if found is not None:
+            before = state.reading
+            goes_on = before is not None and before.manifest_hash == ask.manifest_hash and ask.offset > before.nbytes
+            since = before.since if before is not None and goes_on else now
+            state.reading = Reading(ask.manifest_hash, since, now, ask.offset, len(found))
+        self._ground.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
+
+    def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> bool:
+        """Of a manifest that was asked for here; False: what this member has of it is of no use."""
+        try:
+            if self.manifests.add(state.member, piece, now):
+                self._read_on(now)
+            return True
+        except errors.ReplicasError as error:
+            failed = [m.publish for s, m in self._unread if s is state and _hash_of(m) == piece.manifest_hash]
+            for publish in filter(None, (self.publishes.get(state.member, number) for number in failed)):
+                self._fail(publish, errors.ManifestMismatch(f"{state.member}: {error.message}", hint=error.hint), now)
+            self._read_on(now)
+            return False
+
+    def _read_on(self, now: float) -> None:
+        """What waited for a manifest may wait no longer."""
+        unread, self._unread = self._unread, []
+        for state, message in unread:
+            if self._roster.get(state.member) is not state:
+                continue
+            if isinstance(message, wire.Packed):
+                self._packed(state, message, now)
+            else:
+                self.filled(state, message, now)
+
+    def _prepare(self, publish: Publish, now: float) -> None:
+        try:
+            publish.payload = payload = self.manifests.payload(publish)
+        except errors.ReplicasError as exc:
+            self._fail(publish, exc, now)
+            return
+        if payload is not None and not payload.part_owners:
+            state = self._roster.get(publish.carriers[0])
+            if state is not None:
+                state.held.setdefault(publish.version, payload.digest)
+                state.parts.discard(publish.version)
+
+    def advance(self, now: float) -> None:
+        """Start what can start: the next publish in the queue, and catch-up."""
+        for publish in [publish for publish in self.publishes.queue if publish.payload is None]:
+            self._prepare(publish, now)
+        for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
+            self._overtaken(publish, now)
+        if self.main is None and self.publishes.queue and self._target_replicas() >= self._ground.config.min_targets:
+            self._start_next(now)
+        for catch_up in self.catch_ups:
+            catch_up.advance(self.committed, self.main, now)
+
+    def _target_replicas(self) -> int:
+        """Target replicas with a live member: a version waits in the queue until there are ``min_targets``."""
+        targets = self._roster.targets
+        return len({(s.member.group, s.member.replica) for s in targets if not s.draining})
+
+    def _overtaken(self, publish: Publish, now: float) -> None:
+        """Its number is that of the newest commit (it was decided before the coordinator started again), or an older one."""
+        if publish.resumed and publish.version == self.latest and not self._decided_here:
+            holders = [s for s in self._roster if s.is_target and s.carries and publish.version in s.held]
+            publish.receipt = ReceiptData(
+                epoch=self._roster.epoch,
+                members=tuple(sorted(state.member for state in holders)),
+                lost=(),
+                nbytes=publish.payload.nbytes if publish.payload is not None else 0,
+                seconds=now - publish.began_at,
+                phases=publish.phases() | publish.hold,
+                version=publish.version,
+                staging=self._ground.config.staging,
+                digest=self.decided,
+            )
+            if self.committed is None and publish.payload is not None:
+                publish.payload.digest = publish.payload.digest or self.decided
+                self.restore(publish.payload)
+            self._verdict(publish, "committed", now)
+            return
+        text = f"version {publish.version} was overtaken by version {self.latest}"
+        self._fail(publish, errors.StaleVersion(text, version=publish.version), now)
+
+    def _start_next(self, now: float) -> None:
+        publish = self.publishes.queue[0]
+        if publish.payload is None:
+            return  # its manifest is being read
+        self.publishes.take(publish, now)
+        targets = self._roster.targets
+        needers = [s.member for s in targets if publish.version not in s.held and not s.draining]
+        publish.transfer = self.main = Transfer(
+            self._ground, publish.payload, needers, kind="main", deadline=publish.deadline, on_end=self._main_ended
+        )
+        for catch_up in self.catch_ups:
+            catch_up.served_by(self.main, now)
+        self.main.start(now)
+
+    # ------------------------------------------------------------ the end of a publish
+
+    def _main_ended(self, transfer: Transfer, error: errors.ReplicasError | None, now: float) -> None:
+        publish = self.publishes.moving
+        if publish is None or publish.transfer is not transfer:
+            return
+        if error is not None:
+            self._fail(publish, error, now)
+            return
+        config = self._ground.config
+        if publish.version <= self.latest:
+            self._overtaken(publish, now)
+        elif config.on_lost == "raise" and publish.lost:
+            why = "; ".join(f"{name}: {reason}" for name, reason in publish.lost.items())
+            self._fail(publish, self._too_few(publish, f"lost while it was sent: {why}"), now)
+        elif len({(m.group, m.replica) for m in self._holders(publish.version)}) < config.min_targets:
+            held_by = len(self._holders(publish.version))
+            text = f"{held_by} members hold it, min_targets = {config.min_targets} replicas"
+            self._fail(publish, self._too_few(publish, text), now)
+        elif not self._held_by_any(publish.version):
+            text = f"version {publish.version} was lost with its source before it was committed"
+            self._fail(publish, errors.PeersLost(text, phase="commit", hint="publish again"), now)
+        else:
+            self._commit(publish, transfer, now)
+
+    def _too_few(self, publish: Publish, text: str) -> errors.PeersLost:
+        return errors.PeersLost(
+            f"version {publish.version} is not committed: {text}",
+            channel=self._ground.config.name,
+            version=publish.version,
+            phase="transfer",
+            members=tuple(publish.lost),
+        )
+
+    def _commit(self, publish: Publish, transfer: Transfer, now: float) -> None:
+        payload = transfer.payload
+        self._leave_behind(publish, transfer)
+        digest = payload.digest or self._held_digest(payload.version)
+        self._vouch(payload.version, digest)
+        payload.digest, payload.filling = digest, None  # of a publisher that has not said that it is full
+        self.manifests.current = payload.manifest
+        self._decide(publish.version, digest, payload)
+        self._decided_here = True
+        seconds = now - publish.began_at
+        phases = publish.phases(max(0.0, seconds - sum(publish.phases().values())))
+        publish.receipt = ReceiptData(
+            epoch=self._roster.epoch,
+            members=tuple(sorted(transfer.verified | self._holders(publish.version))),
+            lost=tuple(publish.lost),
+            reasons=dict(publish.lost),
+            nbytes=payload.nbytes,
+            seconds=seconds,
+            phases=phases | publish.hold,
+            version=publish.version,
+            staging=self._ground.config.staging,
+            digest=digest,
+        )
+        for state in self._roster.states(transfer.verified):
+            state.failures, state.slow = 0, False  # it works with the others
+        moved_nbytes = transfer.moved_nbytes
+        self._verdict(publish, "committed", now, moved_nbytes=moved_nbytes)
+        self._ground.marks.version(publish.group, publish.replica, publish.version)
+        self._ground.lanes.keep(transfer.lane)
+        self.main = None
+
+    def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
+        """The decision: on disk before anyone is told."""
+        self.latest, self.decided, self.committed = version, digest, payload
+        self._decided_here = False
+        self._ground.keeping.look(version)
+        self._record("commit", version, digest)
+        commit = self.commit_message()
+        self._ground.out.extend(Send(state.member, commit) for state in self._roster)
+
+    def _record(self, kind: Literal["commit", "abort"], version: int, digest: str = "") -> None:
+        ground = self._ground
+        decision = CommitDecision(kind, ground.config.name, version, digest, self._roster.epoch, ground.term)
+        ground.out.append(Record(decision))
+
+    def commit_message(self) -> wire.Commit:
+        """What everybody is told of the newest committed version."""
+        manifest_hash = self.committed.manifest_hash if self.committed is not None else ""
+        return wire.Commit(self.latest, self.decided, manifest_hash)
+
+    def obtainable(self, members: Iterable[MemberState]) -> bool:
+        """Whether ``members`` can get the newest committed version: somebody still has it."""
+        owners = self.committed.part_owners if self.committed is not None else ()
+        return self._ground.keeping.serves(self.latest, owners, members) or self._held_by_any(self.latest)
+
+    def _held_by_any(self, version: int) -> bool:
+        roster = self._roster
+        return bool(roster.holders(version)) or any(version in state.parts for state in roster)
+
+    def _holders(self, version: int) -> set[Member]:
+        return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
+
+    def _held_digest(self, version: int) -> str:
+        """What the holders say, whom another coordinator had it sent to. Empty: there is no image of it, only the parts."""
+        digests = {s.held[version] for s in self._roster if s.held.get(version)}
+        return digests.pop() if len(digests) == 1 else ""
+
+    def _assembled(self, payload: Payload) -> None:
+        """The first image has been made of a version that was committed in parts, when nobody was there to receive it."""
+        if payload is self.committed and not self.decided:
+            self.decided = payload.digest
+
+    def _vouch(self, version: int, digest: str) -> None:
+        """Write the digest down for holders that had none yet (the image's own source); others' must be equal."""
+        for state in self._roster:
+            held = state.held.get(version)
+            if held == "":
+                state.held[version] = digest
+            elif held is not None and held != digest:
+                state.forget(version)
+                self._ground.send(state.member, wire.Discard(version))
+
+    def quarantined(self, state: MemberState) -> None:
+        """It takes no part any more in what is under way."""
+        publish = self.publishes.moving
+        if publish is not None and self.main is not None and state.member in self.main.asked:
+            publish.lost[state.member.name] = state.note
+
+    def _leave_behind(self, publish: Publish, transfer: Transfer) -> None:
+        """Targets of the epoch that do not hold it: out of the epoch until they have caught up."""
+        for state in self._roster.targets:
+            if publish.version not in state.held:
+                why = transfer.why.get(state.member, "it did not have all of it by the deadline")
+                if not state.draining or state.member in transfer.asked:  # else nobody has waited for it
+                    publish.lost[state.member.name] = why
+                self._roster.leave_behind(state, why, missed=publish.version)
+
+    # ------------------------------------------------------------ what another coordinator had begun
+
+    def learn(self, version: int, digest: str) -> None:
+        """Somebody has seen ``version`` committed."""
+        if version <= self.latest:
+            if version == self.latest and not self.decided:
+                self.decided = digest
+            return
+        self._decide(version, digest, None)
+
+    def decide_forward(self, version: int, digest: str) -> None:
+        """Every target holds it, and its source is gone."""
+        self.publishes.numbered = max(self.publishes.numbered, version)
+        self._decide(version, digest, None)
+
+    def restore(self, payload: Payload) -> None:
+        """The bytes of the newest committed version are known again."""
+        self.manifests.current, self.committed = payload.manifest, payload
+
+    def fail_resumed(self, publish: Publish, why: str, now: float) -> None:
+        """It had ended before the coordinator started again."""
+        text = f"version {publish.version} was not committed by the coordinator that was here before: {why}"
+        self._fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
+
+    # ------------------------------------------------------------ failures
+
+    def _fail(self, publish: Publish, error: errors.ReplicasError, now: float) -> None:
+        """One verdict for all ranks; the number is never used again."""
+        if publish.over:
+            return
+        error.channel = error.channel or self._ground.config.name
+        error.version = error.version or publish.version
+        error.unanimous = True
+        publish.error = WireError.of(error)
+        transfer = publish.transfer
+        if transfer is not None and transfer is self.main:
+            self.main = None
+            transfer.stop(complete=False)
+            transfer.close_lane()  # its bytes had all moved, and yet it is no version
+        if publish.state == "moving" and publish.version > self.latest:
+            self._record("abort", publish.version)
+        asked = transfer.asked if transfer is not None else frozenset()
+        for state in self._roster:
+            if self._is_committed(state, publish):
+                continue
+            if state.forget(publish.version) or state.member in asked:  # it may have all, and not say so
+                self._ground.send(state.member, wire.Discard(publish.version))
+        self._verdict(publish, _snake(type(error).__name__), now)
+
+    def _is_committed(self, state: MemberState, publish: Publish) -> bool:
+        """Whether what it holds by the number of ``publish`` is the committed version, heard of too late."""
+        same = publish.version == self.latest and state.held.get(publish.version) == self.decided
+        return same and bool(self.decided) and state.member not in publish.begun
+
+    def _verdict(self, publish: Publish, outcome: str, now: float, *, moved_nbytes: int = 0) -> None:
+        ground = self._ground
+        self.publishes.end(publish, committed=publish.receipt is not None)
+        end = wire.PublishEnd(publish.number, publish.receipt, publish.error)
+        ground.out.extend(Send(member, end) for member in sorted(publish.begun) if member in self._roster)
+        receipt = publish.receipt
+        record = SyncRecord(
+            version=publish.version,
+            outcome=outcome,
+            seconds=now - publish.began_at,
+            nbytes=publish.payload.nbytes if publish.payload is not None else 0,
+            moved_nbytes=moved_nbytes,
+            phases=receipt.phases if receipt is not None else {},
+            members=len(receipt.members) if receipt is not None else 0,
+            lost=tuple(publish.lost),
+        )
+        ground.emit(SyncEnded(ground.config.name, record))
+
+    # ------------------------------------------------------------ losses and time
+
+    def lost(self, state: MemberState, now: float) -> None:
+        """A member is gone (already out of the roster)."""
+        member = state.member
+        self.manifests.lost(member)
+        self._unread = [(one, message) for one, message in self._unread if one is not state]
+        self._ground.lanes.lost(member)
+        for publish in self.publishes.open():
+            mine = (publish.group, publish.replica) == (member.group, member.replica)
+            if publish.state == "packing" and mine and member in publish.begun:
+                text = f"{member} was lost ({state.note}) while version {publish.version} was packed"
+                self._fail(publish, errors.PeersLost(text, members=[member.name], phase="pack"), now)
+            elif publish.state == "moving" and state.is_target:
+                publish.lost[member.name] = state.note or "lost"
+        for transfer in self.transfers:
+            transfer.lost(member, now)
+
+    def tick(self, now: float, *, recovering: bool) -> None:
+        """Time passes. ``recovering``: members may still come back to a new coordinator."""
+        for transfer in self.transfers:
+            transfer.tick(now)
+        for publish in self.publishes.open():
+            if publish.state == "moving" and now > publish.moving_at + READING_S:
+                self._leave_laggards(publish, now)
+            grace = LAST_WORDS_S if publish.state == "packing" else 0.0
+            if not publish.over and now > publish.deadline + grace:
+                self._deadline(publish, now, recovering=recovering)
+        for catch_up in self.catch_ups:
+            catch_up.tick(now)
+
+    def _leave_laggards(self, publish: Publish, now: float) -> None:
+        """Some are not ready to receive in half of the time, or will not have read the manifest by then: go on without them,
+        if others are.
+        """
+        transfer = publish.transfer
+        if transfer is None or self._ground.config.on_lost == "raise":
+            return
+        half = publish.laggard_time()
+        if transfer.attempts > 1:
+            half = max(half, transfer.attempt_at + READY_S)
+        laggards = transfer.unready if now > half else transfer.slow_readers(half)
+        others = laggards < transfer.needers or transfer.verified
+        if laggards and others:
+            waited = f"{now - publish.moving_at:.1f} s"
+            transfer.exclude(laggards, now, reason="refused", why=f"it was not ready to receive within {waited}")
+
+    def _deadline(self, publish: Publish, now: float, *, recovering: bool) -> None:
+        transfer = publish.transfer
+        waited = f"{publish.deadline - publish.began_at:.1f} s"
+        if publish.state == "packing":
+            missing = [f"{g}/{r}/{k}" for g, r, k in sorted(self._missing(publish))]
+            text = f"version {publish.version}: {', '.join(missing)} did not pack it within {waited}"
+            self._fail(publish, errors.DeadlineExceeded(text, phase="pack", members=missing), now)
+        elif publish.state == "queued" and recovering:
+            text = f"version {publish.version} waited {waited} for the members to come back to a new coordinator"
+            self._fail(publish, errors.DeadlineExceeded(text, phase="queue"), now)
+        elif publish.state == "queued" and publish.payload is None:
+            text = f"version {publish.version}: its manifest was still being read after {waited}"
+            self._fail(publish, errors.DeadlineExceeded(text, phase="queue"), now)
+        elif publish.state == "queued" and self.main is None:
+            text = (
+                f"{self._target_replicas()} target replicas are there, min_targets = {self._ground.config.min_targets}"
+            )
+            self._fail(publish, self._too_few(publish, text), now)
+        elif transfer is None or publish.state == "queued":
+            text = f"version {publish.version} waited {waited} for an earlier version to be done"
+            self._fail(publish, errors.Busy(text, phase="queue"), now)
+        elif transfer.verified and self._ground.config.on_lost == "drop":
+            transfer.stop(complete=True)
+            self._main_ended(transfer, None, now)
+        else:
+            late = transfer.pacing.slowest() or sorted(member.name for member in transfer.laggards)
+            kind = (
+                errors.Busy
+                if transfer.state == "offering" and transfer.lane_formed_or_none()
+                else errors.DeadlineExceeded
+            )
+            phases = {"offering": "offer" if kind is errors.Busy else "form", "probing": "probe"}
+            phase = phases.get(transfer.state, "transfer")
+            text = f"version {publish.version}: {', '.join(late)} did not take it within {waited}"
+            self._fail(publish, kind(text, phase=phase, members=late), now)
+
+    def _missing(self, publish: Publish) -> set[tuple[str, int, int]]:
+        world = max((s.hello.world_size for s in self._roster.replica(publish.group, publish.replica)), default=1)
+        have = {(m.group, m.replica, m.rank) for m in publish.packed}
+        return self.publishes.contributors(publish, world) - have
+
+
+def _hash_of(message: wire.Packed | wire.Filled) -> str:
+    return message.manifest_hash if isinstance(message, wire.Packed) else ""
+
+
+def _snake(name: str) -> str:
+    return "".join(f"_{char.lower()}" if char.isupper() else char for char in name).lstrip("_")

@@ -1,0 +1,279 @@
+"""Publishes: from the ranks of a source replica that call ``publish`` to a committed version and one verdict for all.
+
+Theory of operation
+===================
+
+A publish is known by (group, replica, number); the number counts the replica's publishes. The first rank that begins it
+fixes the version. It is *packing* until every contributing rank (the leader, or all of them) has filled its slot, then it
+waits its turn: one version moves at a time, in the order in which they were packed. It ends in exactly one verdict, which
+every rank of the replica gets, also one that begins late (the last few verdicts of each replica are kept). The states are
+those of :data:`replicas.core.membership.PUBLISH`.
+
+One that was begun under another coordinator comes *resumed*, with the number that it had there.
+
+Half of the deadline is given to those who do not get ready; then, with ``on_lost = "drop"``, the transfer goes on without
+them and they are caught up later. At the deadline the version commits over those who hold it, or the publish fails.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+
+from replicas import errors
+from replicas.core.membership import PUBLISH, PublishState
+from replicas.core.moving.payload import Payload
+from replicas.core.moving.transfers import Transfer
+from replicas.messages import Filled, Packed, PackFailed, PublishBegin, ReceiptData, WireError
+from replicas.messages.identity import Member
+
+__all__ = ["Publish", "Publishes"]
+
+KEPT_VERDICTS = 16
+
+
+@dataclass(slots=True, eq=False)
+class Publish:
+    """One publish. ``end``: its verdict, once there is one."""
+
+    group: str
+    replica: int
+    number: int
+    version: int
+    asked_version: int | None
+    meta: dict[str, object]
+    began_at: float
+    deadline: float
+    new_manifest: bool
+    resumed: bool = False
+    state: PublishState = "packing"
+    begun: set[Member] = field(default_factory=set)
+    packed: dict[Member, Packed] = field(default_factory=dict)
+    manifests: dict[Member, bytes] = field(default_factory=dict)
+    """Of those who have packed bytes, encoded; until the verdict."""
+    packed_at: float = 0.0
+    moving_at: float = 0.0
+    lost: dict[str, str] = field(default_factory=dict)
+    """Why, by name of a member."""
+    transfer: Transfer | None = None
+    payload: Payload | None = None
+    receipt: ReceiptData | None = None
+    error: WireError | None = None
+
+    @property
+    def over(self) -> bool:
+        return PUBLISH.final(self.state)
+
+    @property
+    def replica_name(self) -> str:
+        return f"{self.group}/{self.replica}"
+
+    @property
+    def carriers(self) -> list[Member]:
+        """Who has packed bytes for it, in order."""
+        return sorted(member for member, packed in self.packed.items() if packed.manifest_hash)
+
+    def laggard_time(self) -> float:
+        """When to go on without those who do not get ready."""
+        return self.moving_at + (self.deadline - self.moving_at) / 2
+
+    def phases(self, commit_s: float = 0.0) -> dict[str, float]:
+        """Seconds by phase, one after another."""
+        transfer = self.transfer
+        phases = {
+            "wait": max((packed.wait_s for packed in self.packed.values()), default=0.0),
+            "pack": max((packed.pack_s for packed in self.packed.values()), default=0.0),
+            "queue": max(0.0, self.moving_at - self.packed_at),
+            "verify": max((packed.digest_s for packed in self.packed.values()), default=0.0),
+        }
+        if transfer is not None:
+            phases |= {
+                "form": transfer.form_s,
+                "map": transfer.map_s,
+                "transfer": transfer.transfer_s,
+                "verify": phases["verify"] + transfer.verify_s,
+            }
+        phases["commit"] = commit_s
+        return phases
+
+    @property
+    def hold(self) -> dict[str, float]:
+        """How long the streams of the source's GPUs were held, beside the phases; nothing where there was no GPU."""
+        hold_s = max((packed.hold_s for packed in self.packed.values()), default=0.0)
+        return {"hold": hold_s} if hold_s else {}
+
+
+class Publishes:
+    """All publishes of a channel: numbering, agreement of ranks, the queue."""
+
+    def __init__(self, channel: str, source_ranks: Literal["leader", "all"], floor: int) -> None:
+        self._channel = channel
+        self._source_ranks = source_ranks
+        self.numbered = floor
+        """The newest version number ever given out."""
+        self._known: OrderedDict[tuple[str, int, int], Publish] = OrderedDict()
+        self._made: dict[tuple[str, int], int] = {}
+        self._bases: dict[tuple[str, int], tuple[int, set[int]]] = {}
+        self._counts: dict[Member, int] = {}
+        self.queue: list[Publish] = []
+        self.moving: Publish | None = None
+
+    def count(self, group: str, replica: int) -> int:
+        """Publishes that a replica has made so far."""
+        return self._made.get((group, replica), 0)
+
+    def joined(self, member: Member, *, first: bool) -> None:
+        """A rank of a replica joined; ``first``: no other rank of it is there.
+
+        Ranks join one after another, and the first may publish before the last has joined: they all count from where the
+        replica stood when the first of them joined. A rank that joins once more goes on with what the others have under
+        way and wait for it with, else with what they do next.
+        """
+        replica = (member.group, member.replica)
+        if first:
+            self._bases[replica] = (self.count(*replica), set())
+        base, ranks = self._bases.get(replica, (0, set()))
+        self._counts[member] = self._present(member) if member.rank in ranks else base
+        ranks.add(member.rank)
+
+    def _present(self, member: Member) -> int:
+        """How many publishes of its replica are past for a rank that joins once more."""
+        packing = [p for p in self.open() if (p.group, p.replica) == (member.group, member.replica)]
+        waiting = [p.number for p in packing if p.state == "packing" and member.rank not in {m.rank for m in p.begun}]
+        return min(waiting) - 1 if waiting else self.count(member.group, member.replica)
+
+    def came_back(self, member: Member, made: int) -> None:
+        """A rank that was a member under another coordinator goes on counting from ``made``."""
+        replica = (member.group, member.replica)
+        base, ranks = self._bases.get(replica, (0, set()))
+        self._bases[replica] = (max(base, made), ranks)
+        self._counts[member] = made
+        self._made[replica] = max(made, self.count(*replica))
+
+    def made(self, member: Member) -> int:
+        """Number from which this member counts its publishes."""
+        return self._counts.get(member, 0)
+
+    def left(self, member: Member) -> None:
+        self._counts.pop(member, None)
+
+    def get(self, member: Member, number: int) -> Publish | None:
+        return self._known.get((member.group, member.replica, number))
+
+    def open(self) -> list[Publish]:
+        """Those without a verdict."""
+        return [publish for publish in self._known.values() if not publish.over]
+
+    def begin(self, member: Member, message: PublishBegin, now: float) -> Publish:
+        """:raises errors.StaleVersion: the version that the caller chose is not newer than every earlier one.
+        :raises errors.RanksDisagree: another rank began this publish with another version.
+        """
+        publish = self.get(member, message.publish)
+        if publish is None:
+            version = self.numbered + 1 if message.version is None else message.version
+            if version <= self.numbered and not message.resumed:
+                raise errors.StaleVersion(
+                    f"version {version} is not newer than version {self.numbered} of channel {self._channel!r}",
+                    channel=self._channel,
+                    version=version,
+                )
+            self.numbered = max(self.numbered, version)
+            publish = Publish(
+                group=member.group,
+                replica=member.replica,
+                number=message.publish,
+                version=version,
+                asked_version=message.version,
+                meta=dict(message.meta),
+                began_at=now,
+                deadline=now + message.deadline_s,
+                new_manifest=message.new_manifest,
+                resumed=message.resumed,
+            )
+            self._known[(member.group, member.replica, message.publish)] = publish
+            self._made[member.group, member.replica] = max(message.publish, self.count(member.group, member.replica))
+            self._forget_old(member.group, member.replica)
+        elif not self._agrees(publish, message):
+            raise errors.RanksDisagree(
+                f"publish {message.publish} of {member.replica_name}: {member} asks for version {message.version}, "
+                f"another rank for {publish.asked_version}",
+                channel=self._channel,
+                version=publish.version,
+            )
+        publish.begun.add(member)
+        return publish
+
+    @staticmethod
+    def _agrees(publish: Publish, message: PublishBegin) -> bool:
+        """Whether two ranks began the same. One that is resumed names the number that it got, not what it asked for."""
+        if publish.resumed or message.resumed:
+            return message.version == publish.version or (message.version is None and not message.resumed)
+        return message.version == publish.asked_version
+
+    def _forget_old(self, group: str, replica: int) -> None:
+        """Each replica's last verdicts are kept: another one may publish many times meanwhile."""
+        over = [key for key, publish in self._known.items() if publish.over and key[:2] == (group, replica)]
+        for key in over[:-KEPT_VERDICTS]:
+            del self._known[key]
+
+    def contributors(self, publish: Publish, world: int) -> set[tuple[str, int, int]]:
+        """Identities whose slots the version is made of."""
+        ranks = range(world) if self._source_ranks == "all" else range(1)
+        return {(publish.group, publish.replica, rank) for rank in ranks}
+
+    def packed(self, member: Member, message: Packed, world: int, now: float) -> Publish | None:
+        """A rank has filled its slot; returns the publish when it was the last one that matters."""
+        publish = self.get(member, message.publish)
+        if publish is None or publish.state != "packing":
+            return None
+        publish.packed[member] = message
+        if message.meta is not None and member.rank == 0:
+            publish.meta = dict(message.meta)
+        have = {(m.group, m.replica, m.rank) for m in publish.packed}
+        if not self.contributors(publish, world) <= have:
+            return None
+        publish.state = PUBLISH.next(publish.state, "packed_by_all")
+        publish.packed_at = now
+        self.queue.append(publish)
+        return publish
+
+    def filled(self, member: Member, message: Filled) -> Publish | None:
+        """A streaming rank has filled its slot; returns the publish while it has no verdict."""
+        publish = self.get(member, message.publish)
+        packed = publish.packed.get(member) if publish is not None else None
+        if publish is None or packed is None or publish.over or not packed.streaming:
+            return None
+        publish.packed[member] = msgspec.structs.replace(
+            packed,
+            pack_s=message.pack_s,
+            digest=message.digest,
+            digest_s=message.digest_s,
+            place=message.place,
+            streaming=False,
+            hold_s=message.hold_s,
+        )
+        return publish
+
+    def pack_failed(self, member: Member, message: PackFailed) -> Publish | None:
+        """A rank could not; returns the publish when it has no verdict yet."""
+        publish = self.get(member, message.publish)
+        return publish if publish is not None and not publish.over else None
+
+    def take(self, publish: Publish, now: float) -> None:
+        """Its turn has come."""
+        self.queue.remove(publish)
+        publish.state = PUBLISH.next(publish.state, "turn")
+        publish.moving_at = now
+        self.moving = publish
+
+    def end(self, publish: Publish, *, committed: bool) -> None:
+        """It has its verdict."""
+        publish.manifests.clear()
+        publish.state = PUBLISH.next(publish.state, "decided" if committed else "fail")
+        if publish in self.queue:
+            self.queue.remove(publish)
+        if self.moving is publish:
+            self.moving = None

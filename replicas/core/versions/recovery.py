@@ -1,0 +1,227 @@
+"""What a coordinator that starts again learns from the decision log and from its members.
+
+Theory of operation
+===================
+
+The decision log tells the newest committed version (and numbers that must not be used again). Members that were there under
+another coordinator say in their Hello what they have heard of, hold, serve and were assigned, and then announce what is
+under way (:mod:`replicas.messages`). Facts count at once, whenever they come: epochs and numbers only grow, and a version
+that any member has seen committed *is* committed. What needs a view of everybody waits for :data:`RECOVERY_S` after the
+first of them came (or after the start, if there is a decision log): until then nobody is admitted, nothing moves, nothing
+is granted. A member that still has to say ``Resumed`` is waited for as long again. A publish that has no number yet gets
+none before the end: another rank of its replica may have one, and say so.
+
+Then, for each version that is held and not committed:
+
+* announced again by its source: the publish goes on under its number, and those who hold it need no bytes;
+* not announced although a source of that time is here: that source has had its verdict, and it was a failure: discarded;
+* its source is gone: committed, if every target that is here holds it with one digest; else discarded, and the source is to
+  publish again. Its number is not used again.
+
+What the newest committed version looks like is told by any holder of it (``Describe``), and its manifest fetched from there.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from replicas import errors
+from replicas import messages as wire
+from replicas.core.ground import Ground
+from replicas.core.members.member_state import MemberState
+from replicas.core.moving.payload import Payload
+from replicas.core.operations.pairing import Pairing
+from replicas.core.versions.commits import Commits
+from replicas.messages.identity import Member
+
+__all__ = ["RECOVERY_S", "Recovery"]
+
+RECOVERY_S = 3.0
+
+
+class Recovery:
+    """The recovery of one channel."""
+
+    def __init__(self, ground: Ground, commits: Commits, pairing: Pairing) -> None:
+        self._ground, self._roster = ground, ground.roster
+        self._commits = commits
+        self._pairing = pairing
+        self._aborted = ground.past.aborted
+        self._started: float | None = None
+        self._described: Member | None = None
+        self._answer: wire.Described | None = None
+        self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
+        self._done = not ground.past.decided[0]
+        """Nothing to recover until somebody from before comes."""
+
+    @property
+    def active(self) -> bool:
+        """Whether things that need everybody must wait."""
+        return not self._done
+
+    # ------------------------------------------------------------ what is heard
+
+    def heard(self, state: MemberState, now: float) -> None:
+        """A member joined that was there under another coordinator."""
+        commits, hello = self._commits, state.hello
+        self._roster.epoch = max(self._roster.epoch, hello.epoch + 1)
+        versions = [hello.latest, hello.loaded, hello.assigned, *(held.version for held in hello.held)]
+        commits.publishes.numbered = max(commits.publishes.numbered, *versions)
+        if state.is_source:
+            commits.publishes.came_back(state.member, hello.publishes)
+        if self._started is None and not commits.latest and not commits.moving:
+            self._done = False
+            self._started = now
+        commits.learn(hello.latest, hello.latest_digest)
+        self._check_held(state)
+        if commits.latest > hello.latest:
+            self._ground.send(state.member, commits.commit_message())
+
+    def _check_held(self, state: MemberState) -> None:
+        """What it holds under a committed number, but is something else, is of no use."""
+        commits = self._commits
+        digest = state.held.get(commits.latest, "")
+        if digest and commits.decided and digest != commits.decided:
+            state.forget(commits.latest)
+            self._ground.send(state.member, wire.Discard(commits.latest))
+
+    def defers(
+        self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
+    ) -> bool:
+        """Whether it is to be handled at the end of the window: a publish without a number, and what comes after it."""
+        at_once = isinstance(message, wire.PublishBegin) and (message.resumed or not state.is_source)
+        known = self._commits.publishes.get(state.member, message.publish)
+        if self._done or at_once or (known is not None and state.member in known.begun):
+            return False
+        self._deferred.append((state, message, now))
+        return True
+
+    # ------------------------------------------------------------ the end of the window
+
+    def tick(self, now: float) -> None:
+        """End the window when it is time."""
+        if self._done:
+            return
+        if self._started is None:
+            self._started = now
+        passed = now - self._started
+        unheard = any(not state.resumed for state in self._roster)
+        if passed < RECOVERY_S or (unheard and passed < 2 * RECOVERY_S):
+            return
+        self._done = True
+        if any(state.is_peer and state.from_before for state in self._roster):
+            self._pairing.expect_nobody()
+        self._handle_deferred(now)
+        self._end_known_publishes(now)
+        for version in sorted(self._prepared()):
+            self._settle(version)
+
+    def _handle_deferred(self, now: float) -> None:
+        deferred, self._deferred = self._deferred, []
+        for state, message, at in deferred:
+            if self._roster.get(state.member) is not state:
+                continue
+            if isinstance(message, wire.PublishBegin):
+                left_s = max(0.0, message.deadline_s - (now - at))
+                message = msgspec.structs.replace(message, deadline_s=left_s)
+            self._commits.publishing(state, message, now)
+
+    def _end_known_publishes(self, now: float) -> None:
+        """A rank that does not announce its replica's publish again has had its verdict: so has the replica."""
+        commits = self._commits
+        for publish in commits.publishes.open():
+            if not publish.resumed:
+                continue
+            ranks = self._roster.replica(publish.group, publish.replica)
+            told = [s for s in ranks if s.from_before and s.hello.publishes >= publish.number and s.resumed]
+            silent = [s.member for s in told if s.member not in publish.begun]
+            failed = publish.version in self._aborted or (silent and publish.version > commits.latest)
+            if failed:
+                names = ", ".join(member.name for member in silent)
+                commits.fail_resumed(publish, f"{names} had its verdict" if names else "it had failed", now)
+
+    def _prepared(self) -> set[int]:
+        """Versions that somebody holds, newer than the committed one, that no publish carries."""
+        commits = self._commits
+        carried = {publish.version for publish in commits.publishes.open()}
+        held = {version for state in self._roster for version in state.held}
+        return {version for version in held if version > commits.latest} - carried
+
+    def _settle(self, version: int) -> None:
+        targets = [s for s in self._roster if s.is_target and s.carries]
+        digests = {state.held.get(version, "") for state in targets}
+        sources = any(state.is_source and state.from_before for state in self._roster)
+        forward = version not in self._aborted and not sources and len(digests) == 1 and digests != {""}
+        if forward:
+            self._commits.decide_forward(version, digests.pop())
+            return
+        for state in self._roster.holders(version):
+            state.forget(version)
+            self._ground.send(state.member, wire.Discard(version))
+
+    # ------------------------------------------------------------ the bytes of the committed version
+
+    def advance(self, now: float) -> None:
+        """Ask a holder what the committed version looks like, if that is not known."""
+        version = self._commits.latest
+        if self.active or not version or self._commits.committed is not None:
+            return
+        if self._described is not None and self._described in self._roster:
+            if self._answer is not None:
+                self._read(self._described, self._answer, now)
+            return
+        holder = min((state.member for state in self._roster.holders(version)), default=None)
+        self._described, self._answer = holder, None
+        if holder is not None:
+            self._ground.send(holder, wire.Describe(version))
+
+    def described(self, state: MemberState, message: wire.Described) -> None:
+        """A holder's answer."""
+        commits = self._commits
+        if state.member != self._described:
+            return
+        if message.version != commits.latest or commits.committed is not None:
+            self._described = None
+            return
+        wrong = message.digest and commits.decided and message.digest != commits.decided
+        if not message.manifest_hash or wrong:
+            self.undescribed(state)
+            return
+        self._answer = message
+
+    def undescribed(self, state: MemberState) -> None:
+        """What it holds is of no use: somebody else is asked."""
+        if state.member == self._described:
+            self._described = self._answer = None
+            state.forget(self._commits.latest)
+
+    def _read(self, holder: Member, answer: wire.Described, now: float) -> None:
+        """Have the manifest, and read it: the bytes of the version are known then."""
+        commits, wanted = self._commits, answer.manifest_hash
+        if answer.version != commits.latest:
+            self._described = self._answer = None
+            return
+        encoded = commits.manifests.get(wanted)
+        if encoded is None:
+            commits.manifests.fetch(holder, wanted, now)
+            return
+        try:
+            joined = commits.manifests.joined(wanted, [encoded], whole=True)
+        except errors.ManifestMismatch:
+            if (state := self._roster.get(holder)) is not None:
+                self.undescribed(state)
+            return
+        if joined is None:
+            return
+        payload = Payload(
+            version=answer.version,
+            manifest_hash=wanted,
+            manifest=joined.manifest,
+            encoded=joined.encoded,
+            nbytes=joined.manifest.data_nbytes,
+            device=answer.device,
+            meta=answer.meta,
+            digest=commits.decided or answer.digest,
+        )
+        self._described = self._answer = None
+        commits.restore(payload)

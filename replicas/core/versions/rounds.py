@@ -1,0 +1,298 @@
+"""Rounds: all ranks of a target replica load the same versions, in the same order.
+
+Theory of operation
+===================
+
+A replica that wants new weights runs a *round*: the newest committed version at the moment when the first of its ranks
+asks, provided that all its ranks are there and hold it. Every rank is granted that version when it asks, and the next
+round opens only when all of them have loaded this one, so that two ranks are never more than the load itself apart.
+The replica's loaded version is the one that *all* its ranks have loaded; while they differ it is 0 (*partial*). A rank
+that is lost, or fails to load, voids the round: the next one brings every rank to the newest version. What a round can be
+in is the table :data:`~replicas.core.membership.ROUND`.
+
+A rank that asks has no update open: with its ask it *gives back* what it was granted and has not looked at, so that a rank
+that asks ahead of time neither keeps an old version in memory nor gets it. As long as no rank has looked at the version of
+a round, or loaded it, the round may take a newer one.
+
+*At least.* A rank may ask for a version whose number, or a number in whose publisher's ``meta``, is not below a bound. A
+round opens only with a version that is enough for **every** rank that waits by then: with unequal bounds the highest counts,
+so that all ranks are alike. A rank for which the version that others have begun with is not enough *declines* it: it asks
+again, for a newer one, and waits. When all ranks ask, so that none of them is at work with it, the next round opens. While
+the ``meta`` of the newest version is not known here (a coordinator that has just started), no bound on it is met.
+
+A round can move on only where a rank asks, and only when something about that replica, or the newest version, has changed:
+such replicas are *due* (:meth:`Rounds.take_due`), the others are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from replicas.core.effects import Effect, Emit, ReplicaLoaded, Send
+from replicas.core.members.member_state import MemberState
+from replicas.core.membership import ROUND, RoundEvent, RoundState
+from replicas.messages import Assigned, ReceiveAsk, ReceiveGrant
+from replicas.messages.identity import Member
+
+__all__ = ["Newest", "ReplicaView", "Round", "Rounds", "is_enough"]
+
+
+@dataclass(slots=True)
+class Round:
+    state: RoundState = "idle"
+    version: int = 0
+    """What all ranks are to load; 0: nothing yet."""
+    taken: set[Member] = field(default_factory=set)
+    """Ranks that were granted it and have not said yet how that ended."""
+    asks: dict[Member, ReceiveAsk] = field(default_factory=dict)
+    loaded: int = 0
+    """Version that the whole replica serves; 0: none, or not the same on all ranks."""
+
+    @property
+    def partial(self) -> bool:
+        """A rank failed to load, and the ranks have not all served the same version since."""
+        return self.state == "partial"
+
+    def move(self, event: RoundEvent) -> None:
+        self.state = ROUND.next(self.state, event)
+
+    def assign(self, version: int) -> None:
+        self.move("assign")
+        self.version = version
+
+    def grant(self, member: Member) -> None:
+        self.move("grant")
+        self.taken.add(member)
+
+
+class Newest(NamedTuple):
+    """The newest committed version (0: none), and what its publisher said of it; None while that is not known."""
+
+    version: int
+    meta: Mapping[str, object] | None = None
+
+    def is_enough(self, ask: ReceiveAsk) -> bool:
+        """For the bound of this ask, whichever version the rank has."""
+        return is_enough(ask.at_least, ask.key, self.version, self.meta or {})
+
+
+def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object]) -> bool:
+    """Whether the number of a version, or with a ``key`` the number by that name in its ``meta``, is ``at_least``."""
+    found = meta.get(key) if key else version
+    return isinstance(found, (int, float)) and not isinstance(found, bool) and found >= at_least
+
+
+class ReplicaView(NamedTuple):
+    """The members of one target replica that carry bytes, and how many of them there must be."""
+
+    ranks: Sequence[MemberState]
+    expected: int
+
+
+class Rounds:
+    """The rounds of every target replica of a channel."""
+
+    def __init__(self, channel: str) -> None:
+        self._channel = channel
+        self._rounds: dict[tuple[str, int], Round] = {}
+        self._due: set[tuple[str, int]] = set()
+        self._due_newest = Newest(0)
+        self._loaded: Counter[int] = Counter()
+        """How many of the ranks that carry bytes serve each version."""
+        self._counted: dict[Member, int] = {}
+
+    def of(self, group: str, replica: int) -> Round:
+        return self._rounds.setdefault((group, replica), Round())
+
+    def all(self) -> list[tuple[tuple[str, int], Round]]:
+        return list(self._rounds.items())
+
+    def touch(self, state: MemberState) -> None:
+        """Something about this rank has changed: if its replica waits for a grant, it is looked at."""
+        key = (state.member.group, state.member.replica)
+        round_ = self._rounds.get(key)
+        if round_ is not None and round_.asks:
+            self._due.add(key)
+
+    def take_due(self, newest: Newest) -> list[tuple[str, int]]:
+        """Replicas whose round may move on, in order; each once."""
+        if newest != self._due_newest:
+            self._due_newest = newest
+            self._due |= {key for key, round_ in self._rounds.items() if round_.asks}
+        due, self._due = sorted(self._due), set()
+        return due
+
+    def loaded_by_all(self) -> int:
+        """The newest version that every rank of a target serves, or a newer one; 0 when there is none."""
+        return min(self._loaded, default=0)
+
+    def _count(self, state: MemberState) -> None:
+        self._uncount(state.member)
+        self._counted[state.member] = state.loaded
+        self._loaded[state.loaded] += 1
+
+    def _uncount(self, member: Member) -> None:
+        version = self._counted.pop(member, None)
+        if version is not None:
+            self._loaded[version] -= 1
+            if not self._loaded[version]:
+                del self._loaded[version]
+
+    def asks(self, member: Member) -> bool:
+        """Whether the member waits for a grant."""
+        round_ = self._rounds.get((member.group, member.replica))
+        return round_ is not None and member in round_.asks
+
+    def loading(self, group: str, replica: int) -> bool:
+        """Whether some of its ranks have begun to load a version, and not all have it."""
+        round_ = self._rounds.get((group, replica))
+        return round_ is not None and (round_.state == "loading" or bool(round_.taken))
+
+    def wants(self, member: Member, version: int) -> bool:
+        """Whether it waits for ``version`` or an older one."""
+        round_ = self._rounds.get((member.group, member.replica))
+        found = round_.asks.get(member) if round_ is not None else None
+        return found is not None and found.after < version
+
+    def ask(self, member: Member, ask: ReceiveAsk) -> None:
+        """It wants a version; what it was granted before, and has not loaded, it gives back."""
+        round_ = self.of(member.group, member.replica)
+        round_.asks[member] = ask
+        round_.taken.discard(member)
+        self._due.add((member.group, member.replica))
+
+    def cancel_ask(self, member: Member, ask: int) -> None:
+        """It wants none any more, nor what it was granted while it said so."""
+        round_ = self.of(member.group, member.replica)
+        if (found := round_.asks.get(member)) is not None and found.ask == ask:
+            del round_.asks[member]
+        round_.taken.discard(member)
+        self._due.add((member.group, member.replica))
+
+    def joined(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
+        """A rank joined; under an earlier coordinator it may have loaded a version, or been assigned one."""
+        if not state.carries:
+            return
+        self._count(state)
+        round_ = self.of(state.member.group, state.member.replica)
+        if state.from_before:
+            assigned, reminded = max(state.hello.assigned, state.loaded), [state]
+            if assigned > round_.version:
+                round_.assign(assigned)
+                reminded = list(view.ranks)
+            self._remind(round_, reminded, out)
+        self._settle(round_, state.member, view, out)
+        if state.from_before and state.hello.assigned > state.loaded:
+            round_.grant(state.member)
+
+    @staticmethod
+    def _remind(round_: Round, ranks: Sequence[MemberState], out: list[Effect]) -> None:
+        """The coordinator before may have ended before all ranks heard what they are to load: they must keep it."""
+        for rank in ranks:
+            if rank.loaded < round_.version and round_.version in rank.held:
+                out.append(Send(rank.member, Assigned(round_.version)))
+
+    def loaded(self, state: MemberState, version: int, view: ReplicaView, out: list[Effect]) -> None:
+        """This rank serves ``version`` now."""
+        state.loaded = version
+        if state.member not in self._counted:
+            return
+        self._count(state)
+        round_ = self.of(state.member.group, state.member.replica)
+        round_.taken.discard(state.member)
+        if version > round_.version:
+            round_.assign(version)
+        self._settle(round_, state.member, view, out)
+
+    def failed(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
+        """This rank may have loaded half of a version."""
+        state.loaded = 0
+        if state.member not in self._counted:
+            return
+        self._count(state)
+        round_ = self.of(state.member.group, state.member.replica)
+        round_.taken.discard(state.member)
+        round_.move("load_failed")
+        self._settle(round_, state.member, view, out)
+
+    def lost(self, member: Member, view: ReplicaView, out: list[Effect]) -> None:
+        """``view`` is without the lost member."""
+        self._uncount(member)
+        round_ = self.of(member.group, member.replica)
+        round_.asks.pop(member, None)
+        round_.taken.discard(member)
+        self._settle(round_, member, view, out)
+        if not view.ranks:
+            round_.move("emptied")
+            del self._rounds[member.group, member.replica]
+
+    def _settle(self, round_: Round, member: Member, view: ReplicaView, out: list[Effect]) -> None:
+        """What the ranks serve together now."""
+        if round_.asks:
+            self._due.add((member.group, member.replica))
+        versions = {state.loaded for state in view.ranks}
+        loaded = versions.pop() if len(versions) == 1 and len(view.ranks) == view.expected else 0
+        if loaded == round_.version > 0:
+            if round_.state != "loaded":
+                round_.move("loaded_by_all")
+        elif round_.state == "loaded":
+            round_.move("torn")
+        elif loaded > 0 and round_.partial:
+            round_.move("all_alike")
+        if loaded != round_.loaded:
+            round_.loaded = loaded
+            out.append(Emit(ReplicaLoaded(self._channel, member.group, member.replica, loaded)))
+
+    def advance(self, view: ReplicaView, newest: Newest, out: list[Effect]) -> None:
+        """Open a round if one is due, and grant what was asked."""
+        latest = newest.version
+        if not view.ranks or not latest:
+            return
+        round_ = self.of(view.ranks[0].member.group, view.ranks[0].member.replica)
+        if round_.state == "loading" and not self._begun(round_, view):
+            round_.move("given_back")
+        if round_.state != "loading" and any(state.draining for state in view.ranks):
+            return  # what some of its ranks have begun to load, the others may load too; nothing new
+        asks = round_.asks.values()
+        wanted = any(ask.after < latest for ask in asks) and all(newest.is_enough(ask) for ask in asks)
+        if wanted and round_.version != latest and not self._in_progress(round_, view):
+            if len(view.ranks) < view.expected or not all(latest in state.held for state in view.ranks):
+                return
+            round_.assign(latest)
+            out.extend(Send(state.member, Assigned(latest)) for state in view.ranks)
+        self._grant(round_, view, out)
+
+    @staticmethod
+    def _in_progress(round_: Round, view: ReplicaView) -> bool:
+        """Some rank has yet to load the round's version, and can."""
+        waiting = [state for state in view.ranks if state.loaded != round_.version]
+        if round_.state in ("idle", "loaded") or not waiting or not Rounds._begun(round_, view):
+            return False
+        if round_.taken:
+            return True
+        asks = [round_.asks.get(state.member) for state in waiting]
+        declined = all(ask is not None and ask.after >= round_.version for ask in asks)
+        if declined and all(state.member in round_.asks for state in view.ranks):
+            return False
+        return not round_.partial and all(round_.version in state.held for state in waiting)
+
+    @staticmethod
+    def _begun(round_: Round, view: ReplicaView) -> bool:
+        """Some rank may look at the round's version now, or serves it."""
+        return bool(round_.taken) or any(state.loaded == round_.version for state in view.ranks)
+
+    @staticmethod
+    def _grant(round_: Round, view: ReplicaView, out: list[Effect]) -> None:
+        if round_.state in ("idle", "loaded"):
+            return
+        for state in view.ranks:
+            ask = round_.asks.get(state.member)
+            if ask is None or ask.after >= round_.version or state.loaded == round_.version:
+                continue
+            if round_.version in state.held:
+                del round_.asks[state.member]
+                round_.grant(state.member)
+                out.append(Send(state.member, ReceiveGrant(ask.ask, round_.version)))

@@ -1,0 +1,1 @@
+"""The rank's side of sidecars: starting them, asking them, ending them."""

@@ -1,0 +1,340 @@
+"""A connection to the process that makes sidecars; see :mod:`replicas.sidecar.rank_side.client` for how it works."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import os
+import signal
+import socket
+import subprocess
+import sys
+
+import tenacity
+
+from replicas.common import own_code
+from replicas.linux.processes import send_signal
+from replicas.linux.sockets import Door, peer_uid
+from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
+from replicas.sidecar import wire
+from replicas.sidecar.rank_side.answers import SidecarDied, SidecarFailed
+from replicas.sidecar.rank_side.handle import Sidecar
+
+__all__ = ["FORK_TIMEOUT_S", "HELPER_TRIES", "Forkserver"]
+
+logger = logging.getLogger("replicas.sidecar")
+
+FORK_TIMEOUT_S = 4.0
+REAP_TIMEOUT_S = 5.0
+"""A fork takes milliseconds: a forkserver that has not answered for so long is frozen, and is killed to be replaced."""
+HELPER_TRIES = 3
+"""Helper processes that are started, one after another, until one is ready."""
+
+
+class Squatted(SidecarDied):
+    """Another user's process listens where the forkserver should be."""
+
+
+class Forkserver:
+    """A connection to the process that makes sidecars. Every sidecar of it ends with the connection."""
+
+    def __init__(
+        self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None, *, secret: str = ""
+    ) -> None:
+        self._sock = sock
+        self._process = process
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[tuple[int, int]]] = {}
+        self._ready: asyncio.Future[None] = self._loop.create_future()
+        self._closed = ""
+        self._children: list[Sidecar] = []
+        self._spare: Sidecar | None = None
+        self._preforking: asyncio.Task[None] | None = None
+        self._unanswered_since: float | None = None
+        sock.setblocking(False)
+        own = os.pidfd_open(os.getpid())
+        try:
+            wire.write_packet(sock, wire.Attach(secret), [own])
+        finally:
+            os.close(own)
+        self._pidfd = -1
+        self._loop.add_reader(sock, self._read)
+
+    @classmethod
+    async def connect(cls, door: str, *, timeout_s: float = 30.0) -> Forkserver:
+        """The forkserver behind ``door`` (:class:`replicas.linux.sockets.Door`); waits until it can fork.
+
+        One that ends before it has answered (it froze while it started, and was killed) is waited for again.
+
+        :raises SidecarDied: nobody listens there, or it has not loaded torch, after ``timeout_s``; or at once: another
+            user's process listens there, and was told nothing.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async for attempt in tenacity.AsyncRetrying(
+            # A shim has bound its socket before its ranks start; those who find their own places may be early, and nothing
+            # announces that an abstract socket has appeared.
+            wait=tenacity.wait_exponential(multiplier=0.02, max=0.5, exp_base=1.3) + tenacity.wait_random(0, 0.01),
+            stop=tenacity.stop_before_delay(timeout_s),
+            retry=tenacity.retry_if_exception(lambda e: isinstance(e, SidecarDied) and not isinstance(e, Squatted)),
+            reraise=True,
+        ):
+            with attempt:
+                return await cls._connect_once(Door.parse(door), deadline, timeout_s)
+        raise AssertionError  # tenacity ends with a result or an error
+
+    @classmethod
+    async def _connect_once(cls, door: Door, deadline: float, timeout_s: float) -> Forkserver:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        sock.setblocking(False)
+        try:
+            sock.connect("\0" + door.name)
+            _check_owner(sock, door)
+            made = cls(sock, secret=door.secret)
+        except (ConnectionError, BlockingIOError):  # not there yet, or its backlog is full
+            sock.close()
+            raise SidecarDied(f"no forkserver listens on {door.name!r} after {timeout_s:g} s") from None
+        except BaseException:
+            sock.close()
+            raise
+        return await made._attached(max(0.0, deadline - made._loop.time()), timeout_s)
+
+    @classmethod
+    async def spawn(cls, *, timeout_s: float = 60.0) -> Forkserver:
+        """A helper process of our own, which dies with us. Returns when it can fork (1.5-5 s: it loads torch).
+
+        One that freezes or dies while it starts is replaced, up to ``HELPER_TRIES`` processes in all.
+
+        :raises SidecarDied: none came up within ``timeout_s``.
+        """
+        deadline = asyncio.get_running_loop().time() + timeout_s
+        async for attempt in tenacity.AsyncRetrying(
+            stop=tenacity.stop_after_attempt(HELPER_TRIES) | tenacity.stop_after_delay(timeout_s),
+            retry=tenacity.retry_if_exception_type(SidecarDied),
+            before_sleep=_tell,
+            reraise=True,
+        ):
+            with attempt:
+                ours, process = _start_helper()
+                return await cls(ours, process)._attached(
+                    max(0.0, deadline - asyncio.get_running_loop().time()), timeout_s
+                )
+        raise AssertionError  # tenacity ends with a result or an error
+
+    async def _attached(self, remaining_s: float, timeout_s: float) -> Forkserver:
+        """Wait for the first answer. A helper of our own is watched meanwhile; anyone else's is watched by its shim."""
+        watch = None if self._process is None else StallWatch(self._process.pid, self._loop.time())
+        try:
+            async with asyncio.timeout(remaining_s):
+                while not self._ready.done():
+                    await asyncio.wait((self._ready,), timeout=LOOK_INTERVAL_S)
+                    reason = watch.look(self._loop.time(), starting=True) if watch is not None else ""
+                    if reason and not self._ready.done():
+                        self._kill(f"the forkserver {reason} while it started, and was killed")
+                await self._ready
+        except TimeoutError:
+            await self.aclose()
+            raise SidecarDied(f"the forkserver was not ready within {timeout_s:g} s") from None
+        except BaseException:
+            await self.aclose()
+            raise
+        return self
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can still fork."""
+        return not self._closed
+
+    async def fork(self, *, timeout_s: float = FORK_TIMEOUT_S) -> Sidecar:
+        """A new sidecar: the spare one, if there is one.
+
+        :raises SidecarDied: the forkserver is gone, or has not answered for ``timeout_s`` (it is killed then, also when
+            an earlier call began that wait and was cancelled).
+        :raises SidecarFailed: the system has no process left to give.
+        """
+        spare, self._spare = self._spare, None
+        if spare is not None and spare.usable and not self._closed:
+            spare.on_exit = None
+            return spare
+        return await self._fork(timeout_s, kill=True)
+
+    def prefork(self) -> None:
+        """Have a spare sidecar made, unless there is one: the next :meth:`fork` costs nothing."""
+        if self._closed or self._preforking is not None or (self._spare is not None and self._spare.usable):
+            return
+        self._preforking = self._loop.create_task(self._prefork(), name="prefork")
+
+    async def _prefork(self) -> None:
+        try:
+            self._spare = await self._fork(FORK_TIMEOUT_S, kill=False)
+            self._spare.on_exit = lambda reason: logger.info("a spare sidecar ended: %s", reason)
+        except (SidecarDied, SidecarFailed) as error:  # whoever needs one gets an error of its own
+            logger.info("no spare sidecar: %s", error)
+        finally:
+            self._preforking = None
+
+    async def _fork(self, timeout_s: float, *, kill: bool) -> Sidecar:
+        """``kill``: end a forkserver that does not answer, which ends the sidecars that it has made, too."""
+        if self._closed:
+            raise SidecarDied(self._closed)
+        now = self._loop.time()
+        self._unanswered_since = self._unanswered_since or now
+        deadline = self._unanswered_since + timeout_s
+        number = next(self._numbers)
+        ours, theirs = socket.socketpair()
+        future: asyncio.Future[tuple[int, int]] = self._loop.create_future()
+        self._pending[number] = future
+        try:
+            with theirs:
+                wire.write_packet(self._sock, wire.Fork(number), [theirs.fileno()])
+            await asyncio.wait((future,), timeout=max(0.1, deadline - now))
+            if not future.done():
+                if not kill:
+                    raise SidecarDied(f"the forkserver did not answer within {timeout_s:g} s")
+                self._kill(f"the forkserver did not answer within {timeout_s:g} s and was killed")
+            pid, pidfd = await future
+        except OSError as error:
+            ours.close()
+            raise SidecarDied(f"the forkserver is gone: {error}") from error
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            self._pending.pop(number, None)
+        sidecar = Sidecar(pid, pidfd, ours)
+        self._children = [child for child in self._children if not child.dead]
+        self._children.append(sidecar)
+        return sidecar
+
+    async def aclose(self) -> None:
+        """Close the connection: its sidecars are killed, and a helper process of ours ends. Idempotent."""
+        self._close("the forkserver connection was closed")
+        if self._preforking is not None:
+            await asyncio.wait((self._preforking,))
+        for child in self._children:
+            child.kill()
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            await _reap(process)
+
+    def _kill(self, reason: str) -> None:
+        """End the server itself, with all its sidecars; whoever started it starts another one."""
+        if self._process is not None:
+            self._process.kill()
+        elif self._pidfd >= 0:
+            send_signal(self._pidfd, signal.SIGKILL)
+        self._close(reason)
+
+    def close_in_child(self) -> None:
+        """In a forked child of this process: drop the descriptors, so that the rank's end is seen at once."""
+        for fd in (self._sock.detach(), self._pidfd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+        if self._spare is not None:
+            self._spare.close_in_child()
+
+    def _read(self) -> None:
+        try:
+            data, fds = wire.read_packet(self._sock)
+        except BlockingIOError:
+            return
+        except OSError as error:
+            self._close(f"the forkserver is gone: {error}")
+            return
+        if not data:
+            self._close("the forkserver is gone")
+            return
+        reply = wire.decode_forkserver_reply(data)
+        self._unanswered_since = None
+        if isinstance(reply, wire.Attached):
+            if self._process is None and self._pidfd < 0 and fds:
+                self._pidfd = fds.pop()
+            wire.close_all(fds)
+            if not self._ready.done():
+                self._ready.set_result(None)
+            return
+        future = self._pending.pop(reply.id, None)
+        if future is None or future.done():
+            wire.close_all(fds)  # too late: our end of its channel is closed, and it will exit
+        elif isinstance(reply, wire.Forked):
+            future.set_result((reply.pid, fds[0]))
+        else:
+            future.set_exception(SidecarFailed(f"a sidecar could not be forked: {reply.error}"))
+
+    def _close(self, reason: str) -> None:
+        if self._closed:
+            return
+        self._closed = reason
+        self._loop.remove_reader(self._sock)
+        self._sock.close()
+        if self._pidfd >= 0:
+            os.close(self._pidfd)
+            self._pidfd = -1
+        if not self._ready.done():
+            self._ready.set_exception(SidecarDied(reason))
+            self._ready.exception()  # whoever waits gets it; without a waiter it is no news
+        for future in self._pending.values():
+            if not future.done():
+                future.set_exception(SidecarDied(reason))
+        self._pending.clear()
+
+
+def _check_owner(sock: socket.socket, door: Door) -> None:
+    """Before anything is sent: what a rank hands over are its weights, writable.
+
+    :raises Squatted: another user's process listens.
+    """
+    owner, us = peer_uid(sock), os.geteuid()
+    if owner != us:
+        raise Squatted(
+            f"the forkserver's socket {door.name!r} is of user {owner}, and this rank runs as user {us}: nothing was sent "
+            "to it; run the supervisor and its ranks as one user"
+        )
+
+
+def _start_helper() -> tuple[socket.socket, subprocess.Popen[bytes]]:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        with theirs:
+            process = subprocess.Popen(
+                [sys.executable, "-P", "-m", "replicas.sidecar.forkserver", "--fd", str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                env=own_code.findable(os.environ),
+                start_new_session=True,
+            )
+    except BaseException:
+        ours.close()
+        raise
+    return ours, process
+
+
+def _tell(state: tenacity.RetryCallState) -> None:
+    assert state.outcome is not None
+    error, number = state.outcome.exception(), state.attempt_number + 1
+    logger.warning("%s; starting another one (try %d of %d)", error, number, HELPER_TRIES)
+
+
+async def _reap(process: subprocess.Popen[bytes]) -> None:
+    """Wait for a process that was killed, for :data:`REAP_TIMEOUT_S`: one that the kernel cannot end is left to it.
+
+    Without a worker thread: at interpreter exit there are none any more.
+    """
+    if process.poll() is not None:
+        return
+    ended = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    pidfd = os.pidfd_open(process.pid)
+    loop.add_reader(pidfd, ended.set)
+    try:
+        async with asyncio.timeout(REAP_TIMEOUT_S):
+            await ended.wait()
+    except TimeoutError:
+        logger.warning("process %d was killed and has not ended within %g s", process.pid, REAP_TIMEOUT_S)
+    finally:
+        loop.remove_reader(pidfd)
+        os.close(pidfd)
+    process.poll()

@@ -1,0 +1,341 @@
+"""One sidecar as its rank sees it; see :mod:`replicas.sidecar.rank_side.client` for how it works."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from replicas.linux.processes import send_signal
+from replicas.sidecar import wire
+from replicas.sidecar.rank_side.answers import SidecarDied, SidecarFailed, failure
+from replicas.sidecar.rank_side.pulse import SILENCE_S, Pulse
+from replicas.sidecar.wire import CollectiveSpec, GroupSpec, TransferResult, TransferSpec
+from replicas.weights.devices.accelerator import accelerator
+from replicas.weights.memory.arena import Buffer
+
+__all__ = ["KILL_GRACE_S", "Sidecar"]
+
+KILL_GRACE_S = 1.0
+"""A sidecar has its own timeouts; it is killed when it has not answered this much later."""
+
+SMALL_NBYTES = 32 << 10
+"""A request that a socket takes in one piece."""
+
+_R = TypeVar("_R")
+
+
+class Sidecar:
+    """One sidecar process, with at most one process group.
+
+    :ivar pid: its process id.
+    :ivar on_exit: called on the loop, once, with a reason, when it ends without :meth:`kill`.
+    :ivar on_moved: called on the loop, about twice a second while it works on a request that moves bytes.
+    """
+
+    def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
+        self.pid = pid
+        self.on_exit: Callable[[str], None] | None = None
+        self.on_moved: Callable[[wire.Moved], None] | None = None
+        self._pidfd = pidfd
+        self._sock = sock
+        self._loop = asyncio.get_running_loop()
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, asyncio.Future[wire.Reply]] = {}
+        self._open = True
+        self._mapped: set[int] = set()
+        self._sending = asyncio.Lock()
+        self._background: set[asyncio.Task[None]] = set()
+        self._dead = asyncio.Event()
+        self._killed = False
+        self._over = False
+        self._reason = ""
+        sock.setblocking(False)
+        self._loop.add_reader(pidfd, self._ended)
+        self._frames = wire.FrameReader(sock)
+        self._loop.add_reader(sock, self._readable)
+        self._pulse = Pulse(self._loop.time())
+        self._busy = False
+        self._timer = self._next_look()
+
+    @property
+    def dead(self) -> bool:
+        """Whether the process is confirmed dead."""
+        return self._dead.is_set()
+
+    @property
+    def usable(self) -> bool:
+        """Whether it may still be asked for something."""
+        return not self.dead and not self._over
+
+    async def build(self, spec: GroupSpec) -> float:
+        """Form the process group. Returns seconds.
+
+        :raises SidecarFailed: a peer did not come, or an address is wrong.
+        :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after ``spec.timeout_s``.
+        """
+        if spec.backend == "nccl":
+            spec = _of_this_process(spec)
+        number = next(self._numbers)
+        return (await self._ask(wire.BuildGroup(number, spec), (), spec.timeout_s, wire.Built)).seconds
+
+    async def transfer(self, spec: TransferSpec, buffer: Buffer) -> TransferResult:
+        """Move one version from or into ``buffer``. Errors as of :meth:`build`; a receiver's slot is undefined then."""
+        request = wire.RunTransfer(next(self._numbers), buffer.key, spec)
+        return (await self._ask(request, (buffer,), spec.timeout_s, wire.Transferred)).result
+
+    async def probe(self, buffer: Buffer, timeout_s: float) -> bytes:
+        """All bytes of a small buffer as the sidecar sees them. Errors as of :meth:`build`; the sidecar goes on after those
+        that say why the memory cannot be opened."""
+        return (
+            await self._ask(wire.ProbeBuffer(next(self._numbers), buffer.key), (buffer,), timeout_s, wire.Probed)
+        ).seen
+
+    def progress(self, transfer: int, nbytes: int) -> None:
+        """The first ``nbytes`` of the data that a streaming ``transfer`` sends are there; all of them in the end.
+
+        Never waits. What comes before :meth:`transfer` is kept; what comes after its end, or the sidecar's, does nothing.
+        """
+        if self.usable:
+            self._post(wire.TransferProgress(transfer, nbytes))
+
+    async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
+        """Run one operation; see :func:`replicas.sidecar.collectives.run_collective`. Returns seconds. Errors as of build."""
+        buffers = tuple(buffer for buffer in (inputs, outputs) if buffer is not None)
+        first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
+        request = wire.RunCollective(next(self._numbers), first, second, spec)
+        return (await self._ask(request, buffers, spec.timeout_s, wire.Collected)).seconds
+
+    def _send_at_once(self, message: msgspec.Struct) -> bool:
+        """Send it in one piece, if it is small, nobody else is sending, and there is room."""
+        body = wire.encode(message)
+        data = wire.frame_head(body, ()) + body
+        if self._sending.locked() or len(data) > SMALL_NBYTES:
+            return False
+        try:
+            sent = self._sock.send(data)
+        except BlockingIOError:
+            return False
+        except OSError as error:
+            self._put_down(str(error))
+            return True
+        if sent < len(data):
+            self.kill("a request to it was cut off")
+        return True
+
+    def kill(self, reason: str = "killed") -> None:
+        """SIGKILL. Whoever waits for a reply gets :class:`SidecarDied`; ``on_exit`` is not called."""
+        self._killed = True
+        self._put_down(reason)
+
+    async def wait_dead(self, timeout_s: float = 5.0) -> bool:
+        """Whether the process is dead, which none of its memory accesses outlives; waits up to ``timeout_s``."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._dead.wait()
+        return self.dead
+
+    def buffer_closed(self, key: int) -> None:
+        """A buffer that the sidecar has mapped was closed (on any thread): have it unmapped."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed, and the sidecar gone with it
+            self._loop.call_soon_threadsafe(self._forget, key)
+
+    def close_in_child(self) -> None:
+        """In a forked child of this process: drop the descriptors, so that the rank's end is seen at once."""
+        for fd in (self._sock.detach(), self._pidfd):
+            with contextlib.suppress(OSError):
+                os.close(fd)
+
+    # ------------------------------------------------------------ requests
+
+    async def _ask(self, request: Any, buffers: tuple[Buffer, ...], timeout_s: float, kind: type[_R]) -> _R:
+        if not self.usable:
+            raise SidecarDied(self._end_text())
+        future: asyncio.Future[wire.Reply] = self._loop.create_future()
+        self._pending[request.id] = future
+        self._look_soon()
+        try:
+            async with asyncio.timeout(timeout_s + KILL_GRACE_S):
+                known = all(buffer.fd >= 0 and buffer.key in self._mapped for buffer in buffers)
+                if not (known and self._send_at_once(request)):
+                    async with self._sending:
+                        for buffer in buffers:
+                            await self._map(buffer)
+                        await self._send(request)
+                reply = await future
+        except TimeoutError:
+            self.kill(f"it did not answer within {timeout_s:g} s and was killed")
+            raise SidecarDied(self._end_text()) from None
+        except OSError as error:
+            raise SidecarDied(f"sidecar {self.pid} is gone: {self._reason or error}") from error
+        finally:
+            self._pending.pop(request.id, None)
+        if isinstance(reply, wire.Failed):
+            raise failure(reply)
+        if not isinstance(reply, kind):
+            raise SidecarFailed(f"sidecar {self.pid} answered {type(request).__name__} with {type(reply).__name__}")
+        return reply
+
+    async def _map(self, buffer: Buffer) -> None:
+        if buffer.fd < 0:
+            raise ValueError("the buffer is closed")
+        if buffer.key not in self._mapped:
+            self._mapped.add(buffer.key)
+            buffer.watchers.add(self)
+            await self._send(wire.MapBuffer(buffer.key, buffer.device), (buffer.fd,))
+
+    async def _send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
+        """One frame; the caller holds the lock. A frame that is cut off by a cancellation ends the sidecar."""
+        body = wire.encode(message)
+        head = wire.frame_head(body, fds)
+        sent = 0
+        try:
+            while not sent:
+                try:
+                    sent = socket.send_fds(self._sock, [head], list(fds))
+                except BlockingIOError:
+                    await self._writable()
+            await self._loop.sock_sendall(self._sock, head[sent:] + body)
+        except asyncio.CancelledError:
+            self.kill("a request to it was cut off")
+            raise
+
+    async def _writable(self) -> None:
+        ready: asyncio.Future[None] = self._loop.create_future()
+        self._loop.add_writer(self._sock, lambda: None if ready.done() else ready.set_result(None))
+        try:
+            await ready
+        finally:
+            self._loop.remove_writer(self._sock)
+
+    def _forget(self, key: int) -> None:
+        if key in self._mapped and self.usable:
+            self._mapped.discard(key)
+            self._post(wire.ForgetBuffer(key))
+
+    def _post(self, message: msgspec.Struct) -> None:
+        """Send ``message``, now or soon, without a reply to wait for."""
+        if not self._send_at_once(message):
+            self._in_background(self._send_alone(message))
+
+    def _in_background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+
+    async def _send_alone(self, message: msgspec.Struct) -> None:
+        with contextlib.suppress(OSError):  # it is ending, which answers every question
+            async with self._sending:
+                await self._send(message)
+
+    # ------------------------------------------------------------ signs of life
+
+    def _next_look(self) -> asyncio.TimerHandle:
+        self._busy = bool(self._pending)
+        delay = self._pulse.interval_s(self._loop.time(), busy=self._busy)
+        return self._loop.call_later(delay, self._look)
+
+    def _look_soon(self) -> None:
+        """There is something under way: it is looked after more often."""
+        if not self._pulse.asked and not self._busy:
+            self._busy = True
+            self._timer.cancel()
+            self._timer = self._next_look()
+
+    def _look(self) -> None:
+        match self._pulse.look(self._loop.time()):
+            case "frozen":
+                self._put_down(f"it gave no sign of life for {SILENCE_S:g} s and was killed")
+                return
+            case "ping":
+                self._post(wire.Ping(next(self._numbers)))
+        self._timer = self._next_look()
+
+    # ------------------------------------------------------------ replies, and the end
+
+    def _readable(self) -> None:
+        try:
+            frames = self._frames.receive()
+            if frames is None:
+                raise ConnectionError("it died")
+            for body, fds in frames:
+                wire.close_all(fds)  # replies have none
+                self._take(wire.decode_reply(body))
+        except OSError as error:
+            self._hang_up(str(error))
+
+    def _hang_up(self, reason: str) -> None:
+        """As a rule the process has ended. One that closed its channel without ending is of no use: make it end."""
+        if self._open:
+            self._open = False
+            self._loop.remove_reader(self._sock)
+            self._put_down(reason)
+            if self._sending.locked():
+                self._in_background(self._close())
+            else:
+                self._sock.close()
+
+    async def _close(self) -> None:
+        async with self._sending:
+            self._sock.close()
+
+    def _take(self, reply: wire.Reply) -> None:
+        if isinstance(reply, wire.Pong):
+            self._pulse.answered()
+            if reply.moved is not None and self.on_moved is not None:
+                self.on_moved(reply.moved)
+            return
+        if isinstance(reply, wire.Failed) and reply.over:
+            self._reason = self._reason or reply.error
+        future = self._pending.pop(reply.id, None)
+        if future is not None and not future.done():
+            future.set_result(reply)
+
+    def _put_down(self, reason: str) -> None:
+        """SIGKILL, if it still lives; whoever waits for it is told."""
+        self._reason = self._reason or reason
+        if not self.dead:
+            send_signal(self._pidfd, signal.SIGKILL)
+        self._fail()
+
+    def _ended(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._pidfd = -1
+        self._dead.set()  # the reader still takes the replies that came before the end, and then fails the rest
+        self._timer.cancel()
+        if not self._killed and self.on_exit is not None:
+            self.on_exit(self._end_text())
+
+    def _end_text(self) -> str:
+        return f"sidecar {self.pid}: {self._reason or 'it died'}"
+
+    def _fail(self) -> None:
+        """No reply will come any more. Whoever uses the socket last closes it."""
+        self._over = True
+        self._timer.cancel()
+        with contextlib.suppress(OSError):
+            self._sock.shutdown(socket.SHUT_RDWR)
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if not future.done():
+                future.set_exception(SidecarDied(self._end_text()))
+
+
+def _of_this_process(spec: GroupSpec) -> GroupSpec:
+    """With the GPU and the NCCL variables of this process: the forkserver's may be older."""
+    changes: dict[str, Any] = {}
+    if not spec.device and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
+        found = accelerator()
+        changes["device"] = found.device() if found is not None else ""
+    if spec.nccl_env is None:
+        changes["nccl_env"] = {name: value for name, value in os.environ.items() if name.startswith("NCCL_")}
+    return msgspec.structs.replace(spec, **changes)

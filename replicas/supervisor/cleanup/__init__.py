@@ -1,0 +1,1 @@
+"""Nothing outlives its run: control groups, the janitor, leftovers."""

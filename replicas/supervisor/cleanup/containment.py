@@ -1,0 +1,310 @@
+"""How the processes of a run are held together: a control group for each node of each generation, and a janitor.
+
+:class:`Containment` starts shims for the supervisor. Before a shim starts anything, its group is made and the janitor knows
+of it, so that nothing of it is lost, whoever is killed next. Neither is a must: where control groups cannot be made, and
+while a janitor that was killed is replaced, processes are found by descent and by their mark.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Self
+
+import anyio
+
+from replicas import errors
+from replicas.common import own_code
+from replicas.common.backoff import Backoff
+from replicas.config.structs import ResourcesConfig
+from replicas.linux.cgroups import RunCgroups, find_own
+from replicas.linux.processes import python_module, send_signal, start_time
+from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.orders import NodeSpec
+
+__all__ = ["Containment", "JanitorHandle"]
+
+log = logging.getLogger("replicas.supervisor")
+
+_STEADY_S = 60.0
+AGAIN = Backoff(0.05, 5.0)
+_END_S = 5.0
+
+
+class JanitorHandle:
+    """The supervisor's side of the janitor: started again when it dies, and told all it must know. Event loop's thread only.
+
+    :param lock: descriptor of the run's lock.
+    :param cgroup: the run's control group, if it has one.
+    :param door: path of the run's Unix socket.
+    """
+
+    def __init__(self, lock: int | None, cgroup: Path | None, door: Path | None = None) -> None:
+        self._lock = lock
+        self._cgroup = cgroup
+        self._door = door
+        self._loop = asyncio.get_running_loop()
+        self._watched: dict[str, orders.Message] = {}
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._pidfd = -1
+        self._control: socket.socket | None = None
+        self._began = 0.0
+        self._deaths = 0
+        self._again: asyncio.TimerHandle | None = None
+        self._ended = asyncio.Event()
+        self._closing = False
+
+    @property
+    def pid(self) -> int | None:
+        """Of the present one."""
+        return None if self._popen is None else self._popen.pid
+
+    def start(self) -> None:
+        """Start one, and tell it of everything.
+
+        :raises OSError: it cannot be started.
+        """
+        self._again = None
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        descriptors = [theirs.fileno()]
+        arguments = ["--control", str(theirs.fileno()), "--parent", str(os.getpid())]
+        if self._lock is not None:
+            descriptors.append(self._lock)
+            arguments += ["--lock", str(self._lock)]
+        if self._door is not None:
+            arguments += ["--socket", str(self._door)]
+        try:
+            with theirs:
+                self._popen = subprocess.Popen(
+                    python_module("replicas.supervisor.cleanup.janitor", *arguments),
+                    env=own_code.findable(os.environ),
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=descriptors,
+                    start_new_session=True,
+                )
+        except OSError:
+            ours.close()
+            raise
+        self._began = time.monotonic()
+        self._control = ours
+        self._pidfd = os.pidfd_open(self._popen.pid)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+        if self._cgroup is not None:
+            self._tell({"type": "run", "cgroup": str(self._cgroup)})
+        for message in self._watched.values():
+            self._tell(message)
+
+    def watch(self, spec: NodeSpec, pid: int) -> None:
+        """There is a shim, which has not started anything yet."""
+        message: orders.Message = {
+            "type": "watch",
+            "nonce": spec.nonce,
+            "pid": pid,
+            "start": start_time(pid),
+            "cgroup": spec.cgroup,
+        }
+        self._watched[spec.nonce] = message
+        self._tell(message)
+
+    def forget(self, nonce: str) -> None:
+        """Nothing that was started under this shim is left."""
+        if self._watched.pop(nonce, None) is not None:
+            self._tell({"type": "forget", "nonce": nonce})
+
+    async def aclose(self) -> None:
+        """End it. While shims are left it stays behind instead, and ends what they leave."""
+        self._closing = True
+        if self._again is not None:
+            self._again.cancel()
+        if self._popen is None:
+            return
+        if not self._watched:
+            self._tell({"type": "done"})
+        self._hang_up()
+        if self._watched:
+            self._forget_process()
+            return
+        try:
+            async with asyncio.timeout(_END_S):
+                await self._ended.wait()
+        except TimeoutError:
+            send_signal(self._pidfd, signal.SIGKILL)
+            await self._ended.wait()
+
+    def _tell(self, message: orders.Message) -> None:
+        if self._control is not None and not orders.send(self._control, message):
+            send_signal(self._pidfd, signal.SIGKILL)  # it does not read: another one is told everything
+
+    def _on_exit(self) -> None:
+        popen = self._popen
+        assert popen is not None
+        code = popen.wait()
+        self._forget_process()
+        self._hang_up()
+        self._ended.set()
+        if self._closing:
+            return
+        steady = time.monotonic() - self._began > _STEADY_S
+        self._deaths = 1 if steady else self._deaths + 1
+        delay_s = AGAIN.after(self._deaths - 1)
+        log.warning("the janitor ended with code %d; another one starts in %.2g s", code, delay_s)
+        self._again = self._loop.call_later(delay_s, self._start_again)
+
+    def _start_again(self) -> None:
+        try:
+            self.start()
+        except OSError as error:
+            log.warning("the janitor cannot be started: %s", error)
+            self._again = self._loop.call_later(AGAIN.max_s, self._start_again)
+
+    def _forget_process(self) -> None:
+        assert self._popen is not None
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self._popen.returncode = self._popen.returncode or 0  # nobody waits for it any more
+        self._popen = None
+
+    def _hang_up(self) -> None:
+        if self._control is not None:
+            self._control.close()
+            self._control = None
+
+
+class Containment:
+    """See the module's header. Event loop's thread only.
+
+    Use it with ``async with``.
+
+    :param resources: limits of a group, by its name.
+    :param lock: descriptor of the run's lock, which the janitor and the shims keep open while they live.
+    :param limits: controllers that the limits of some group need (:data:`replicas.linux.cgroups.LIMITS`).
+    :param door: path of the run's Unix socket, which must not outlive a killed supervisor.
+    :ivar no_cgroups: why there are no control groups; empty: there are.
+    """
+
+    def __init__(
+        self,
+        run: str,
+        resources: Callable[[str], ResourcesConfig],
+        *,
+        lock: int | None,
+        limits: frozenset[str],
+        door: Path | None = None,
+    ) -> None:
+        self._run = run
+        self._lock = lock
+        self._door = door
+        self._limits = limits
+        self._resources = resources
+        self._cgroups: RunCgroups | None = None
+        self._janitor: JanitorHandle | None = None
+        self.no_cgroups = "the run has not begun"
+
+    @property
+    def janitor_pid(self) -> int | None:
+        return None if self._janitor is None else self._janitor.pid
+
+    @property
+    def cgroup(self) -> Path | None:
+        """The run's control group."""
+        return None if self._cgroups is None else self._cgroups.path
+
+    async def __aenter__(self) -> Self:
+        """Make the run's control group, and start the janitor.
+
+        :raises replicas.errors.WorldError: the janitor cannot be started, or limits that are wanted cannot be set.
+        """
+        try:
+            self._cgroups = RunCgroups.make(self._run, find_own(), limited=bool(self._limits))
+            self.no_cgroups = ""
+        except OSError as error:
+            self.no_cgroups = error.strerror or str(error)
+            log.info("no control groups: %s", self.no_cgroups)
+        self._check_limits()
+        self._janitor = JanitorHandle(self._lock, self.cgroup, self._door)
+        try:
+            self._janitor.start()
+        except OSError as error:
+            self._remove_cgroups()
+            raise errors.WorldError(f"the janitor cannot be started: {error}") from error
+        return self
+
+    def _check_limits(self) -> None:
+        there = self._cgroups.limits if self._cgroups is not None else frozenset()
+        missing = ", ".join(sorted(self._limits - there))
+        if missing:
+            why = self.no_cgroups or f"{missing} cannot be handed on by the control group of this process"
+            self._remove_cgroups()
+            raise errors.WorldError(
+                f"limits of memory and processes cannot be set: {why}",
+                hint="run it as a systemd unit of its own with Delegate=yes, or remove the limits from the config",
+            )
+
+    def place(self, spec: NodeSpec) -> NodeSpec:
+        """The spec with a control group of its own.
+
+        :raises OSError: it cannot be made, or the limits of its group cannot be set.
+        """
+        limits = self._resources(spec.group)
+        limited = limits.memory_nbytes is not None or limits.max_processes is not None
+        if self._cgroups is None:
+            if limited:
+                raise OSError(f"limits of memory and processes need control groups: {self.no_cgroups}")
+            return spec
+        name = f"{spec.group}.{spec.replica}.{spec.generation}"
+        try:
+            path = self._cgroups.add(
+                name, spec.node, memory_nbytes=limits.memory_nbytes, max_processes=limits.max_processes
+            )
+        except OSError as error:
+            if limited:
+                raise
+            log.warning("no control group for %s: %s", name, error)
+            return spec
+        return spec._replace(cgroup=str(path))
+
+    def start(self, spec: NodeSpec, changed: Callable[[], None], lock: int | None = None) -> Node:
+        """Start a shim (a :data:`replicas.supervisor.fleet.environment.ShimStarter`).
+
+        :raises OSError: it, or its control group, cannot be made.
+        """
+        placed = self.place(spec)
+
+        def watch(pid: int) -> None:
+            if self._janitor is not None:
+                self._janitor.watch(placed, pid)
+
+        def moved() -> None:
+            if node is not None and node.gone.is_set() and self._janitor is not None:
+                self._janitor.forget(placed.nonce)
+            changed()
+
+        node: Node | None = None
+        try:
+            node = Node(placed, moved, lock, born=watch)
+        except OSError:
+            if self._janitor is not None:
+                self._janitor.forget(placed.nonce)
+            raise
+        return node
+
+    async def __aexit__(self, *_: object) -> None:
+        """End the janitor and remove the run's control group. What still runs is left to the janitor."""
+        if self._janitor is not None:
+            with anyio.CancelScope(shield=True):
+                await self._janitor.aclose()
+            self._janitor = None
+        self._remove_cgroups()
+
+    def _remove_cgroups(self) -> None:
+        if self._cgroups is not None:
+            self._cgroups.close()
+            self._cgroups = None

@@ -1,0 +1,168 @@
+"""The janitor: one for each run. It ends what supervisor and shims would end, when both are dead. Standard library only.
+
+Theory of operation
+===================
+
+A shim ends its processes when the supervisor is gone, and the supervisor sweeps what was under a shim that is gone. The
+janitor is for the case that both were killed: ranks then die of their parent-death signal, but not what they had started.
+
+The supervisor starts it (``python -m replicas.supervisor.cleanup.janitor``) and tells it of each shim before that has started
+anything, and of its end. The janitor does nothing until the supervisor is gone, which it sees by a pidfd or by the end of
+the control socket. Then each shim has ``SHIMS_S`` to end by itself; whatever was started under one that is gone is killed,
+by its control group or by its mark, and the run's control groups and its Unix socket are removed. It holds the run's lock
+meanwhile: the next supervisor waits for it. One that was killed itself is replaced by the supervisor (:class:`Janitor`).
+
+It ignores SIGTERM and SIGINT: what ends a whole session or process tree must not end it first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from replicas.linux import inherited
+from replicas.linux.processes import send_signal, start_time
+from replicas.linux.sockets import is_own, listens
+from replicas.supervisor.cleanup.sweeping import Sweep
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.notes import note
+
+__all__ = ["SHIMS_S", "Watched", "clean_up", "main", "remove_socket"]
+
+SHIMS_S = 3.5
+"""How long shims may take to end by themselves when the supervisor is gone (they need up to 3 s)."""
+_SWEEP_S = 5.0
+
+
+class Watched:
+    """One shim: its pidfd, or None when it is gone."""
+
+    def __init__(self, message: orders.Message) -> None:
+        self.nonce = str(message["nonce"])
+        self.cgroup = Path(message["cgroup"]) if message["cgroup"] else None
+        pid = int(message["pid"])
+        if pid < 1:
+            raise ValueError(f"{pid} is no pid")
+        try:
+            self.pidfd: int | None = os.pidfd_open(pid)
+        except ProcessLookupError:
+            self.pidfd = None
+        if start_time(pid) != message["start"]:
+            self.forget()
+
+    def forget(self) -> None:
+        if self.pidfd is not None:
+            os.close(self.pidfd)
+            self.pidfd = None
+
+
+def _listen(control: socket.socket, parent: int) -> tuple[dict[str, Watched], Path | None, bool]:
+    """Take notes until the supervisor is gone. Returns the shims, the run's control group, and whether to clean up."""
+    watched: dict[str, Watched] = {}
+    run: Path | None = None
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    parent_fd = None
+    try:
+        parent_fd = os.pidfd_open(parent)
+        poll.register(parent_fd, select.POLLIN)
+    except ProcessLookupError:
+        pass  # the control socket says so too, after what was sent before
+    while True:
+        ready = {fd for fd, _ in poll.poll()}
+        if control.fileno() not in ready:
+            return watched, run, True  # all that it said has been read
+        try:
+            message = orders.receive(control)
+            if message is None:
+                return watched, run, True
+            kind = message["type"]
+            with orders.reading(kind):
+                if kind == "watch":
+                    watched[message["nonce"]] = Watched(message)
+                elif kind == "forget":
+                    gone = watched.pop(message["nonce"], None)
+                    if gone is not None:
+                        gone.forget()
+                elif kind == "run":
+                    run = Path(message["cgroup"])
+                elif kind == "done":
+                    return watched, run, False
+                else:
+                    raise orders.Malformed(f"unknown order {kind!r}")
+        except orders.Malformed as error:
+            note(f"what the supervisor said is no message: {error}")
+
+
+def clean_up(watched: Sequence[Watched], run: Path | None, shims_s: float = SHIMS_S) -> bool:
+    """End the shims that do not end by themselves, and what was started under any; False when something survives."""
+    deadline = time.monotonic() + shims_s
+    left = list(watched)
+    swept = True
+    while left:
+        poll = select.poll()
+        alive = {shim.pidfd: shim for shim in left if shim.pidfd is not None}
+        for fd in alive:
+            poll.register(fd, select.POLLIN)
+        if alive:
+            late_ms = max(0, round((deadline - time.monotonic()) * 1000))
+            for fd, _ in poll.poll(late_ms):
+                alive.pop(fd).forget()
+            if time.monotonic() >= deadline:
+                for fd in alive:
+                    send_signal(fd, signal.SIGKILL)
+                deadline = time.monotonic() + shims_s
+        gone = [shim for shim in left if shim.pidfd is None]
+        left = [shim for shim in left if shim.pidfd is not None]
+        if gone:
+            swept = _sweep(gone) and swept
+    return (not Sweep((), groups=[run]).run(_SWEEP_S) if run is not None else True) and swept
+
+
+def _sweep(shims: list[Watched]) -> bool:
+    """Kill what was started under these shims, until none of it is seen any more."""
+    groups = [shim.cgroup for shim in shims if shim.cgroup is not None]
+    return not Sweep((shim.nonce for shim in shims), groups=groups).run(_SWEEP_S)
+
+
+def remove_socket(path: Path) -> None:
+    """The dead supervisor's, of which nobody has made one of his own. Whatever else is in its place stays."""
+    with contextlib.suppress(OSError):  # it is in a folder that is gone, or is not ours: then it stays
+        if is_own(path) and not listens(path):
+            path.unlink(missing_ok=True)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="replicas.supervisor.cleanup.janitor", description="started by the supervisor"
+    )
+    parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the supervisor")
+    parser.add_argument("--lock", type=int, help="descriptor of the run's lock, held as long as the janitor lives")
+    parser.add_argument("--socket", type=Path, help="the run's Unix socket, of no use without the supervisor")
+    options = parser.parse_args(arguments)
+    inherited.put_in_order()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    for descriptor in (options.control, options.lock):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+    watched, run, needed = _listen(socket.socket(fileno=options.control), options.parent)
+    if not needed:
+        return 0
+    swept = clean_up(list(watched.values()), run)
+    if options.socket is not None:
+        remove_socket(options.socket)
+    return 0 if swept else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,216 @@
+"""What a dead supervisor has left alive: found by what is known of it for certain, never by a name, and killed.
+
+Theory of operation
+===================
+
+Four things tell that a process belongs to a run whose supervisor is dead:
+
+* its pid and start time are in a record of the state file (``record``), or it is below a process of which that is true;
+* it is in a control group that such a record names (``cgroup``);
+* it was started with the mark of such a record in its environment (``mark``), which is random and new for each shim;
+* it was started with any shim's mark and with the id of this very state folder (``identity``): that finds what no record
+  names any more, such as after the loss of the state file. Folders can be copied, ids with them: what was started under
+  a shim that still has its supervisor is that one's to end.
+
+Records of pids mean something only on the machine, and in the boot and pid namespace, in which they were written. A process
+is signalled through a pidfd, and only when its start time still is the one that was found. This process and those above it
+are never touched, whatever their environment says.
+
+While the supervisor of the state file lives, what its records name is no leftover: then only the fourth way counts, for
+marks that it does not name (``replicas doctor`` asks so).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+
+import msgspec
+
+from replicas import environ
+from replicas.linux import cgroups
+from replicas.linux.processes import (
+    MARK,
+    SHIM,
+    command_line,
+    descendants,
+    parents,
+    processes,
+    signal_each,
+    start_time,
+)
+from replicas.supervisor.cleanup.sweeping import Grace, until_quiet
+from replicas.supervisor.state.run_state import Saved, ShimRecord
+from replicas.telemetry.events import How, LeftoverFound
+
+__all__ = ["find", "lock_holders", "sweep"]
+
+
+def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> list[LeftoverFound]:
+    """The living processes of a dead supervisor's run, each with ``swept`` False. Blocks for one look through ``/proc``.
+
+    :param saved: the state that it left, if there is one.
+    :param identity: the id of its state folder; empty: it has none.
+    :param spare: pids of processes that this one has started; whatever it has inherited, they have, too.
+    """
+    spared = {os.getpid(), *parents(os.getpid()), *spare}
+    if saved is not None and saved.supervisor is not None and saved.of_this_machine() and saved.supervisor.alive():
+        living = {record.nonce for record in saved.shims}
+        candidates = ((pid, how, record) for pid, how, record in _by_environment({}, identity, but=living))
+        return _described(candidates, spared)
+    records = saved.shims if saved is not None else ()
+    by_nonce = {record.nonce: record for record in records}
+    found = [*_by_record(saved), *_by_group(records), *_by_environment(by_nonce, identity)]
+    return _described(iter(found), spared)
+
+
+def sweep(
+    saved: Saved | None, identity: str, timeout_s: float = 5.0, *, spare: Collection[int] = ()
+) -> list[LeftoverFound]:
+    """Kill what :func:`find` finds until none is seen any more. Blocks.
+
+    :return: each that was found; ``swept`` False: it was still there after ``timeout_s``.
+    """
+    seen: dict[tuple[int, int], LeftoverFound] = {}
+    grace = Grace()
+
+    def look() -> set[int]:
+        found = find(saved, identity, spare=spare)
+        there = {one.pid for one in found}
+        spared = grace.spared(there, time.monotonic())
+        for one in found:
+            seen.setdefault((one.pid, one.start_time), one)
+            if one.pid not in spared:
+                _kill(one)
+        return there
+
+    if look():  # there seldom is anything: one look is enough to find nothing
+        until_quiet(look, timeout_s)
+    for record in saved.shims if saved is not None else ():
+        if record.cgroup:
+            cgroups.leave(Path(record.cgroup), run=True)
+    for record in saved.shims if saved is not None else ():
+        if record.cgroup:
+            _remove_group(Path(record.cgroup))
+    return [
+        msgspec.structs.replace(one, swept=start_time(one.pid) != one.start_time)
+        for one in sorted(seen.values(), key=lambda one: one.start_time)
+    ]
+
+
+def lock_holders(lock: Path) -> list[int]:
+    """Processes that have the lock file open with the lock on it; the kernel says so of each descriptor."""
+    there = lock.stat()
+    return [pid for pid in processes() if pid != os.getpid() and _holds(pid, there)]
+
+
+def _kill(one: LeftoverFound) -> None:
+    signal_each([one.pid], signal.SIGKILL, lambda pid: start_time(pid) == one.start_time)
+
+
+def _remove_group(group: Path) -> None:
+    """The control group of a shim, and the run's one above it when that was the last."""
+    with contextlib.suppress(OSError):  # it is gone, or something is left in it
+        cgroups.remove(group)
+        group.parent.rmdir()
+
+
+# ------------------------------------------------------------ the ways to find one
+
+_Candidate = tuple[int, How, ShimRecord | None]
+
+
+def _by_record(saved: Saved | None) -> Iterator[_Candidate]:
+    if saved is None or not saved.of_this_machine():
+        return
+    helpers = [(helper, None) for helper in saved.helpers]
+    for process, record in [*((one.process, one) for one in saved.shims), *helpers]:
+        if process is not None and process.alive():
+            for pid in (process.pid, *descendants(process.pid)):
+                yield pid, "record", record
+
+
+def _by_group(records: tuple[ShimRecord, ...]) -> Iterator[_Candidate]:
+    for record in records:
+        if record.cgroup:
+            for pid in cgroups.members(Path(record.cgroup)):
+                yield pid, "cgroup", record
+
+
+def _by_environment(
+    records: dict[str, ShimRecord], identity: str, *, but: set[str] | frozenset[str] = frozenset()
+) -> Iterator[_Candidate]:
+    """By the marks of records, and by the id of the state folder with a mark that is nobody else's, and not in ``but``."""
+    entry = f"{environ.STATE_ID}={identity}".encode()
+    found = [(pid, entries, nonce) for pid in processes() if (nonce := _mark(entries := _environment(pid)))]
+    supervised = {nonce for pid, _, nonce in found if _has_supervisor(pid)}
+    for pid, entries, nonce in found:
+        record = records.get(nonce)
+        if record is not None and nonce not in but:
+            yield pid, "mark", record
+        elif identity and entry in entries and nonce not in but and nonce not in supervised:
+            yield pid, "identity", None
+
+
+def _environment(pid: int) -> list[bytes]:
+    """The entries of its environment; none: it has ended, or is somebody else's."""
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _mark(entries: list[bytes]) -> str:
+    mark = f"{MARK}=".encode()
+    return next((entry[len(mark) :].decode(errors="replace") for entry in entries if entry.startswith(mark)), "")
+
+
+def _has_supervisor(pid: int) -> bool:
+    """Whether it is a shim that is still the child of the supervisor that started it."""
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return False
+    if SHIM.encode() not in words or b"--parent" not in words[:-1]:
+        return False
+    told = words[words.index(b"--parent") + 1]
+    return parents(pid)[:1] == [int(told)] if told.isdigit() else False
+
+
+def _described(candidates: Iterator[_Candidate], spared: set[int]) -> list[LeftoverFound]:
+    found: dict[int, LeftoverFound] = {}
+    for pid, how, record in candidates:
+        started = start_time(pid)
+        if pid in spared or pid in found or started is None:
+            continue
+        found[pid] = LeftoverFound(
+            pid=pid,
+            start_time=started,
+            command=command_line(pid, 200),
+            how=how,
+            group=record.group if record is not None else "",
+            replica=record.replica if record is not None else -1,
+            generation=record.generation if record is not None else 0,
+            swept=False,
+        )
+    return list(found.values())
+
+
+def _holds(pid: int, lock: os.stat_result) -> bool:
+    try:
+        descriptors = list(Path(f"/proc/{pid}/fd").iterdir())
+    except OSError:
+        return False  # it has ended, or is somebody else's
+    for path in descriptors:
+        try:
+            there = path.stat()
+            ours = (there.st_dev, there.st_ino) == (lock.st_dev, lock.st_ino)
+            if ours and b"lock:" in Path(f"/proc/{pid}/fdinfo/{path.name}").read_bytes():
+                return True
+        except OSError:
+            continue  # it was closed meanwhile
+    return False

@@ -1,0 +1,1 @@
+"""The replicas of a run, in the supervisor's process: started, watched, restarted."""

@@ -1,0 +1,57 @@
+"""The failure report: what people read when a replica has failed, and when lines of its logs are lost.
+
+It is the one place where the last lines of a failed rank appear; the traceback that torchelastic wrote is added where the
+log does not have it. That lines are dropped is said once for each replica, place and reason; the events count them.
+"""
+
+from __future__ import annotations
+
+from replicas.telemetry.events import Event, LogLinesDropped, ReplicaExited
+
+__all__ = ["FailureReports"]
+
+_MANY = 1000
+
+
+class FailureReports:
+    """Turns events into text for people; remembers what it has said."""
+
+    def __init__(self) -> None:
+        self._said: set[tuple[str, int, str, str]] = set()
+
+    def text(self, event: Event) -> str:
+        """What to say about this event, in one or more lines; empty: nothing."""
+        match event:
+            case ReplicaExited(outcome="failed"):
+                return _last_words(event)
+            case LogLinesDropped():
+                return self._dropped(event)
+            case _:
+                return ""
+
+    def _dropped(self, event: LogLinesDropped) -> str:
+        key = (event.group, event.replica, event.where, event.reason)
+        if key in self._said:
+            return ""
+        if len(self._said) >= _MANY:
+            self._said.clear()
+        self._said.add(key)
+        name = f"{event.group}/{event.replica}"
+        if event.where == "tee":
+            return f"{name}: not all of its lines are shown here: {event.reason}; they are in its log"
+        return f"{name}: lines of its log are being lost: {event.reason}"
+
+
+def _last_words(event: ReplicaExited) -> str:
+    parts = []
+    for rank in event.ranks:
+        if rank.lines:
+            parts += [f"{event.group}/{event.replica}: the last lines of rank {rank.rank}:", *_indented(rank.lines)]
+        if rank.error:
+            parts += [f"{event.group}/{event.replica}: the error of rank {rank.rank}:"]
+            parts += _indented(rank.error.rstrip("\n").split("\n"))
+    return "\n".join(parts)
+
+
+def _indented(lines: tuple[str, ...] | list[str]) -> list[str]:
+    return [f"    | {line}" for line in lines]

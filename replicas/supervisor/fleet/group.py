@@ -1,0 +1,186 @@
+"""A group: its replicas, and what outlives each of them."""
+
+from __future__ import annotations
+
+import random
+
+from replicas.config.structs import GroupConfig
+from replicas.core.lives.ordering import enough, is_done, is_good, is_lost, is_over
+from replicas.core.lives.restarts import Restarts
+from replicas.status import GroupStatus, ReplicaState
+from replicas.supervisor.fleet.replica import Replica
+from replicas.supervisor.state.run_state import SavedGroup, SavedReplica, Spent
+
+__all__ = ["Group"]
+
+
+class Group:
+    """A group's replicas, by index, and what outlives each of them.
+
+    :param saved: what a dead supervisor knew of the group.
+    :param now: in seconds of the loop's clock; :param wall: of the time of day.
+    :param rng: source of the jitter of restarts.
+    """
+
+    def __init__(
+        self,
+        config: GroupConfig,
+        *,
+        saved: SavedGroup | None = None,
+        now: float = 0.0,
+        wall: float = 0.0,
+        rng: random.Random | None = None,
+    ) -> None:
+        self.config = config
+        self.size = self.configured = config.replicas
+        """``configured``: the config's number when the size was last set: a reload sets it only after a rolling restart."""
+        self.replicas: dict[int, Replica] = {}
+        self.rules = Restarts(config.restart, rng=rng)
+        self._retired: dict[int, SavedReplica] = {}
+        """Replicas that are not there (any more): what a later one of the same index must know."""
+        if saved is not None:
+            self._restore(saved, now, wall)
+
+    def _restore(self, saved: SavedGroup, now: float, wall: float) -> None:
+        if saved.configured == self.config.replicas:
+            self.size = saved.size
+        self._retired = dict(saved.replicas)
+        spent = [(max(0.0, wall - one.at), one.replica) for one in saved.spent]
+        cycles = {index: replica.cycles for index, replica in saved.replicas.items()}
+        self.rules.restore(spent=spent, cycles=cycles, now=now)
+
+    def saved(self, now: float, wall: float) -> SavedGroup:
+        """What must not be forgotten when this process is killed. ``now`` and ``wall`` as for the constructor."""
+        cycles = self.rules.cycles
+        known = {**self._retired, **{index: _kept(replica) for index, replica in self.replicas.items()}}
+        halted = {index for index, replica in self.replicas.items() if replica.halted}
+        for index in cycles.keys() - known.keys():
+            known[index] = SavedReplica()
+        return SavedGroup(
+            size=self.size,
+            configured=self.configured,
+            replicas={
+                index: SavedReplica(
+                    generation=one.generation,
+                    restarts=one.restarts,
+                    cycles=cycles.get(index, 0),
+                    last_exit=one.last_exit,
+                    halted=index in halted,
+                )
+                for index, one in sorted(known.items())
+            },
+            spent=tuple(Spent(wall - age, replica) for age, replica in self.rules.budget.ages(now)),
+        )
+
+    def use(self, config: GroupConfig) -> None:
+        """A reload brings another config. Replicas that run keep their processes."""
+        self.config = config
+        self.rules.use(config.restart)
+        for replica in self.replicas.values():
+            replica.group = config
+
+    def generation(self, index: int) -> int:
+        """Generations that earlier replicas of this index have used up."""
+        return self._retired[index].generation if index in self._retired else 0
+
+    def enter(self, replica: Replica) -> None:
+        """A replica begins; it goes on where an earlier one of its index stopped."""
+        self.replicas[replica.index] = replica
+        before = self._retired.pop(replica.index, None)
+        if before is not None:
+            replica.life.restarts = dict(before.restarts)
+            replica.last_exit = before.last_exit
+            if before.halted:
+                replica.halt()
+
+    def retire(self, replica: Replica) -> None:
+        """Keep what must not be forgotten with a replica that is scaled away."""
+        del self.replicas[replica.index]
+        self._retired[replica.index] = _kept(replica)
+        self.rules.forget(replica.index)
+
+    def restarts_by_reason(self) -> dict[str, int]:
+        totals: dict[str, int] = {}
+        for restarts in (
+            *(one.restarts for one in self._retired.values()),
+            *(replica.life.restarts for replica in self.replicas.values()),
+        ):
+            for reason, count in restarts.items():
+                totals[reason] = totals.get(reason, 0) + count
+        return totals
+
+    @property
+    def states(self) -> dict[int, ReplicaState]:
+        """The state of each replica."""
+        return {index: replica.life.state for index, replica in sorted(self.replicas.items())}
+
+    @property
+    def staying(self) -> list[ReplicaState]:
+        """The states of those that are not being scaled away."""
+        return [replica.life.state for replica in self.replicas.values() if not replica.leaving]
+
+    @property
+    def finished(self) -> bool:
+        """Whether it is done: enough of them have finished, and the others have failed. One that was merely stopped by hand
+        has not.
+        """
+        return is_done(self.staying, self.config.min_ready)
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing happens in it any more, good or bad."""
+        return is_over(self.staying)
+
+    @property
+    def good(self) -> bool:
+        return is_good(list(self.states.values()), self.config.min_ready)
+
+    @property
+    def failed(self) -> Replica | None:
+        """One that has failed, if there is one."""
+        return next((one for one in self.replicas.values() if one.life.state == "failed"), None)
+
+    @property
+    def failure(self) -> str:
+        """Why the run cannot go on without what has failed here; empty: it can, or nothing has."""
+        if self.failed is None or not (self.config.on_failure == "run" or is_lost(self.staying, self.config.min_ready)):
+            return ""
+        return self.words_of_failure()
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it cannot become ready before somebody resets what has failed."""
+        states = list(self.states.values())
+        return is_lost(states, enough(self.config.min_ready, len(states)))
+
+    def words_of_failure(self) -> str:
+        """What has failed here, and why."""
+        assert self.failed is not None
+        left = len(self.staying) - self.staying.count("failed")
+        kept = f" ({left} of {len(self.staying)} replicas are left)" if self.config.on_failure != "run" else ""
+        return f"group {self.config.name} failed{kept}: replica {self.failed.name}: {self.failed.life.reason}"
+
+    @property
+    def falling(self) -> bool:
+        """Whether some of them are being ended."""
+        return any(replica.falling for replica in self.replicas.values())
+
+    def status(self, now: float) -> GroupStatus:
+        """A snapshot; ``now`` in seconds of the loop's clock."""
+        return GroupStatus(
+            name=self.config.name,
+            launcher=self.config.launcher,
+            world_size=self.config.world_size,
+            replicas=tuple(replica.status(now) for _, replica in sorted(self.replicas.items())),
+            restarts=self.restarts_by_reason(),
+            restart_budget_remaining_ratio=self.rules.budget.remaining_ratio(now),
+            no_progress_cycles=self.config.restart.no_progress_cycles,
+            no_progress_remaining_ratio=self.rules.no_progress_remaining_ratio,
+            on_failure=self.config.on_failure,
+            min_ready=self.config.min_ready,
+        )
+
+
+def _kept(replica: Replica) -> SavedReplica:
+    life = replica.life
+    return SavedReplica(generation=life.generation, restarts=dict(life.restarts), last_exit=replica.last_exit)

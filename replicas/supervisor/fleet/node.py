@@ -1,0 +1,388 @@
+"""The supervisor's side of one shim: what it was told, what it says, and what to do when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import IO
+
+import anyio.to_thread
+
+from replicas import __version__, environ
+from replicas.common import own_code
+from replicas.config.structs import GroupConfig
+from replicas.linux import cgroups, private
+from replicas.linux.processes import MARK, SHIM, command_line, python_module, send_signal, signal_name
+from replicas.supervisor.cleanup.inventory import Belongings
+from replicas.supervisor.cleanup.sweeping import UNSEEN, Sweep
+from replicas.supervisor.logs.pump import is_pump
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.orders import REMAINS_INTERVAL_S, ExitReport, LogLoss, NodeSpec, Remains
+
+__all__ = ["Node", "rank_environment"]
+
+log = logging.getLogger("replicas.supervisor")
+
+_PING_INTERVAL_S = 1.0
+_PAUSE_S = 1.0
+_SWEEP_S = 2.0
+"""How long a sweep may take before it is told what is left; from then on there is a look now and then."""
+_MAX_SWEEP_INTERVAL_S = 1.0
+
+
+def rank_environment(
+    group: GroupConfig, replica: int, generation: int, *, replicas: int, shared: Mapping[str, str]
+) -> dict[str, str]:
+    """The environment of a replica's processes: ours without any torchrun's or outer run's, the group's, the identity.
+
+    :param shared: what all replicas of the run get (endpoint, token file, run name).
+    """
+    ours = environ.without_torchrun(os.environ)
+    identities = ("REPLICAS_", "REPLICA_")
+    base = {
+        name: value for name, value in ours.items() if not name.startswith(identities) or name == environ.ACCELERATOR
+    }
+    identity = {
+        environ.GROUP: group.name,
+        environ.REPLICA: str(replica),
+        environ.REPLICAS: str(replicas),
+        environ.GENERATION: str(generation),
+    }
+    return {"PYTHONFAULTHANDLER": "1", **base, **group.env, **shared, **identity}
+
+
+class Node:
+    """One shim, from its start until nothing of its node is left. Use it in the event loop's thread only.
+
+    :param spec: what the shim is to run.
+    :param changed: called after each step: started, rendezvous known, main process ended, everything gone.
+    :param lock: descriptor of the run's lock, which the shim keeps open while it lives.
+    :param born: called with the shim's pid before it is told what to start.
+    """
+
+    def __init__(
+        self,
+        spec: NodeSpec,
+        changed: Callable[[], None],
+        lock: int | None = None,
+        born: Callable[[int], None] | None = None,
+    ) -> None:
+        self.spec = spec
+        self.main_pid: int | None = None
+        self.rendezvous: tuple[str, int] | None = None
+        self.report: ExitReport | None = None
+        self.gone = asyncio.Event()
+        """Set when nothing of its node is left."""
+        self.belongings = Belongings()
+        """What its processes had when the shim last said so."""
+        self.last_stacks: dict[str, str] = {}
+        """By ``group/replica/rank``: what it was doing when its stacks were last saved."""
+        self.losses: list[LogLoss] = []
+        """Lines of its logs that are lost; whoever tells of them takes them out."""
+        self._asking: asyncio.Future[dict[str, str]] | None = None
+        self._changed = changed
+        self._finishing = False
+        self._said_gone = False
+        """The shim's own word that nothing is left: where SIGCHLD is ignored its exit code is lost, and reads 0."""
+        self._sweeper: asyncio.Task[None] | None = None
+        self._remains: Remains | None = None
+        self._asked_at: float | None = None
+        self._answered_at = self._looked_at = time.monotonic()
+        ours, theirs = orders.pair()
+        ours.setblocking(False)
+        with theirs:
+            self._popen = self._spawn(theirs.fileno(), lock)
+        self.pid = self._popen.pid
+        self._pidfd = os.pidfd_open(self.pid)
+        self._control: socket.socket | None = ours
+        self._loop = asyncio.get_running_loop()
+        self._loop.add_reader(ours, self._on_message)
+        self._loop.add_reader(self._pidfd, self._on_exit)
+        nbytes = len(orders.encode(spec.message()))
+        try:
+            if born is not None:
+                born(self.pid)
+            if nbytes > orders.MAX_NBYTES:  # it would arrive cut off
+                raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+            orders.send(ours, spec.message())
+        except OSError as error:
+            self._discard()
+            if error.errno == errno.EMSGSIZE:
+                text = f"its orders of {nbytes >> 10} KiB are too long for a message; the environment must be smaller"
+                raise OSError(errno.EMSGSIZE, text) from None
+            raise
+
+    @staticmethod
+    def nonce() -> str:
+        """A fresh mark for a shim."""
+        return secrets.token_hex(16)
+
+    def _discard(self) -> None:
+        """It could not be told what to do: it has started nothing, and must not wait for ever."""
+        self._finishing = True
+        self._close_control()
+        self._loop.remove_reader(self._pidfd)
+        send_signal(self._pidfd, signal.SIGKILL)
+        os.close(self._pidfd)
+        self._popen.wait()
+
+    def _spawn(self, control: int, lock: int | None) -> subprocess.Popen[bytes]:
+        arguments = ["--control", str(control), "--parent", str(os.getpid())]
+        descriptors = [control]
+        if lock is not None:
+            arguments += ["--lock", str(lock)]
+            descriptors.append(lock)
+        with ExitStack() as stack:
+            if self.spec.tee:
+                tee = os.dup(2)
+                stack.callback(os.close, tee)
+                arguments += ["--tee", str(tee)]
+                descriptors.append(tee)
+            log = stack.enter_context(self._log())
+            return subprocess.Popen(
+                python_module(SHIM, *arguments),
+                env={**own_code.findable(os.environ), MARK: self.spec.nonce},
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=descriptors,
+                start_new_session=True,
+            )
+
+    def _log(self) -> IO[bytes]:
+        """The shim's own log; a disk that takes no new file does not keep it from starting."""
+        path = Path(self.spec.log_dir) / f"shim-{self.spec.node}.log"
+        try:
+            log = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, make_folder=True)
+            return os.fdopen(log, "ab")
+        except OSError as error:
+            self.losses.append(LogLoss(0, "file", error.strerror or str(error)))
+            return Path(os.devnull).open("ab")
+
+    # ------------------------------------------------------------ orders
+
+    def meet(self, host: str, port: int) -> None:
+        """Tell a node other than 0 where node 0 is."""
+        self._order({"type": "rendezvous", "host": host, "port": port})
+
+    def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
+        """SIGTERM now, SIGKILL after ``timeout_s``; a later call can only shorten that.
+
+        :param stacks: first have every rank's stacks saved to its log, which takes up to 3 s.
+        """
+        self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks})
+
+    @property
+    def cgroup(self) -> str:
+        """Path of its control group; empty: it has none."""
+        return self.spec.cgroup
+
+    async def stacks(self, timeout_s: float = 5.0) -> dict[str, str]:
+        """What each rank is doing, by ``group/replica/rank``: its stacks, which are saved to its log too. Of none, when the
+        shim ends before.
+
+        :raises TimeoutError: the shim does not answer.
+        """
+        if self._control is None:
+            return {}
+        if self._asking is None:
+            self._asking = self._loop.create_future()
+            self._order({"type": "stacks"})
+        asked = self._asking
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await asyncio.shield(asked)
+        except TimeoutError:
+            if self._asking is asked:
+                self._asking = None  # the order, or the answer, is lost: the next one asks again
+            raise
+
+    def kill(self) -> None:
+        """Kill the shim itself; what was under it is then swept by its mark."""
+        if not self._finishing:
+            send_signal(self._pidfd, signal.SIGKILL)
+
+    @property
+    def remains(self) -> Remains | None:
+        """What SIGKILL has not ended yet; None: nothing, or it is not known: the shim is silent."""
+        heard = self._finishing or time.monotonic() - self._answered_at < REMAINS_INTERVAL_S + _PAUSE_S
+        return self._remains if heard else None
+
+    def silent_s(self, now: float) -> float:
+        """How long a ping has been unanswered; call it at least every second: it sends the pings.
+
+        A frozen shim would neither report the end of its ranks nor end them. The time in which this process did not run
+        itself does not count.
+        """
+        pause_s = now - self._looked_at
+        self._looked_at = now
+        if self._asked_at is not None:
+            if pause_s > _PAUSE_S:
+                self._asked_at += pause_s
+            return max(0.0, now - self._asked_at)
+        if now - self._answered_at >= _PING_INTERVAL_S and self.report is None:
+            self._asked_at = now
+            self._order({"type": "ping"})
+        return 0.0
+
+    def abandon(self) -> None:
+        """Leave the shim to itself: it ends its node within some seconds. For a supervisor that is being torn down."""
+        self._close_control()
+        if self._sweeper is not None:
+            self._sweeper.cancel()  # the janitor goes on
+        if not self._finishing:
+            self._finishing = True
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            self._popen.returncode = 0  # nobody waits for it any more; the kernel hands it on when we end
+
+    def _order(self, message: orders.Message) -> None:
+        if self._control is not None:
+            orders.send(self._control, message)
+
+    # ------------------------------------------------------------ what comes back
+
+    def _on_message(self) -> bool:
+        """Take one message; False: there is none."""
+        assert self._control is not None
+        try:
+            message = orders.receive(self._control)
+            if message is None:
+                self._close_control()
+                return False
+            self._take(message)
+        except BlockingIOError:
+            return False
+        except orders.Malformed as error:
+            log.error("what the shim of %s/%s said is no message: %s", self.spec.group, self.spec.replica, error)
+        return True
+
+    def _take(self, message: orders.Message) -> None:
+        kind = message["type"]
+        self._asked_at, self._answered_at = None, time.monotonic()
+        if kind == "pong":
+            return
+        if kind == "gone":
+            self._said_gone = True
+        if kind == "started":
+            with orders.reading(kind):
+                self.main_pid = int(message["pid"])
+            self._compare(str(message.get("release", "unknown")))
+        elif kind == "rendezvous":
+            with orders.reading(kind):
+                self.rendezvous = (str(message["host"]), int(message["port"]))
+        elif kind == "ended":
+            with orders.reading(kind):
+                report = message["report"]
+            self.report = ExitReport.of(report)
+        elif kind == "dropped":
+            self.losses.append(LogLoss.of(message))
+        elif kind == "remains":
+            self._remains = Remains.of(message)
+        elif kind == "belongings":
+            with orders.reading(kind):
+                self.belongings = Belongings.of(message)
+            return
+        elif kind == "stacks":
+            name = f"{self.spec.group}/{self.spec.replica}"
+            with orders.reading(kind):
+                found = {f"{name}/{rank}": f"process {pid}\n{text}" for rank, pid, text in message["stacks"]}
+            self._on_stacks(found)
+            return
+        self._changed()
+
+    def _compare(self, release: str) -> None:
+        if release != __version__:
+            log.warning(
+                "%s/%s is run by release %s of replicas, which was installed under this supervisor of %s: restart that",
+                self.spec.group,
+                self.spec.replica,
+                release,
+                __version__,
+            )
+
+    def _on_stacks(self, found: dict[str, str]) -> None:
+        self.last_stacks = found
+        self._answer(found)
+
+    def _answer(self, stacks: dict[str, str]) -> None:
+        asked, self._asking = self._asking, None
+        if asked is not None and not asked.done():
+            asked.set_result(stacks)
+
+    def _on_exit(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        while self._control is not None and self._on_message():
+            pass  # what it said before it died
+        self._close_control()  # a child of it may have its end still: there would be no end of the stream
+        self._answer({})
+        code = self._popen.wait()
+        self._finishing = True
+        os.close(self._pidfd)
+        if code == 0 and self._said_gone:
+            self._all_gone()
+            return
+        if code == 0:
+            ended = "ended before its processes"
+        else:
+            ended = f"was killed by {signal_name(-code)}" if code < 0 else f"failed with code {code}"
+        if self.report is None or (self.report.outcome == "ok" and code != 0):
+            self.report = ExitReport("lost", text=f"the shim of node {self.spec.node} {ended}")
+        self._changed()
+        self._sweeper = self._loop.create_task(self._sweep())
+
+    async def _sweep(self) -> None:
+        """Kill what the shim has left, however long that takes, and say what is still there."""
+        groups = [Path(self.spec.cgroup)] if self.spec.cgroup else []
+        sweep = Sweep([self.spec.nonce], groups=groups, known=dict(self.belongings.processes))
+        began, timeout_s, interval_s = time.time(), _SWEEP_S, 0.05
+        while True:
+            try:
+                left = await anyio.to_thread.run_sync(sweep.run, timeout_s)
+            except OSError as error:  # such as: no descriptor is left to this process
+                log.error("what is left of %s/%s cannot be swept yet: %s", self.spec.group, self.spec.replica, error)
+                left = [UNSEEN]
+            if not left:
+                break
+            named = tuple((pid, command_line(pid)) for pid in left if not is_pump(pid))  # which has its time
+            self._remains = Remains(since=began, processes=named) if named else None
+            self._changed()
+            await asyncio.sleep(interval_s)
+            timeout_s, interval_s = 0.0, min(2 * interval_s, _MAX_SWEEP_INTERVAL_S)
+        for group in groups:
+            cgroups.leave(group)
+        self._all_gone()
+
+    def _all_gone(self) -> None:
+        if self.report is None:
+            self.report = self._saved_report() or ExitReport("stopped")
+        self._remains = None
+        self.gone.set()
+        self._changed()
+
+    def _saved_report(self) -> ExitReport | None:
+        """What the shim wrote down, should its message have been lost."""
+        try:
+            message = orders.decode(private.read(Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"))
+            return ExitReport.of(message["report"])
+        except FileNotFoundError:
+            return None  # its main process was never started
+        except (OSError, ValueError, LookupError, TypeError) as error:
+            log.error("the exit report of %s/%s cannot be read: %s", self.spec.group, self.spec.replica, error)
+            return None
+
+    def _close_control(self) -> None:
+        if self._control is not None:
+            self._loop.remove_reader(self._control)
+            self._control.close()
+            self._control = None

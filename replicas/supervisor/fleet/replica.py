@@ -1,0 +1,533 @@
+"""One replica: it is started, watched, ended and started again.
+
+Theory of operation
+===================
+
+:class:`Replica` is the shell round :mod:`replicas.core.lives.lifecycle`. One task (:meth:`Replica.run`) follows the state: it
+waits in ``pending`` for what this one needs, lives through one *generation* in ``starting``, ``ready`` and ``draining``,
+waits in ``backoff``, and rests in ``finished`` or ``failed`` until someone asks for more.
+
+A generation is one shim for each node (:mod:`replicas.supervisor.fleet.node`). It ends in this order: a *cause* (a main process
+ended, a timeout, a request) → if somebody asked for it, the replica is *draining*: it finishes its sync, within
+``drain_timeout`` → every node is told to stop → every main process is gone, and the coordinator is told that the members are
+lost → every process is gone → the lifecycle takes its end event. The next generation starts only after that, however long it
+takes: a process that does not die of SIGKILL is named, and killed again and again. Only the end of the run leaves it behind.
+
+Everything here runs on the event loop; requests (:meth:`stop`, :meth:`halt`, :meth:`restart`, :meth:`check`) change the state
+at once and never wait. The clock is the loop's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Literal
+
+from replicas import errors
+from replicas.config.structs import GroupConfig
+from replicas.core.lives.lifecycle import FREE_REASONS, Event, Lifecycle, RestartReason, after_exit
+from replicas.core.lives.restarts import Restarts, Verdict
+from replicas.status import ReplicaStatus
+from replicas.supervisor.fleet.causes import Cause, dropped, exited, verdict
+from replicas.supervisor.fleet.environment import Host, Readiness, ShimStarter
+from replicas.supervisor.fleet.health import Health
+from replicas.supervisor.fleet.hold_ups import HoldUps
+from replicas.supervisor.fleet.node import Node
+from replicas.supervisor.fleet.starts import Starts
+from replicas.supervisor.shim.generation import STUCK_S, Generation
+from replicas.supervisor.shim.orders import ExitReport
+from replicas.supervisor.state.run_state import ShimRecord
+from replicas.telemetry.events import StacksSaved
+
+__all__ = ["REQUESTED", "Replica"]
+
+REQUESTED = Cause("requested", "restart requested")
+
+
+class Replica:
+    """One replica of a group. Made on the event loop.
+
+    :param group: the group's config; a reload may put another one in its place.
+    :param index: which replica of the group, from 0.
+    :param restarts: the group's restart rules, shared by its replicas.
+    :param generation: generations of this replica that an earlier object has used up.
+    :param starts: gives the turns in which replicas start. :param start_shim: for tests.
+    """
+
+    def __init__(
+        self,
+        group: GroupConfig,
+        index: int,
+        host: Host,
+        restarts: Restarts,
+        *,
+        generation: int = 0,
+        starts: Starts | None = None,
+        start_shim: ShimStarter = Node,
+    ) -> None:
+        self.group = group
+        self.index = index
+        self._loop = asyncio.get_running_loop()
+        self.life = Lifecycle(group.name, index, now=self._now())
+        self.life.generation = generation
+        self.last_exit = ""
+        self.over = asyncio.Event()
+        """Set when :meth:`run` has returned: it was asked to stop for good and no process of it is left."""
+        self._host = host
+        self._restarts = restarts
+        self._starts = starts or Starts()
+        self._start_shim = start_shim
+        self._generation = Generation(host, start_shim, self.poke)
+        self._poke = asyncio.Event()
+        self._ending: Literal["", "halt", "leave", "fail"] = ""
+        self._cause: Cause | None = None
+        self._health = Health()
+        self._mark: tuple[int, ...] = ()
+        self._drain_by: float | None = None
+        self._busy_with = ""
+        self._resume_at = 0.0
+        self._waits_for = ""
+        self._hold_ups = HoldUps(host, (group.name, index, generation))
+        self._run_over = False
+        self._ran_s = 0.0
+
+    def _now(self) -> float:
+        return self._loop.time()
+
+    @property
+    def name(self) -> str:
+        """``group/replica``."""
+        return self.life.name
+
+    @property
+    def shims(self) -> list[ShimRecord]:
+        """How the shims of the present generation are found by another supervisor."""
+        return self._generation.records
+
+    @property
+    def falling(self) -> bool:
+        """Whether its generation is at its end, and something of it may be left."""
+        return self.life.alive and (self.life.state == "draining" or self._cause is not None)
+
+    @property
+    def stuck(self) -> bool:
+        """Whether processes of its last generation were left behind: what they have is not free."""
+        return self.life.settled and not self._generation.gone
+
+    @property
+    def leaving(self) -> bool:
+        """Whether it was asked to stop for good."""
+        return self._ending == "leave"
+
+    @property
+    def halted(self) -> bool:
+        """Whether it was stopped, or is being stopped, by hand, and rests until it is asked to start again."""
+        return self._ending == "halt" or (self.life.state == "drained" and not self.leaving)
+
+    @property
+    def fails_with_group(self) -> bool:
+        """Whether it ends because another one of its group has failed."""
+        return self._ending == "fail"
+
+    @property
+    def unwanted(self) -> bool:
+        """Whether it was stopped, or is being stopped, by hand or for good."""
+        return self.halted or bool(self._ending)
+
+    @property
+    def resting(self) -> bool:
+        """Whether it stays as it is until somebody asks."""
+        return self.life.settled and not self._ending
+
+    # ------------------------------------------------------------ requests
+
+    def stop(self, hurry_s: float | None = None, *, run_over: bool = False) -> None:
+        """Ask for its end, for good.
+
+        :param hurry_s: do not let it finish anything: SIGTERM now, SIGKILL after so long. A later call can only hurry.
+        :param run_over: with the whole run: what does not die in time is left behind.
+        """
+        self._run_over |= run_over
+        self._end_on_request("leave", hurry_s)
+
+    def halt(self, hurry_s: float | None = None) -> None:
+        """Ask for its end, until somebody asks for a restart. One that is done stays so. ``hurry_s`` as in :meth:`stop`."""
+        self._end_on_request("halt", hurry_s)
+
+    def _end_on_request(self, how: Literal["halt", "leave"], hurry_s: float | None) -> None:
+        if how == "halt" and self.life.settled:
+            return
+        first = not self._ending
+        if self._ending != "leave":
+            self._ending = how
+        if first and not self.life.settled:
+            self._apply(Event.STOP, reason="stop requested")
+            if self.life.alive and hurry_s is None:
+                self._drain()
+        if self.life.alive and hurry_s is not None:
+            self._end_processes(hurry_s)
+        self._rest_if_settled()
+        self.poke()
+
+    def fail(self, reason: str) -> None:
+        """End it with its group, which has failed; it rests until somebody resets or restarts it. One that is settled stays
+        as it is.
+        """
+        if self.life.settled or self._ending:
+            return
+        self._ending, self._cause = "fail", Cause("group", reason)
+        self._apply(Event.GROUP_FAILED, reason=reason)
+        if self.life.alive:
+            self._drain()
+        self._rest_if_settled()
+        self.poke()
+
+    def _rest_if_settled(self) -> None:
+        if self._ending in ("halt", "fail") and self.life.settled:
+            self._ending = ""
+
+    def restart(self, cause: Cause = REQUESTED, *, drain: bool = True) -> None:
+        """Ask for a new generation; it spends no budget.
+
+        :param drain: let it finish its sync first.
+        :raises replicas.errors.UsageError: the replica is being stopped for good.
+        """
+        if self._ending == "leave":
+            raise errors.UsageError(f"replica {self.name} is being stopped")
+        self._ending = ""
+        running, before = self.life.alive, self.life.state
+        self._apply(Event.RESTART, reason=cause.text)
+        if running:
+            if self._cause is None or cause.reason == "requested":
+                self._cause = cause
+            if not drain:
+                self._end_processes(self.group.stop_timeout_s)
+            elif before != "draining":
+                self._drain()
+        self.poke()
+
+    def reset(self) -> bool:
+        """What made it fail is mended: start again now. False: it has neither failed nor waits after a failure."""
+        if self._ending or self.life.state not in ("failed", "backoff"):
+            return False
+        self._apply(Event.RESET)
+        self.poke()
+        return True
+
+    def poke(self) -> None:
+        """Have the task look at the world again."""
+        self._poke.set()
+
+    def forgive(self, pause_s: float) -> None:
+        """This process did not run for ``pause_s``: none of the replica's timeouts is shortened by that."""
+        self._health.forgive(pause_s)
+        self.life.forgive(pause_s)
+        if self._drain_by is not None:
+            self._drain_by += pause_s
+
+    # ------------------------------------------------------------ while it runs
+
+    def check(self, now: float) -> None:
+        """Take the replica's health, from the coordinator and the clock."""
+        if self.life.state in ("pending", "backoff"):
+            self.poke()
+        elif self.life.state == "draining":
+            self._check_drain(now)
+        generation = self._generation
+        failing = any(report.outcome != "ok" for report in generation.reports)
+        if self.life.state not in ("starting", "ready") or failing or generation.ended:
+            return  # it ends, or has not begun: it waits for its turn, or for what the generation before had
+        if frozen := self._generation.silent(now, self.group.health.heartbeat_timeout_s):
+            self._end_frozen(frozen)
+            return
+        view = self._look()
+        ready = view.ready if view is not None else self._generation.started
+        if ready and self.life.state == "starting":
+            self._health.became_ready()
+            self._apply(Event.READY)
+        elif not ready and self.life.state == "ready":
+            self._health.became_unready(now)
+            self._apply(Event.UNREADY, reason=view.reason if view is not None else "")
+        starting_s = self.life.starting_s(now)
+        sick = self._health.judge(self.group.health, ready=ready, starting_s=starting_s, now=now)
+        if sick is not None:
+            self._end(sick.event, sick.cause)
+
+    def _end_frozen(self, frozen: list[int]) -> None:
+        """A shim does not answer: nobody looks after its processes. They are swept by their mark once it is killed."""
+        timeout_s = self.group.health.heartbeat_timeout_s
+        names = ", ".join(map(str, frozen))
+        self._end(
+            Event.HEARTBEAT_TIMEOUT, Cause("lost", f"the shim of node {names} did not answer for {timeout_s:g} s")
+        )
+        for index in frozen:
+            self._generation.nodes[index].kill()
+
+    def _look(self) -> Readiness | None:
+        if not self._host.on_channel(self.group.name):
+            return None
+        self._health.view = self._host.overseer.readiness(self.group.name, self.index, self.life.generation)
+        return self._health.view
+
+    def member_lost(self, rank: int, reason: str) -> None:
+        """The coordinator has lost a member of this replica: ``lease``, ``overflow``, ``left`` and others.
+
+        One that *left* needs no more of us. One that is silent, or does not read, is frozen. Whatever else ended it will be
+        seen in its process.
+        """
+        if reason == "left":
+            self._health.member_left()
+        elif self.life.state in ("starting", "ready") and reason in ("lease", "overflow"):
+            health = self.group.health
+            silent = f"sent no heartbeat for {health.heartbeat_timeout_s:g} s"
+            text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
+            self._end(Event.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
+
+    @property
+    def progressed(self) -> bool | None:
+        """Whether it came to a new step or version in this generation; None: it has none to come to."""
+        if not self._host.on_channel(self.group.name):
+            return None
+        return self._host.overseer.progress(self.group.name, self.index) != self._mark
+
+    # ------------------------------------------------------------ ending a generation
+
+    def _end(self, event: Event, cause: Cause) -> None:
+        """It is sick."""
+        self._cause = cause
+        self._apply(event, reason=cause.text)
+        self._end_processes(self.group.stop_timeout_s, stacks=True)
+        self._host.fell(self.group.name, self.index, cause.text)
+        self.poke()
+
+    def _drain(self) -> None:
+        """Let it finish its sync before it is told to stop."""
+        if self._host.on_channel(self.group.name):
+            self._host.overseer.set_draining(self.group.name, self.index, self.life.generation)
+            self._drain_by = self._now() + self.group.drain_timeout_s
+            self._check_drain(self._now())
+            if self._busy_with:
+                self._host.say(f"{self.name}: stopping it when its sync is over; {self._busy_with}")
+        else:
+            self._end_processes(self.group.stop_timeout_s)
+
+    def idle(self) -> None:
+        """The coordinator says that a sync of it is over."""
+        self._check_drain(self._now())
+
+    def _check_drain(self, now: float) -> None:
+        if self._drain_by is None:
+            return
+        self._busy_with = self._host.overseer.busy(self.group.name, self.index)
+        if self._busy_with and now >= self._drain_by:
+            self._host.say(f"{self.name}: not over within {self.group.drain_timeout_s:g} s; {self._busy_with}")
+        if not self._busy_with or now >= self._drain_by or self._generation.reports:
+            self._end_processes(self.group.stop_timeout_s)
+
+    def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
+        """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank has shown what it does."""
+        self._drain_by, self._busy_with = None, ""
+        self._generation.stop(timeout_s, stacks=stacks)
+        self.poke()  # there is a time now by which it must be gone, and a shim that is frozen says nothing
+
+    def _apply(self, event: Event, *, reason: str = "", restart_reason: RestartReason | None = None) -> None:
+        transition = self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason)
+        self._host.moved(transition, self.last_exit)
+
+    # ------------------------------------------------------------ the task
+
+    async def run(self) -> None:
+        """Live until :meth:`stop` and the end of the last process. Cancelled, it leaves its shims to end by themselves."""
+        try:
+            while not (self._ending == "leave" and self.life.settled):
+                if self.life.state == "starting":
+                    await self._live()
+                elif not self._start_if_due():
+                    waits = self.life.state == "backoff" and self._resume_at > self._now()
+                    await self._poked(self._resume_at if waits else None)
+        finally:
+            self._generation.abandon()
+            self.over.set()
+
+    def _start_if_due(self) -> bool:
+        """Whether the next generation begins now."""
+        state, name = self.life.state, self.group.name
+        if state == "pending":
+            self._waits_for = self._host.waits_for(name, self.index)
+            if not self._waits_for:
+                self._restarts.resumed()
+                self._apply(Event.START)
+                return True
+        elif state == "backoff" and self._now() >= self._resume_at and self._host.may_resume(name, self.index):
+            self._restarts.resumed()
+            self._apply(Event.BACKOFF_ELAPSED)
+            return True
+        return False
+
+    async def _poked(self, until: float | None = None) -> None:
+        """Wait for a poke, or for the time ``until``."""
+        try:
+            async with asyncio.timeout(None if until is None else max(0.0, until - self._now())):
+                await self._poke.wait()
+        except TimeoutError:
+            return
+        self._poke.clear()
+
+    async def _live(self) -> None:
+        """One generation, to its end."""
+        self._cause = self._drain_by = None
+        self._health = Health()
+        self._mark = self._host.overseer.progress(self.group.name, self.index)
+        self.last_exit = ""
+        old = self._generation.belongings
+        generation = self._generation = Generation(self._host, self._start_shim, self.poke)
+        self._hold_ups = HoldUps(self._host, (self.group.name, self.index, self.life.generation))
+        await self._hold_ups.until_clear(old, self._pause)
+        turn = await self._starts.turn()
+        self.life.launched(self._now())
+        try:
+            if self._wanted:
+                try:
+                    generation.start(self.group, self.index, self.life.generation)
+                except OSError as error:
+                    self._cause = Cause("lost", f"a shim cannot be started: {error}")
+                    self._host.fell(self.group.name, self.index, self._cause.text)
+            while not generation.gone and not (self._run_over and generation.late_s >= STUCK_S):
+                await self._poked(generation.look_at)
+                self._follow()
+                if generation.started or generation.reports:
+                    turn.over()
+                generation.press()
+                if self._hold_ups.remain(generation.remains):
+                    self._apply(Event.HELD_UP, reason=self._with_hold_ups())
+        finally:
+            turn.over()
+        self._follow()
+        self._generation_ended()
+
+    @property
+    def _wanted(self) -> bool:
+        """Whether nothing has come in between."""
+        return self._cause is None and not self._ending
+
+    def _with_hold_ups(self, reason: str = "") -> str:
+        """Why it ends, and what holds that up."""
+        reason = reason or (self._cause.text if self._cause else "stop requested" if self._ending else "")
+        return "; ".join(filter(None, (reason, self._hold_ups.text)))
+
+    async def _pause(self, seconds: float) -> bool:
+        await self._poked(self._now() + seconds)
+        return self._wanted
+
+    def _follow(self) -> None:
+        """Act on what the nodes have said: introduce them, end all when one failed, tell the coordinator."""
+        generation = self._generation
+        generation.introduce()
+        for loss in generation.take_losses():
+            self._host.emit(dropped(self.group.name, self.index, self.life.generation, loss))
+        if any(report.outcome != "ok" for report in generation.reports) and generation.gone_by is None:
+            self._end_processes(self.group.stop_timeout_s)
+        if generation.ended:
+            generation.be_gone_soon()
+            if not generation.noted:
+                generation.noted = True
+                self._ran_s = self.life.starting_s(self._now())
+                self._note_exit(generation.reports)
+            if not generation.told and not self._may_say_goodbye:
+                generation.told = True
+                name = (self.group.name, self.index, self.life.generation)
+                self._host.overseer.replica_ended(*name, self.last_exit or "finished")
+
+    @property
+    def _may_say_goodbye(self) -> bool:
+        """Whether ranks that are children of the main process may still be ending, as they were asked to: not lost."""
+        asked = bool(self._ending) or (self._cause is not None and self._cause.reason in FREE_REASONS)
+        generation = self._generation
+        return asked and not generation.gone and generation.remains is None
+
+    def _note_exit(self, reports: list[ExitReport]) -> None:
+        own = verdict(reports)
+        if self._cause is None and not self._ending:
+            self._cause = own
+            if own is not None:
+                self._host.fell(self.group.name, self.index, own.text)
+        self.last_exit = self._cause.text if self._cause is not None else "stopped" if self._ending else "finished"
+        name, index, generation = self.group.name, self.index, self.life.generation
+        stuck = self._cause is not None and self._cause.reason.endswith("timeout")
+        if stuck and any(node.last_stacks for node in self._generation.nodes):
+            path = str(self._host.state.log_dir(name, index, generation))
+            self._host.emit(
+                StacksSaved(group=name, replica=index, generation=generation, reason=self.last_exit, path=path)
+            )
+        if reports:
+            self._host.emit(exited(name, index, generation, reports, reason=self.last_exit))
+
+    def _generation_ended(self) -> None:
+        """Every process is gone: what now?"""
+        self._drain_by = None
+        cause, generation = self._cause, self._generation
+        generation.abandon()
+        if not generation.gone:
+            self._hold_ups.remain(generation.remains, gave_up=True)
+            self._apply(Event.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
+        elif self._ending:
+            generation.records = []
+            self._apply(Event.GIVE_UP if self._ending == "fail" else Event.STOPPED, reason=self.last_exit)
+        else:
+            generation.records = []
+            found = self._judge_end(cause)
+            free = cause is not None and cause.reason in FREE_REASONS
+            policy = self.group.restart.policy
+            granted = found.delay_s is not None
+            event = after_exit(ok=cause is None, policy=policy, granted=granted, requested=free)
+            if event is Event.RETRY:
+                self._resume_at = self._now() + (found.delay_s or 0.0)
+                self._apply(event, reason=self.last_exit, restart_reason=cause.reason if cause else "exit")
+            else:
+                text = self.last_exit if event is Event.FINISHED else f"{self.last_exit}; {found.rule}"
+                self._apply(event, reason=text)
+        self._rest_if_settled()
+
+    def _judge_end(self, cause: Cause | None) -> Verdict:
+        """What the rules of the group say; of a restart that was asked for they only know whether it waits for others."""
+        now = self._now()
+        if cause is not None and cause.reason in FREE_REASONS:
+            return Verdict(self._restarts.resume_in_s(now) if cause.reason == "group" else 0.0)
+        progressed = self._host.progressed(self.group.name, self.index)
+        ok, ran_s = cause is None, self._ran_s  # and not how long the last process of it took to die
+        return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)
+
+    async def stacks(self) -> dict[str, str]:
+        """The stacks of its ranks, by name."""
+        return await self._generation.stacks()
+
+    @property
+    def resume_in_s(self) -> float:
+        """Seconds until the next generation, in ``backoff``."""
+        return max(0.0, self._resume_at - self._now())
+
+    def status(self, now: float) -> ReplicaStatus:
+        """A snapshot."""
+        life, view, nodes = self.life, self._health.view, self._generation.nodes
+        running = life.state in ("starting", "ready")
+        reason = view.reason if running and view is not None else life.reason
+        if life.state == "pending" and self._waits_for:
+            reason = f"waits for {self._waits_for}"
+        elif self._hold_ups.text and life.alive:
+            reason = self._with_hold_ups()
+        elif self._busy_with:
+            reason = f"{reason}; {self._busy_with}"
+        return ReplicaStatus(
+            name=life.name,
+            group=life.group,
+            replica=life.replica,
+            state=life.state,
+            generation=life.generation,
+            reason="" if life.state == "ready" else reason,
+            pid=nodes[0].main_pid if nodes and life.alive else None,
+            restarts=sum(life.restarts.values()),
+            state_age_s=life.state_age_s(now),
+            heartbeat_age_s=view.heartbeat_age_s if running and view is not None else None,
+            versions=dict(view.versions) if running and view is not None else {},
+            last_exit=self.last_exit,
+            cycles=self._restarts.cycles_of(self.index),
+        )

@@ -1,0 +1,1 @@
+"""Log pumps: from the pipes of ranks to log files."""

@@ -1,0 +1,424 @@
+"""The log pump: one process for each node of a replica, between what its processes write and the log files.
+
+Theory of operation
+===================
+
+Each rank writes into two pipes of its own, stdout and stderr; torchrun and the forkserver into one each. Pipes, and not
+files, because a program must never meet a full disk, a rotation or a slow terminal; two of them, because half a line on one
+must not end up in the middle of a line on the other (the order of lines *between* the two is that of reading, to some
+milliseconds). The shim made the pipes and holds both ends of them, so that no writer ever gets SIGPIPE, and none sees that a
+pump has died: the shim (:mod:`replicas.supervisor.logs.pump_watcher`) forks another one. What a killed pump had read and not yet
+written is lost: usually one line, at most one read and one line. Its successor ends a torn line and notes the gap in every
+log.
+
+The pump is forked, not exec'ed: it starts in some ms less of CPU time, and has 3 MiB of its own in place of 6. It keeps
+nothing of the shim but the pipes, leads a session of its own and ignores SIGTERM, which systemd sends to every process of a
+unit: it ends when nobody can write any more (the shim has closed its ends, and whatever it started is gone), or soon after
+the shim is dead.
+
+One loop, which waits for pipes, orders and the terminal::
+
+    pipe ──read──► buffer ──fold──► complete lines ─┬─► rank-<r>.log, rotated by size
+                                                    ├─► shared tail, for the failure report
+                                                    └─► the supervisor's stderr, if it is wanted there
+
+* A line is written when it is complete, in one piece, byte for byte as it came (:mod:`replicas.supervisor.logs.folding` says what
+  happens to progress bars). Lines of up to 1 MiB stay whole. What has no end of line when its process has ended gets one.
+* A disk that is full, or fails: the lines are dropped, so that their writers go on, and counted; the shim is told once. The
+  file is tried again four times a second, and at the end; when it takes lines again, the first one says how many are missing.
+* The workers of torchrun learn their rank late, so the guard writes it as the first line (``RANK_MARK``) into both pipes.
+
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import select
+import selectors
+import socket
+import struct
+import termios
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from replicas.supervisor.logs.folding import Folder
+from replicas.supervisor.logs.log_file import RotatedFile
+from replicas.supervisor.logs.tee import Tee
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.guard import RANK_MARK
+from replicas.supervisor.shim.notes import note
+
+__all__ = ["ALONE_S", "COMM", "Log", "LogSource", "Pump", "is_pump", "waiting_nbytes"]
+
+ALONE_S = 2.0
+"""How long it goes on after the shim's death."""
+COMM = "replicas-logs"
+"""The process's name, of at most 15 bytes."""
+LONGEST_NBYTES = 1 << 20
+"""A line is kept whole up to this size."""
+READ_NBYTES = 64 << 10
+TAIL_NBYTES = 8192
+_TAIL_AT = 24
+_GAP = b"replicas: the log pump was killed: a line may be torn here, or missing\n"
+_RETRY_S = 0.25
+_TELL_INTERVAL_S = 1.0
+_SHOW_S = 0.2
+_RANK_NDIGITS = 10
+
+
+def waiting_nbytes(pipe: int) -> int:
+    """How much there is to read."""
+    count: int = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"))[0]
+    return count
+
+
+def is_pump(pid: int) -> bool:
+    """Whether this process calls itself a log pump: of use for who is ended last, never for who is ended."""
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().rstrip() == COMM
+    except (OSError, UnicodeDecodeError):
+        return False  # it is gone
+
+
+def _has_ended(pipe: int) -> bool:
+    """Whether nobody can write into it any more, and all was read."""
+    poll = select.poll()
+    poll.register(pipe, select.POLLIN)
+    return any(events & select.POLLHUP and not events & select.POLLIN for _, events in poll.poll(0))
+
+
+class LogSource:
+    """One log, as the shim made it, and the few facts of it that the shim reads.
+
+    The facts lie in memory that the shim shares with every pump it forks; only the pump
+    writes them: how often it has read, whose log it is, and the last lines.
+
+    :param name: of the file, without ``.log``; empty: ``rank-<r>``, of a rank that the guard tells.
+    :param pipes: the ends to read from.
+    :param shown: whether its lines are wanted on the terminal; only those of ranks are, and get times.
+    """
+
+    def __init__(self, name: str, pipes: tuple[int, ...], shown: bool = False) -> None:
+        self.name = name
+        self.pipes = pipes
+        self.shown = shown
+        self._map = mmap.mmap(-1, _TAIL_AT + TAIL_NBYTES)
+        self._numbers = memoryview(self._map)[:_TAIL_AT].cast("Q")  # reads, 1 + rank, length of the tail
+
+    @property
+    def reads(self) -> int:
+        """How often something was read."""
+        return self._numbers[0]
+
+    def count_read(self) -> None:
+        self._numbers[0] += 1
+
+    @property
+    def rank(self) -> int:
+        """The rank whose log it is, as its guard told; -1: it did not."""
+        return self._numbers[1] - 1
+
+    def name_rank(self, rank: int) -> None:
+        self._numbers[1] = 1 + rank
+
+    def tail(self) -> bytes:
+        """The last bytes of the log, whether or not there was room for them in the file."""
+        return self._map[_TAIL_AT : _TAIL_AT + self._numbers[2]]
+
+    def keep(self, lines: bytes) -> None:
+        """Note what comes last."""
+        tail = (self.tail() + lines)[-TAIL_NBYTES:]
+        self._map[_TAIL_AT : _TAIL_AT + len(tail)] = tail
+        self._numbers[2] = len(tail)
+
+
+class Log:
+    """One log: its streams, its file.
+
+    :param replica: ``group/replica``.
+    :param replaces: whether this pump goes on for one that was killed.
+    :param now: monotonic seconds.
+    """
+
+    def __init__(
+        self, source: LogSource, folder: Path, max_nbytes: int, keep: int, replica: str, *, replaces: bool = False
+    ) -> None:
+        self.source = source
+        self.trouble = ""
+        """Why its lines are dropped, if they are."""
+        self._folder = folder
+        self._limits = (max_nbytes, keep)
+        self._read_nbytes = max(4096, min(READ_NBYTES, max_nbytes // 4))
+        self._replica = replica
+        self._gap = _GAP if replaces else b""
+        self._unread = [b"" for _ in source.pipes]
+        self._begun = [bool(source.name) for _ in source.pipes]
+        self._folders = [Folder() for _ in source.pipes]
+        self._file: RotatedFile | None = None
+        self._retry_at = 0.0
+        self._lost_lines = self._lost_nbytes = 0
+        self.taken = 0
+        """How much the last read took."""
+        self.dropped = 0
+        """Lines that this pump could not write."""
+        self.why_dropped = ""
+        if self._name:
+            self._write(b"", time.monotonic())
+
+    @property
+    def _name(self) -> str:
+        return self.source.name or (f"rank-{self.source.rank}" if self.source.rank >= 0 else "")
+
+    @property
+    def prefix(self) -> str:
+        """How its lines begin on a terminal."""
+        return f"{self._replica}.{self._name.removeprefix('rank-')}"
+
+    @property
+    def due(self) -> float | None:
+        """When :meth:`late` wants to be called."""
+        times = [folder.due for folder in self._folders if folder.due is not None]
+        times += [self._retry_at] if self.trouble and self._lost_lines else []
+        return min(times, default=None)
+
+    def read(self, index: int, now: float) -> bytes | None:
+        """Take what one stream has. Returns the lines that were completed by it; None at the end of the stream."""
+        pipe = self.source.pipes[index]
+        self.taken = 0
+        nbytes = waiting_nbytes(pipe)
+        if nbytes == 0:
+            return None if _has_ended(pipe) else b""
+        self.taken = min(nbytes, self._read_nbytes)
+        data = self._unread[index] + os.read(pipe, self.taken)
+        self.source.count_read()
+        if not self._begun[index]:
+            data = self._learn_rank(data, index, now)
+        lines, used = self._folders[index].fold(data, now)
+        if len(data) - used >= LONGEST_NBYTES:
+            lines, used = lines + data[used:] + b"\n", len(data)
+        self._unread[index] = data[used:]
+        self._begun[index] |= used > 0
+        return self._put(lines, now)
+
+    def _learn_rank(self, data: bytes, index: int, now: float) -> bytes:
+        """Take the guard's line, which is whole if it is there, from the beginning of a stream; the rest is returned."""
+        line, end, rest = data.partition(b"\n")
+        number = line.removeprefix(RANK_MARK)
+        if not (end and line.startswith(RANK_MARK) and number.isdigit() and len(number) < _RANK_NDIGITS):
+            return data
+        self._begun[index] = True
+        if self.source.rank < 0:
+            self.source.name_rank(int(number))
+            self.close()  # what was said before stays in a file of its own
+            self._file = None
+        self._write(b"", now)
+        return rest
+
+    def late(self, now: float) -> bytes:
+        """Log what is due by its time, and return it."""
+        lines = b"".join(self._put(folder.late(now), now) for folder in self._folders)
+        if self.trouble and now >= self._retry_at:
+            self._write(b"", now)
+        return lines
+
+    def retry(self, now: float) -> None:
+        """Try the file again now, if there is something to tell in it."""
+        self._retry_at = now
+        if self.trouble:
+            self._write(b"", now)
+
+    def finish(self, now: float) -> bytes:
+        """Log lines without an end, too, as nothing more is expected; returns them."""
+        self.retry(now)
+        lines = b""
+        for index, folder in enumerate(self._folders):
+            lines += self._put(folder.finish(self._unread[index]), now)
+            self._unread[index] = b""
+        return lines
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
+
+    # ------------------------------------------------------------ the file
+
+    def _put(self, lines: bytes, now: float) -> bytes:
+        """Write lines, or count them as lost; returns them."""
+        if lines:
+            self.source.keep(lines)
+            if not self._write(lines, now):
+                count = lines.count(b"\n")
+                self.dropped += count
+                self.why_dropped = self.trouble
+                self._lost_lines += count
+                self._lost_nbytes += len(lines)
+        return lines
+
+    def _write(self, lines: bytes, now: float) -> bool:
+        """Append to the file, after what is to be said of missing lines. Without lines, people see the file at least."""
+        if self.trouble and now < self._retry_at:
+            return False
+        missing = self._gap
+        if self._lost_lines:
+            what = f"{self._lost_lines} lines ({self._lost_nbytes} bytes) are missing here: {self.trouble}"
+            missing += f"replicas: {what}\n".encode()
+        if self._file is None:
+            path = self._folder / f"{self._name or f'unknown-{self.source.pipes[0]}'}.log"
+            self._file = RotatedFile(path, *self._limits, times=self.source.shown)
+        try:
+            self._file.append(missing + lines)
+        except OSError as error:
+            self.trouble = error.strerror or str(error)
+            self._retry_at = now + _RETRY_S
+            self._file.close()
+            return False
+        self.trouble, self._gap = "", b""
+        self._lost_lines = self._lost_nbytes = 0
+        return True
+
+
+class Pump:
+    """The loop. ``run`` returns when all streams have ended.
+
+    :param control: orders of the shim: ``drain``, answered with ``drained``; ``dropped`` tells it of lost lines.
+    :param tee: descriptor of the terminal; None: it is not wanted.
+    """
+
+    def __init__(self, logs: list[Log], control: socket.socket, tee: int | None, replica: str) -> None:
+        self._logs = logs
+        self._control = control
+        self._selector = selectors.EpollSelector()
+        self._selector.register(control, selectors.EVENT_READ, None)
+        self._open: dict[int, tuple[Log, int]] = {}
+        self._ended: set[Log] = set()
+        self._told: dict[str, int] = {}
+        self._tell_at: float | None = None
+        self._tee: Tee | None = None
+        self._tee_waits = False
+        self._leave_at: float | None = None
+        if tee is not None:
+            with contextlib.suppress(OSError):  # it is gone already: nobody looks
+                self._tee = Tee(tee, replica)
+        for log in logs:
+            for index, pipe in enumerate(log.source.pipes):
+                self._open[pipe] = (log, index)
+                self._selector.register(pipe, selectors.EVENT_READ, pipe)
+
+    def run(self) -> None:
+        while self._open and (self._leave_at is None or time.monotonic() < self._leave_at):
+            events = self._selector.select(self._timeout())
+            now = time.monotonic()
+            if self._tell_at is not None and now >= self._tell_at:
+                self._tell_at = None
+            for pipe in sorted(key.data for key, _ in events if type(key.data) is int):
+                self._read(pipe, now)
+            for log in self._logs:
+                if log.due is not None and now >= log.due:
+                    self._show(log, log.late(now))
+            self._tell_dropped(now)
+            for key, _ in events:
+                if key.data is None:
+                    self._on_order()
+                elif key.data is self._tee:
+                    self._write_tee()
+        now = time.monotonic()
+        for log in self._logs:
+            self._show(log, log.finish(now))
+            log.close()
+        if self._tee is not None:
+            self._on_tee(lambda tee: tee.finish(_SHOW_S))
+        self._tell_dropped(now, at_once=True)
+
+    def _timeout(self) -> float | None:
+        times = [log.due for log in self._logs if log.due is not None]
+        times += [] if self._leave_at is None else [self._leave_at]
+        times += [] if self._tell_at is None else [self._tell_at]
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+    def _read(self, pipe: int, now: float) -> None:
+        if pipe not in self._open:
+            return
+        log, index = self._open[pipe]
+        lines = log.read(index, now)
+        if lines is None:
+            self._selector.unregister(pipe)
+            del self._open[pipe]
+        else:
+            self._show(log, lines)
+
+    def _on_order(self) -> None:
+        try:
+            message = orders.receive(self._control)
+        except orders.Malformed as error:
+            note(f"what the shim said is no order: {error}")
+            return
+        if message is None:  # the shim is dead; what it started follows
+            self._selector.unregister(self._control)
+            self._leave_at = time.monotonic() + ALONE_S
+        elif message["type"] == "drain":
+            self._drain()
+            orders.send(self._control, {"type": "drained", "number": message.get("number")})
+
+    def _drain(self) -> None:
+        """Log all that was written up to now, also lines without an end."""
+        now = time.monotonic()
+        for log in self._logs:
+            log.retry(now)
+        for pipe, (log, index) in list(self._open.items()):
+            todo = waiting_nbytes(pipe)
+            while todo > 0 and (lines := log.read(index, now)) is not None:
+                self._show(log, lines)
+                todo -= log.taken
+        for log in self._logs:
+            self._show(log, log.finish(now))
+        self._tell_dropped(now, at_once=True)
+
+    def _tell_dropped(self, now: float, *, at_once: bool = False) -> None:
+        """Tell the shim how many more lines were lost, at most once a second."""
+        lost = {"file": sum(log.dropped for log in self._logs), "tee": 0 if self._tee is None else self._tee.dropped}
+        new = {where: count - self._told.get(where, 0) for where, count in lost.items()}
+        if not any(count > 0 for count in new.values()):
+            return
+        if self._tell_at is not None and now < self._tell_at and not at_once:
+            return
+        self._tell_at = now + _TELL_INTERVAL_S
+        reasons = {
+            "file": next((log.why_dropped for log in self._logs if log.why_dropped), ""),
+            "tee": "" if self._tee is None else self._tee.why_dropped,
+        }
+        for where, count in new.items():
+            if count > 0:
+                self._told[where] = lost[where]
+                message = {"type": "dropped", "count": count, "where": where, "reason": reasons[where]}
+                orders.send(self._control, message)
+
+    # ------------------------------------------------------------ the terminal
+
+    def _show(self, log: Log, lines: bytes) -> None:
+        if lines and self._tee is not None and log.source.shown:
+            self._on_tee(lambda tee: tee.show(lines, log.prefix))
+
+    def _write_tee(self) -> None:
+        self._on_tee(lambda tee: tee.write())
+
+    def _on_tee(self, use: Callable[[Tee], None]) -> None:
+        """Use it, and wait for it if it does not take all."""
+        tee = self._tee
+        if tee is None:
+            return
+        try:
+            use(tee)
+        except OSError:  # it is gone for good: a terminal that was closed, a pipe that nobody reads
+            self._tee = None
+        waits = self._tee is not None and tee.waiting
+        if waits != self._tee_waits:
+            self._tee_waits = waits
+            if waits:
+                self._selector.register(tee, selectors.EVENT_WRITE, tee)
+            else:
+                self._selector.unregister(tee)

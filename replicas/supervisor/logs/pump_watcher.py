@@ -1,0 +1,353 @@
+"""The shim's side of its logs: it makes the pipes, keeps a log pump running, and asks it for the last lines.
+
+Theory of operation
+===================
+
+:class:`LogKeeper` holds both ends of every pipe (:mod:`replicas.supervisor.logs.pump`). A pump that ends is replaced at
+once, later each time if that happens again and again; meanwhile the pipes keep what is written. One that was stopped, or
+hangs in a write, shows by bytes that wait and are not read: after ``STUCK_S`` it is killed, which costs what it had read
+and not written.
+
+Files in ``/proc/<shim>/fd`` are how torchrun's workers, which inherit nothing, come to their pipes: their guards open them
+there. So no FIFO lies on a disk, and none is left behind.
+
+In the end (:meth:`LogKeeper.close`) the shim gives up its own ends, and the pump ends when nobody else has one.
+Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+from replicas.common.backoff import Backoff
+from replicas.common.foreign import last_lines
+from replicas.linux.processes import send_signal
+from replicas.supervisor.logs.log_file import remove_old_generations
+from replicas.supervisor.logs.pump import COMM, Log, LogSource, Pump, waiting_nbytes
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.notes import note
+from replicas.supervisor.shim.orders import LogLoss, NodeSpec
+
+__all__ = ["DRAIN_S", "LogKeeper"]
+
+DRAIN_S = 2.0
+"""How long the exit report waits for the last lines."""
+STUCK_S = 3.0
+_CLOSE_S = 1.0
+_LAST_LINES = 20
+_LINE_NCHARS = 300
+_STEADY_S = 10.0
+AGAIN = Backoff(0.02, 2.0)
+KILLED = Backoff(0.02, 0.05)
+_SPEAK_INTERVAL_S = 0.01
+
+
+class LogKeeper:
+    """See the module's header.
+
+    :param tee: descriptor of the supervisor's stderr, if lines are wanted there.
+    :param dropped: called when lines are lost.
+    """
+
+    def __init__(
+        self, spec: NodeSpec, selector: selectors.BaseSelector, tee: int | None, dropped: Callable[[LogLoss], None]
+    ) -> None:
+        self._spec = spec
+        self._selector = selector
+        self._tee = tee
+        self._tell_dropped = dropped
+        self._writers: dict[str, tuple[int, ...]] = {}
+        self._sources: list[LogSource] = []
+        self._pid = 0
+        self._pidfd: int | None = None
+        self._control: socket.socket | None = None
+        self._began = 0.0
+        self._starts = 0
+        self._replaces = False
+        self._start_at: float | None = None
+        self._kill_at: float | None = None
+        self._closed = False
+        self._words: deque[tuple[str, bytes]] = deque()
+        self._speak_at: float | None = None
+        self._moved: tuple[tuple[int, ...], float] = ((), 0.0)
+        self._drains = 0
+        self._on_drained: Callable[[], None] | None = None
+        self._drained_by: float | None = None
+        for local in range(spec.nproc_per_node if spec.launcher == "torchrun" else 1):
+            name = "rank-0" if spec.launcher == "exec" else ""
+            self._add(f"rank {local}", name, 2, shown=True)
+        if spec.launcher == "torchrun":
+            self._add("torchrun", f"torchrun-{spec.node}", 1)
+        if spec.forkserver:
+            self._add("forkserver", f"forkserver-{spec.node}", 1)
+
+    def _add(self, key: str, name: str, count: int, *, shown: bool = False) -> None:
+        pipes = [os.pipe2(os.O_CLOEXEC) for _ in range(count)]
+        self._sources.append(LogSource(name, tuple(reader for reader, _ in pipes), shown))
+        self._writers[key] = tuple(writer for _, writer in pipes)
+
+    # ------------------------------------------------------------ for those who write
+
+    def pipes(self) -> tuple[tuple[int, int], ...]:
+        """stdout and stderr of each local rank: descriptors of this process."""
+        return tuple((self._writers[key][0], self._writers[key][1]) for key in self._writers if key.startswith("rank "))
+
+    def streams(self, name: str) -> tuple[int, int]:
+        """What ``rank 0``, ``torchrun`` or ``forkserver`` gets as stdout and stderr."""
+        writers = self._writers[name]
+        return writers[0], writers[-1]
+
+    def say(self, rank: int, text: str) -> None:
+        """Have lines in a rank's log as if it had written them itself, without waiting for anything."""
+        key = self._key(f"rank {rank}")
+        if key is None or self._closed or not self._is_named(key):
+            note(text)
+            return
+        block = b""
+        for line in text.rstrip("\n").encode().splitlines(keepends=True):
+            if len(block) + len(line) > select.PIPE_BUF:
+                self._words.append((key, block))
+                block = b""
+            block += line[: select.PIPE_BUF - 1]
+        self._words.append((key, block.rstrip(b"\n") + b"\n"))
+        self._speak(time.monotonic())
+
+    def _speak(self, now: float) -> None:
+        """Write what was said; the pipe takes a block whole or not at all, and later if it is full."""
+        self._speak_at = None
+        while self._words:
+            key, block = self._words[0]
+            descriptor = os.open(f"/proc/self/fd/{self.streams(key)[1]}", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            try:
+                os.write(descriptor, block)
+            except BlockingIOError:
+                self._speak_at = now + _SPEAK_INTERVAL_S
+                return
+            finally:
+                os.close(descriptor)
+            self._words.popleft()
+
+    def _key(self, name: str) -> str | None:
+        """Our name of a log: of ``torchrun``, ``forkserver``, or a rank (``rank 5``: the number in its replica)."""
+        for key, source in zip(self._writers, self._sources, strict=True):
+            if name == (f"rank {source.rank}" if source.rank >= 0 else key):
+                return key
+        return None
+
+    def _is_named(self, key: str) -> bool:
+        """Whether the log has its name. Before a worker of torchrun has told its rank, nothing else may be in its pipes."""
+        source = self._sources[list(self._writers).index(key)]
+        return bool(source.name) or source.rank >= 0
+
+    # ------------------------------------------------------------ the pump
+
+    @property
+    def pid(self) -> int:
+        """Of the pump; 0: there is none."""
+        return self._pid
+
+    @property
+    def over(self) -> bool:
+        """Whether all is logged, after :meth:`close`."""
+        return self._closed and self._pid == 0 and self._start_at is None
+
+    @property
+    def wakes(self) -> list[float]:
+        """When :meth:`on_time` wants to be called."""
+        return [at for at in (self._start_at, self._kill_at, self._drained_by, self._speak_at) if at is not None]
+
+    def start(self) -> None:
+        """Fork a pump; it is tried again later if there is no process for it."""
+        self._start_at = None
+        self._starts = self._starts + 1 if time.monotonic() - self._began < _STEADY_S else 1
+        self._began = time.monotonic()
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours.setblocking(False)
+        try:
+            pid = os.fork()
+        except OSError as error:
+            ours.close()
+            theirs.close()
+            note(f"a log pump cannot be started: {error}")
+            self._again()
+            return
+        if pid == 0:
+            self._become_pump(theirs)
+        theirs.close()
+        self._pid, self._pidfd, self._control = pid, os.pidfd_open(pid), ours
+        self._selector.register(ours, selectors.EVENT_READ, self._on_message)
+        if self._on_drained is not None:
+            self._ask()
+
+    def _become_pump(self, control: socket.socket) -> NoReturn:
+        code = 1
+        try:
+            _leave_the_shim(keep=[control.fileno(), *self._readers(), *([] if self._tee is None else [self._tee])])
+            spec = self._spec
+            name = f"{spec.group}/{spec.replica}"
+            folder = Path(spec.log_dir)
+            _rename(f"replicas log pump of {name}")
+            limits = (spec.log_max_nbytes, spec.log_keep)
+            logs = [Log(source, folder, *limits, name, replaces=self._replaces) for source in self._sources]
+            remove_old_generations(folder, spec.log_keep_generations)
+            Pump(logs, control, self._tee, name).run()
+            code = 0
+        except BaseException:  # noqa: BLE001  # a child must not go on in its parent's code, whatever happens
+            sys.excepthook(*sys.exc_info())  # as traceback does, which takes long to load
+        finally:
+            os._exit(code)
+
+    def _readers(self) -> list[int]:
+        return [pipe for source in self._sources for pipe in source.pipes]
+
+    def ended(self, code: int) -> None:
+        """It was reaped."""
+        with contextlib.suppress(BlockingIOError):
+            while self._control is not None:  # what it said before
+                self._on_message()
+        self._forget()
+        if self._closed and (code == 0 or self._kill_at is None):
+            self._kill_at = None
+            return
+        note(f"the log pump ended with {code}: another one goes on")
+        self._replaces = True
+        if self._starts <= 1:
+            self.start()
+        else:
+            self._again(KILLED if code < 0 else AGAIN)
+
+    def _again(self, backoff: Backoff = AGAIN) -> None:
+        """Later each time it fails by itself; not much later when someone kills it."""
+        self._start_at = time.monotonic() + backoff.after(self._starts)
+
+    def _forget(self) -> None:
+        self._pid = 0
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
+        if self._control is not None:
+            self._selector.unregister(self._control)
+            self._control.close()
+            self._control = None
+
+    def _on_message(self) -> None:
+        assert self._control is not None
+        try:
+            message = orders.receive(self._control)
+            if message is None:
+                self._selector.unregister(self._control)
+                self._control.close()
+                self._control = None
+            elif message["type"] == "dropped":
+                self._tell_dropped(LogLoss.of(message))
+            elif message["type"] == "drained" and message.get("number") == self._drains:
+                self._drained()
+        except orders.Malformed as error:
+            note(f"what the log pump said is no message: {error}")
+
+    def look(self, now: float) -> None:
+        """Is it working? Called about every second."""
+        reads = tuple(source.reads for source in self._sources)
+        if reads != self._moved[0] or not any(waiting_nbytes(pipe) for pipe in self._readers()):
+            self._moved = (reads, now)
+        elif now - self._moved[1] >= STUCK_S and self._pidfd is not None:
+            note(f"the log pump does nothing for {STUCK_S:g} s: it is killed")
+            self._moved = (reads, now)
+            send_signal(self._pidfd, signal.SIGKILL)
+
+    def on_time(self, now: float) -> None:
+        if self._start_at is not None and now >= self._start_at:
+            self.start()
+        if self._drained_by is not None and now >= self._drained_by:
+            note(f"the log pump did not come to an end within {DRAIN_S:g} s")
+            self._drained()
+        if self._speak_at is not None and now >= self._speak_at:
+            self._speak(now)
+        if self._kill_at is not None and now >= self._kill_at:
+            self._kill_at = self._start_at = None
+            self._say_unread()
+            if self._pidfd is not None:
+                send_signal(self._pidfd, signal.SIGKILL)
+
+    def _say_unread(self) -> None:
+        unread = sum(waiting_nbytes(pipe) for pipe in self._readers())
+        if unread:
+            note(f"no log pump came to an end within {_CLOSE_S:g} s: {unread} bytes are in no log")
+
+    # ------------------------------------------------------------ the end
+
+    def drain(self, then: Callable[[], None]) -> None:
+        """Call ``then`` once everything that was written up to now is in the logs, or after ``DRAIN_S``."""
+        self._on_drained = then
+        self._drained_by = time.monotonic() + DRAIN_S
+        self._ask()
+
+    def _ask(self) -> None:
+        self._drains += 1
+        if self._control is not None:
+            orders.send(self._control, {"type": "drain", "number": self._drains})
+
+    def _drained(self) -> None:
+        then, self._on_drained, self._drained_by = self._on_drained, None, None
+        if then is not None:
+            then()
+
+    def last_lines(self, name: str) -> tuple[str, ...]:
+        """The last lines of a log: of ``torchrun``, ``forkserver``, or a rank (``rank 5``: the number in its replica)."""
+        key = self._key(name)
+        if key is None:
+            return ()
+        source = self._sources[list(self._writers).index(key)]
+        return last_lines(source.tail(), _LAST_LINES, _LINE_NCHARS)
+
+    def close(self) -> None:
+        """Nobody else can write any more: the pump ends when it has read all; it is killed after a second.
+
+        Until then one that dies is replaced, as ever.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        self._kill_at = time.monotonic() + _CLOSE_S
+        if self._pid == 0:
+            self.start()
+        self._speak_at = None
+        for writers in self._writers.values():
+            for writer in writers:
+                os.close(writer)
+
+
+def _leave_the_shim(keep: list[int]) -> None:
+    """Keep nothing of the parent but these descriptors and stderr."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, signal.SIG_IGN)
+    os.setsid()
+    last = 2
+    for descriptor in sorted(keep):
+        os.closerange(last + 1, descriptor)
+        last = descriptor
+    os.closerange(last + 1, os.sysconf("SC_OPEN_MAX"))
+
+
+def _rename(title: str) -> None:
+    """What ``ps`` shows: the arguments that the shim was started with are overwritten, as setproctitle does it."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])
+    if end > start > 0:
+        ctypes.memmove(start, title.encode()[: end - start - 1].ljust(end - start, b"\0"), end - start)
+    with contextlib.suppress(OSError):
+        Path("/proc/self/comm").write_text(COMM)

@@ -1,0 +1,159 @@
+"""Lines of ranks on the supervisor's own stderr, which must never hold anybody up. Standard library only.
+
+Whatever stderr is, it is shared with others (the supervisor, the other pumps, perhaps a shell), so its mode is left alone:
+a terminal or a pipe is opened once more, without blocking; to a socket each message is sent without waiting; a file does
+not block. Lines go out in blocks of at most ``PIPE_BUF`` bytes, which a pipe takes whole or not at all: lines of several
+pumps never mix. What does not fit for a while is dropped from the screen (it is in the log), counted, and said; with a file
+that is at once, as nothing tells when a disk that is full takes more.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import socket
+import stat
+import time
+from collections import deque
+
+from replicas.common.foreign import readable
+
+__all__ = ["Tee"]
+
+_QUEUE_NBYTES = 256 << 10
+_BLOCK_NBYTES = select.PIPE_BUF
+_SLOW = "nobody reads them fast enough"
+
+
+class Tee:
+    """See the module's header.
+
+    :param descriptor: of the supervisor's stderr; it stays open.
+    :param name: of the replica.
+    """
+
+    def __init__(self, descriptor: int, name: str) -> None:
+        self._name = name
+        self._blocks: deque[bytes] = deque()
+        self._queued = 0
+        self._dropped = 0
+        self._note = (b"", 0)
+        self.dropped = 0
+        """Lines that were not shown, in all."""
+        self.why_dropped = _SLOW
+        self._socket: socket.socket | None = None
+        self._file: int | None = None
+        kind = os.fstat(descriptor).st_mode
+        self._regular = stat.S_ISREG(kind)
+        if stat.S_ISSOCK(kind):
+            self._socket = socket.socket(fileno=os.dup(descriptor))
+        elif self._regular:
+            self._file = descriptor
+        else:
+            flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+            self._file = os.open(f"/proc/self/fd/{descriptor}", flags)
+
+    def fileno(self) -> int:
+        """What to wait for when :attr:`waiting`."""
+        if self._socket is not None:
+            return self._socket.fileno()
+        assert self._file is not None
+        return self._file
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there is more than the other side takes just now."""
+        return bool(self._blocks)
+
+    def show(self, lines: bytes, prefix: str) -> None:
+        """Queue complete lines, and write what can be written.
+
+        :raises OSError: the other side is gone for good.
+        """
+        if self._queued >= _QUEUE_NBYTES:
+            self._drop(lines.count(b"\n"))
+        else:
+            self._say_dropped()
+            self._queue(readable(lines, f"{prefix}| ".encode(), _BLOCK_NBYTES))
+        self.write()
+
+    def _drop(self, count: int) -> None:
+        self._dropped += count
+        self.dropped += count
+
+    def _say_dropped(self) -> None:
+        dropped, self._dropped = self._dropped, 0
+        if dropped:
+            note = f"{self._name}| ({dropped} lines are only in the log: {self.why_dropped})\n"
+            self._note = (note.encode(), dropped)
+            self._queue([self._note[0]])
+
+    def _queue(self, lines: list[bytes]) -> None:
+        block = b""
+        for number, line in enumerate(lines):
+            if self._queued >= _QUEUE_NBYTES:
+                self._drop(len(lines) - number)
+                break
+            if len(block) + len(line) > _BLOCK_NBYTES:
+                self._blocks.append(block)
+                block = b""
+            block += line
+            self._queued += len(line)
+        if block:
+            self._blocks.append(block)
+
+    def write(self) -> None:
+        """Write what can be written now.
+
+        :raises OSError: the other side is gone for good.
+        """
+        while self._blocks:
+            block = self._blocks[0]
+            try:
+                count = self._put(block)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if not self._regular:
+                    raise
+                self.why_dropped = error.strerror or str(error)
+                self._drop_all()
+                return
+            self._queued -= count
+            if count < len(block):  # a terminal, or a disk that is almost full, took a part of it
+                self._blocks[0] = block[count:]
+                if self._regular:
+                    continue  # the next write says why
+                return
+            self._blocks.popleft()
+            if not self._blocks:
+                self._say_dropped()
+
+    def finish(self, timeout_s: float) -> None:
+        """Write what is left, as far as it is taken in that time.
+
+        :raises OSError: the other side is gone for good.
+        """
+        deadline = time.monotonic() + timeout_s
+        poll = select.poll()
+        poll.register(self, select.POLLOUT)
+        while self._blocks and (left_s := deadline - time.monotonic()) > 0:
+            poll.poll(left_s * 1000)
+            self.write()
+        self._drop_all()
+
+    def _drop_all(self) -> None:
+        """Give up what waits."""
+        note, dropped = self._note
+        if note in self._blocks:
+            self._blocks.remove(note)
+            self._dropped += dropped  # it is still to be said
+        self._drop(sum(block.count(b"\n") for block in self._blocks))
+        self._blocks.clear()
+        self._queued = 0
+
+    def _put(self, block: bytes) -> int:
+        if self._socket is not None:
+            return self._socket.send(block, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+        assert self._file is not None
+        return os.write(self._file, block)

@@ -1,0 +1,61 @@
+"""What shim and launcher start. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from replicas.linux import private
+from replicas.supervisor.shim.guard import pack
+from replicas.supervisor.shim.orders import NodeSpec
+
+__all__ = ["guard_command", "guard_orders", "resolve_command", "scratch_folder"]
+
+
+def resolve_command(command: Sequence[str]) -> list[str]:
+    """A command as it is exec'ed: ``x.py`` and ``-m module`` run in this interpreter, unbuffered."""
+    if command[0] == "-m" or command[0].endswith(".py"):
+        return [sys.executable, "-u", *command]
+    return list(command)
+
+
+def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
+    """The guard's environment variable for a child of this process.
+
+    :param direct: the shim starts it itself, not torchrun.
+    """
+    pipes = () if direct else spec.pipes
+    return pack(
+        [
+            str(os.getpid()),
+            str(spec.shim),
+            " ".join(f"{out} {err}" for out, err in pipes),
+            spec.cgroup if direct else "",  # torchrun is in it, and so is what it starts
+            *resolve_command(spec.command),
+        ]
+    )
+
+
+def scratch_folder(spec: NodeSpec) -> Path:
+    """A folder in which torchrun can keep the error files of this node's ranks; it goes with the node.
+
+    It lies beside the logs, or, when that disk takes nothing any more, where temporary files do.
+    """
+    folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
+    try:
+        private.make_folder(folder)
+        private.create(folder / "probe", bytes(4096))
+        private.remove(folder / "probe")
+    except OSError:
+        import tempfile  # it takes long to load, and most shims have no need of it
+
+        private.remove_tree(folder)
+        folder = Path(tempfile.mkdtemp(prefix="replicas-"))
+    return folder
+
+
+def guard_command() -> list[str]:
+    """Command line of the guard, which is not imported as a module: it must be quick."""
+    return [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]

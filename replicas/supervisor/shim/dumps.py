@@ -1,0 +1,344 @@
+"""The stacks of a node's ranks, as its shim collects them. Standard library only.
+
+Theory of operation
+===================
+
+:class:`StackDump` is one collection; the shim's loop calls :meth:`StackDump.look` when it is due, until there is a result.
+
+1. Ranks that have joined left a file in the folder ``stacks``
+   (:mod:`replicas.linux.stacks`). Each that is alive, below the shim, and catches the
+   signal (``SigCgt`` in its status: else it would die of it) is signalled through a
+   pidfd. Nothing says where the text of faulthandler ends: it is whole when the file
+   has not grown for ``STILL_S``.
+2. Ranks that never joined, or do not answer within ``ANSWER_S`` (stopped, or in uninterruptible sleep), are described from
+   ``/proc``: state, and for each thread where it is in the kernel.
+3. With ``last_words``, because they are about to be ended anyway: a rank that never joined, catches SIGABRT (Python with
+   ``PYTHONFAULTHANDLER``, which the supervisor sets) and would simply die of SIGTERM, gets SIGABRT in its place. That writes
+   its stacks to its own log. It leaves no core file. One that has a handler for SIGTERM is spared until it is to be killed.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from replicas.linux import private, stacks
+from replicas.linux.processes import catches, children, is_below, signal_each, start_time
+from replicas.linux.stacks import Asked
+from replicas.supervisor.shim.notes import note
+
+__all__ = [
+    "ANSWER_S",
+    "LAST_WORDS_S",
+    "STILL_S",
+    "Stack",
+    "StackDump",
+    "Stacks",
+    "abort_speakers",
+    "describe",
+    "ranks_below",
+    "short",
+]
+
+ANSWER_S = 2.0
+"""How long a rank may take to write its stacks."""
+STILL_S = 0.15
+_LOOK_INTERVAL_S = 0.05
+_ABORT_S = 1.0
+LAST_WORDS_S = 0.3
+"""How long a rank may take to write its stacks before it is killed."""
+_MESSAGE_NBYTES = 100 << 10
+_MAX_NBYTES = 256 << 10
+_MAX_THREADS = 64
+_KERNEL_FRAMES = 6
+_SYSCALLS = {
+    "x86_64": {
+        0: "read", 1: "write", 7: "poll", 16: "ioctl", 23: "select", 34: "pause", 35: "nanosleep", 42: "connect",
+        43: "accept", 45: "recvfrom", 46: "sendmsg", 47: "recvmsg", 61: "wait4", 202: "futex", 230: "clock_nanosleep",
+        232: "epoll_wait", 247: "waitid", 270: "pselect6", 271: "ppoll", 281: "epoll_pwait", 288: "accept4",
+    }
+}  # fmt: skip
+
+
+class Stack(NamedTuple):
+    """What a rank was doing."""
+
+    rank: int
+    pid: int
+    text: str
+
+    def entry(self) -> str:
+        """For its log."""
+        return f"replicas: stacks of rank {self.rank}, process {self.pid}:\n{self.text.rstrip()}\nreplicas: end of stacks\n"
+
+
+def short(found: list[Stack]) -> list[Stack]:
+    """As much of them as fits into one message; all of it is in the logs."""
+    share = _MESSAGE_NBYTES // max(1, len(found))
+    return [
+        stack if len(stack.text) <= share else stack._replace(text=f"{stack.text[:share]}\n[cut]") for stack in found
+    ]
+
+
+class StackDump:
+    """See the module's header.
+
+    :param root: the process below which they must be.
+    :param ranks: rank by pid of those whose number is known otherwise.
+    :param last_words: they are about to be ended.
+    """
+
+    def __init__(self, root: int, log_dir: Path, ranks: Mapping[int, int], now: float, *, last_words: bool) -> None:
+        self._last_words = last_words
+        self._found: dict[int, tuple[int, str]] = {}
+        self._sizes: dict[int, tuple[int, float]] = {}
+        self._asked: dict[int, Asked] = {}
+        self._aborted: list[int] = []
+        self._until = now + ANSWER_S
+        self._look_at = now
+        for asked in _registered(log_dir):
+            if _ask(asked, root):
+                self._asked[asked.pid] = asked
+        self._mute = {pid: rank for pid, rank in ranks.items() if pid not in self._asked}
+        self._root = root
+
+    @property
+    def wakes(self) -> list[float]:
+        """When to look again."""
+        return [self._look_at]
+
+    @property
+    def mute(self) -> list[int]:
+        """Those that have not joined."""
+        return list(self._mute)
+
+    def look(self, now: float) -> list[Stack] | None:
+        """The stacks, in the order of the ranks; None while some are still written."""
+        self._look_at = now + _LOOK_INTERVAL_S
+        for pid in [pid for pid in self._asked if self._answered(pid, now)]:
+            asked = self._asked.pop(pid)
+            self._found[pid] = (asked.rank, _take(asked.path))
+        if self._asked and now < self._until:
+            return None
+        for pid, asked in self._asked.items():
+            text = f"it did not show its stacks within {ANSWER_S:g} s\n{describe(pid)}"
+            self._found[pid] = (asked.rank, f"{_take(asked.path)}{text}")
+        self._asked = {}
+        if self._mute:
+            self._describe_the_mute(now)
+        if self._aborted and now < self._until and any(start_time(pid) is not None for pid in self._aborted):
+            return None  # it is writing
+        return sorted(Stack(rank, pid, text) for pid, (rank, text) in self._found.items())
+
+    def cut_short(self, now: float) -> list[Stack]:
+        """The stacks as far as they are there."""
+        self._until = now
+        self._last_words = False
+        found = self.look(now)
+        assert found is not None
+        return found
+
+    def _answered(self, pid: int, now: float) -> bool:
+        try:
+            size = self._asked[pid].path.stat().st_size
+        except FileNotFoundError:
+            return True
+        before, since = self._sizes.get(pid, (0, now))
+        if size != before:
+            since = now
+        self._sizes[pid] = (size, since)
+        return size > 0 and now - since >= STILL_S
+
+    def _describe_the_mute(self, now: float) -> None:
+        for pid, rank in self._mute.items():
+            self._found[pid] = (rank, f"it has not joined a channel\n{describe(pid)}")
+        if self._last_words:
+            self._aborted = abort_speakers(list(self._mute), self._root)
+            self._until = now + _ABORT_S
+        self._mute = {}
+
+
+class Stacks:
+    """For the shim: one dump at a time, and what follows it.
+
+    :param log_dir: folder of the node's logs.
+    :param show: called with the stacks.
+    """
+
+    def __init__(self, log_dir: Path, show: Callable[[list[Stack]], None]) -> None:
+        self._log_dir = log_dir
+        self._show = show
+        self._dump: StackDump | None = None
+        self._then: Callable[[], None] | None = None
+        self._mute: list[int] = []
+
+    @property
+    def wakes(self) -> list[float]:
+        """When :meth:`on_time` wants to be called."""
+        return [] if self._dump is None else self._dump.wakes
+
+    def ask(self, ranks: Mapping[int, int], now: float, then: Callable[[], None] | None = None) -> None:
+        """Have them shown soon. ``ranks``: rank by pid.
+
+        :param then: what is done afterwards: their end.
+        """
+        if self._dump is None or (then is not None and self._then is None):
+            self._dump = StackDump(os.getpid(), self._log_dir, ranks, now, last_words=then is not None)
+        if then is not None:
+            self._then = then
+            self._mute = self._dump.mute
+
+    def on_time(self, now: float) -> None:
+        """Look, if it is time."""
+        found = None if self._dump is None or now < self._dump.wakes[0] else self._dump.look(now)
+        if found is not None:
+            then, self._then = self._then, None
+            self._dump = None
+            self._show(found)
+            if then is not None:
+                then()
+
+    def finish(self, now: float) -> None:
+        """Show what there is now: they are ended, or have ended. What should follow is the caller's business."""
+        dump, self._dump, self._then = self._dump, None, None
+        if dump is not None:
+            self._show(dump.cut_short(now))
+
+    def last_words(self) -> bool:
+        """They are about to be killed: have those speak that were spared before. Whether there are any; once."""
+        mute, self._mute = self._mute, []
+        return bool(abort_speakers(mute, os.getpid(), but_term=False))
+
+
+def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
+    """Rank by pid of a node's ranks: torchrun's children, or the program itself."""
+    if not torchrun:
+        return {main: 0}
+    found: dict[int, int] = {}
+    for pid in children(main):
+        environment = _read(Path(f"/proc/{pid}/environ")).split("\0")
+        rank = next((entry[5:] for entry in environment if entry.startswith("RANK=")), "")
+        if rank.isdigit():
+            found[pid] = int(rank)
+    return found
+
+
+def abort_speakers(pids: list[int], root: int, *, but_term: bool = True) -> list[int]:
+    """SIGABRT to those processes below ``root`` that show their stacks then; the others are left alone.
+
+    :param but_term: spare those that have a handler for SIGTERM: they want to end in their own way.
+    :return: who got it.
+    """
+    below = [pid for pid in pids if is_below(pid, root) and catches(pid, signal.SIGABRT)]
+    chosen = [pid for pid in below if not (but_term and catches(pid, signal.SIGTERM))]
+    for pid in chosen:
+        _without_core(pid)
+    return [pid for pid in chosen if signal_each([pid], signal.SIGABRT, lambda one: is_below(one, root))]
+
+
+def _without_core(pid: int) -> None:
+    """A core file of a rank is as large as its memory.
+
+    core(5): a core that is piped to a program is written with a limit of 0, too, and skipped with one of exactly 1 byte,
+    which is too small for a file.
+    """
+    try:
+        hard = resource.prlimit(pid, resource.RLIMIT_CORE)[1]
+        soft = 0 if hard == 0 else 1
+        resource.prlimit(pid, resource.RLIMIT_CORE, (soft, hard))
+    except (ProcessLookupError, PermissionError):
+        return  # it has ended, or became someone else's
+
+
+def _registered(log_dir: Path) -> list[Asked]:
+    where = stacks.folder(log_dir)
+    try:
+        found = [stacks.parse(path) for path in where.iterdir()]
+    except FileNotFoundError:
+        return []
+    return [asked for asked in found if asked is not None]
+
+
+def _ask(asked: Asked, root: int) -> bool:
+    """Signal the process that made this file, if it still is there and shows its stacks then."""
+
+    def still(pid: int) -> bool:
+        return start_time(pid) == asked.start and catches(pid, stacks.SIGNUM) and is_below(pid, root)
+
+    if not still(asked.pid):
+        return False
+    try:
+        private.write(asked.path, b"")
+    except OSError as error:
+        note(f"process {asked.pid} is not asked for its stacks: {error}")
+        return False
+    return bool(signal_each([asked.pid], stacks.SIGNUM, still))
+
+
+def _take(path: Path) -> str:
+    """What is in the file; the next answer begins with an empty one."""
+    try:
+        with os.fdopen(private.open_file(path, os.O_RDWR), "rb") as file:
+            text = file.read(_MAX_NBYTES).decode(errors="replace")
+            os.ftruncate(file.fileno(), 0)
+    except OSError as error:  # the rank may have done anything to it
+        note(f"stacks cannot be read: {error}")
+        return ""
+    return text
+
+
+# ------------------------------------------------------------ from /proc
+
+
+def describe(pid: int) -> str:
+    """State of a process, and where each of its threads is, as far as the kernel tells."""
+    folder = Path(f"/proc/{pid}")
+    status = dict(line.partition(":")[::2] for line in _read(folder / "status").splitlines())
+    if "State" not in status:
+        return "it is gone\n"
+    try:
+        tasks = sorted((folder / "task").iterdir(), key=lambda task: int(task.name))
+    except (FileNotFoundError, ProcessLookupError):
+        return "it is gone\n"
+    lines = [f"state {status['State'].strip()}, {len(tasks)} threads, {status.get('VmRSS', ' 0 kB').strip()} resident"]
+    for task in tasks[:_MAX_THREADS]:
+        lines += _thread(task)
+    if len(tasks) > _MAX_THREADS:
+        lines.append(f"and {len(tasks) - _MAX_THREADS} other threads")
+    return "\n".join(lines) + "\n"
+
+
+def _thread(task: Path) -> list[str]:
+    stat = _read(task / "stat")
+    state = stat.rpartition(")")[2].split()[:1]
+    where = _read(task / "wchan").strip()
+    words = [f"thread {task.name} ({_read(task / 'comm').strip()}): {state[0] if state else 'gone'}"]
+    if where not in ("", "0"):
+        words.append(f"in {where}")
+    call = _syscall(_read(task / "syscall"))
+    if call:
+        words.append(call)
+    kernel = [line.partition("] ")[2].partition("+")[0] for line in _read(task / "stack").splitlines()]
+    frames = [f"    kernel: {' < '.join(kernel[:_KERNEL_FRAMES])}"] if any(kernel) else []
+    return ["  " + ", ".join(words), *frames]
+
+
+def _syscall(text: str) -> str:
+    number = text.partition(" ")[0].strip()
+    if not number.lstrip("-").isdigit():
+        return number  # "running"
+    if int(number) < 0:
+        return ""
+    return f"system call {_SYSCALLS.get(os.uname().machine, {}).get(int(number), number)}"
+
+
+def _read(path: Path) -> str:
+    """A file of /proc; empty when it, or the right to read it, is not there."""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except OSError:
+        return ""

@@ -1,0 +1,180 @@
+"""The processes of one generation of a replica: a shim for each node, from their start until nothing is left."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import msgspec
+
+from replicas.config.structs import GroupConfig
+from replicas.supervisor.cleanup.inventory import Belongings
+from replicas.supervisor.fleet.environment import Host, ShimHandle, ShimStarter
+from replicas.supervisor.shim.orders import ExitReport, LogLoss, Remains
+from replicas.supervisor.shim.specs import node_spec
+from replicas.supervisor.state.run_state import ShimRecord, process_record
+
+__all__ = ["STUCK_S", "Generation"]
+
+STUCK_S = 8.0
+"""Beyond its stop timeout: how long a generation may take to be gone before shims are killed that do not say why they are
+late. At the end of the run so long again until what does not die is left behind."""
+PRESS_INTERVAL_S = 1.0
+_SHIM_DIES_S = 4.0
+
+
+class Generation:
+    """One generation. On the event loop only.
+
+    :param changed: called when a shim has said something.
+    """
+
+    def __init__(self, host: Host, start_shim: ShimStarter, changed: Callable[[], None]) -> None:
+        self.nodes: list[ShimHandle] = []
+        self.records: list[ShimRecord] = []
+        """How the shims are found by another supervisor."""
+        self.noted = False
+        """Whether the end of its main processes has been noted."""
+        self.told = False
+        """Whether the coordinator has been told of the end of its ranks."""
+        self.gone_by: float | None = None
+        """When it must be gone, once it has been told to end."""
+        self._pressed_at: float | None = None
+        self._host = host
+        self._start_shim = start_shim
+        self._changed = changed
+        self._loop = asyncio.get_running_loop()
+
+    def start(self, group: GroupConfig, index: int, number: int) -> None:
+        """Start a shim for each node.
+
+        :raises OSError: one cannot be started; the others are told to end.
+        """
+        specs = [node_spec(self._host, group, index, number, node) for node in range(group.nnodes)]
+        self.records = [
+            ShimRecord(nonce=spec.nonce, group=group.name, replica=index, generation=number, node=spec.node)
+            for spec in specs
+        ]
+        self._host.save()  # before any of them is there: whoever comes after us can find them
+        try:
+            for spec in specs:
+                shim = self._start_shim(spec, self._changed, self._host.state.lock)
+                self.nodes.append(shim)
+                self.records[spec.node] = msgspec.structs.replace(
+                    self.records[spec.node], process=process_record(shim.pid), cgroup=shim.cgroup
+                )
+        except OSError:
+            self.stop(0.0)
+            raise
+
+    @property
+    def started(self) -> bool:
+        """Whether the main process of every node runs, or has run."""
+        return bool(self.nodes) and all(node.main_pid is not None for node in self.nodes)
+
+    @property
+    def reports(self) -> list[ExitReport]:
+        """Of the nodes whose main process has ended."""
+        return [node.report for node in self.nodes if node.report is not None]
+
+    @property
+    def ended(self) -> bool:
+        """Whether every main process has ended."""
+        return len(self.reports) == len(self.nodes)
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing is left."""
+        return all(node.gone.is_set() for node in self.nodes)
+
+    @property
+    def remains(self) -> Remains | None:
+        """What SIGKILL has not ended yet; None: nothing that is known of."""
+        left = [node for node in self.nodes if not node.gone.is_set()]
+        found = [node.remains for node in left if node.remains is not None]
+        if self.late_s >= _SHIM_DIES_S:  # it was killed then
+            since = time.time() - self.late_s
+            found += [Remains(since, ((node.pid, "its shim"),)) for node in left if node.remains is None]
+        if not found:
+            return None
+        processes = tuple(one for remains in found for one in remains.processes)
+        return Remains(since=min(remains.since for remains in found), processes=processes)
+
+    @property
+    def belongings(self) -> list[Belongings]:
+        """What its processes had."""
+        return [node.belongings for node in self.nodes]
+
+    def take_losses(self) -> list[LogLoss]:
+        """Lines of logs that were lost since this was last asked."""
+        found = [loss for node in self.nodes for loss in node.losses]
+        for node in self.nodes:
+            node.losses = []
+        return found
+
+    def silent(self, now: float, timeout_s: float) -> list[int]:
+        """Nodes whose shims have not answered for longer than that. Asks them: to be called every second."""
+        return [index for index, node in enumerate(self.nodes) if node.silent_s(now) > timeout_s]
+
+    def introduce(self) -> None:
+        """Tell the nodes where node 0 is."""
+        meeting = self.nodes[0].rendezvous if self.nodes else None
+        for node in self.nodes[1:]:
+            if meeting is not None and node.rendezvous is None:
+                node.rendezvous = meeting
+                node.meet(*meeting)
+
+    def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
+        """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank has shown what it does."""
+        if self.nodes:
+            self.be_gone_within(timeout_s + STUCK_S)
+        for node in self.nodes:
+            node.stop(timeout_s, stacks=stacks)
+
+    def be_gone_soon(self) -> None:
+        """Its programs have ended: what is left is swept."""
+        if self.gone_by is None:
+            self.be_gone_within(STUCK_S)
+
+    def be_gone_within(self, seconds: float) -> None:
+        deadline = self._loop.time() + seconds
+        self.gone_by = deadline if self.gone_by is None else min(self.gone_by, deadline)
+
+    @property
+    def look_at(self) -> float | None:
+        """When :meth:`press` wants to be called."""
+        return self.gone_by if self._pressed_at is None else self._pressed_at + PRESS_INTERVAL_S
+
+    def press(self) -> None:
+        """Kill the shims that are late and do not say what they wait for: what they leave is swept."""
+        now = self._loop.time()
+        if self.look_at is None or now < self.look_at:
+            return
+        self._pressed_at = now
+        for node in self.nodes:
+            if not node.gone.is_set() and node.remains is None:
+                node.kill()
+
+    @property
+    def late_s(self) -> float:
+        """How long ago it should have been gone."""
+        return 0.0 if self.gone_by is None else max(0.0, self._loop.time() - self.gone_by)
+
+    def abandon(self) -> None:
+        """Leave what is not gone to itself."""
+        for node in self.nodes:
+            if not node.gone.is_set():
+                node.abandon()
+
+    async def stacks(self) -> dict[str, str]:
+        """What its ranks do, by ``group/replica/rank``; and of nodes that do not answer in time, that they do not."""
+        found: dict[str, str] = {}
+        for node, record in zip(self.nodes, self.records, strict=False):  # no records are left of one that has ended
+            if node.report is not None:
+                continue
+            try:
+                found |= await node.stacks()
+            except TimeoutError:
+                found[f"{record.group}/{record.replica}, node {record.node}"] = "its shim does not answer"
+        return found

@@ -1,0 +1,328 @@
+"""torchrun in a process of its own: one agent of one replica, started by the shim.
+
+``python -m replicas.supervisor.shim.launcher --control FD --parent PID`` runs ``torch.distributed.run``'s own path
+(its argument parser, its ``elastic_launch``) with what a supervised replica needs:
+
+* SIGTERM when the shim dies, on which torchrun drains its workers;
+* every worker behind the guard (:mod:`replicas.supervisor.shim.guard`), so that none outlives this process;
+* a rendezvous that decides nothing (:class:`_Rendezvous`): who has which rank is in the orders. torchrun's own unpickles
+  what it finds in a TCPStore, which knows no passwords: whoever reached the port ran code here. The one store that is
+  left belongs to the workers' process groups; node 0 hosts it, on the local address only, on a port that the kernel
+  picked, and tells it through the shim. No class is unpickled in this process, whoever asks (:func:`forbid_pickles`);
+* no restarts of its own: those are the supervisor's;
+* the exit codes of the ranks, which torchrun's exit code hides, in a report to the shim;
+* no waiting where there is nothing to wait for (:class:`_Agent`): torchrun looks at its workers from time to time.
+"""
+
+# ruff: noqa: E402  # torch is loaded while the garbage collector is off
+
+from __future__ import annotations
+
+import gc
+
+_collects = gc.isenabled()
+gc.disable()  # a tenth of the time that torch takes to load: there is no garbage in it, and a lot to look through
+
+import argparse
+import os
+import select
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any, NoReturn
+
+from torch._C._distributed_c10d import HashStore, PrefixStore, Store, TCPStore
+from torch.distributed import run as torch_run
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import SignalException
+from torch.distributed.elastic.multiprocessing.api import PContext
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import (
+    RendezvousHandler,
+    RendezvousInfo,
+    RendezvousStoreInfo,
+    RendezvousTimeoutError,
+    rendezvous_handler_registry,
+)
+from torch.distributed.launcher import api as launcher_api
+
+from replicas.common import own_code
+from replicas.common.foreign import lines, one_line
+from replicas.linux import inherited
+from replicas.linux.prctl import die_with_parent
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.commands import guard_command, guard_orders
+from replicas.supervisor.shim.guard import GUARD
+from replicas.supervisor.shim.notes import note
+from replicas.supervisor.shim.orders import ExitReport, NodeSpec, RankExit
+
+if _collects:
+    gc.enable()
+
+__all__ = ["forbid_pickles", "local_store", "main"]
+
+_BACKEND = "replicas"
+_MONITOR_INTERVAL_S = 0.05  # of an agent that is not ours
+_LOOK_INTERVAL_S = 1.0
+_INSTANT_S = 1e-4
+_MEET_INTERVAL_S = 0.05
+_CONNECT = timedelta(seconds=60)
+_ALIKE = "TORCH_ELASTIC_WORKER_IDENTICAL"
+_TEXT_NCHARS = 300
+_ERROR_NCHARS = 4000
+_SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun kills what ignores SIGTERM a little before the shim would
+
+
+def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
+    """A TCPStore server that listens on ``address`` only, on a free port.
+
+    Left to itself a TCPStore listens on every interface, whatever its host name.
+    """
+    listener = socket.create_server((address, 0), backlog=128)
+    port = listener.getsockname()[1]
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=listener.detach()
+    )
+
+
+def forbid_pickles() -> None:
+    """Let no pickle name a class or function in this process any more: what it names is what it runs.
+
+    torchrun's agent needs none. A version of it that takes one from a socket after all fails here, and executes nothing.
+    """
+
+    def refuse(event: str, arguments: tuple[object, ...]) -> None:
+        if event == "pickle.find_class":
+            raise PermissionError(f"a pickle names {'.'.join(map(str, arguments))}: torchrun may load none here")
+
+    sys.addaudithook(refuse)
+
+
+class _Rendezvous(RendezvousHandler):
+    """What torchrun asks for the ranks of its workers, and for the store in which they meet.
+
+    The ranks are those of the nodes' numbers. A node starts its workers when all nodes are there.
+
+    :param store: the workers' store, of which node 0 is the server.
+    """
+
+    def __init__(self, spec: NodeSpec, store: TCPStore) -> None:
+        self._spec = spec
+        self._bootstrap = RendezvousStoreInfo(store.host, store.port)
+        self._store: Store = HashStore() if spec.nnodes == 1 else PrefixStore("replicas/nodes", store)
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        """:raises RendezvousTimeoutError: not all nodes came."""
+        spec = self._spec
+        self._store.set(str(spec.node), "")
+        deadline = time.monotonic() + spec.rendezvous_timeout_s
+        while missing := [node for node in range(spec.nnodes) if not self._store.check([str(node)])]:
+            if time.monotonic() > deadline:
+                nodes = ", ".join(map(str, missing))
+                raise RendezvousTimeoutError(f"node {nodes} did not come up within {spec.rendezvous_timeout_s:g} s")
+            time.sleep(_MEET_INTERVAL_S)  # a wait of the store's own would hold up SIGTERM
+        return RendezvousInfo(self._store, spec.node, spec.nnodes, self._bootstrap)
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def get_backend(self) -> str:
+        return _BACKEND
+
+    def get_run_id(self) -> str:
+        return _run_id(self._spec)
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """Who else is to end is the supervisor's to say."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class _Agent(LocalElasticAgent):
+    """torchrun's agent, which hears of the end of a worker at once, and else looks at them once in a second."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._worker_group.spec.monitor_interval = _INSTANT_S  # it waits below
+        self._watched: PContext | None = None
+        self._ends = select.poll()
+
+    def _assign_worker_ranks(self, *arguments: Any, **named: Any) -> Any:
+        os.environ[_ALIKE] = "1"  # all nodes are alike: the ranks follow from that, and are not looked up in the store
+        try:
+            return super()._assign_worker_ranks(*arguments, **named)
+        finally:
+            del os.environ[_ALIKE]
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._watched is not self._pcontext and self._pcontext is not None:
+            self._watched, self._ends = self._pcontext, select.poll()
+            for pid in self._pcontext.pids().values():  # nobody has reaped them yet
+                self._ends.register(os.pidfd_open(pid), select.POLLIN)
+        for pidfd, _ in self._ends.poll(_LOOK_INTERVAL_S * 1e3):
+            self._ends.unregister(pidfd)
+            os.close(pidfd)
+        result: RunResult = super()._monitor_workers(worker_group)
+        return result
+
+
+def _run_id(spec: NodeSpec) -> str:
+    return f"{spec.group}-{spec.replica}-{spec.generation}"
+
+
+def _torchrun_arguments(spec: NodeSpec) -> list[str]:
+    return [
+        f"--nnodes={spec.nnodes}:{spec.nnodes}",
+        f"--nproc-per-node={spec.nproc_per_node}",
+        f"--rdzv-backend={_BACKEND}",
+        f"--rdzv-id={_run_id(spec)}",
+        f"--local-addr={spec.local_addr}",
+        "--max-restarts=0",
+        f"--monitor-interval={_MONITOR_INTERVAL_S}",
+        f"--log-dir={spec.scratch}",
+        "--no-python",
+        *guard_command(),
+    ]
+
+
+def _workers_store(spec: NodeSpec, control: socket.socket) -> TCPStore:
+    """The store of the workers' process groups: on node 0 its server, which the caller must keep."""
+    if spec.node == 0:
+        store = local_store(spec.local_addr)
+        orders.send(control, {"type": "rendezvous", "host": spec.local_addr, "port": store.port})
+        return store
+    control.settimeout(spec.rendezvous_timeout_s)
+    try:
+        message = orders.receive(control)
+    except TimeoutError:
+        raise RendezvousTimeoutError(f"node 0 did not come up within {spec.rendezvous_timeout_s:g} s") from None
+    finally:
+        control.settimeout(None)
+    if message is None:
+        raise SystemExit("the shim is gone")
+    with orders.reading("rendezvous"):
+        host, port = str(message["host"]), int(message["port"])
+    return TCPStore(host, port, is_master=False, timeout=_CONNECT)
+
+
+def _bound_close(timeout_s: float) -> None:
+    """When one worker fails torchrun stops the others with ``PContext.close()``, whose default wait is 30 s."""
+    close: Any = PContext.close
+    if close.__defaults__ != (None, 30):
+        raise RuntimeError("this version of torch has another PContext.close(death_sig=None, timeout=30)")
+    close.__defaults__ = (None, timeout_s)
+
+
+def _rank_exit(rank: int, failure: ProcessFailure) -> RankExit:
+    message = failure.error_file_data.get("message", {}) if failure.error_file_data else {}
+    if not isinstance(message, dict):
+        message = {"message": str(message)}
+    text = str(message.get("message", ""))
+    extra = message.get("extraInfo", {})
+    error = str(extra.get("py_callstack", "")) if isinstance(extra, dict) else ""
+    return RankExit(
+        rank=rank,
+        code=failure.exitcode,
+        pid=failure.pid,
+        text="" if text == "<NONE>" else one_line(text, _TEXT_NCHARS),
+        at=float(failure.timestamp),
+        error=lines(error)[-_ERROR_NCHARS:],
+    )
+
+
+def _failed(error: ChildFailedError) -> ExitReport:
+    """The ranks that failed by themselves come first: those that torchrun stopped because of them were SIGTERMed."""
+    exits = [_rank_exit(rank, failure) for rank, failure in error.failures.items()]
+    exits.sort(key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
+    first, *others = exits[:64]
+    return ExitReport("failed", ranks=(first, *(other._replace(error="") for other in others)))
+
+
+def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
+    """Run the workers of this node to their end."""
+    shutdown_s = spec.stop_timeout_s * _SHUTDOWN_SHARE
+    _bound_close(shutdown_s)
+    launcher_api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # torch has no other way to put in an agent
+    try:
+        store = _workers_store(spec, control)
+        rendezvous_handler_registry.register(_BACKEND, lambda parameters: _Rendezvous(spec, store))
+        config, entrypoint, arguments = _config(_torchrun_arguments(spec))
+        config.shutdown_timeout = shutdown_s
+        os.environ[GUARD] = guard_orders(spec, direct=False)
+        launcher_api.elastic_launch(config, entrypoint)(*arguments)
+    except ChildFailedError as error:
+        return _failed(error)
+    except SignalException:
+        return ExitReport("stopped")
+    except orders.Malformed as error:
+        return ExitReport("lost", text=f"torchrun of node {spec.node}: what the shim said is no order: {error}")
+    except Exception as error:  # noqa: BLE001  # whatever torchrun raises goes into the report, its traceback into the log
+        traceback.print_exc()
+        return ExitReport("lost", text=one_line(f"torchrun of node {spec.node}: {type(error).__name__}: {error}", 500))
+    return ExitReport("ok")
+
+
+def _config(arguments: list[str]) -> tuple[Any, Callable[..., Any] | str, list[str]]:
+    parse: Any = torch_run.parse_args
+    config, entrypoint, rest = torch_run.config_from_args(parse(arguments))
+    return config, entrypoint, rest
+
+
+def _ordered(control: socket.socket) -> NodeSpec | None:
+    """What the shim orders in its first message; None: it is gone.
+
+    :raises replicas.supervisor.shim.orders.Malformed, replicas.supervisor.shim.orders.OtherRelease: it orders nothing.
+    """
+    message = orders.receive(control)
+    if message is None:
+        return None
+    with orders.reading("start"):
+        spec = message["spec"]
+    return NodeSpec.of(spec)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="replicas.supervisor.shim.launcher", description="started by the shim")
+    parser.add_argument("--control", type=int, required=True, help="descriptor of the control socket")
+    parser.add_argument("--parent", type=int, required=True, help="pid of the shim")
+    options = parser.parse_args(arguments)
+    inherited.put_in_order()
+    die_with_parent(options.parent, signal.SIGTERM)
+    forbid_pickles()
+    control = socket.socket(fileno=options.control)
+    control.set_inheritable(False)
+    try:
+        spec = _ordered(control)
+    except (orders.Malformed, orders.OtherRelease) as error:
+        note(f"what the shim said is no order: {error}")
+        return 1
+    if spec is None:
+        return 1
+    own_code.without(os.environ, spec.env)
+    report = launch(spec, control)
+    orders.send(control, report.message("report"))
+    return 0 if report.outcome == "ok" else 1
+
+
+def _leave(code: int) -> NoReturn:
+    """End without taking torch apart, which takes a fifth of a second in which the replica cannot start again."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _leave(main())

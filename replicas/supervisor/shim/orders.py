@@ -1,0 +1,283 @@
+"""What travels between supervisor, shim and launcher: one JSON object in each packet of a SOCK_SEQPACKET socketpair.
+
+Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for nodes other than 0), ``stop``
+(with ``stacks``: after they have been saved), ``stacks``, ``ping``.
+Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of node 0), ``ended`` (an :class:`ExitReport`:
+the main process is gone), ``gone`` (no process is left), ``pong``, ``stacks`` (rank, pid and text of each),
+``belongings`` (what its processes have, :mod:`replicas.supervisor.cleanup.inventory`), ``dropped`` (a :class:`LogLoss`),
+``remains`` (a :class:`Remains`).
+Between shim and launcher: ``start``, ``rendezvous`` and ``report``.
+
+Standard library only, and no dataclasses: they would take a fifth of the time in which a shim starts.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import os
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from replicas import __version__
+
+__all__ = [
+    "REMAINS_INTERVAL_S",
+    "ExitReport",
+    "LogLoss",
+    "Malformed",
+    "NodeSpec",
+    "OtherRelease",
+    "RankExit",
+    "Remains",
+    "decode",
+    "encode",
+    "pair",
+    "reading",
+    "receive",
+    "send",
+]
+
+MAX_NBYTES = 1 << 20
+REMAINS_INTERVAL_S = 1.0
+"""How often a shim says what SIGKILL has not ended yet, from the first second on."""
+_MAX_REMAINS = 16
+Message = dict[str, Any]
+
+
+class OtherRelease(Exception):
+    """The supervisor runs other code than is installed by now, and its orders are not understood."""
+
+    def __init__(self, release: str, error: Exception) -> None:
+        super().__init__(
+            f"the code of replicas was replaced under the running supervisor, which is of release {release}, by code of "
+            f"release {__version__}: restart the supervisor ({type(error).__name__}: {error})"
+        )
+
+
+class Malformed(ValueError):
+    """What came is no message of ours: it is told, and changes nothing."""
+
+
+@contextlib.contextmanager
+def reading(kind: str) -> Iterator[None]:
+    """:raises Malformed: in the block a field of the message is not there, or of another type."""
+    try:
+        yield
+    except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise Malformed(f"a {kind} with wrong fields: {error!r}"[:200]) from error
+
+
+class NodeSpec(NamedTuple):
+    """One node of one generation of a replica.
+
+    :param nonce: random mark of this shim and of all that is started under it.
+    :param env: the whole environment of the replica's processes.
+    :param forkserver: its door (:class:`replicas.linux.sockets.Door`); empty: none is wanted.
+    :param cgroup: path of the control group that its processes start in; empty: there is none.
+    :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
+    :param log_max_nbytes: size at which a log is rotated; ``log_keep``: how many older parts of it are kept;
+        ``log_keep_generations``: of how many generations there are logs.
+    :param tee: whether the ranks' lines go to the supervisor's stderr too.
+
+    The shim adds for the launcher: ``shim`` (its pid), ``pipes`` (its descriptors of each local rank's stdout and stderr)
+    and ``scratch`` (where torchrun may write).
+    :param release: of the supervisor; what it starts runs the code that is installed then.
+    """
+
+    run: str
+    group: str
+    replica: int
+    generation: int
+    node: int
+    nnodes: int
+    nproc_per_node: int
+    launcher: str
+    command: tuple[str, ...]
+    env: dict[str, str]
+    cwd: str
+    log_dir: str
+    stop_timeout_s: float
+    nonce: str
+    forkserver: str = ""
+    cgroup: str = ""
+    local_addr: str = "127.0.0.1"
+    rendezvous_timeout_s: float = 300.0
+    log_max_nbytes: int = 64 << 20
+    log_keep: int = 3
+    log_keep_generations: int = 10
+    tee: bool = False
+    shim: int = 0
+    pipes: tuple[tuple[int, int], ...] = ()
+    scratch: str = ""
+    release: str = __version__
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> NodeSpec:
+        """:raises OtherRelease: it is not what this release means by a spec. :raises Malformed: it is none at all."""
+        if not isinstance(data, dict):
+            raise Malformed(f"a start with wrong fields: {data!r}"[:200])
+        try:
+            pipes = tuple((int(out), int(err)) for out, err in data["pipes"])
+            spec = cls(**{**data, "command": tuple(data["command"]), "pipes": pipes})
+            _check_types(spec)
+            return spec
+        except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
+            raise OtherRelease(str(data.get("release", "unknown")), error) from error
+
+    def message(self) -> Message:
+        return {"type": "start", "spec": self._asdict()}
+
+
+_TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (int, float), "bool": bool}
+
+
+def _check_types(spec: NodeSpec) -> None:
+    """:raises TypeError: a field is of another type than it is declared to be."""
+    texts = (*spec.command, *spec.env.keys(), *spec.env.values())
+    fields = [(getattr(spec, name), _TYPES.get(kind, object)) for name, kind in NodeSpec.__annotations__.items()]
+    for value, expected in [*fields, *((text, str) for text in texts)]:
+        if not isinstance(value, expected):
+            raise TypeError(f"{value!r} is not of type {expected}"[:200])
+
+
+class LogLoss(NamedTuple):
+    """Lines that did not get into a log (``where``: ``file``) or onto the terminal (``tee``), and why."""
+
+    lines: int
+    where: str
+    reason: str
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> LogLoss:
+        with reading("dropped"):
+            return cls(int(data["count"]), where=str(data["where"]), reason=str(data["reason"]))
+
+    def message(self) -> Message:
+        return {"type": "dropped", "count": self.lines, "where": self.where, "reason": self.reason}
+
+
+class Remains(NamedTuple):
+    """What SIGKILL has not ended yet.
+
+    :param since: when it was first sent, in seconds since 1970.
+    :param processes: pid and command line of each; pid 0: one that cannot be seen.
+    """
+
+    since: float
+    processes: tuple[tuple[int, str], ...]
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> Remains:
+        with reading("remains"):
+            return cls(float(data["since"]), tuple((int(pid), str(command)) for pid, command in data["processes"]))
+
+    def message(self) -> Message:
+        return {"type": "remains", "since": self.since, "processes": self.processes[:_MAX_REMAINS]}
+
+
+class RankExit(NamedTuple):
+    """How a rank ended.
+
+    :param code: exit code, negative: minus the signal that killed it.
+    :param text: its last words in one line, if any.
+    :param error: the traceback that torchelastic's ``record`` wrote, unless it is in ``lines`` anyway.
+    :param lines: the last lines of its log; only the rank that failed first has them.
+    :param after: what died before it, in words, such as ``its process 12 (engine) was killed by SIGKILL``.
+    """
+
+    rank: int
+    code: int
+    pid: int = 0
+    text: str = ""
+    at: float = 0.0
+    error: str = ""
+    lines: tuple[str, ...] = ()
+    after: str = ""
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> RankExit:
+        with reading("rank"):
+            return cls(
+                rank=int(data["rank"]),
+                code=int(data["code"]),
+                pid=int(data["pid"]),
+                text=str(data["text"]),
+                at=float(data["at"]),
+                error=str(data["error"]),
+                lines=tuple(str(line) for line in data["lines"]),
+                after=str(data["after"]),
+            )
+
+
+class ExitReport(NamedTuple):
+    """How the main process of a node ended.
+
+    :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked) or ``lost`` (launcher or shim died).
+    :param ranks: ranks of this node that failed, the first to fail first.
+    """
+
+    outcome: str
+    text: str = ""
+    ranks: tuple[RankExit, ...] = ()
+
+    @classmethod
+    def of(cls, data: Mapping[str, Any]) -> ExitReport:
+        with reading("report"):
+            ranks = tuple(RankExit.of(rank) for rank in data["ranks"])
+            return cls(outcome=str(data["outcome"]), text=str(data["text"]), ranks=ranks)
+
+    def message(self, kind: str = "ended") -> Message:
+        return {"type": kind, "report": self._asdict() | {"ranks": [rank._asdict() for rank in self.ranks]}}
+
+
+def encode(message: Message) -> bytes:
+    return json.dumps(message).encode()
+
+
+def decode(data: bytes) -> Message:
+    """:raises Malformed: it is none."""
+    try:
+        message = json.loads(data)
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"not a message: {data[:80]!r}") from error
+    if not isinstance(message, dict) or not isinstance(message.get("type"), str):
+        raise Malformed(f"not a message: {data[:80]!r}")
+    return message
+
+
+def pair() -> tuple[socket.socket, socket.socket]:
+    """Both ends of a connection, for messages as long as the kernel allows: by default about 400 KiB."""
+    ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    for end in ends:
+        end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_NBYTES)
+    return ends
+
+
+def send(connection: socket.socket, message: Message) -> bool:
+    """Send one message without waiting; False when the other side is gone or does not read.
+
+    :raises OSError: ``EMSGSIZE``: it is too long.
+    """
+    data = encode(message)
+    if len(data) > MAX_NBYTES:
+        raise OSError(errno.EMSGSIZE, os.strerror(errno.EMSGSIZE))
+    try:
+        connection.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
+    except (BlockingIOError, BrokenPipeError, ConnectionResetError):
+        return False
+    return True
+
+
+def receive(connection: socket.socket) -> Message | None:
+    """The next message; None at the end of the stream.
+
+    :raises BlockingIOError: on a non-blocking socket with nothing to read. :raises Malformed: it is no message.
+    """
+    try:
+        data = connection.recv(MAX_NBYTES)
+    except ConnectionResetError:
+        return None
+    return decode(data) if data else None

@@ -1,0 +1,494 @@
+"""The shim: one for each replica and node. It owns the node's process tree and leaves nothing of it behind.
+
+Theory of operation
+===================
+
+``python -m replicas.supervisor.shim.shim --control FD --parent PID`` is exec'ed by the supervisor; orders come over the
+socketpair ``FD`` (:mod:`replicas.supervisor.shim.orders`). It is a subreaper, so whatever a rank forks, double-forks or puts
+into a session of its own stays below it. One thread, one loop over a selector, in four phases::
+
+    waiting ──start──► running ──stop, supervisor gone──► stopping ──main process gone──► sweeping ──no child──► exit
+                          └─────────main process gone────────────────────────────────────────►┘
+
+* *running*: the forkserver (started again when it dies or freezes, :mod:`replicas.supervisor.shim.forkserver_watcher`) and the main
+  process: torchrun's launcher, or the program itself. A torchrun that is stopped (SIGSTOP) when a rank dies would never
+  tell, and is killed.
+* *stopping*: where the ranks are said to be stuck, their stacks are saved first (:mod:`replicas.supervisor.shim.dumps`). Then
+  SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
+* *sweeping*: the exit report is out; SIGTERM to what is left. The whole tree has the time that was given to the main
+  process when its end was asked for, else ``SWEEP_GRACE_S``; then SIGKILL, again and again until this process has no child,
+  and the control group is empty. What takes long to die of it is named (``remains``). Python's resource trackers are killed
+  last, as they unlink what the others have left in /dev/shm. Then ``gone`` is sent and the shim ends.
+
+What the processes write goes through pipes to the log pump, a child of the shim that outlives all others
+(:mod:`replicas.supervisor.logs.pump`). The exit report waits until it has read all that the main process wrote, for the last
+lines; in the end it is the only child, gets no more input, and ends.
+
+Where it can be, all that the shim starts is in a control group (:mod:`replicas.linux.cgroups`), which the shim itself is
+not in: SIGKILL to the tree is then one write, too, that nothing outruns or slips away from.
+
+The supervisor's death is seen by a pidfd and by the end of the control stream, whichever comes first; either way there
+are ``ORPHAN_GRACE_S`` from SIGTERM to SIGKILL. A parent-death signal would tell less: it is bound to the *thread* that
+spawned the shim, which an embedding program may end at any time. Should the shim itself be killed, the launcher has its
+parent-death signal, ranks have theirs, and the supervisor sweeps the rest by its control group and by the mark in its
+environment; the janitor does when both are killed (:mod:`replicas.supervisor.cleanup.janitor`).
+
+Standard library only; torch is never imported here, nor is what takes long to load and can be done without (dataclasses,
+argparse): at each restart somebody waits for a shim.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from replicas import __version__
+from replicas.linux import cgroups, inherited, private
+from replicas.linux.prctl import become_subreaper
+from replicas.linux.processes import Child, command_line, descendants, own_children, signal_own
+from replicas.supervisor.cleanup.inventory import Stocktaking
+from replicas.supervisor.cleanup.sweeping import Grace, kill_group
+from replicas.supervisor.fleet.endings import exit_report
+from replicas.supervisor.logs.pump_watcher import LogKeeper
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.deaths import DeathWatch
+from replicas.supervisor.shim.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
+from replicas.supervisor.shim.forkserver_watcher import ForkserverKeeper
+from replicas.supervisor.shim.notes import note
+from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, Remains
+from replicas.supervisor.shim.starting import Starter
+from replicas.supervisor.shim.stopped import StoppedWatch
+
+__all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main"]
+
+ORPHAN_GRACE_S = 2.0
+"""From SIGTERM to SIGKILL when the supervisor is gone."""
+SWEEP_GRACE_S = 1.0
+"""From SIGTERM to SIGKILL for what a replica left behind whose end nobody had asked for."""
+_SWEEP_INTERVAL_S = 0.05
+_SWEEP_STEADY_S = 3.0
+_LATE_SWEEP_INTERVAL_S = 0.5
+"""Between two SIGKILLs for what takes long to die of it: the end of a child wakes the shim in any case."""
+
+
+def exit_code(status: int) -> int:
+    """Exit code of a wait status; negative for a signal."""
+    return os.waitstatus_to_exitcode(status)
+
+
+class Shim:
+    """The loop. ``run`` returns when no process of the node is left."""
+
+    def __init__(self, control: socket.socket, parent: int, tee: int | None = None) -> None:
+        self.control: socket.socket | None = control
+        self.spec: NodeSpec | None = None
+        self._selector = selectors.DefaultSelector()
+        self._parent_fd: int | None = None
+        self._main: Child | None = None
+        self._forkserver: ForkserverKeeper | None = None
+        self._broken = ""
+        self._launcher: socket.socket | None = None
+        self._stopped: StoppedWatch | None = None
+        self._report: ExitReport | None = None
+        self._cgroup: Path | None = None
+        self._stock: Stocktaking | None = None
+        self._stacks: Stacks | None = None
+        self._deaths: DeathWatch | None = None
+        self._tee = tee
+        self._logs: LogKeeper | None = None
+        self._starter: Starter | None = None
+        self._stopping = False
+        self._sweeping = False
+        self._childless = False
+        self._kill_at: float | None = None
+        self._grace = Grace()
+        self._killing_since = 0.0
+        self._tell_remains_at = 0.0
+        self._wake = _wakeup_fd()
+        self._selector.register(control, selectors.EVENT_READ, self._on_control)
+        self._selector.register(self._wake, selectors.EVENT_READ, self._on_signal)
+        self._watch_parent(parent)
+
+    def run(self) -> int:
+        while not self._finished():
+            for key, _ in self._selector.select(self._timeout()):
+                key.data()
+            self._reap()
+            self._on_time(time.monotonic())
+            if self._logs is not None and self._empty():
+                self._logs.close()
+        if self._starter is not None and self._starter.scratch:
+            private.remove_tree(Path(self._starter.scratch))
+        if self._cgroup is not None:
+            cgroups.leave(self._cgroup, run=self.control is None)
+        self._tell({"type": "gone"})
+        return 0
+
+    # ------------------------------------------------------------ inputs
+
+    def _watch_parent(self, parent: int) -> None:
+        try:
+            self._parent_fd = os.pidfd_open(parent)
+        except ProcessLookupError:
+            self._supervisor_gone()
+            return
+        self._selector.register(self._parent_fd, selectors.EVENT_READ, self._supervisor_gone)
+        if os.getppid() != parent:
+            self._supervisor_gone()
+
+    def _on_control(self) -> None:
+        assert self.control is not None
+        try:
+            message = orders.receive(self.control)
+            if message is None:
+                self._supervisor_gone()
+            else:
+                self._obey(message)
+        except orders.Malformed as error:
+            note(f"what the supervisor said is no order: {error}")
+
+    def _obey(self, message: orders.Message) -> None:
+        if message["type"] == "start":
+            with orders.reading("start"):
+                spec = message["spec"]
+            try:
+                self._start(NodeSpec.of(spec))
+            except orders.OtherRelease as error:
+                self._tell(ExitReport("failed", text=f"cannot be started: {error}").message())
+                self._begin_sweep()
+        elif message["type"] == "stop":
+            with orders.reading("stop"):
+                timeout_s = float(message["timeout_s"])
+            self._stop(timeout_s, stacks=bool(message.get("stacks")))
+        elif message["type"] == "stacks":
+            self._show_stacks()
+        elif message["type"] == "rendezvous":
+            if self._launcher is not None:
+                orders.send(self._launcher, message)
+        elif message["type"] == "ping":
+            self._tell({"type": "pong"})
+            if self._deaths is not None and not self._stopping:
+                self._deaths.look()
+            if self._logs is not None:
+                self._logs.look(time.monotonic())
+        else:
+            raise orders.Malformed(f"unknown order {message['type'][:80]!r}")
+
+    def _on_launcher(self) -> None:
+        assert self._launcher is not None
+        try:
+            message = orders.receive(self._launcher)
+            if message is None:
+                self._forget_launcher()
+            elif message["type"] == "report":
+                with orders.reading("report"):
+                    report = message["report"]
+                self._report = ExitReport.of(report)
+            else:
+                self._tell(message)
+        except orders.Malformed as error:
+            note(f"what the launcher said is no message: {error}")
+
+    def _hear_launcher_out(self) -> None:
+        """It is dead: read what it said. The stream need not end: whatever it forked may have its end of it."""
+        if self._launcher is None:
+            return
+        self._launcher.setblocking(False)
+        try:
+            while self._launcher is not None:
+                self._on_launcher()
+        except BlockingIOError:
+            self._forget_launcher()
+
+    def _forget_launcher(self) -> None:
+        assert self._launcher is not None
+        self._selector.unregister(self._launcher)
+        self._launcher.close()
+        self._launcher = None
+
+    def _on_signal(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            received = os.read(self._wake, 512)
+            if any(signum != signal.SIGCHLD for signum in received):
+                self._stop(self.spec.stop_timeout_s if self.spec else 0.0)
+
+    def _supervisor_gone(self) -> None:
+        if self._parent_fd is not None:
+            self._selector.unregister(self._parent_fd)
+            os.close(self._parent_fd)
+            self._parent_fd = None
+        if self.control is not None:
+            self._selector.unregister(self.control)
+            self.control.close()
+            self.control = None
+        self._stop(ORPHAN_GRACE_S)
+
+    def _tell(self, message: orders.Message) -> None:
+        if self.control is None:
+            return
+        try:
+            orders.send(self.control, message)
+        except OSError as error:  # too long for the kernel; an exit report is in its file, too
+            note(f"the supervisor cannot be told {message['type']!r}: {error.strerror}")
+
+    # ------------------------------------------------------------ processes
+
+    def _start(self, spec: NodeSpec) -> None:
+        self.spec = spec
+        self._cgroup = Path(spec.cgroup) if spec.cgroup else None
+        if self._stopping:
+            return
+        self._stock = Stocktaking(self._own, time.monotonic())
+        self._stacks = Stacks(Path(spec.log_dir), self._save_stacks)
+        self._deaths = DeathWatch(self._selector, self._own, self._helpers, time.monotonic)
+        try:
+            self._logs = LogKeeper(spec, self._selector, self._tee, self._on_loss)
+            self._starter = Starter(spec, self._logs)
+            self._logs.start()
+            if spec.forkserver:
+                self._forkserver = ForkserverKeeper(self._starter.forkserver, self._selector)
+                self._forkserver.start()
+            if spec.launcher == "torchrun":
+                self._main, self._launcher = self._starter.launcher()
+                self._stopped = StoppedWatch(self._main.pid)
+                self._selector.register(self._launcher, selectors.EVENT_READ, self._on_launcher)
+            else:
+                self._main = self._starter.program()
+        except OSError as error:
+            self._tell(ExitReport("failed", text=f"cannot be started: {error}").message())
+            self._begin_sweep()
+        else:
+            self._tell({"type": "started", "pid": self._main.pid, "release": __version__})
+
+    def _own(self) -> list[int]:
+        """All that runs for the replica on this node."""
+        if self._cgroup is not None:
+            return cgroups.members(self._cgroup)
+        return [pid for pid in descendants(os.getpid()) if pid not in self._pump()]
+
+    def _pump(self) -> frozenset[int]:
+        """The log pump, which outlives all others."""
+        return frozenset() if self._logs is None else frozenset({self._logs.pid} - {0})
+
+    def _on_loss(self, loss: LogLoss) -> None:
+        self._tell(loss.message())
+
+    def _reap(self) -> None:
+        while True:
+            try:
+                pid, status = os.waitpid(-1, os.WNOHANG)
+            except ChildProcessError:
+                self._childless = True
+                return
+            self._childless = False
+            if pid == 0:
+                return
+            if self._main is not None and pid == self._main.pid:
+                self._main.ended(exit_code(status))
+                self._main_ended(self._main)
+            elif self._forkserver is not None and pid == self._forkserver.pid:
+                self._without_forkserver(self._forkserver.ended(exit_code(status)))
+            elif self._logs is not None and pid == self._logs.pid:
+                self._logs.ended(exit_code(status))
+
+    def _without_forkserver(self, reason: str) -> None:
+        """A replica that cannot sync is of no use."""
+        if reason:
+            assert self.spec is not None
+            self._broken = f"the sidecar forkserver of node {self.spec.node} {reason}"
+            self._stop(self.spec.stop_timeout_s)
+
+    # ------------------------------------------------------------ ending
+
+    def _stop(self, timeout_s: float, *, stacks: bool = False) -> None:
+        if stacks and not self._stopping and not self._sweeping and self._main is not None:
+            self._show_stacks(then=lambda: self._stop(timeout_s))
+            return
+        if self._stacks is not None:
+            self._stacks.finish(time.monotonic())
+        first = not self._stopping
+        if first:
+            self._take_stock()
+        self._stopping = True
+        if self._forkserver is not None:
+            self._forkserver.stop()
+        deadline = time.monotonic() + timeout_s
+        self._kill_at = deadline if self._kill_at is None else min(self._kill_at, deadline)
+        if first and self._main is not None:
+            self._main.signal(signal.SIGTERM)
+
+    def _main_ended(self, main: Child) -> None:
+        assert self.spec is not None
+        assert main.code is not None
+        assert self._logs is not None
+        self._hear_launcher_out()
+        if self._stacks is not None:
+            self._stacks.finish(time.monotonic())
+        self._logs.drain(then=lambda: self._report_end(main))
+
+    def _report_end(self, main: Child) -> None:
+        """Its last lines are in the log: say how it ended."""
+        assert self.spec is not None
+        assert self._logs is not None
+        report = exit_report(
+            self.spec,
+            main,
+            self._report,
+            self._logs.last_lines,
+            stopping=self._stopping,
+            first_death=self._first_death,
+        )
+        if self._broken:
+            report = ExitReport("lost", text=self._broken)
+        path = Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"
+        try:
+            private.write(path, orders.encode(report.message()))
+        except OSError as error:  # the supervisor gets it all the same
+            note(f"{path} cannot be written: {error.strerror}")
+        self._tell(report.message())
+        self._begin_sweep()
+
+    def _first_death(self, before: Iterable[int]) -> str:
+        death = self._deaths.first(before=before) if self._deaths is not None else None
+        return "" if death is None else str(death)
+
+    def _helpers(self) -> frozenset[int]:
+        """Processes of ours below this one."""
+        forkserver = frozenset() if self._forkserver is None else frozenset({self._forkserver.pid} - {0})
+        return self._pump() | forkserver
+
+    def _show_stacks(self, then: Callable[[], None] | None = None) -> None:
+        """Save the stacks of all ranks to their logs, and tell them."""
+        if self._stacks is None or self._main is None or self._main.code is not None:
+            self._tell({"type": "stacks", "stacks": []})
+            return
+        assert self.spec is not None
+        ranks = ranks_below(self._main.pid, torchrun=self.spec.launcher == "torchrun")
+        self._stacks.ask(ranks, time.monotonic(), then)
+
+    def _save_stacks(self, found: list[Stack]) -> None:
+        assert self._logs is not None
+        for stack in found:
+            self._logs.say(stack.rank, stack.entry())
+        self._tell({"type": "stacks", "stacks": short(found)})
+
+    def _take_stock(self) -> None:
+        """What do they have, now that they end?"""
+        found = None if self._stock is None else self._stock.last_time(time.monotonic())
+        if found is not None:
+            self._tell(found.message())
+
+    def _begin_sweep(self) -> None:
+        self._sweeping = True
+        signal_own(signal.SIGTERM, but=self._pump())  # before they learn from others that they are lost
+        self._take_stock()
+        if self._forkserver is not None:
+            self._forkserver.kill()
+        if self._kill_at is None:
+            self._kill_at = time.monotonic() + SWEEP_GRACE_S
+
+    def _on_time(self, now: float) -> None:
+        if self._forkserver is not None:
+            self._without_forkserver(self._forkserver.on_time(now))
+        if self._stopped is not None and self._main is not None and not self._sweeping and self._stopped.blind(now):
+            assert self.spec is not None
+            self._stopped = None
+            self._broken = f"torchrun of node {self.spec.node} was stopped when a rank died, and did not see it"
+            self._main.signal(signal.SIGKILL)
+        if self._logs is not None:
+            self._logs.on_time(now)
+        if self._stacks is not None:
+            self._stacks.on_time(now)
+        if self._stock is not None and not self._stopping and not self._sweeping:
+            found = self._stock.on_time(now)
+            if found is not None:
+                self._tell(found.message())
+        if self._kill_at is not None and now >= self._kill_at:
+            if self._stacks is not None and self._stacks.last_words():
+                self._kill_at = now + LAST_WORDS_S
+                return
+            self._kill(now)
+            steady = time.time() - self._killing_since < _SWEEP_STEADY_S
+            self._kill_at = now + (_SWEEP_INTERVAL_S if steady else _LATE_SWEEP_INTERVAL_S)
+
+    def _kill(self, now: float) -> None:
+        """SIGKILL for all that is there, and a word about what it does not end."""
+        spared = self._pump() | self._grace.spared(self._own(), now)
+        if self._cgroup is not None:
+            kill_group(self._cgroup, cgroups.members(self._cgroup), spared)
+        left = signal_own(signal.SIGKILL, but=spared)
+        if not self._killing_since:
+            self._killing_since, self._tell_remains_at = time.time(), now + orders.REMAINS_INTERVAL_S
+        elif left and now >= self._tell_remains_at:
+            self._tell_remains_at = now + orders.REMAINS_INTERVAL_S
+            processes = tuple((pid, command_line(pid)) for pid in left)
+            self._tell(Remains(since=self._killing_since, processes=processes).message())
+
+    def _empty(self) -> bool:
+        """Whether nothing runs for the replica any more, and nothing will."""
+        if not (self._sweeping or (self._stopping and self._main is None)):
+            return False
+        childless = self._childless or set(own_children()) <= self._pump()
+        return childless and (self._cgroup is None or not cgroups.members(self._cgroup))
+
+    def _finished(self) -> bool:
+        return self._empty() and (self._logs is None or self._logs.over)
+
+    def _timeout(self) -> float | None:
+        times = [] if self._forkserver is None else self._forkserver.wakes
+        times += [] if self._kill_at is None else [self._kill_at]
+        times += [] if self._stopped is None or self._sweeping else self._stopped.wakes
+        times += [] if self._logs is None else self._logs.wakes
+        times += [] if self._stacks is None else self._stacks.wakes
+        times += [] if self._stock is None or self._stopping or self._sweeping else self._stock.wakes
+        if self._stopping and not times:
+            return _SWEEP_INTERVAL_S
+        return max(0.0, min(times) - time.monotonic()) if times else None
+
+
+def _wakeup_fd() -> int:
+    """A descriptor that gets one byte, the signal's number, for each signal that the shim handles."""
+    reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+    signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+    for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(signum, lambda *_: None)
+    return reader
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a shim.
+
+    :param arguments: ``--control`` (descriptor of the control socket), ``--parent`` (pid of the supervisor), ``--lock``
+        (descriptor of the run's lock, held as long as the shim lives) and ``--tee`` (of the supervisor's stderr, if lines are
+        wanted there), each with its number.
+    """
+    words = list(
+        sys.argv[1:] if arguments is None else arguments
+    )  # argparse takes long to load, and nobody types these
+    options = {name.removeprefix("--"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
+    inherited.put_in_order()
+    become_subreaper()
+    tee = options.get("tee")
+    for descriptor in (tee, options.get("lock")):
+        if descriptor is not None:
+            os.set_inheritable(descriptor, False)
+    control = socket.socket(fileno=options["control"])
+    control.set_inheritable(False)
+    return Shim(control, options["parent"], tee).run()
+
+
+def _leave(code: int) -> NoReturn:
+    """End without taking Python apart, for which the next generation would wait. Nothing is in a buffer of Python's."""
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    _leave(main())

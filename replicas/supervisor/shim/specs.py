@@ -1,0 +1,60 @@
+"""What a shim is told: the spec of one node of one generation of a replica."""
+
+from __future__ import annotations
+
+import os
+import secrets
+
+from replicas import environ
+from replicas.config.structs import GroupConfig, LogsConfig
+from replicas.linux.processes import MARK
+from replicas.linux.sockets import Door
+from replicas.supervisor.fleet.environment import Host
+from replicas.supervisor.fleet.node import Node, rank_environment
+from replicas.supervisor.shim.orders import NodeSpec
+
+__all__ = ["node_spec", "wants_tee"]
+
+
+def wants_tee(logs: LogsConfig) -> bool:
+    """Whether the lines of ranks are wanted on stderr."""
+    return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
+
+
+def _door() -> Door:
+    """A new one; the name can be seen by everyone on the machine, and says nothing of the shim's mark."""
+    return Door(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
+
+
+def node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:
+    """The spec of node ``node``; each call gives it another mark."""
+    nonce = Node.nonce()
+    folder = str(host.state.log_dir(group.name, index, generation))
+    shared = {**host.environment(), environ.LOG_DIR: folder, MARK: nonce}
+    forkserver = str(_door()) if host.on_channel(group.name) else ""
+    if forkserver:
+        shared[environ.FORKSERVER] = forkserver
+    shared |= host.share(group.name, index, node)
+    env = rank_environment(group, index, generation, replicas=host.size(group.name), shared=shared)
+    return NodeSpec(
+        run=host.run,
+        group=group.name,
+        replica=index,
+        generation=generation,
+        node=node,
+        nnodes=group.nnodes,
+        nproc_per_node=group.nproc_per_node,
+        launcher=group.launcher,
+        command=group.command,
+        env=env,
+        cwd=str(group.cwd),
+        log_dir=folder,
+        stop_timeout_s=group.stop_timeout_s,
+        nonce=nonce,
+        forkserver=forkserver,
+        rendezvous_timeout_s=group.health.start_timeout_s,
+        log_max_nbytes=host.logs.max_nbytes,
+        log_keep=host.logs.keep,
+        log_keep_generations=host.logs.keep_generations,
+        tee=wants_tee(host.logs),
+    )

@@ -1,0 +1,88 @@
+"""Starting what runs on a node: torchrun's launcher or the program, and the forkserver. Standard library only."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+from replicas.common import own_code
+from replicas.linux import cgroups
+from replicas.linux.processes import Child, python_module
+from replicas.linux.sockets import Door
+from replicas.supervisor.logs.pump_watcher import LogKeeper
+from replicas.supervisor.shim import orders
+from replicas.supervisor.shim.commands import guard_command, guard_orders, scratch_folder
+from replicas.supervisor.shim.guard import GUARD
+from replicas.supervisor.shim.orders import NodeSpec
+
+__all__ = ["Starter"]
+
+
+class Starter:
+    """Starts the processes of one node, each in a session of its own, in the node's control group, with its logs.
+
+    :ivar scratch: folder that torchrun got for itself; empty: none.
+    """
+
+    def __init__(self, spec: NodeSpec, logs: LogKeeper) -> None:
+        self.scratch = ""
+        self._spec = spec
+        self._logs = logs
+        self._door: socket.socket | None = None
+
+    def program(self) -> Child:
+        """The program itself; its guard enters the control group before it execs it.
+
+        :raises OSError: it, as any other, cannot be started.
+        """
+        env = {**self._spec.env, GUARD: guard_orders(self._spec, direct=True)}
+        return self._spawn(guard_command(), env, "rank 0")
+
+    def launcher(self) -> tuple[Child, socket.socket]:
+        """torchrun, and our end of its control socket."""
+        ours, theirs = orders.pair()
+        fd = theirs.fileno()
+        command = python_module("replicas.supervisor.shim.launcher", "--control", str(fd), "--parent", str(os.getpid()))
+        with theirs:
+            child = self._spawn(command, own_code.findable(self._spec.env), "torchrun", (fd,))
+        self._enclose(child)
+        self.scratch = str(scratch_folder(self._spec))
+        spec = self._spec._replace(shim=os.getpid(), pipes=self._logs.pipes(), scratch=self.scratch)
+        orders.send(ours, spec.message())
+        return child, ours
+
+    def forkserver(self, ready: int) -> Child:
+        """Start one behind the node's door, which is bound once, before anything else of the node is started: nobody else
+        can take its name, not even between two forkservers.
+
+        :param ready: descriptor that it writes to when it is ready.
+        :raises OSError: the name is taken, or there is no process for it.
+        """
+        if self._door is None:
+            self._door = Door.parse(self._spec.forkserver).listen()
+        fds = (self._door.fileno(), ready)
+        command = python_module("replicas.sidecar.forkserver", "--listener", str(fds[0]), "--ready", str(ready))
+        child = self._spawn(command, own_code.findable(self._spec.env), "forkserver", fds)
+        self._enclose(child)
+        return child
+
+    def _enclose(self, child: Child) -> None:
+        """Into the control group before it can have started anything: the launcher waits for orders, the forkserver loads."""
+        if self._spec.cgroup:
+            cgroups.enter(Path(self._spec.cgroup), child.pid)
+
+    def _spawn(self, command: list[str], env: dict[str, str], log: str, fds: tuple[int, ...] = ()) -> Child:
+        out, err = self._logs.streams(log)
+        popen = subprocess.Popen(
+            command,
+            env=env,
+            cwd=self._spec.cwd,
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=err,
+            pass_fds=fds,
+            start_new_session=True,
+        )
+        return Child(popen)

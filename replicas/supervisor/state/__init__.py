@@ -1,0 +1,1 @@
+"""The state folder of a run."""

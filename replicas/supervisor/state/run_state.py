@@ -1,0 +1,241 @@
+"""What a run must not forget when its supervisor is killed: ``<state_dir>/state.json``.
+
+Theory of operation
+===================
+
+The file is replaced as a whole (a new one is written beside it and renamed), always *before* what it allows happens: a
+restart is in it as spent before the generation starts, the mark of a shim before the shim is started. A supervisor that is
+killed at any moment therefore leaves a file that allows at most what was allowed, and names at least what is alive.
+
+It is there while a run is under way. One that ended in order leaves none, so that the next start begins afresh; a start
+that finds one goes on where the dead supervisor stopped: sizes, generations, budgets (by the time of day, as no monotonic
+clock outlives its machine), and the counters up to an event whose successors are in ``events.jsonl``. Versions are in the
+decision log, which has its own file and rules (:mod:`replicas.coordinator.decisions`).
+
+A file of another schema, or one that is torn, is set aside (``state.json.bad``), said, and never fatal. Nor is a disk that
+takes no new one: that is counted and said once. The file is not synced: it outlives any death of the process, and there is
+nothing to sweep and no budget to guard after the death of the machine.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+import msgspec
+
+from replicas.common.decoding import MALFORMED
+from replicas.linux import private
+from replicas.linux.machine import boot_id, namespace
+from replicas.linux.processes import start_time
+from replicas.telemetry.tally import Tally
+
+__all__ = [
+    "SCHEMA",
+    "ProcessRecord",
+    "RunState",
+    "Saved",
+    "SavedGroup",
+    "SavedReplica",
+    "ShimRecord",
+    "Spent",
+    "machine",
+    "process_record",
+    "this_process",
+]
+
+log = logging.getLogger("replicas.supervisor")
+
+SCHEMA = 1
+"""Raise it when a field changes its meaning, or a bound of a histogram in the tally."""
+
+
+class ProcessRecord(msgspec.Struct, frozen=True):
+    """A process of the machine and boot that :attr:`Saved.machine` names. ``start_time``: in clock ticks since boot."""
+
+    pid: int
+    start_time: int
+
+    def alive(self) -> bool:
+        """Whether that very process lives, if it was one of this machine."""
+        return start_time(self.pid) == self.start_time
+
+
+class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
+    """One shim that was, or was about to be, started. ``process`` None: it had not been started yet.
+
+    ``nonce``: the mark in the environment of all that it starts. ``cgroup``: path of its control group, if it has one.
+    """
+
+    nonce: str
+    group: str
+    replica: int
+    generation: int
+    node: int = 0
+    process: ProcessRecord | None = None
+    cgroup: str = ""
+
+
+class Spent(msgspec.Struct, frozen=True):
+    """One restart of a group's budget. ``at``: seconds since 1970."""
+
+    at: float
+    replica: int
+
+
+class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
+    """``generation``: the last one that was, or was about to be, started. ``restarts``: by reason.
+
+    ``cycles``: restarts in a row without progress.
+    ``halted``: it was stopped by hand, and rests until somebody restarts it.
+    """
+
+    generation: int = 0
+    restarts: dict[str, int] = {}
+    cycles: int = 0
+    last_exit: str = ""
+    halted: bool = False
+
+
+class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """``size``: replicas that are wanted; ``configured``: what the config said then: it wins once it says something else.
+
+    ``spent``: the restarts in the budget's window.
+    """
+
+    size: int
+    configured: int = 0
+    replicas: dict[int, SavedReplica] = {}
+    spent: tuple[Spent, ...] = ()
+
+    @property
+    def once_removed(self) -> SavedGroup:
+        """What must be known of it once it is removed: nothing of its logs may be mixed with a later one's."""
+        used = {index: SavedReplica(generation=one.generation) for index, one in self.replicas.items()}
+        return SavedGroup(size=0, replicas=used)
+
+
+class Saved(msgspec.Struct, frozen=True, kw_only=True):
+    """One state of a run.
+
+    :param machine: boot and pid namespace in which the process records mean something (:func:`machine`).
+    :param supervisor: who wrote it.
+    :param seq: number of the last event that ``tally`` has counted.
+    :param helpers: processes of the run that are nobody's replica, such as the store.
+    """
+
+    schema: int = SCHEMA
+    run: str
+    machine: str = ""
+    supervisor: ProcessRecord | None = None
+    at: float = 0.0
+    seq: int = 0
+    tally: Tally = msgspec.field(default_factory=Tally)
+    groups: dict[str, SavedGroup] = {}
+    shims: tuple[ShimRecord, ...] = ()
+    helpers: tuple[ProcessRecord, ...] = ()
+
+    def of_this_machine(self) -> bool:
+        """Whether its process records can mean processes that are seen from here."""
+        return self.machine == machine()
+
+
+class _Head(msgspec.Struct):
+    schema: int
+
+
+class RunState:
+    """The file, for the supervisor that holds the run's lock.
+
+    :param path: ``<state_dir>/state.json``.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.set_aside: tuple[Path, str] | None = None
+        """Where a file that could not be used went, and why, after :meth:`load`."""
+        self.failures = 0
+        """How often the disk did not take the state."""
+        self._problem = ""
+
+    def peek(self) -> Saved | None:
+        """The state in the file, for somebody who does not have the run: nothing is set aside. None: no good one."""
+        try:
+            return decode(private.read(self.path))
+        except (OSError, ValueError):
+            return None
+
+    def load(self) -> Saved | None:
+        """The state that a dead supervisor left; None when there is none (any more)."""
+        try:
+            data = private.read(self.path)
+        except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._put_aside(f"it cannot be read: {error.strerror}")
+            return None
+        try:
+            return decode(data)
+        except ValueError as error:
+            self._put_aside(str(error))
+            return None
+
+    def save(self, saved: Saved) -> bool:
+        """Put this state in the place of the last one; False when the disk does not take it, which is no reason to stop."""
+        data = msgspec.json.encode(saved)
+        try:
+            private.replace(self.path, data)
+        except OSError as error:
+            self.failures += 1
+            words = error.strerror or str(error)
+            if words != self._problem:
+                self._problem = words
+                log.error("the state cannot be written to %s: %s; the run goes on without", self.path, words)
+            return False
+        if self._problem:
+            log.warning("the state is written to %s again", self.path)
+        self._problem = ""
+        return True
+
+    def remove(self) -> None:
+        """The run has ended in order: the next one begins afresh."""
+        private.remove(self.path)
+        private.remove(self.path.with_name(f"{self.path.name}.new"))
+
+    def _put_aside(self, reason: str) -> None:
+        bad = self.path.with_name(f"{self.path.name}.bad")
+        log.error("the state file %s is of no use and is moved to %s: %s", self.path, bad.name, reason)
+        private.rename(self.path, bad.name)
+        self.set_aside = bad, reason
+
+
+def decode(data: bytes) -> Saved:
+    """:raises ValueError: it is not a state of this version; the text says why."""
+    try:
+        schema = msgspec.json.decode(data, type=_Head).schema
+    except MALFORMED as error:
+        raise ValueError(f"it is torn or not a state: {error}") from None
+    if schema != SCHEMA:
+        raise ValueError(f"its schema is {schema}, this version knows {SCHEMA}")
+    try:
+        return msgspec.json.decode(data, type=Saved)
+    except MALFORMED as error:
+        raise ValueError(f"it is damaged: {error}") from None
+
+
+def machine() -> str:
+    """What makes a pid mean the same process: the machine's boot and the pid namespace."""
+    return f"{boot_id()}/{namespace('pid')}"
+
+
+def this_process() -> ProcessRecord:
+    found = process_record(os.getpid())
+    assert found is not None
+    return found
+
+
+def process_record(pid: int) -> ProcessRecord | None:
+    """The record of a living process; None: it has ended."""
+    started = start_time(pid)
+    return None if started is None else ProcessRecord(pid, started)

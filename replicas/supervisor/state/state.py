@@ -1,0 +1,301 @@
+"""The state folder of a run: its lock, the token, the endpoint file, the logs, and what a dead supervisor left there.
+
+::
+
+    <state_dir>/lock            flock'ed by the supervisor and, with it, by every shim; says which supervisor
+    <state_dir>/id              what this folder is known by (:mod:`replicas.supervisor.state.identity`); stays
+    <state_dir>/state.json      what must not be forgotten (:mod:`replicas.supervisor.state.run_state`); removed at the end
+    <state_dir>/events.jsonl    all events (:mod:`replicas.telemetry.event_log`), of earlier runs too, and events.jsonl.1
+    <state_dir>/decisions.jsonl the decision log; removed at the end
+    <state_dir>/token           0600; removed at the end
+    <state_dir>/endpoint.json   where the control port is; removed at the end
+    <state_dir>/logs/<group>/<replica>/gen-<g>/rank-<r>.log
+    <state_dir>/logs.previous/  the logs of the run before
+
+The folder is the user's alone, and so is all that is made in it (:mod:`replicas.linux.private`): what others have put there
+is neither believed nor written to. One that the operator has made may let others look in.
+
+The lock is what makes a run belong to one supervisor. One that was killed still has it in its shims, which end by
+themselves within some seconds; what then still has it (a frozen shim) is swept like all other leftovers, by record and mark.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import threading
+import time
+from collections.abc import Collection
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+import replicas
+from replicas import errors
+from replicas.control.exit_codes import PREEMPTED
+from replicas.linux import private
+from replicas.linux.processes import start_time
+from replicas.supervisor.cleanup import leftovers
+from replicas.supervisor.state.identity import give_identity
+from replicas.supervisor.state.run_state import RunState, Saved, machine
+from replicas.telemetry.event_log import EventLog, read
+from replicas.telemetry.events import LeftoverFound, RunEnded, RunStarted, StateSetAside
+
+__all__ = ["AlreadySupervised", "StateDir"]
+
+_SETTLE_S = 8.0
+"""How long the processes of a dead supervisor may take to end by themselves."""
+_SWEEP_S = 5.0
+_SETTLE_INTERVAL_S = 0.05
+
+
+class AlreadySupervised(errors.UsageError):
+    """Another supervisor has this run."""
+
+    default_hint = "stop that one, or give this run another name"
+
+
+class StateDir:
+    """The folder, from :meth:`acquire` to :meth:`release`."""
+
+    def __init__(self, path: Path, run: str) -> None:
+        self.path = path
+        self.run = run
+        self.logs = path / "logs"
+        self.token_file = path / "token"
+        self.endpoint_file = path / "endpoint.json"
+        self.events_file = path / "events.jsonl"
+        self.decisions_file = path / "decisions.jsonl"
+        self.run_state = RunState(path / "state.json")
+        self.saved: Saved | None = None
+        """What a dead supervisor left, once :meth:`acquire` has returned; None: there is nothing to go on from."""
+        self.identity = ""
+        """The id of the folder, once :meth:`acquire` has returned."""
+        self.given_up = threading.Event()
+        """Set by whoever no longer wants the run: :meth:`acquire` then waits for nobody."""
+        self.leftovers: list[LeftoverFound] = []
+        """Processes of a dead supervisor that kept its lock, and were killed by :meth:`acquire`."""
+        self._left: Saved | None = None
+        self._lock: int | None = None
+
+    @property
+    def lock(self) -> int:
+        """Descriptor of the held lock; a shim inherits it, so that the run stays taken while one lives."""
+        assert self._lock is not None
+        return self._lock
+
+    def acquire(self) -> None:
+        """Take the run, and read the state that a dead supervisor left. What it left alive stays until :meth:`sweep`, but for
+        what keeps the lock.
+
+        Blocks up to about 15 s: while shims of a dead supervisor clean up behind it.
+
+        :raises AlreadySupervised: another supervisor runs, or processes of a dead one survive SIGKILL.
+        :raises replicas.errors.UsageError: the folder cannot be made or written.
+        """
+        try:
+            if self.path.is_dir():
+                private.close_to_others(self.path, once_ours="lock")
+            lock = private.open_file(self.path / "lock", os.O_RDWR | os.O_CREAT, make_folder=True)
+            try:
+                self._take(lock)
+                self._begin(lock)
+            except BaseException:
+                os.close(lock)
+                raise
+        except OSError as error:
+            elsewhere = error.filename not in (None, str(self.path))
+            what = f"{error.strerror or error}" + (f": {error.filename}" if elsewhere else "")
+            mend = error.hint if isinstance(error, private.NotPrivate) else "mend it"
+            raise errors.UsageError(
+                f"cannot use the state folder {self.path}: {what}", hint=f"{mend}, or set run.state_dir in the config"
+            ) from error
+        self._lock = lock
+
+    def _begin(self, lock: int) -> None:
+        os.ftruncate(lock, 0)
+        os.pwrite(lock, _Owner.this().line(), 0)
+        private.remove(self.token_file)
+        private.remove(self.endpoint_file)
+        self.identity = give_identity(self.path)
+        self._left = self.saved = self.run_state.load()
+        if self.saved is not None and self._has_ended(self.saved):
+            self.saved = None
+            private.remove(self.decisions_file)
+        self._rotate()
+
+    def sweep(self, spare: Collection[int] = ()) -> list[LeftoverFound]:
+        """Kill what a dead supervisor left alive. For a start that nothing can stop any more: one that fails kills nobody.
+
+        Blocks up to 5 s, until nothing of it is left.
+
+        :param spare: pids of processes that this supervisor has started.
+        """
+        found = leftovers.sweep(self._left, self.identity, _SWEEP_S, spare=spare)
+        if self._left is not None and self.saved is None:
+            self.run_state.remove()
+        return found
+
+    def _has_ended(self, saved: Saved) -> bool:
+        """Whether the run had ended in order, and its supervisor was killed before it could remove its state."""
+        since = (record.event for record in read(self.events_file, saved.seq))
+        return any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since)
+
+    def _take(self, lock: int) -> None:
+        deadline = time.monotonic() + _SETTLE_S
+        swept = False
+        while True:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                return
+            except BlockingIOError:
+                owner = _Owner.of(lock)
+                if owner.alive:
+                    raise AlreadySupervised(
+                        f'run "{self.run}" is already supervised by process {owner.pid} ({self.path / "lock"})'
+                    ) from None
+                if time.monotonic() > deadline:
+                    if owner.elsewhere:
+                        raise self._elsewhere(owner) from None
+                    if swept:
+                        raise self._still_there(owner) from None
+                    swept = True
+                    self._sweep_orphans()
+                    deadline = time.monotonic() + _SETTLE_S
+                # nothing announces the end of a flock but taking it
+                if self.given_up.wait(_SETTLE_INTERVAL_S):
+                    raise errors.WorldError(f'the start of run "{self.run}" was given up') from None
+
+    def _sweep_orphans(self) -> None:
+        """Kill what holds the lock of a dead supervisor. We do not have it: another one may take it at this very moment.
+
+        The state is therefore used only if it was written by a supervisor that is dead.
+        """
+        saved = self.run_state.peek()
+        if saved is None or saved.supervisor is None or not saved.of_this_machine() or saved.supervisor.alive():
+            return
+        self.leftovers += leftovers.sweep(saved, "", _SWEEP_S)
+
+    def _elsewhere(self, owner: _Owner) -> AlreadySupervised:
+        return AlreadySupervised(
+            f'run "{self.run}" is supervised by process {owner.pid} on host "{owner.host}", or what that has left there '
+            f"still runs ({self.path / 'lock'} is shared with it)",
+            hint="stop it there, or give this run another name or another run.state_dir",
+        )
+
+    def _still_there(self, owner: _Owner) -> AlreadySupervised:
+        holders = ", ".join(map(str, leftovers.lock_holders(self.path / "lock"))) or "not to be seen from here"
+        return AlreadySupervised(
+            f'processes of an earlier supervisor of run "{self.run}" (pid {owner.pid}) are still alive: {holders}',
+            hint="end them, or give this run another name",
+        )
+
+    def _rotate(self) -> None:
+        """A start that came to nothing has no logs: those of the run before stay what they are."""
+        if self.logs.exists() and any(self.logs.iterdir()):
+            previous = self.path / "logs.previous"
+            private.remove_tree(previous)
+            private.rename(self.logs, previous.name)
+        private.make_folder(self.logs)
+
+    @property
+    def resumed(self) -> bool:
+        """Whether the run was under way when its last supervisor ended. Budgets are lost when its state was of no use."""
+        return self.saved is not None or self.run_state.set_aside is not None
+
+    def open_events(self, max_nbytes: int) -> EventLog:
+        """The run's events, going on behind those of a dead supervisor. Its first ones say what :meth:`acquire` found."""
+        saved = self.saved
+        events = EventLog(
+            self.events_file,
+            max_nbytes=max_nbytes,
+            tally=saved.tally if saved is not None else None,
+            seq=saved.seq if saved is not None else 0 if self.resumed else None,
+        )
+        events.emit(RunStarted(run=self.run, pid=os.getpid(), version=replicas.__version__, resumed=self.resumed))
+        if self.run_state.set_aside is not None:
+            path, reason = self.run_state.set_aside
+            events.emit(StateSetAside(path=str(path), reason=reason))
+        for leftover in self.leftovers:
+            events.emit(leftover)
+        return events
+
+    def write(self, *, endpoint: str, token: str, socket: Path | None = None) -> None:
+        """Publish where the control port and the control socket are, and the token (mode 0600).
+
+        :raises replicas.errors.WorldError: the disk does not take it.
+        """
+        try:
+            self._publish(endpoint, token, socket)
+        except OSError as error:
+            raise errors.WorldError(
+                f"cannot write to the state folder {self.path}: {error.strerror or error}",
+                hint="make room on its disk, or set run.state_dir in the config",
+            ) from error
+
+    def _publish(self, endpoint: str, token: str, socket: Path | None) -> None:
+        private.create(self.token_file, token.encode())
+        content = msgspec.json.encode(
+            {"endpoint": endpoint, "pid": os.getpid(), "run": self.run, "socket": str(socket or "")}
+        )
+        private.replace(self.endpoint_file, content)
+
+    def release(self, *, ended: bool = False) -> None:
+        """Remove the token and the endpoint file and let the run go. The logs and the events stay.
+
+        :param ended: the run has ended in order, and the next start begins afresh. Else (it could not be started, or was
+            preempted) the next supervisor goes on from the state that is there.
+        """
+        if self._lock is None:
+            return
+        lock, self._lock = self._lock, None
+        try:
+            if ended:
+                self.run_state.remove()
+            private.remove(self.token_file)
+            private.remove(self.endpoint_file)
+            os.ftruncate(lock, 0)
+        finally:
+            os.close(lock)
+
+    def log_dir(self, group: str, replica: int, generation: int) -> Path:
+        return self.logs / group / str(replica) / f"gen-{generation}"
+
+
+class _Owner(NamedTuple):
+    """Which supervisor the lock file names. ``pid``: ``unknown`` when it has just been taken and not yet been signed, or is
+    held by a shim that was abandoned.
+
+    :param machine: boot and pid namespace in which the pid means something; empty: an older release did not say.
+    """
+
+    pid: str = "unknown"
+    start: str = ""
+    machine: str = ""
+    host: str = ""
+
+    @classmethod
+    def this(cls) -> _Owner:
+        return cls(str(os.getpid()), str(start_time(os.getpid())), machine(), socket.gethostname() or "?")
+
+    @classmethod
+    def of(cls, lock: int) -> _Owner:
+        words = os.pread(lock, 512, 0).decode(errors="replace").split()
+        if len(words) not in (2, 4) or not all(word.isdigit() for word in words[:2]):
+            return cls()
+        return cls(*words)
+
+    def line(self) -> bytes:
+        return " ".join(self).encode()
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it is on another machine, or in another container: a folder may be shared, with its locks."""
+        return bool(self.machine) and self.machine != machine()
+
+    @property
+    def alive(self) -> bool:
+        """Whether that very process is there, as far as can be seen from here."""
+        return bool(self.start) and not self.elsewhere and start_time(int(self.pid)) == int(self.start)

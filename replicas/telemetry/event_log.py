@@ -1,0 +1,349 @@
+"""The events of a run on disk and in memory: numbered, counted, appended to a file, and passed on to whoever follows.
+
+Theory of operation
+===================
+
+``<state_dir>/events.jsonl`` has one line for each record, written with one call each, so that a killed supervisor leaves
+whole lines; a torn last line (the machine died, the disk was full) is cut off at the next start. Numbers strictly grow, in
+the file and over all supervisors of the run, which makes any record findable by bisection. A file that has reached its size
+becomes ``events.jsonl.1``, in the place of the one before.
+
+Followers share one ring of the newest records in memory; one that is behind the ring reads from the files until it has
+caught up, so that a slow one costs no memory and loses nothing but what was rotated away (which it sees by a gap in the
+numbers). A disk that takes nothing never stops the run: the events are counted and told, said once, and the first line that
+is taken again says how many are missing.
+
+Everything but :func:`read` runs on one event loop, and nothing waits for the disk longer than a write does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+import re
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack, suppress
+from itertools import islice
+from pathlib import Path
+from typing import BinaryIO
+
+from replicas.common.decoding import MALFORMED
+from replicas.linux import private
+from replicas.telemetry.events import Event, EventsLost, Record, decode, encode
+from replicas.telemetry.tally import Tally
+
+__all__ = ["MAX_NBYTES", "EventLog", "read"]
+
+log = logging.getLogger("replicas.telemetry.events")
+
+MAX_NBYTES = 64 << 20
+_RING = 1000
+_CHUNK_NBYTES = 256 << 10
+_WINDOW_NBYTES = 32 << 10
+"""Bisection ends here: the rest is read through."""
+_SEQ = re.compile(rb'^\{"seq":(\d+),')
+
+
+class EventLog:
+    """All events of a run, from its supervisor's point of view.
+
+    :param path: the file; None keeps nothing on disk.
+    :param max_nbytes: size at which the file is rotated.
+    :param tally: the counters so far, up to the record ``seq``; what the file has beyond it is counted here.
+    :param seq: number of the last record that ``tally`` knows. Default: the counters begin now, whatever the file has.
+    :param now: the time of day, in seconds since 1970.
+    """
+
+    def __init__(
+        self,
+        path: Path | None,
+        *,
+        max_nbytes: int = MAX_NBYTES,
+        tally: Tally | None = None,
+        seq: int | None = None,
+        now: Callable[[], float] = time.time,
+    ) -> None:
+        self.path = path
+        self.tally = Tally() if tally is None else tally
+        self.seq = 0 if seq is None else seq
+        self.on_rotate: Callable[[], None] | None = None
+        """Called before a new file is begun: time to write down the counters, while all is there to make them anew."""
+        self._max_nbytes = max_nbytes
+        self._now = now
+        self._ring: deque[Record] = deque(maxlen=_RING)
+        self._news = asyncio.Event()
+        self._closed = False
+        self._fd = -1
+        self._size = 0
+        self._problem = ""
+        if path is not None:
+            self._open(path)
+            self._catch_up(path, counting=seq is not None)
+
+    def emit(self, event: Event) -> Record:
+        """Number, count, write and tell one event. Never fails for the disk's sake."""
+        if self.tally.events_untold:
+            self._tell_lost()
+        record = Record(self.seq + 1, self._now(), event)
+        line = encode(record) + b"\n"
+        self._make_room(len(line))
+        self.tally.count(event)
+        self._append(record)
+        if not self._write(line):
+            self.tally.lost_event()
+        return record
+
+    def follow(self, after: int | None = None) -> AsyncIterator[Record]:
+        """Each record with a number above ``after``, then those to come, until the log is closed.
+
+        :param after: number of the last record that the reader has; 0: from the oldest that is kept. None, or a number that
+            was never given: from now on.
+        """
+        return self._follow(self.seq if after is None else min(after, self.seq))
+
+    async def _follow(self, position: int) -> AsyncIterator[Record]:
+        while True:
+            news = self._news
+            records = self.after(position)
+            for record in records:
+                position = record.seq
+                yield record
+            if records:
+                await asyncio.sleep(0)  # one that reads a long file lets the others live
+            elif self._closed:
+                return
+            else:
+                await news.wait()
+
+    def after(self, position: int) -> list[Record]:
+        """The next records above this number: some, or none if there is none yet."""
+        if position >= self.seq:
+            return []
+        first = self._ring[0].seq if self._ring else self.seq + 1
+        if position + 1 >= first:
+            return list(islice(self._ring, position + 1 - first, None))
+        written = [] if self.path is None else [record for record in _chunk(self.path, position) if record.seq < first]
+        return written or list(self._ring)
+
+    def close(self) -> None:
+        """Write no more; followers end when they have read what there is."""
+        self._closed = True
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        self._wake()
+
+    # ------------------------------------------------------------ memory
+
+    def _append(self, record: Record) -> None:
+        self.seq = record.seq
+        self._ring.append(record)
+        self._wake()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    # ------------------------------------------------------------ disk
+
+    def _open(self, path: Path) -> None:
+        """Open the file at its end, behind the last whole line."""
+        try:
+            self._fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+            end = _end_of_last_line(self._fd)
+            if end != os.fstat(self._fd).st_size:
+                os.ftruncate(self._fd, end)
+            self._size = end
+        except OSError as error:
+            self._failed(error)
+
+    def _catch_up(self, path: Path, *, counting: bool) -> None:
+        if not counting:
+            self.seq = max(self.seq, _last_seq(path))
+            return
+        for record in read(path, self.seq):
+            self.tally.count(record.event)
+            self.seq = record.seq
+
+    def _make_room(self, nbytes: int) -> None:
+        """Rotate when so much would not fit. To be called before the next event is counted: the counters are saved here, and
+        an event that is counted in the state, and not in the file when we are killed, would be nowhere.
+        """
+        full = bool(self._size) and self._size + nbytes > self._max_nbytes
+        if full and self.path is not None and self._fd >= 0 and not self._closed:
+            self._rotate(self.path)
+
+    def _write(self, line: bytes) -> bool:
+        if self.path is None or self._closed:
+            return True
+        try:
+            if self._fd < 0:
+                self._open(self.path)
+            if self._fd < 0:
+                return False
+            if os.write(self._fd, line) != len(line):
+                os.ftruncate(self._fd, self._size)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        except OSError as error:
+            self._failed(error)
+            return False
+        self._size += len(line)
+        return True
+
+    def _failed(self, error: OSError) -> None:
+        words = error.strerror or str(error)
+        if words != self._problem:
+            self._problem = words
+            log.error("events cannot be written to %s: %s; the run goes on without", self.path, words)
+
+    def _tell_lost(self) -> None:
+        """See whether the disk takes lines again; the first one says how many are missing (they have been counted)."""
+        lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
+        record = Record(self.seq + 1, self._now(), lost)
+        line = encode(record) + b"\n"
+        self._make_room(len(line))
+        if self._write(line):
+            log.warning("events are written to %s again; %d are missing", self.path, lost.count)
+            self.tally.count(lost)
+            self._append(record)
+            self._problem = ""
+
+    def _rotate(self, path: Path) -> None:
+        """Begin a new file; on failure the old one goes on."""
+        if self.on_rotate is not None:
+            self.on_rotate()
+        beside = path.with_name(f"{path.name}.new")
+        fd = -1
+        try:
+            fd = private.open_file(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+            with suppress(FileNotFoundError):  # somebody took it away
+                private.rename(path, _older(path).name)
+            self._put_in_place(beside, path)
+        except OSError as error:
+            if fd >= 0:
+                os.close(fd)
+            self._failed(error)
+            return
+        os.close(self._fd)
+        self._fd, self._size = fd, 0
+
+    @staticmethod
+    def _put_in_place(beside: Path, path: Path) -> None:
+        """:raises OSError: it does not work; the file that we write to has its name back, if that works."""
+        try:
+            private.rename(beside, path.name)
+        except OSError:
+            with suppress(OSError):  # the next rotation finds no file of this name, and goes on
+                private.rename(_older(path), path.name)
+            raise
+
+
+def read(path: Path, after: int = 0) -> Iterator[Record]:
+    """The records of a file and its rotated one, above a number; also of a run that nobody supervises. Blocks.
+
+    Lines that this version does not understand are left out.
+    """
+    while records := _chunk(path, after):
+        yield from records
+        after = records[-1].seq
+
+
+def _opened(path: Path) -> BinaryIO:
+    return os.fdopen(private.open_file(path, os.O_RDONLY), "rb")
+
+
+def _older(path: Path) -> Path:
+    return path.with_name(f"{path.name}.1")
+
+
+def _chunk(path: Path, after: int) -> list[Record]:
+    """Some of the next records above ``after``, in order; none when there is none."""
+    with ExitStack() as stack:
+        files: list[BinaryIO] = []
+        for name in (
+            path,
+            _older(path),
+        ):  # in this order: a rotation in between shows us one file twice, and hides none
+            try:
+                files.insert(0, stack.enter_context(_opened(name)))
+            except OSError:
+                continue
+        for file in files:
+            file.seek(_offset(file, after))
+            while data := _whole_lines(file):
+                records = [record for line in data.splitlines() if (record := _decoded(line)) and record.seq > after]
+                if records:
+                    return records
+    return []
+
+
+def _whole_lines(file: BinaryIO) -> bytes:
+    """About a chunk of whole lines from here; empty at the end. A line without an end is left for later."""
+    data = file.read(_CHUNK_NBYTES)
+    if data and not data.endswith(b"\n"):
+        data += file.readline()
+    return data[: data.rfind(b"\n") + 1]
+
+
+def _decoded(line: bytes) -> Record | None:
+    try:
+        return decode(line)
+    except MALFORMED:
+        return None
+
+
+def _offset(file: BinaryIO, after: int) -> int:
+    """Where to begin to read for the records above ``after``: at most a window before the first of them."""
+    low, high = 0, file.seek(0, os.SEEK_END)
+    while high - low > _WINDOW_NBYTES:
+        middle = (low + high) // 2
+        start, seq = _line_from(file, middle, high)
+        if seq is None or seq > after:
+            high = middle
+        else:
+            low = start
+    return low
+
+
+def _line_from(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
+    """Start and number of the first line that begins after ``offset`` and before ``end``."""
+    file.seek(offset)
+    file.readline()
+    while (start := file.tell()) < end:
+        found = _SEQ.match(file.readline())
+        if found is not None:
+            return start, int(found[1])
+    return end, None
+
+
+def _last_seq(path: Path) -> int:
+    """Number of the newest record; 0 when there is none."""
+    for name in (path, _older(path)):
+        try:
+            file = _opened(name)
+        except OSError:
+            continue
+        with file:
+            low, high = 0, 1 << 62
+            low = _offset(file, high)
+            file.seek(low)
+            numbers = [int(found[1]) for line in file if (found := _SEQ.match(line))]
+            if numbers:
+                return numbers[-1]
+    return 0
+
+
+def _end_of_last_line(fd: int) -> int:
+    """Offset behind the last line that has an end."""
+    position = os.fstat(fd).st_size
+    while position > 0:
+        start = max(0, position - _WINDOW_NBYTES)
+        found = os.pread(fd, position - start, start).rfind(b"\n")
+        if found >= 0:
+            return start + found + 1
+        position = start
+    return 0

@@ -1,0 +1,299 @@
+"""What happens in a run, as typed values: the one stream from which logs for machines and all counters are made.
+
+Whoever makes something happen says it once, as one of the structs below (:data:`Event`); :class:`replicas.telemetry.event_log.EventLog`
+numbers it, writes it down as a line of JSON, counts it (:mod:`replicas.telemetry.tally`) and passes it on. Fields are only ever
+added, with a default. Times are seconds since 1970 (``at``) or durations (``*_s``).
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from replicas.core.effects import Event as ChannelEvent
+from replicas.core.lives.lifecycle import Transition
+
+__all__ = [
+    "ChannelEvent",
+    "ConnectionsRefused",
+    "Drained",
+    "Draining",
+    "Event",
+    "EventsLost",
+    "FailedReset",
+    "HeldUp",
+    "How",
+    "LeftoverFound",
+    "LogLinesDropped",
+    "RankEnd",
+    "Record",
+    "ReloadRefused",
+    "Reloaded",
+    "ReplicaExited",
+    "RestartAsked",
+    "RunEnded",
+    "RunStarted",
+    "Scaled",
+    "StacksSaved",
+    "StateSetAside",
+    "Transition",
+    "decode",
+    "encode",
+]
+
+
+class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A supervisor has started the run.
+
+    ``resumed``: the previous supervisor died; its counters and budgets are continued.
+    """
+
+    run: str
+    pid: int
+    version: str
+    resumed: bool = False
+
+
+class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The run is over, and none of its processes is left.
+
+    A run without this event ended by the death of its supervisor.
+    """
+
+    exit_code: int
+    reason: str = ""
+
+
+class Draining(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A drain has begun.
+
+    ``target``: a group, a replica (``group/index``), or empty for the whole run. ``hurry``:
+    its processes are killed at once.
+    """
+
+    target: str
+    reason: Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"] = "requested"
+    hurry: bool = False
+
+
+class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A drain is over: no process of ``target`` is left.
+
+    ``target``: as in ``Draining``.
+    """
+
+    target: str
+    seconds: float
+
+
+class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A group has another number of replicas."""
+
+    group: str
+    before: int
+    after: int
+
+
+class RestartAsked(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """An operator or a program has asked for a restart.
+
+    ``target``: a group or a replica (``group/index``). ``rolling``: a few at a time.
+    """
+
+    target: str
+    rolling: bool = False
+
+
+class FailedReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Failed replicas start again.
+
+    ``groups``: those whose restart budget was partly spent and is full again.
+    """
+
+    replicas: tuple[str, ...]
+    groups: tuple[str, ...] = ()
+
+
+class Reloaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The config was read again and is in use; the fields name the groups it changed."""
+
+    changed: tuple[str, ...] = ()
+    added: tuple[str, ...] = ()
+    removed: tuple[str, ...] = ()
+
+
+class ReloadRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The config was read again and refused; nothing has changed."""
+
+    problems: tuple[str, ...]
+
+
+class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one rank.
+
+    ``code``: its exit code; negative: minus the signal that killed it. ``text``: its last
+    words. The rank that failed first also has ``lines``, the last ones of its log, and
+    ``error``, the traceback that torchelastic wrote, if those lines lack it.
+    """
+
+    rank: int
+    code: int
+    pid: int = 0
+    text: str = ""
+    lines: tuple[str, ...] = ()
+    error: str = ""
+
+
+class ReplicaExited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The programs of one generation of a replica have ended.
+
+    ``ranks``: those that failed, in the order of their failures.
+    """
+
+    group: str
+    replica: int
+    generation: int
+    outcome: Literal["ok", "failed", "stopped", "lost"]
+    reason: str = ""
+    ranks: tuple[RankEnd, ...] = ()
+
+
+class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A replica waits for what its previous generation still holds before it starts again.
+
+    ``what``: a port, GPU memory, or a process that does not die: then
+    ``pid`` names it, and ``since`` is when it was killed (seconds since 1970).
+    ``gave_up``: the replica no longer waits.
+    """
+
+    group: str
+    replica: int
+    generation: int
+    what: str
+    holder: str = ""
+    gave_up: bool = False
+    pid: int = 0
+    since: float = 0.0
+
+
+class StacksSaved(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The stacks of a replica's ranks were written to their logs.
+
+    ``reason``: why they were asked for.
+    """
+
+    group: str
+    replica: int
+    generation: int
+    reason: str
+    path: str = ""
+
+
+class LogLinesDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Lines of output are missing from a log.
+
+    ``where``: ``file`` (a full disk, for example) or ``tee`` (a terminal that does not
+    keep up).
+    """
+
+    group: str
+    replica: int
+    generation: int
+    count: int
+    where: Literal["file", "tee"] = "file"
+    reason: str = ""
+
+
+How = Literal["record", "cgroup", "mark", "identity", "token"]
+"""By what a leftover was found: a shim's record, the control group of one, its mark, the id of the state folder. Earlier
+versions went by the path of the token file, and their events say so."""
+
+
+class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A process that a dead supervisor left behind was found.
+
+    ``how``: what it was found by. ``swept``: whether it is gone now.
+    """
+
+    pid: int
+    start_time: int
+    command: str
+    how: How
+    group: str = ""
+    replica: int = -1
+    generation: int = 0
+    swept: bool = True
+
+
+class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A state file could not be read and was moved to ``path``; budgets and counters start
+    from zero.
+    """
+
+    path: str
+    reason: str
+
+
+class ConnectionsRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The control port has refused ``count`` connections and messages since the last such
+    event.
+    """
+
+    reason: str
+    count: int
+
+
+class EventsLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Some events before this one, ``count`` of them, could not be written to disk.
+
+    Metrics counted them, and followers saw them.
+    """
+
+    count: int
+    reason: str
+
+
+Event = (
+    ChannelEvent
+    | Transition
+    | RunStarted
+    | RunEnded
+    | Draining
+    | Drained
+    | Scaled
+    | RestartAsked
+    | FailedReset
+    | Reloaded
+    | ReloadRefused
+    | ReplicaExited
+    | HeldUp
+    | StacksSaved
+    | LogLinesDropped
+    | LeftoverFound
+    | StateSetAside
+    | ConnectionsRefused
+    | EventsLost
+)
+
+
+class Record(msgspec.Struct, frozen=True):
+    """One event with its number, which strictly grows over all supervisors of a run, and the time of day."""
+
+    seq: int
+    at: float
+    event: Event
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(Record)
+
+
+def encode(record: Record) -> bytes:
+    """The record as one line of JSON, without its end."""
+    return _encoder.encode(record)
+
+
+def decode(line: bytes) -> Record:
+    """:raises msgspec.DecodeError: it is not a record of this version."""
+    return _decoder.decode(line)

@@ -1,0 +1,186 @@
+"""The counters of a run, as a fold of its events. Pure.
+
+Metrics, ``status`` and the state file all show the numbers of one :class:`Tally`; nothing else counts. Whoever has the
+events can make it anew: :meth:`Tally.count` of each, in order, from the last :class:`~replicas.telemetry.events.RunStarted` that was
+not a resumption, which begins at zero.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+from itertools import accumulate
+
+import msgspec
+
+from replicas.core.effects import CaughtUp, EpochStarted, Retried, SidecarReplaced, SyncEnded
+from replicas.core.lives.lifecycle import Transition
+from replicas.status import ChannelStatus, GroupStatus, RunStatus
+from replicas.telemetry.events import (
+    ConnectionsRefused,
+    Event,
+    EventsLost,
+    LogLinesDropped,
+    Reloaded,
+    ReloadRefused,
+    RunStarted,
+)
+
+__all__ = ["START_BUCKETS", "SYNC_BUCKETS", "Growth", "Spread", "Tally"]
+
+SYNC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+START_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 1800)
+
+Counts = dict[str, int]
+
+
+class Spread(msgspec.Struct):
+    """A histogram. ``counts``: observations up to each bound and above the one before; the last: above all bounds."""
+
+    counts: list[int] = []
+    total_s: float = 0.0
+
+    def observe(self, seconds: float, bounds: tuple[float, ...]) -> None:
+        if not self.counts:
+            self.counts = [0] * (len(bounds) + 1)
+        self.counts[bisect_left(bounds, seconds)] += 1
+        self.total_s += seconds
+
+    def cumulative(self) -> list[int]:
+        """Observations up to each bound; the last: all."""
+        return list(accumulate(self.counts))
+
+
+class Tally(msgspec.Struct):
+    """Counts by name of the group or channel, then by reason, outcome or phase.
+
+    ``events_lost``: those that the disk did not take; of these, no event has said so yet of ``events_untold``.
+    ``epochs``: the newest epoch of each channel. ``reload_ok``: whether the config that was last read is in use.
+    """
+
+    restarts: dict[str, Counts] = {}
+    starts: dict[str, Spread] = {}
+    recoveries: dict[str, Spread] = {}
+    syncs: dict[str, Counts] = {}
+    sync_nbytes: Counts = {}
+    sync_phases: dict[str, dict[str, Spread]] = {}
+    retries: dict[str, Counts] = {}
+    sidecars: Counts = {}
+    refused: Counts = {}
+    log_lines_dropped: Counts = {}
+    events_lost: int = 0
+    events_untold: int = 0
+    epochs: Counts = {}
+    reload_ok: bool = True
+
+    def count(self, event: Event) -> None:
+        """Take one event; most change nothing."""
+        match event:
+            case Transition():
+                self._moved(event)
+            case SyncEnded():
+                self._synced(event)
+            case CaughtUp():
+                _add(self.sync_nbytes, event.channel, event.moved_nbytes)
+            case Retried(channel, reason):
+                _add(self.retries.setdefault(channel, {}), reason)
+            case SidecarReplaced():
+                _add(self.sidecars, event.reason, event.count)
+            case ConnectionsRefused():
+                _add(self.refused, event.reason, event.count)
+            case EpochStarted(channel, epoch):
+                self.epochs[channel] = max(epoch, self.epochs.get(channel, 0))
+            case LogLinesDropped(where="file"):  # those that only the tee left out are in the log
+                _add(self.log_lines_dropped, event.group, event.count)
+            case EventsLost():
+                self._told_lost(event.count)
+            case Reloaded() | ReloadRefused():
+                self.reload_ok = isinstance(event, Reloaded)
+            case RunStarted(resumed=False):
+                self._begin()
+            case _:
+                pass
+
+    def lost_event(self) -> None:
+        """The disk has not taken an event. It counts at once; the event that tells of it adds nothing then."""
+        self.events_lost += 1
+        self.events_untold += 1
+
+    def _told_lost(self, count: int) -> None:
+        known = min(count, self.events_untold)
+        self.events_untold -= known
+        self.events_lost += count - known
+
+    def _begin(self) -> None:
+        fresh = Tally()
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(fresh, name))
+
+    def _moved(self, step: Transition) -> None:
+        if step.restart_reason is not None:
+            _add(self.restarts.setdefault(step.group, {}), step.restart_reason)
+        if step.start_s is not None:
+            self.starts.setdefault(step.group, Spread()).observe(step.start_s, START_BUCKETS)
+        if step.recovery_s is not None:
+            self.recoveries.setdefault(step.group, Spread()).observe(step.recovery_s, START_BUCKETS)
+
+    def _synced(self, event: SyncEnded) -> None:
+        record = event.record
+        _add(self.syncs.setdefault(event.channel, {}), record.outcome)
+        if record.outcome != "committed":
+            return
+        _add(self.sync_nbytes, event.channel, record.moved_nbytes)
+        phases = self.sync_phases.setdefault(event.channel, {})
+        for phase, seconds in {**record.phases, "total": record.seconds}.items():
+            phases.setdefault(phase, Spread()).observe(seconds, SYNC_BUCKETS)
+
+    def shown_in(self, status: RunStatus) -> RunStatus:
+        """The status with our counters in it."""
+        return msgspec.structs.replace(
+            status,
+            groups=tuple(self._group(group) for group in status.groups),
+            channels=tuple(self._channel(channel) for channel in status.channels),
+            sidecar_replacements=dict(self.sidecars),
+            refused=dict.fromkeys(status.refused, 0) | self.refused,
+        )
+
+    def _group(self, group: GroupStatus) -> GroupStatus:
+        return msgspec.structs.replace(group, restarts=dict(self.restarts.get(group.name, {})))
+
+    def _channel(self, channel: ChannelStatus) -> ChannelStatus:
+        return msgspec.structs.replace(
+            channel,
+            syncs=dict(self.syncs.get(channel.name, {})),
+            retries=dict(self.retries.get(channel.name, {})),
+            bytes_total=self.sync_nbytes.get(channel.name, 0),
+        )
+
+
+class Growth:
+    """Turns counters that somebody else keeps, from zero, into what was added since the last look.
+
+    :param interval_s: growth is told no more often than that.
+    """
+
+    def __init__(self, interval_s: float = 0.0) -> None:
+        self._known: Counts = {}
+        self._interval_s = interval_s
+        self._due = 0.0
+
+    def since(self, counts: Mapping[str, int], now: float | None = None) -> list[tuple[str, int]]:
+        """Name and growth of each counter that has grown.
+
+        :param now: the time, by any clock; None: it is time in any case.
+        """
+        if now is not None and now < self._due:
+            return []
+        grown = [(name, count - self._known.get(name, 0)) for name, count in counts.items()]
+        self._known = dict(counts)
+        found = [(name, count) for name, count in grown if count > 0]
+        if found and now is not None:
+            self._due = now + self._interval_s
+        return found
+
+
+def _add(counts: Counts, key: str, count: int = 1) -> None:
+    counts[key] = counts.get(key, 0) + count

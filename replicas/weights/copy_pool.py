@@ -1,0 +1,196 @@
+"""A few threads that do one job together with the caller's, and how many of them pay.
+
+Theory of operation
+===================
+
+A :class:`Crew` lives as long as one job: a thread costs 0.1 ms to start, nothing is left behind, and a fork meets none of
+them. The caller's thread and the helpers take tasks from one queue until it is empty, so that nobody waits for a slow one.
+
+torch's own threads would be in the way. Each copy of more than 32,768 elements is divided among all cores by OpenMP, ends
+with a barrier, and its threads spin for a while afterwards: with one core taken by anything else (a digest, another process
+that loads) every barrier waits for the thread that was put off (measured: 2.5 times slower). Hence each thread of a crew
+works alone, under :func:`one_thread`, which sets OpenMP's number of threads *for this thread only*;
+``torch.set_num_threads`` would change it for the user, too.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from replicas.common.waits import Latch, locked
+
+__all__ = ["ALONE_NBYTES", "Crew", "cores", "helpers_for", "one_thread"]
+
+ALONE_NBYTES = 8 << 20
+"""Less than this is done by the caller's thread alone: a helper would cost as much as it saves."""
+MOST_HELPERS = 7
+OWNER_LOOKED_AT_S = 1.0
+"""How often a helper with nothing to do looks whether its owner is still there."""
+PATIENCE = 100
+"""So many interrupts wait until the helpers have ended their steps."""
+
+_set_omp_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Within the block torch works alone on this thread; other threads, and later ones, keep their number.
+
+    OpenMP keeps the number for each thread, and torch asks OpenMP. Where that is not so (a torch without it, or with another
+    OpenMP than the one found), the block changes nothing.
+    """
+    before = torch.get_num_threads()  # torch sets up the number of a new thread with this call
+    if _set_omp_threads is None or before == 1:
+        yield
+        return
+    try:
+        _set_omp_threads(1)
+        yield
+    finally:
+        _set_omp_threads(before)
+
+
+def cores() -> int:
+    """How many this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def helpers_for(nbytes: int, sharing: int = 1) -> int:
+    """How many threads should help the caller's to copy ``nbytes``.
+
+    :param sharing: how many processes of this machine are known to do such work at the same time.
+    """
+    return max(0, min(cores() // max(1, sharing) - 1, MOST_HELPERS, nbytes // ALONE_NBYTES))
+
+
+class Crew:
+    """The caller's thread and ``helpers`` more. Close it in the end; helpers end when nothing is left to do.
+
+    :param helpers: as many as can be had: where no thread can be started, the caller does more.
+    :param chores: asked, with ``lock`` held, for something that a helper does rather than a task; None: nothing now.
+    :param owner: when there is nothing left of it helpers end, too; for callers that were kept from closing the crew.
+    :ivar lock: guards the queue and whatever ``chores`` looks at; notify ``changed`` when that has changed.
+    """
+
+    def __init__(
+        self,
+        helpers: int,
+        chores: Callable[[], Callable[[], None] | None] = lambda: None,
+        *,
+        owner: object | None = None,
+    ) -> None:
+        self.lock = threading.Lock()
+        self.changed = threading.Condition(self.lock)
+        self.helpers = 0
+        self._chores = chores
+        self._owner = None if owner is None else weakref.ref(owner)
+        self._queue: deque[Callable[[], None]] = deque()
+        self._under_way = 0
+        self._resting: list[Latch] = []
+        self._closed = False
+        self._error: BaseException | None = None
+        self.grow(helpers)
+
+    def grow(self, helpers: int) -> None:
+        """Take so many more helpers, as far as threads can be had."""
+        for _ in range(helpers):
+            name = f"replicas-crew-{locked(self.lock, self._count, 1)}"
+            try:
+                threading.Thread(target=self._help, name=name, daemon=True).start()
+            except RuntimeError:  # a limit of processes is reached
+                locked(self.lock, self._count, -1)
+                return
+
+    def _count(self, more: int) -> int:
+        self.helpers += more
+        return self.helpers
+
+    def run(self, tasks: Iterable[Callable[[], None]]) -> None:
+        """Do all tasks; returns when the last has ended. Raises what one of them raised; the others are left out then."""
+        self._queue.extend(tasks)
+        locked(self.lock, self.changed.notify_all)
+        try:
+            with one_thread():
+                while (task := self._next()) is not None:
+                    task()
+        finally:
+            self._rest()
+        if self._error is not None:
+            raise self._error
+
+    def close(self) -> None:
+        """No more tasks. Those under way have ended on return, whatever interrupts the wait; a chore may still go on."""
+        interrupt: BaseException | None = None
+        for _ in range(PATIENCE):
+            try:
+                self._closed = True
+                self._rest()
+                break
+            except BaseException as error:  # noqa: BLE001  # it is raised when the helpers have ended, in milliseconds
+                interrupt = error
+        if interrupt is not None:
+            raise interrupt
+
+    def _rest(self) -> None:
+        """Forget tasks that nobody has begun (there are some only after a failure) and wait for the others."""
+        self._queue.clear()
+        at_rest = Latch()
+        locked(self.lock, self._tell, at_rest)
+        at_rest.wait()
+
+    def _tell(self, at_rest: Latch) -> None:
+        self._resting.append(at_rest)
+        self.changed.notify_all()
+        self._told()
+
+    def _told(self) -> None:
+        if not self._under_way and not self._queue:
+            resting, self._resting = self._resting, []
+            for latch in resting:
+                latch.set()
+
+    def _next(self) -> Callable[[], None] | None:
+        try:
+            return self._queue.popleft()
+        except IndexError:
+            return None
+
+    # ------------------------------------------------------------ helpers
+
+    def _help(self) -> None:
+        with one_thread():
+            while True:
+                with self.lock:
+                    chore = self._chores()
+                    task = self._next() if chore is None else None
+                    if chore is None and task is None:
+                        if self._closed or (self._owner is not None and self._owner() is None):
+                            return
+                        self.changed.wait(OWNER_LOOKED_AT_S)
+                        continue
+                    self._under_way += task is not None
+                if chore is not None:
+                    chore()
+                elif task is not None:
+                    self._do(task)
+
+    def _do(self, task: Callable[[], None]) -> None:
+        error: BaseException | None = None
+        try:
+            task()
+        except BaseException as raised:  # noqa: BLE001  # run() raises it on the caller's thread
+            error = raised
+        with self.lock:
+            self._under_way -= 1
+            if error is not None:
+                self._error = self._error or error
+                self._queue.clear()
+            self._told()

@@ -1,0 +1,1 @@
+"""Memory and copies on GPUs."""

@@ -1,0 +1,367 @@
+"""CUDA: memory through the driver, streams and events through torch.
+
+Theory of operation
+===================
+
+Memory that is shared comes from ``cuMemAlloc``, in the device's primary context, which is also torch's. So it can be shared
+by CUDA IPC whatever torch's own allocator does (that of ``expandable_segments`` needs ``pidfd_getfd``, which containers
+refuse). Sizes are rounded up to 2 MiB: a smaller allocation would share its neighbours too.
+
+A tensor over such memory is made by ``__cuda_array_interface__``; its storage keeps the object that it was made from (a
+:class:`~replicas.weights.devices.cuda_objects.Block`), and that one frees the memory, or unmaps it, when it is collected. The driver
+waits then for all work on it. A process cannot open its own handles: they are looked up. A forked child must not touch what
+it inherited, and does not. Nor can it use CUDA once its parent has asked the driver for anything; programs that fork ask
+torch about that (vLLM does), and so torch is told at once (:meth:`Cuda.device`), which creates no context.
+
+*Streams* of ours are made by the driver. Those of torch are a pool of 32, which are given out again and again: ours could be
+the one on which the user trains, or captures a graph. Each thread has one, which goes to another thread when it has ended:
+torch's allocator keeps memory for each stream, so they are few. A capture by another thread must not be disturbed:
+:func:`~replicas.weights.devices.cuda_driver.uncaptured`.
+
+Devices are numbered by the driver and by torch alike, in the order of ``CUDA_VISIBLE_DEVICES``; who they are is asked of the
+driver, which creates no context for it. A thread that has not chosen a device has number 0 as its current one. To work on
+that by mistake would create a context there, of some hundred megabytes: where no device is named, it is therefore that of the
+first call of :meth:`Cuda.device`, by the thread that joins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import logging
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from replicas.errors import NoCapacity, Preflight, UsageError, WorldError
+from replicas.weights.devices.accelerator import Accelerator, DeviceMemory, Event, Registration
+from replicas.weights.devices.cuda_copies import enqueue
+from replicas.weights.devices.cuda_driver import (
+    ALREADY_REGISTERED,
+    BROKEN_HINT,
+    OUT_OF_MEMORY,
+    Contexts,
+    DriverError,
+    IpcHandle,
+    Pointer,
+    call,
+    library,
+    list_devices,
+    memory_info,
+    new_stream,
+    uncaptured,
+)
+from replicas.weights.devices.cuda_objects import Block, CudaEvent, CudaMemory, CudaRegistration, first_line, typed
+
+__all__ = ["Cuda"]
+
+logger = logging.getLogger("replicas.weights")
+
+_cuda: Any = torch.cuda  # torch leaves much of it untyped
+_backends: Any = torch.backends
+_GRANULE_NBYTES = 2 << 20
+_VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+_LAZY_PEER_ACCESS = 1
+_PORTABLE, _READ_ONLY = 0x01, 0x08
+
+_VISIBLE_HINT = f"show all processes of a replica, its shim's included, the same GPUs: {_VISIBLE}"
+_IPC_HINT = (
+    "run all containers of a machine with --ipc=host, in one PID namespace and as one user, or set "
+    'staging = "host" on the channel'
+)
+
+
+class Cuda(Accelerator):
+    """CUDA devices, each known by its UUID."""
+
+    kind = "cuda"
+    group_backend = "nccl"
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()  # a collection of garbage in this very thread may give memory back
+        self._visible: tuple[str, ...] | None = None
+        self._home = ""
+        self._contexts = Contexts()
+        self._own: weakref.WeakValueDictionary[bytes, Block] = weakref.WeakValueDictionary()
+        self._own_events: weakref.WeakValueDictionary[bytes, CudaEvent] = weakref.WeakValueDictionary()
+        self._refused = False
+        self._local = threading.local()
+        self._idle: dict[int, list[Any]] = {}
+
+    # ------------------------------------------------------------ devices
+
+    @classmethod
+    def present(cls) -> bool:
+        return bool(_backends.cuda.is_built()) and torch.version.cuda is not None and library() is not None
+
+    def device(self) -> str:
+        visible = self.visible()
+        index = _cuda.current_device() if _cuda.is_initialized() else 0
+        found = visible[index] if index < len(visible) else ""
+        if found:
+            try:
+                self._index(found)
+            except WorldError as error:
+                logger.info("no GPU can be used: %s", error)
+                return ""
+        with self._lock:
+            self._home = self._home or found
+        return found
+
+    def visible(self) -> tuple[str, ...]:
+        with self._lock:
+            if self._visible is None:
+                try:
+                    self._visible = list_devices()
+                except (DriverError, WorldError) as error:
+                    logger.info("no GPU can be used: %s", error)
+                    self._visible = ()
+            return self._visible
+
+    def select(self, uuid: str) -> None:
+        if self._visible is None and not _cuda.is_initialized():
+            os.environ[_VISIBLE] = uuid
+        visible = self.visible()
+        if uuid not in visible:
+            raise Preflight(
+                f"GPU {uuid} cannot be used by process {os.getpid()}, which sees {', '.join(visible) or 'none'}",
+                hint=_VISIBLE_HINT,
+            )
+        if len(visible) > 1:
+            _cuda.set_device(visible.index(uuid))
+        with self._lock:
+            self._home = uuid
+
+    def torch_device(self, uuid: str) -> torch.device:
+        return torch.device("cuda", self._index(uuid))
+
+    def uuid_of(self, tensor: torch.Tensor) -> str:
+        if not tensor.is_cuda:
+            return ""
+        return (self._visible or self.visible())[tensor.device.index]
+
+    # ------------------------------------------------------------ memory
+
+    def allocate(self, nbytes: int, uuid: str) -> DeviceMemory:
+        index = self._index(uuid)
+        wanted = max(1, -(-nbytes // _GRANULE_NBYTES)) * _GRANULE_NBYTES
+        address, handle = Pointer(), IpcHandle()
+        with self._in_context(index):
+            try:
+                self._take(address, wanted)
+                block = Block(address.value, nbytes, lambda: self._give_back("cuMemFree_v2", index, address.value))
+                call("cuIpcGetMemHandle", ctypes.byref(handle), address)
+            except DriverError as error:
+                if error.number == OUT_OF_MEMORY:
+                    free, total = memory_info()
+                    raise NoCapacity(
+                        f"{nbytes} bytes do not fit on GPU {uuid}: {free} of its {total} bytes are free",
+                        hint='lower `slots`, leave more of the GPU free, or set staging = "host" on the channel',
+                    ) from error
+                raise WorldError(f"memory of GPU {uuid} cannot be shared: {error}", hint=_IPC_HINT) from error
+        self._own[bytes(handle.reserved)] = block
+        return CudaMemory(block, uuid, torch.device("cuda", index), bytes(handle.reserved))
+
+    def open(
+        self, handle: bytes, nbytes: int, uuid: str, *, on_free: Callable[[], None] = lambda: None
+    ) -> DeviceMemory:
+        index = self._index(uuid)
+        device = torch.device("cuda", index)
+        own = self._own.get(handle)
+        if own is not None:
+            kept = [own]
+
+            def forget() -> None:
+                kept.clear()
+                on_free()
+
+            return CudaMemory(Block(own.address, nbytes, forget), uuid, device, b"")
+        address = Pointer()
+        with self._in_context(index):
+            try:
+                call("cuIpcOpenMemHandle_v2", ctypes.byref(address), _ipc_handle(handle), _LAZY_PEER_ACCESS)
+            except DriverError as error:
+                raise WorldError(
+                    f"memory of another process on GPU {uuid} cannot be opened by CUDA IPC: {error}", hint=_IPC_HINT
+                ) from error
+
+        def give_back() -> None:
+            self._give_back("cuIpcCloseMemHandle", index, address.value)
+            on_free()
+
+        return CudaMemory(Block(address.value, nbytes, give_back), uuid, device, b"")
+
+    def free_nbytes(self, uuid: str) -> tuple[int, int]:
+        with self._in_context(self._index(uuid)):
+            try:
+                return memory_info()
+            except DriverError as error:
+                raise WorldError(f"GPU {uuid} failed: {error}", hint=BROKEN_HINT) from error
+
+    def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
+        index = self._index(self._default())
+        address = host.data_ptr()
+        with self._in_context(index):
+            try:
+                self._pin(address, host.nbytes, read_only=read_only)
+            except DriverError as error:
+                if not self._refused and error.number != ALREADY_REGISTERED:
+                    self._refused = True
+                    logger.warning(
+                        "%d bytes of host memory cannot be pinned: copies to and from the GPU are slower, and hold up "
+                        "who makes them (%s)",
+                        *(host.nbytes, error),
+                    )
+                return None
+        return CudaRegistration(host, lambda: self._give_back("cuMemHostUnregister", index, address))
+
+    @staticmethod
+    def _pin(address: int, nbytes: int, *, read_only: bool) -> None:
+        if read_only:
+            # What the flag allows is always allowed where the GPU uses the host's page tables, and the flag may be unknown.
+            with contextlib.suppress(DriverError):
+                call("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY)
+                return
+        call("cuMemHostRegister_v2", address, nbytes, _PORTABLE)
+
+    def _take(self, address: Any, nbytes: int) -> None:
+        try:
+            call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+        except DriverError as error:
+            if error.number != OUT_OF_MEMORY:
+                raise
+            _cuda.empty_cache()  # what torch keeps for itself
+            call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
+
+    def _give_back(self, function: str, index: int, address: int) -> None:
+        """Nobody can be told of an error here, and of a broken context everybody is told by the next operation."""
+        try:
+            with self._in_context(index):
+                call(function, address)
+        except (DriverError, WorldError) as error:
+            logger.info("memory is not given back before this process ends: %s", error)
+
+    # ------------------------------------------------------------ streams
+
+    def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
+        uuid = uuid or self._default()
+        index = self._index(uuid)
+        with typed(uuid), _cuda.device(index), uncaptured():
+            made = _cuda.Event(enable_timing=timing, blocking=True, interprocess=interprocess)
+            handle = bytes(made.ipc_handle()) if interprocess else b""
+        event = CudaEvent(made, uuid, index, handle)
+        if handle:
+            self._own_events[handle] = event
+        return event
+
+    def open_event(self, handle: bytes, uuid: str) -> Event:
+        own = self._own_events.get(handle)
+        if own is not None:
+            return own
+        index = self._index(uuid)
+        try:
+            opened = _cuda.Event.from_ipc_handle(torch.device("cuda", index), handle)
+        except RuntimeError as error:
+            raise WorldError(
+                f"an event of another process on GPU {uuid} cannot be opened by CUDA IPC: {first_line(error)}",
+                hint=_IPC_HINT,
+            ) from error
+        return CudaEvent(opened, uuid, index)
+
+    def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        with typed(self._default()):
+            enqueue(destinations, sources)
+
+    def keep(self, tensors: Sequence[torch.Tensor]) -> None:
+        for tensor in tensors:
+            if tensor.is_cuda:
+                tensor.record_stream(_cuda.current_stream(tensor.device))
+
+    @contextlib.contextmanager
+    def on_side_stream(self, uuid: str = "") -> Iterator[None]:
+        index = self._index(uuid or self._default())
+        own: _Streams | None = getattr(self._local, "own", None)
+        if own is None:
+            own = self._local.own = _Streams(self._idle)
+        if index not in own.streams:
+            own.streams[index] = self._stream(index)
+        with uncaptured(), _cuda.stream(own.streams[index]):
+            yield
+
+    def _stream(self, index: int) -> Any:
+        with contextlib.suppress(KeyError, IndexError):
+            return self._idle[index].pop()
+        with self._in_context(index):
+            try:
+                return _cuda.ExternalStream(new_stream(), device=index)
+            except DriverError as error:
+                raise WorldError(
+                    f"GPU {self.visible()[index]} has no stream for us: {error}", hint=BROKEN_HINT
+                ) from error
+
+    @contextlib.contextmanager
+    def on_stream(self, stream: object) -> Iterator[None]:
+        if (
+            isinstance(stream, torch.Stream)
+            and not isinstance(stream, torch.cuda.Stream)
+            and stream.device.type == "cuda"
+        ):
+            known = {name: getattr(stream, name) for name in ("stream_id", "device_index", "device_type")}
+            stream = _cuda.Stream(**known)  # as torch.accelerator gives it
+        if stream is not None and not isinstance(stream, torch.cuda.Stream):
+            raise UsageError(f"a stream must be a torch.cuda.Stream, not a {type(stream).__name__}")
+        with _cuda.stream(stream):
+            yield
+
+    def synchronize(self, uuid: str = "") -> None:
+        event = self.event(uuid)  # the wait of a stream itself would use a core
+        event.record()
+        event.synchronize()
+
+    # ------------------------------------------------------------ inside
+
+    def _default(self) -> str:
+        """The device that is meant where none is named."""
+        found = self._home or self.device()
+        if not found:
+            raise WorldError(f"process {os.getpid()} can use no GPU", hint=_VISIBLE_HINT)
+        return found
+
+    def _index(self, uuid: str) -> int:
+        visible = self.visible()
+        if uuid not in visible:
+            raise WorldError(
+                f"GPU {uuid} is not visible to process {os.getpid()}, which sees {', '.join(visible) or 'none'}",
+                hint=_VISIBLE_HINT,
+            )
+        try:
+            _cuda.init()
+        except RuntimeError as error:  # in a forked child of a process that uses CUDA, for one
+            raise WorldError(f"process {os.getpid()} cannot use CUDA: {first_line(error)}") from error
+        return visible.index(uuid)
+
+    def _in_context(self, index: int) -> contextlib.AbstractContextManager[None]:
+        return self._contexts.current(index, self.visible()[index])
+
+
+class _Streams:
+    """The streams of one thread, by device. ``idle``: where they go when it has ended."""
+
+    def __init__(self, idle: dict[int, list[Any]]) -> None:
+        self.streams: dict[int, Any] = {}
+        self._idle = idle
+
+    def __del__(self) -> None:
+        for index, stream in self.streams.items():
+            self._idle.setdefault(index, []).append(stream)
+
+
+def _ipc_handle(handle: bytes) -> IpcHandle:
+    if len(handle) != ctypes.sizeof(IpcHandle):
+        raise WorldError(f"{len(handle)} bytes are no handle of CUDA's, which has {ctypes.sizeof(IpcHandle)}")
+    return IpcHandle.from_buffer_copy(handle)

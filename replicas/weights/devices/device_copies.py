@@ -1,0 +1,373 @@
+"""Copies that a device makes while the caller goes on, and the thread that follows them.
+
+Theory of operation
+===================
+
+A publish of tensors in device memory holds nobody's thread: the caller *enqueues* all copies, and what comes after them on
+its stream is done after them. One *batch* is some 64 MiB, or all when nobody looks at less; behind it an event is recorded.
+(Within a GPU a batch of 64 MiB would take as long as its events.) A thread of this publish, the *follower*, waits for one
+event after the other, and tells what has arrived: to the digest (and the sender) of host memory, which work meanwhile, or at
+the end to the digest on the device. What fails on the device is known only there::
+
+    caller            wait for what the slot's last readers do · copy · event · copy · event · copy · end
+    follower                                                         arrived    arrived   arrived · copied · digest
+
+``copied`` is a future that tells for how long the caller's stream was held: between two events that are recorded there,
+before and behind the copies. A slot belongs to its copies until ``copied`` is done, whatever has become of the publish:
+nobody frees it earlier, and nobody waits for a device that hangs.
+
+**Whose memory may go.** The copies are on the caller's current stream, like any operation of torch's: a tensor that was
+allocated on that stream may be freed as soon as it was taken (when an iterator goes on), for whatever gets its memory next
+comes behind the copy on the same stream; and it may be written, for the same reason. Tensors of other streams need what
+torch asks for them: the current stream must wait for theirs, and ``record_stream``.
+
+**Aside** (``hold=False``): weights that are all at hand are copied by a stream of ours, which waits for what the caller's has
+under way. The caller's goes on at once, and must not write to the weights before it has waited for the copies
+(:meth:`DeviceCopies.fence`). Their memory is kept meanwhile, also when it is freed.
+
+Tensors in host memory are copied before the call returns: whoever writes to those asks no stream.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, nullcontext, suppress
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+
+from replicas.common.waits import Latch
+from replicas.errors import NoCapacity, ReplicasError, SyncError, WorldError
+from replicas.weights.copying import DEVICE_NBYTES, Copier, Prefix, Progress, Step
+from replicas.weights.devices.accelerator import Accelerator, Event
+from replicas.weights.devices.device_digest import device_digest_of
+from replicas.weights.memory.buffers import Buffer
+from replicas.weights.streaming import copy_all
+
+__all__ = ["DeviceCopies", "Manner"]
+
+_Batch = tuple[list[Event], list[tuple[int, int]]]
+"""Its events, and the bytes that are filled when they have happened."""
+
+
+Begun = Callable[["DeviceCopies | Copier"], object]
+"""Told of what copies, so that it can be stopped or waited for."""
+
+
+@dataclass(frozen=True, eq=False)
+class Manner:
+    """How a publish fills its slot, where a device makes the copies.
+
+    :param buffer: the slot's memory, claimed; None: host memory that is not pinned.
+    :param hold: the caller's stream makes them; False: one of ours, see the module's text.
+    :param begun: called with what copies before the first copy, on the caller's thread.
+    """
+
+    buffer: Buffer | None = None
+    hold: bool = True
+    begun: Begun = lambda copies: None
+
+    @property
+    def device(self) -> str:
+        """UUID of the device on which the slot is; empty: it is in host memory."""
+        return self.buffer.device if self.buffer is not None else ""
+
+
+class _DeviceSink:
+    """What arrives in device memory is hashed there, when all has arrived."""
+
+    def __init__(self, accelerator: Accelerator, data: torch.Tensor, device: str, progress: Progress | None) -> None:
+        self.digest: Future[str] = Future()
+        self._accelerator = accelerator
+        self._data: torch.Tensor | None = data
+        self._device = device
+        self._prefix = None if progress is None else Prefix(data.numel(), progress)
+
+    def filled(self, start: int, end: int) -> None:
+        if self._prefix is not None:
+            self._prefix.filled(start, end)
+
+    def finish(self) -> None:
+        if self._prefix is not None:
+            self._prefix.finish()
+        assert self._data is not None
+        with self._accelerator.on_side_stream(self._device):
+            digest = device_digest_of(self._data)
+        self._data = None
+        self.digest.set_result(digest)
+
+    def close(self) -> None:
+        self._data = None  # memory on a device is there as long as a tensor over it is
+
+
+class _HostSink:
+    """What arrives in host memory is hashed beside the rest."""
+
+    def __init__(self, data: torch.Tensor, progress: Progress | None) -> None:
+        self._copier = Copier(data, beside=True, progress=progress)
+        self.digest = self._copier.digest
+        self.filled = self._copier.filled
+        self.finish = self._copier.finish
+
+    def close(self) -> None:
+        self._copier.__exit__(None, None, None)
+
+
+class DeviceCopies:
+    """Fills one run of bytes. Use it in a ``with`` block on one thread; after an exception there the copies still end.
+
+    :param data: uint8, one-dimensional, contiguous: what is filled, each byte once.
+    :param progress: told how far ``data`` is filled from its start.
+    :ivar copied: everything has been copied; its result: seconds for which the caller's stream was held. It fails when the
+        device has failed, or the block has raised. Set on the follower's thread, before the digest is asked for.
+    :ivar ended: set behind ``copied``, for those who may be interrupted.
+    :ivar step_nbytes: how large steps should be.
+    :ivar digest: of all of ``data``.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, data: torch.Tensor, manner: Manner, progress: Progress | None = None
+    ) -> None:
+        self.copied: Future[float] = Future()
+        self.ended = Latch()
+        self._accelerator = accelerator
+        self._buffer = manner.buffer
+        self._device = manner.device
+        self._hold = manner.hold
+        self._aside_alone = False
+        self._nbytes = data.numel()
+        self._filled = 0
+        self._sink: _DeviceSink | _HostSink
+        if self._device:
+            self._sink = _DeviceSink(accelerator, data, self._device, progress)
+        else:
+            self._sink = _HostSink(data, progress)
+        self.digest = self._sink.digest
+        self._most, self.step_nbytes = DEVICE_NBYTES, DEVICE_NBYTES
+        if not self._device:
+            self._most = DEVICE_NBYTES if progress is None else DEVICE_NBYTES // 4
+            self.step_nbytes = DEVICE_NBYTES // 4
+        elif progress is None:
+            self._most = self.step_nbytes = max(1, self._nbytes)
+        self._starts: dict[str, Event] = {}
+        self._ends: dict[str, Event] = {}
+        self._last: dict[str, Event] = {}
+        self._batch: list[tuple[int, int]] = []
+        self._batch_nbytes = 0
+        self._used: set[str] = set()
+        self._batches: queue.SimpleQueue[_Batch | SyncError | None] = queue.SimpleQueue()
+        threading.Thread(target=self._follow, name="replicas-copies", daemon=True).start()
+        try:
+            manner.begun(self)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+
+    # ------------------------------------------------------------ the caller's thread
+
+    def __enter__(self) -> DeviceCopies:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if error is None:
+            return
+        try:
+            with suppress(ReplicasError):  # a device that has failed copies nothing any more
+                self._end_batch()
+        finally:
+            self._give_up(error)
+
+    def abandon(self) -> None:
+        """Its block was left without a word. The copies under way still end. On any thread; again, it does nothing."""
+        self._batches.put(SyncError("given up: its block was left", phase="pack", hint=""))
+
+    def _give_up(self, error: BaseException) -> None:
+        """The error itself would keep the frames of its traceback, and the tensors in them."""
+        self._batches.put(SyncError(f"given up: {type(error).__name__}: {error}", phase="pack", hint=""))
+
+    def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
+        """Copy ``source`` to the bytes from ``start`` to ``end``, on the current stream; it may be freed and written then.
+
+        Another stream may be the current one each time, as inside an iterator: each copy waits for the one before.
+        """
+        uuid = self._accelerator.uuid_of(source)
+        if uuid:
+            self._wait_for_last()
+            self._enqueue([destination], [source], {uuid})
+            for one in {uuid, self._device} - {""}:
+                if one not in self._last:
+                    self._last[one] = self._accelerator.event(one)
+                self._last[one].record()
+        else:
+            self._copy_from_host([destination], [source])
+        self._note(start, end)
+
+    def run(self, steps: Iterable[Step]) -> None:
+        """Do all steps, begun in this order: tensors that all exist by themselves."""
+        known = list(steps)
+        uuids = [list(map(self._accelerator.uuid_of, step.sources)) for step in known]
+        used = {uuid for found in uuids for uuid in found}
+        if "" in used:
+            host = [pair for step, found in zip(known, uuids, strict=True) for pair in _those(step, found, host=True)]
+            self._copy_from_host([one for one, _ in host], [one for _, one in host])
+            used.discard("")
+        self._aside_alone = not self._hold
+        with nullcontext() if self._hold or not used else self._aside({*used, self._device} - {""}):
+            try:
+                for step, found in zip(known, uuids, strict=True):
+                    if "" not in found:
+                        self._enqueue(step.destinations, step.sources, set(found))
+                    elif pairs := list(_those(step, found, host=False)):
+                        self._enqueue([one for one, _ in pairs], [one for _, one in pairs], set(found) - {""})
+                    self._note(step.start, step.end)
+            finally:
+                self._end_batch()  # on the streams of the copies
+
+    def written(self) -> None:
+        """All bytes are what the current stream of their device, or of this thread's, has written, or is about to."""
+        self._use({self._device or self._accelerator.device()})
+        self._note(0, self._nbytes)
+
+    def finish(self) -> None:
+        """Everything is enqueued: what follows comes by itself from here.
+
+        :raises ValueError: some bytes were never filled.
+        """
+        if self._filled != self._nbytes:
+            raise ValueError(f"{self._nbytes - self._filled} bytes were not filled")
+        self._end_batch()
+        self._batches.put(None)
+
+    # ------------------------------------------------------------ any thread
+
+    def fence(self) -> None:
+        """What is enqueued from now on, on the current streams of this thread, waits for the copies."""
+        if not self.ended.is_set:
+            for event in list(self._ends.values()):
+                event.wait()
+
+    # ------------------------------------------------------------ enqueueing
+
+    def _enqueue(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], uuids: set[str]) -> None:
+        if not self._used and not self._ends and self._buffer is not None and not self._device:
+            self._buffer.pin()
+        self._use({*uuids, self._device} - {""})
+        if self._aside_alone:
+            self._accelerator.keep(sources)
+        self._accelerator.copy(destinations, sources)
+
+    def _copy_from_host(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
+        """They are copied on return. To a device by a stream that waits for none of the caller's."""
+        if not self._device:
+            copy_all(destinations, sources)
+            return
+        assert self._buffer is not None
+        with self._accelerator.on_side_stream(self._device):
+            self._accelerator.copy(destinations, sources)
+            self._accelerator.synchronize(self._device)
+
+    def _use(self, uuids: set[str]) -> None:
+        """Work of ours comes to the current streams of these devices."""
+        self._used |= uuids
+        for uuid in uuids - self._starts.keys():
+            self._starts[uuid] = event = self._accelerator.event(uuid, timing=True)
+            event.record()
+
+    def _aside(self, uuids: set[str]) -> ExitStack:
+        """Within it the current streams of these devices are ours, behind what the caller's have under way."""
+        before = {uuid: self._accelerator.event(uuid) for uuid in uuids}
+        for event in before.values():
+            event.record()
+        with ExitStack() as stack:
+            for uuid in sorted(uuids, key=lambda one: one == self._device):
+                stack.enter_context(self._accelerator.on_side_stream(uuid))
+                before[uuid].wait()
+            return stack.pop_all()
+
+    def _note(self, start: int, end: int) -> None:
+        self._batch.append((start, end))
+        self._batch_nbytes += end - start
+        self._filled += end - start
+        if self._batch_nbytes >= self._most:
+            self._end_batch()
+
+    def _wait_for_last(self) -> None:
+        for event in self._last.values():
+            event.wait()
+
+    def _end_batch(self) -> None:
+        if self._used:
+            self._wait_for_last()
+        for uuid in self._used:
+            self._ends[uuid] = event = self._accelerator.event(uuid, timing=True)
+            event.record()
+        self._batches.put(([self._ends[uuid] for uuid in self._used], self._batch))
+        self._batch, self._batch_nbytes, self._used = [], 0, set()
+
+    # ------------------------------------------------------------ the follower's thread
+
+    def _follow(self) -> None:
+        error: BaseException | None = None
+        held_s = 0.0
+        try:
+            while isinstance(batch := self._batches.get(), tuple):
+                for event in batch[0]:
+                    event.synchronize()
+                for extent in batch[1]:
+                    self._sink.filled(*extent)
+            error = batch
+            if not self._aside_alone:
+                held_s = max((self._ends[one].seconds_since(self._starts[one]) for one in self._ends), default=0.0)
+        except BaseException as failure:  # noqa: BLE001  # it is told to all who wait
+            error = failure
+        self._buffer = None  # its owner may close it from here on, and its memory goes with the last who has it
+        if error is not None:
+            self._fail(error)
+            return
+        self.copied.set_result(held_s)
+        self.ended.set()
+        try:
+            self._sink.finish()
+        except BaseException as failure:  # noqa: BLE001  # the same
+            self._fail(failure)
+        finally:
+            self._sink.close()
+
+    def _fail(self, error: BaseException) -> None:
+        self._sink.close()
+        told = _typed(error)
+        if not self.copied.done():
+            self.copied.set_exception(told)
+        self.ended.set()
+        if not self.digest.done():
+            self.digest.set_exception(told)
+
+
+def _those(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The pairs of a step whose sources are in host memory, or are not."""
+    for destination, source, uuid in zip(step.destinations, step.sources, uuids, strict=True):
+        if host is not bool(uuid):
+            yield destination, source
+
+
+def _typed(error: BaseException) -> BaseException:
+    """What a device says, as an error of ours."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return NoCapacity(
+            f"the digest of the version found no memory on the GPU: {error}",
+            phase="pack",
+            hint="it takes some 64 MiB: leave more of the GPU free",
+        )
+    if isinstance(error, RuntimeError) and not isinstance(error, ReplicasError):
+        return WorldError(
+            f"copies on the GPU failed: {error}",
+            phase="pack",
+            hint="the CUDA context of this process is of no more use: let the replica be restarted",
+        )
+    return error

@@ -1,0 +1,172 @@
+"""Digests of device memory, computed where it is.
+
+Theory of operation
+===================
+
+xxh3 would have to read everything on the host. Here the device itself reduces each block of 16 MiB to two sums of 64 bits, by
+operations on integers that every device has and that are exact in any order; the host hashes these sums, in their order, and
+the length. The same bytes have the same digest on every kind of device, the CPU included. It is never equal to one of
+:mod:`replicas.weights.digest`, by its first letter.
+
+Of a block of words ``w[i]`` (int64, little endian, padded with zeros), modulo 2^64, with fixed odd random keys ``k[i]``::
+
+    t = w * k;  t ^= t >> 32;  t *= C;  t ^= t >> 32;  first = sum(t)
+    t *= k;     t ^= t >> 32;                          second = sum(t)
+
+Each step is a bijection of a word, so a change of one word always changes ``first``; the keys tell places apart; the shifts
+take care that changes of high bits, which a product alone would leave high, do not cancel each other. It is for errors, not
+against forgers. ``t ^= t >> 32`` is done on halves of words, in place, as torch's shift keeps the sign. The temporary
+of a block stays in the device's cache.
+
+All of it runs on the thread's current stream; the one wait is that for the sums.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+
+import torch
+import xxhash
+
+from replicas.common.waits import locked
+
+__all__ = ["DEVICE_PREFIX", "DeviceDigest", "DeviceStreamDigest", "device_digest_of"]
+
+DEVICE_PREFIX = "d"
+_BLOCK_NBYTES = 16 << 20
+_WORDS = _BLOCK_NBYTES // 8
+_AT_ONCE = {"cuda": 4}
+"""Blocks in one launch, by kind of device, 1 elsewhere; on a GPU their temporary takes 64 MiB."""
+_C = 0x9FB21C651E98DF25 - (1 << 64)
+_SEED = 0x2545F4914F6CDD1D
+
+_lock = threading.Lock()
+_keys: dict[torch.device, torch.Tensor] = {}
+
+
+class DeviceDigest:
+    """The digest of ``data``, as far as it is complete, block by block; see the module's text. Not thread-safe.
+
+    :param data: uint8, one-dimensional, contiguous, on any device.
+    """
+
+    def __init__(self, data: torch.Tensor) -> None:
+        self._data = data
+        self._sums: list[torch.Tensor] = []
+        self._done = 0
+
+    def advance(self, nbytes: int) -> None:
+        """The first ``nbytes`` of ``data`` are complete: what is enqueued on this thread's current stream from now on finds
+        them there. Enqueues the work on whole blocks of it; waits for nothing."""
+        end = self._data.numel()
+        most = _AT_ONCE.get(self._data.device.type, 1)
+        while (whole := (min(nbytes, end) - self._done) // _BLOCK_NBYTES) > 0:
+            stop = self._done + min(whole, most) * _BLOCK_NBYTES
+            self._sums.append(_sums(self._data[self._done : stop]))
+            self._done = stop
+        if self._done < end <= nbytes:
+            self._sums.append(_sums(self._data[self._done :]))
+            self._done = end
+
+    def hexdigest(self) -> str:
+        """The digest of all of ``data``, which is complete. Waits for what is enqueued."""
+        self.advance(self._data.numel())
+        return _combined(self._sums, self._data.numel())
+
+
+class DeviceStreamDigest:
+    """The same digest of bytes that come piece by piece, and lie nowhere together. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._block = torch.empty(0, dtype=torch.uint8)
+        self._filled = 0
+        self._sums: list[torch.Tensor] = []
+        self.nbytes = 0
+
+    def update(self, chunk: torch.Tensor) -> None:
+        """Append ``chunk`` (uint8, one-dimensional, contiguous; all on one device). Enqueues its work on this thread's
+        current stream: the chunk must stay as it is until that is done."""
+        self.nbytes += chunk.numel()
+        while chunk.numel():
+            taken = chunk[: _BLOCK_NBYTES - self._filled]
+            chunk = chunk[taken.numel() :]
+            if taken.numel() == _BLOCK_NBYTES:
+                self._sums.append(_sums(taken))
+                continue
+            if not self._block.numel():
+                self._block = torch.empty(_BLOCK_NBYTES, dtype=torch.uint8, device=taken.device)
+            self._block[self._filled : self._filled + taken.numel()].copy_(taken)
+            self._filled += taken.numel()
+            if self._filled == _BLOCK_NBYTES:
+                self._sums.append(_sums(self._block))
+                self._filled = 0
+
+    def hexdigest(self) -> str:
+        """Waits for what is enqueued."""
+        rest = [_sums(self._block[: self._filled])] if self._filled else []
+        return _combined([*self._sums, *rest], self.nbytes)
+
+
+def device_digest_of(data: torch.Tensor) -> str:
+    """The digest of a contiguous run of bytes on any device; waits for it. On the thread's current stream: work inside
+    :meth:`~replicas.weights.devices.accelerator.Accelerator.on_side_stream` on a thread of ours."""
+    return DeviceDigest(data).hexdigest()
+
+
+def _combined(sums: Sequence[torch.Tensor], nbytes: int) -> str:
+    known = torch.cat(list(sums)).cpu() if sums else torch.empty(0, dtype=torch.int64)
+    state = xxhash.xxh3_128(known.numpy().tobytes())
+    state.update(nbytes.to_bytes(8, "little"))
+    return DEVICE_PREFIX + state.hexdigest()
+
+
+def _sums(blocks: torch.Tensor) -> torch.Tensor:
+    """Both sums of each of these whole blocks, or of one that is shorter; block by block."""
+    keys = _keys_on(blocks.device, -(-min(blocks.numel(), _BLOCK_NBYTES) // 8))
+    with torch.no_grad():
+        if blocks.numel() % 8 or blocks.data_ptr() % 8 or blocks.storage_offset() % 8:
+            padded = torch.zeros(-(-blocks.numel() // 8), dtype=torch.int64, device=blocks.device)
+            padded.view(torch.uint8)[: blocks.numel()].copy_(blocks)
+        else:
+            padded = blocks.view(torch.int64)
+        mixed = padded.view(-1, keys.numel()) * keys
+        low, high = _halves(mixed)
+        low.bitwise_xor_(high)
+        mixed.mul_(_C)
+        low.bitwise_xor_(high)
+        first = mixed.sum(1)
+        mixed.mul_(keys)
+        low.bitwise_xor_(high)
+        return torch.stack((first, mixed.sum(1)), 1).flatten()
+
+
+def _halves(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    pairs = words.view(torch.int32).view(*words.shape, 2)
+    return pairs[..., 0], pairs[..., 1]
+
+
+def _keys_on(device: torch.device, count: int) -> torch.Tensor:
+    """The first ``count`` keys, kept for each device. A key does not depend on how many there are."""
+    return locked(_lock, _made_keys, count, device)[:count]
+
+
+def _made_keys(count: int, device: torch.device) -> torch.Tensor:
+    found = _keys.get(device)
+    if found is None or found.numel() < count:
+        found = _random(min(_WORDS, 1 << (count - 1).bit_length()), device)
+        if device.type != "cpu":
+            torch.accelerator.current_stream(device).synchronize()  # other streams use it, too
+        _keys[device] = found
+    return found
+
+
+def _random(count: int, device: torch.device) -> torch.Tensor:
+    """splitmix64 (Steele, Lea, Flood 2014) of a counter, made odd."""
+    state = (
+        torch.arange(1, count + 1, dtype=torch.int64, device=device).mul_(0x9E3779B97F4A7C15 - (1 << 64)).add_(_SEED)
+    )
+    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
+        state ^= (state >> shift) & ((1 << (64 - shift)) - 1)
+        state *= factor - (1 << 64) if factor >> 63 else factor
+    return state | 1

@@ -1,0 +1,222 @@
+"""The memory of an arena that is in none of its slots: made ahead of time, or left to its last readers.
+
+Theory of operation
+===================
+
+*Spare* buffers wait for a slot: a thread of its own makes them as soon as a size is known (:meth:`Pool.prepare`), because
+fresh pages cost ten times the copy, and no publish should wait for them but the first. Whoever needs one that is just being
+made waits for it, in place of making a second one.
+
+*Retired* buffers were taken out of their slots because somebody may still look at what is in them. There are at most as many
+as the arena has slots; when their locks are free they are spare again. More spare buffers than there are slots without
+memory are kept only for a while: a reader that always keeps something of the version before needs one each time.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+
+from replicas.errors import NoCapacity, WorldError
+from replicas.weights.devices.accelerator import device_of
+from replicas.weights.memory.buffers import AllocationStopped, Buffer
+from replicas.weights.memory.capacity import available_nbytes
+
+__all__ = ["PREPARED_NBYTES", "SPARE_BEATS", "Pool"]
+
+logger = logging.getLogger("replicas.weights")
+
+PREPARED_NBYTES = 1 << 20
+"""Smaller buffers are made in no time: not ahead of it."""
+SPARE_BEATS = 8
+"""For how many versions a buffer is kept that no slot needs."""
+
+
+class Pool:
+    """Buffers for the slots of one arena. Every method is thread-safe.
+
+    :param name: shown with its memory in ``/proc/PID/maps``.
+    :param retired: how many buffers may be left to their readers at a time.
+    :param device: UUID of the GPU on which they are; empty: host memory.
+    :ivar pinning: pin the host memory that is made ahead of time.
+    """
+
+    def __init__(self, name: str, retired: int, device: str = "") -> None:
+        self.device = device
+        self.pinning = False
+        self._name = name
+        self._cap = retired
+        self._changed = threading.Condition()
+        self._spare: list[tuple[Buffer, int]] = []
+        self._retired: list[Buffer] = []
+        self._wanted = 0
+        self._nbytes = 0
+        self._worker: threading.Thread | None = None
+        self._beats = 0
+        self._made = 0
+        self._warned: set[int] = set()
+        self._closed = False
+
+    # ------------------------------------------------------------ ahead of time
+
+    def prepare(self, nbytes: int, count: int) -> None:
+        """Make spare buffers of ``nbytes`` in the background, until there are ``count``. What does not fit is not made."""
+        if nbytes < PREPARED_NBYTES:
+            return
+        with self._changed:
+            if self._closed:
+                return
+            self._nbytes, self._wanted = nbytes, count
+            if self._worker is None and self._missing():
+                self._worker = threading.Thread(target=self._work, name=f"{self._name} memory", daemon=True)
+                self._worker.start()
+
+    def _missing(self) -> bool:
+        return not self._closed and sum(buffer.nbytes == self._nbytes for buffer, _ in self._spare) < self._wanted
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                if not self._missing():
+                    self._worker = None
+                    self._changed.notify_all()
+                    return
+                nbytes = self._nbytes
+            try:
+                buffer = Buffer.allocate(nbytes, self._next_name(), stop=lambda: self._closed, device=self.device)
+                if self.pinning:
+                    buffer.pin()
+            except (WorldError, AllocationStopped) as error:
+                logger.info("%s: memory is not made ahead of time: %s", self._name, error)
+                with self._changed:
+                    self._wanted = 0
+                continue
+            except BaseException:
+                with self._changed:
+                    self._worker, self._wanted = None, 0
+                    self._changed.notify_all()
+                raise
+            with self._changed:
+                if self._closed:
+                    buffer.close()
+                else:
+                    self._spare.append((buffer, self._beats))
+                self._changed.notify_all()
+
+    # ------------------------------------------------------------ for a slot
+
+    def take(self, nbytes: int, slots: int) -> Buffer:
+        """A claimed buffer of ``nbytes`` for one of ``slots`` slots.
+
+        :raises NoCapacity: there is no memory for it.
+        """
+        with self._changed:
+            self._warn(nbytes, slots)
+            while True:
+                found = self._take_spare(nbytes)
+                if found is not None or self._worker is None or self._nbytes != nbytes or not self._missing():
+                    break
+                self._changed.wait()  # each buffer that is made, and each that cannot be, ends it
+            if nbytes == self._nbytes and self._wanted:
+                self._wanted -= 1
+        return found or self._allocate(nbytes)
+
+    def retire(self, buffer: Buffer) -> bool:
+        """Leave ``buffer`` to its readers. False, and nothing is done, when too many are left to theirs already."""
+        with self._changed:
+            self._sweep()
+            if len(self._retired) >= self._cap:
+                return False
+            self._retired.append(buffer)
+            return True
+
+    def beat(self, bare: int) -> None:
+        """Another version comes: look which retired buffers have no readers any more, and close what is of no more use.
+
+        :param bare: how many slots have no memory.
+        """
+        with self._changed:
+            self._beats += 1
+            self._sweep()
+            surplus = len(self._spare) - bare
+            for spare in self._spare[: max(0, surplus)]:
+                if self._beats - spare[1] > SPARE_BEATS:
+                    self._spare.remove(spare)
+                    spare[0].close()
+
+    def close(self) -> None:
+        """Let go of all; what is just being made ends within a moment."""
+        with self._changed:
+            self._closed = True
+            for buffer in [*(buffer for buffer, _ in self._spare), *self._retired]:
+                buffer.close()
+            self._spare.clear()
+            self._retired.clear()
+            self._changed.notify_all()
+
+    @property
+    def retired(self) -> tuple[Buffer, ...]:
+        with self._changed:
+            return tuple(self._retired)
+
+    @property
+    def spare(self) -> tuple[Buffer, ...]:
+        with self._changed:
+            return tuple(buffer for buffer, _ in self._spare)
+
+    def _allocate(self, nbytes: int) -> Buffer:
+        try:
+            buffer = Buffer.allocate(nbytes, self._next_name(), device=self.device)
+        except NoCapacity:
+            if not self._drop_spares():
+                raise
+            buffer = Buffer.allocate(nbytes, self._next_name(), device=self.device)
+        buffer.claim()
+        return buffer
+
+    def _drop_spares(self) -> bool:
+        """Close the spare buffers; whether there were any."""
+        with self._changed:
+            spares, self._spare = self._spare, []
+        for buffer, _ in spares:
+            buffer.close()
+        return bool(spares)
+
+    def _take_spare(self, nbytes: int) -> Buffer | None:
+        self._sweep()
+        for spare in self._spare:
+            buffer = spare[0]
+            if buffer.nbytes == nbytes and buffer.claim() == "claimed":
+                self._spare.remove(spare)
+                return buffer
+        return None
+
+    def _sweep(self) -> None:
+        for buffer in list(self._retired):
+            if buffer.claim() == "claimed":  # and it stays so: nobody can come to it any more
+                self._retired.remove(buffer)
+                self._spare.append((buffer, self._beats))
+                self._changed.notify_all()
+
+    def _available(self) -> tuple[int, str]:
+        """How much there is for new buffers, and what sets the limit."""
+        if not self.device:
+            return available_nbytes()
+        return device_of(self.device).free_nbytes(self.device)[0], f"the GPU {self.device}"
+
+    def _next_name(self) -> str:
+        with self._changed:
+            self._made += 1
+            return f"{self._name}-{self._made}"
+
+    def _warn(self, nbytes: int, slots: int) -> None:
+        if nbytes in self._warned or nbytes < PREPARED_NBYTES:
+            return
+        self._warned.add(nbytes)
+        available, limit = self._available()
+        fit = available // nbytes + sum(buffer.nbytes == nbytes for buffer, _ in self._spare)
+        if fit < slots:
+            logger.warning(
+                "%s: memory for %d of its %d slots of %d bytes: %s leaves %d. Free memory, raise the limit, or lower `slots`",
+                *(self._name, fit, slots, nbytes, limit, available),
+            )
