@@ -1,4 +1,5 @@
-"""Compiles ``replicas/weights/streaming.c`` where there is a C compiler; without one the package works, and copies slower."""
+"""Compiles ``replicas/weights/streaming.c`` where there is a C compiler; without one
+the package works, and copies slower."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ TIMEOUT_S = 120.0
 
 
 class StreamingCopies(BuildHookInterface):
-    """A shared library without any dependency on Python, beside its source; also for editable installations."""
+    """A shared library without any dependency on Python, beside its source; also for
+    editable installations."""
 
     def initialize(self, version: str, build_data: dict[str, Any]) -> None:
         root = Path(self.root)
@@ -30,7 +32,8 @@ class StreamingCopies(BuildHookInterface):
 
 
 def compiled(source: Path, library: Path) -> bool:
-    """Whether ``library`` was made. A compiler that fails is told of, and is no failure of the installation."""
+    """Whether ``library`` was made. A compiler that fails is told of, and is no failure
+    of the installation."""
     library.unlink(missing_ok=True)
     compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc") or shutil.which("clang")
     if compiler is None or not sys.platform.startswith("linux"):

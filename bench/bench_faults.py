@@ -2,13 +2,15 @@
 
     python bench/bench_faults.py [--quick] [--repetitions N] [--only PART ...]
 
-Four parts, each described in its own file: faults in the middle of a publish (``publish``, ``bench/faults_sync.py``), kill -9
-of a peer during all-reduces (``peers``, ``bench/faults_peers.py``), groups formed again (``groups``,
-``bench/faults_groups.py``), and the trainer while a latecomer is caught up (``stall``, ``bench/faults_stall.py``). Each line
-says which bar it has to keep, and whether its median does.
+Four parts, each described in its own file: faults in the middle of a publish
+(``publish``, ``bench/faults_sync.py``), kill -9 of a peer during all-reduces
+(``peers``, ``bench/faults_peers.py``), groups formed again (``groups``,
+``bench/faults_groups.py``), and the trainer while a latecomer is caught up (``stall``,
+``bench/faults_stall.py``). Each line says which bar it has to keep, and whether its
+median does.
 
-torchft takes part in ``peers`` where it is installed: ``pip install torchft``, also in an environment of its own that
-sees this one.
+torchft takes part in ``peers`` where it is installed: ``pip install torchft``, also in
+an environment of its own that sees this one.
 """
 
 from __future__ import annotations
@@ -58,7 +60,8 @@ class Lines:
         kept: bool | None = None,
         beyond_s: float | None = None,
     ) -> None:
-        """``kept``: whether the bar is; None where there is none. ``beyond_s``: what the bar looks at, if not the median."""
+        """``kept``: whether the bar is; None where there is none. ``beyond_s``: what
+        the bar looks at, if not the median."""
         spread = Spread(samples)
         verdict = "" if kept is None else "yes" if kept else "NO"
         beyond = "" if beyond_s is None else in_words(beyond_s)
@@ -70,7 +73,8 @@ class Lines:
         self.table.append(None)
 
     def show(self, title: str, note: str = "") -> dict[str, Any]:
-        """Print the table, without the columns in which there is nothing; what is to be written of it."""
+        """Print the table, without the columns in which there is nothing; what is to be
+        written of it."""
         lines = [line for line in self.table if line is not None]
         used = [number for number in range(len(COLUMNS)) if number < 2 or any(line[number] for line in lines)]
         table = [None if line is None else [line[number] for number in used] for line in self.table]

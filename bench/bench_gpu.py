@@ -1,16 +1,21 @@
-"""How close do publish and load come to what the GPU and its bus can do, and how much does a training loop lose?
+"""How close do publish and load come to what the GPU and its bus can do, and how much
+does a training loop lose?
 
     python bench/bench_gpu.py [--quick] [--repetitions N] [--only SET …]
 
-On one GPU, with one trainer and one target, each in a process of its own, in both stagings of the slots, for 1 GiB in 8
-tensors and for the 272 tensors of a real model (269 MB). *Limits*: copies of as many bytes, by torch alone, measured in the
-same processes: on the card, and to and from pinned host memory. *Publish*: how long the trainer's stream is held by the
-copy (on the GPU's clock, from the receipt), how long the call takes, and until the commit. *Load*: ``load_into`` on the
-target. *Hand over*: another process opens the slot by CUDA IPC and copies it, in one piece. *Steps*: a training loop of
-matrix products that never waits; what a publish between two steps costs all of them together, as a part of the time from its
-call to its commit; with ``hold=False`` the copies are on a stream beside it. *Memory*: what each staging takes, as the driver
-counts it. What a training loop loses is measured on a channel without targets, too: a target on the same GPU works there, as
-well. Where there is no GPU it says so, and measures nothing.
+On one GPU, with one trainer and one target, each in a process of its own, in both
+stagings of the slots, for 1 GiB in 8 tensors and for the 272 tensors of a real model
+(269 MB). *Limits*: copies of as many bytes, by torch alone, measured in the same
+processes: on the card, and to and from pinned host memory. *Publish*: how long the
+trainer's stream is held by the copy (on the GPU's clock, from the receipt), how long
+the call takes, and until the commit. *Load*: ``load_into`` on the target. *Hand over*:
+another process opens the slot by CUDA IPC and copies it, in one piece. *Steps*: a
+training loop of matrix products that never waits; what a publish between two steps
+costs all of them together, as a part of the time from its call to its commit; with
+``hold=False`` the copies are on a stream beside it. *Memory*: what each staging takes,
+as the driver counts it. What a training loop loses is measured on a channel without
+targets, too: a target on the same GPU works there, as well. Where there is no GPU it
+says so, and measures nothing.
 """
 
 from __future__ import annotations
@@ -57,7 +62,8 @@ class Scene:
         return {"used": trainer["used_nbytes"], "slots": trainer["slots_nbytes"] + target["slots_nbytes"]}
 
     async def join(self, staging: str) -> dict[str, Any]:
-        """Both, and as many versions as there are slots: what comes then finds everything warm. The memory that it took."""
+        """Both, and as many versions as there are slots: what comes then finds
+        everything warm. The memory that it took."""
         before = await self.memory()
         where = {"endpoint": self._coordinator.endpoint, "token": self._coordinator.token}
         await self._trainer.ask("join", channel=staging, group="trainer", **where)
@@ -70,7 +76,8 @@ class Scene:
         return {"cold_s": cold["returned"], "gpu_nbytes": took["used"], "slots_nbytes": took["slots"]}
 
     async def round(self, staging: str, hold: bool = True) -> dict[str, Any]:
-        """A version from the trainer to the target's own weights; the bytes are compared then."""
+        """A version from the trainer to the target's own weights; the bytes are
+        compared then."""
         await self._target.ask("receive", channel=staging)  # it waits for it now
         said, got = await asyncio.gather(self._trainer.ask("publish", channel=staging, hold=hold), self._target.hear())
         if said["staging"] != staging:
@@ -93,7 +100,8 @@ class Scene:
             await self._trainer.ask("publish", channel=alone(staging))
 
     async def steps(self, staging: str, hold: bool, scene: str) -> dict[str, float]:
-        """What one publish costs a training loop; the target loads the version meanwhile, if there is one."""
+        """What one publish costs a training loop; the target loads the version
+        meanwhile, if there is one."""
         how = {
             "channel": staging if scene == "target" else alone(staging),
             "hold": hold,
@@ -105,7 +113,8 @@ class Scene:
         found = await self._trainer.ask("train_and_publish", **how)
         if scene == "target":
             await self._target.hear()
-        # Of the same loop: from one loop to the next the card's clock changes by more than what is looked for.
+        # Of the same loop: from one loop to the next the card's clock changes by more
+        # than what is looked for.
         usual = median([*found["steps"][:BEFORE], *found["steps"][-AFTER:]])
         lost = sum(found["steps"]) - usual * len(found["steps"])
         return {"lost": lost, "committed": found["committed"], "step": usual, "returned": found["returned"]}
@@ -149,8 +158,12 @@ async def newest(trainer: Rank, scene: Scene) -> int:
 
 
 def without_gpu() -> str:
-    """Why there is nothing to measure; empty: there is a GPU. Another process is asked: torch stays out of this one."""
-    code = "import sys; from replicas.weights.devices.accelerator import accelerator as a; f = a(); sys.exit(not f or not f.device())"
+    """Why there is nothing to measure; empty: there is a GPU. Another process is asked:
+    torch stays out of this one."""
+    code = (
+        "import sys; from replicas.weights.devices.accelerator import accelerator as a; f = a(); "
+        "sys.exit(not f or not f.device())"
+    )
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     done = subprocess.run([sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": paths}, check=False)
     return "" if done.returncode == 0 else "no GPU can be used here: bench_gpu measures nothing"

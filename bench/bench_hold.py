@@ -2,11 +2,14 @@
 
     python bench/bench_hold.py [--quick] [--repetitions N] [--only SET …]
 
-With 0, 1 and 3 targets that read all the time, for the 272 tensors of a real model (269 MB), for 1 GiB in 8 tensors, and
-for 100,000 tensors of 256 bytes: the call of ``publish`` against one copy of the same bytes in warm memory, a Python loop of
-``copy_``, and ``torch._foreach_copy_``, beside the same readers. Then, for the real model, steps of fixed work between the
-return of ``publish`` and its commit, and until all have loaded, against the same steps alone, and beside as many bytes copied
-by as many other processes. How is described in ``hold_scene.py``. The order changes with every repetition.
+With 0, 1 and 3 targets that read all the time, for the 272 tensors of a real model (269
+MB), for 1 GiB in 8 tensors, and for 100,000 tensors of 256 bytes: the call of
+``publish`` against one copy of the same bytes in warm memory, a Python loop of
+``copy_``, and ``torch._foreach_copy_``, beside the same readers. Then, for the real
+model, steps of fixed work between the return of ``publish`` and its commit, and until
+all have loaded, against the same steps alone, and beside as many bytes copied by as
+many other processes. How is described in ``hold_scene.py``. The order changes with
+every repetition.
 """
 
 from __future__ import annotations
@@ -73,7 +76,8 @@ async def measure(what: str, repetitions: int, with_steps: bool, cores: Sequence
 
 
 def held_rows(readers: int, samples: Seconds, tensors: int) -> Rows:
-    """``copy_ratio``: how many times as long as one copy; ``each_s``: for each tensor."""
+    """``copy_ratio``: how many times as long as one copy; ``each_s``: for each
+    tensor."""
     copy = Spread(samples["memcpy"]).median
     found: Rows = []
     for kind in KINDS:
@@ -84,7 +88,8 @@ def held_rows(readers: int, samples: Seconds, tensors: int) -> Rows:
 
 
 def step_rows(readers: int, samples: Seconds, windows: Seconds) -> Rows:
-    """``alone_ratio``: how many times as long as a step alone; ``lasted_s``: of the time in which the steps were."""
+    """``alone_ratio``: how many times as long as a step alone; ``lasted_s``: of the
+    time in which the steps were."""
     found: Rows = []
     for kind in WINDOWS:
         if kind in samples:
@@ -98,7 +103,8 @@ def step_rows(readers: int, samples: Seconds, windows: Seconds) -> Rows:
 
 
 def bars(name: str, rows: Rows) -> list[Bar]:
-    """What is promised: a little more than one copy; for very many tensors than the bare loop."""
+    """What is promised: a little more than one copy; for very many tensors than the
+    bare loop."""
     medians = {(row["readers"], row["what"]): row["median_s"] for row in rows}
     kind = "loop" if name == MANY else "memcpy"
     found = []

@@ -1,16 +1,21 @@
-"""How long does a weight sync take between hosts, and how often do the bytes leave the trainer's host?
+"""How long does a weight sync take between hosts, and how often do the bytes leave the
+trainer's host?
 
     python bench/bench_hosts.py [--quick] [--repetitions N] [--rate RATE]
 
-Hosts are network, mount and process namespaces of this machine, joined by a bridge (``tests/support/networks.py``; needs
-root). A trainer on the first, and one or two targets on each of 1, 2, 3 others. Measured from the call of ``publish``
-until all targets have read the first value of each tensor, against a broadcast of one flat buffer of the same bytes by
-ProcessGroupGloo between one process on each host, and that after one copy of the bytes at the sender: the least that leaves
-the trainer its weights to go on with. All in the same processes, in turn, and once more with links that carry ``--rate``
-each way: on one machine the CPU is the limit otherwise, between machines it is the link.
+Hosts are network, mount and process namespaces of this machine, joined by a bridge
+(``tests/support/networks.py``; needs root). A trainer on the first, and one or two
+targets on each of 1, 2, 3 others. Measured from the call of ``publish`` until all
+targets have read the first value of each tensor, against a broadcast of one flat buffer
+of the same bytes by ProcessGroupGloo between one process on each host, and that after
+one copy of the bytes at the sender: the least that leaves the trainer its weights to go
+on with. All in the same processes, in turn, and once more with links that carry
+``--rate`` each way: on one machine the CPU is the limit otherwise, between machines it
+is the link.
 
-*On the link*: bytes that left the trainer's host, as a multiple of the payload; *into a host*: the same, of what came into
-the one of the other hosts that received most. Both with the headers of the packets.
+*On the link*: bytes that left the trainer's host, as a multiple of the payload; *into a
+host*: the same, of what came into the one of the other hosts that received most. Both
+with the headers of the packets.
 """
 
 from __future__ import annotations
@@ -49,7 +54,8 @@ class Sample:
 
 
 class Flat(Contender):
-    """One broadcast of one flat buffer between the first ranks of so many hosts; ``how``: name of the rank's command."""
+    """One broadcast of one flat buffer between the first ranks of so many hosts;
+    ``how``: name of the rank's command."""
 
     def __init__(self, name: str, how: str, ranks: list[Rank]) -> None:
         super().__init__(name)

@@ -1,17 +1,22 @@
 """How long do small operations between peers take?
 
-    python bench/bench_operations.py [--quick] [--repetitions N] [--only replicas gloo torchft]
+    python bench/bench_operations.py [--quick] [--repetitions N] [--only replicas gloo
+    torchft]
 
-Barriers, and all-reduces of 4 B to 4 MiB, among 2 and 4 members, one process each: by channel operations (in a sidecar, all
-or nothing), by ProcessGroupGloo in the rank itself, and by torchft's ProcessGroupBabyGloo (in a process of its own, without
-a promise about who has a result after a failure). Each sample is the mean of many operations, one after another, and of the
-slowest rank; who comes first changes with every repetition. Sums are checked. "over" is what a channel takes more than Gloo
-in the rank; the bars hold for barriers and for all-reduces up to 64 KiB.
+Barriers, and all-reduces of 4 B to 4 MiB, among 2 and 4 members, one process each: by
+channel operations (in a sidecar, all or nothing), by ProcessGroupGloo in the rank
+itself, and by torchft's ProcessGroupBabyGloo (in a process of its own, without a
+promise about who has a result after a failure). Each sample is the mean of many
+operations, one after another, and of the slowest rank; who comes first changes with
+every repetition. Sums are checked. "over" is what a channel takes more than Gloo in the
+rank; the bars hold for barriers and for all-reduces up to 64 KiB.
 
-What an operation through another process costs at least is measured beside it: "hop" is half of a round trip of one byte
-between two processes that wait for each other, by a Unix socket, with as many such pairs at once as there are members. An
-operation needs eight one after another: caller, session thread, coordinator, session thread, sidecar, session thread,
-coordinator, session thread, caller; and what Gloo takes between the sidecars.
+What an operation through another process costs at least is measured beside it: "hop" is
+half of a round trip of one byte between two processes that wait for each other, by a
+Unix socket, with as many such pairs at once as there are members. An operation needs
+eight one after another: caller, session thread, coordinator, session thread, sidecar,
+session thread, coordinator, session thread, caller; and what Gloo takes between the
+sidecars.
 
 torchft takes part where it is installed (``make bench-peers``).
 """
@@ -90,7 +95,8 @@ def _echo(sock: socket.socket) -> None:
 
 
 def hop_s(pairs: int) -> float:
-    """Half of a round trip between two processes, while ``pairs - 1`` others do the same."""
+    """Half of a round trip between two processes, while ``pairs - 1`` others do the
+    same."""
     ends: list[socket.socket] = []
     children: list[int] = []
     for _ in range(pairs):

@@ -2,14 +2,17 @@
 
     python bench/bench_scale.py [--quick] [--repetitions N]
 
-A real coordinator in a process of its own, and 10, 100, 1,000 simulated members in another one (``scale_members.py``): real
-sessions and messages, no torch and no bytes. Measured at each size: joins; an epoch (a member joins, or leaves, until the
-last one knows); a commit (``PublishBegin`` until the last member has ``Commit``, with eight members on each host, who answer
-at once) and until all have loaded it; the coordinator's CPU time for that, and when nothing happens but heartbeats; its
-memory. Everything shares the machine's cores with the members, whose part is not small: times are upper bounds.
+A real coordinator in a process of its own, and 10, 100, 1,000 simulated members in
+another one (``scale_members.py``): real sessions and messages, no torch and no bytes.
+Measured at each size: joins; an epoch (a member joins, or leaves, until the last one
+knows); a commit (``PublishBegin`` until the last member has ``Commit``, with eight
+members on each host, who answer at once) and until all have loaded it; the
+coordinator's CPU time for that, and when nothing happens but heartbeats; its memory.
+Everything shares the machine's cores with the members, whose part is not small: times
+are upper bounds.
 
-Then the model of ``scale_model.py``: what it predicts for the largest size from the one before, against what was measured
-there, and a sync to 1,000 replicas on 125 hosts.
+Then the model of ``scale_model.py``: what it predicts for the largest size from the one
+before, against what was measured there, and a sync to 1,000 replicas on 125 hosts.
 """
 
 from __future__ import annotations
@@ -37,7 +40,8 @@ IDLE_LIMIT_RATIO = 0.1
 LINKS = {"10 GbE": 1.25e9, "100 GbE": 12.5e9, "400 Gb/s": 50e9}
 WEIGHTS = {"269 MB": 269_030_016, "16 GB": 16_000_000_000}
 STEP_S = 3e-4
-"""Assumed: what passing on one bucket costs a leader beside its bytes (two threads wake up, one message of the link)."""
+"""Assumed: what passing on one bucket costs a leader beside its bytes (two threads wake
+up, one message of the link)."""
 COPIED_NBYTES = 1 << 26
 MADV_POPULATE_READ = 22  # Linux 5.14; Python's mmap has no name for it
 Found = dict[str, Any]
@@ -110,7 +114,8 @@ async def _publish(coordinator: Rank, members: Rank) -> Found:
 
 
 def copy_rates() -> tuple[float, float]:
-    """Bytes per second of a copy in warm memory, and of making mapped memory readable."""
+    """Bytes per second of a copy in warm memory, and of making mapped memory
+    readable."""
     source, target = bytearray(COPIED_NBYTES), bytearray(COPIED_NBYTES)
     fd = os.memfd_create("bench", os.MFD_CLOEXEC)
     try:
@@ -132,7 +137,8 @@ def copy_rates() -> tuple[float, float]:
 
 
 def checked(found: Sequence[Found]) -> list[Found]:
-    """For each size but the first: what the model says from the size before, and what it was."""
+    """For each size but the first: what the model says from the size before, and what
+    it was."""
     rows: list[Found] = []
     for known, actual in itertools.pairwise(found):
         of, leaders = actual["targets"], actual["leaders"]

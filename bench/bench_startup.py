@@ -1,23 +1,28 @@
-"""How long until a rank can work, and until a lost sidecar is replaced? And what does a sidecar cost?
+"""How long until a rank can work, and until a lost sidecar is replaced? And what does a
+sidecar cost?
 
     python bench/bench_startup.py [--quick] [--repetitions N]
 
-At 2, 4 and 8 members, in fresh processes each time. Every rank has a sidecar forkserver that runs already, as the shim of a
-supervisor gives it one. Measured:
+At 2, 4 and 8 members, in fresh processes each time. Every rank has a sidecar forkserver
+that runs already, as the shim of a supervisor gives it one. Measured:
 
 * join, until it has returned in all ranks;
-* a sidecar: in the first rank alone, from the request for its first one, with the connection to the forkserver, to that one's
-  first answer; and for another one, forked on demand (a spare one answers sooner), as a replacement before it forms a group;
-* from the first join to the end of the first barrier (sessions, one sidecar each, their process group, the operation), and
-  how much of it was the group ("group formed": from the coordinator's word to all members' answers, with their sidecars);
-* a later barrier; and from kill -9 of one sidecar to the end of the next barrier that succeeds, for which every member takes
-  another sidecar and the group is formed anew;
-* what is private to a sidecar (memory that no other process has, in ``/proc/PID/smaps``, without the buffers that it shares
-  with its rank), and what a forkserver, its sidecar and its spare cost together (the sum of their PSS, in which what other
-  processes have, too, counts in part).
+* a sidecar: in the first rank alone, from the request for its first one, with the
+  connection to the forkserver, to that one's first answer; and for another one, forked
+  on demand (a spare one answers sooner), as a replacement before it forms a group;
+* from the first join to the end of the first barrier (sessions, one sidecar each, their
+  process group, the operation), and how much of it was the group ("group formed": from
+  the coordinator's word to all members' answers, with their sidecars);
+* a later barrier; and from kill -9 of one sidecar to the end of the next barrier that
+  succeeds, for which every member takes another sidecar and the group is formed anew;
+* what is private to a sidecar (memory that no other process has, in
+  ``/proc/PID/smaps``, without the buffers that it shares with its rank), and what a
+  forkserver, its sidecar and its spare cost together (the sum of their PSS, in which
+  what other processes have, too, counts in part).
 
-Beside it: starting as many Python processes that import torch, and torchft's ProcessGroupBabyGloo, first formed and formed
-anew, where it is installed (``make bench-peers``).
+Beside it: starting as many Python processes that import torch, and torchft's
+ProcessGroupBabyGloo, first formed and formed anew, where it is installed (``make
+bench-peers``).
 """
 
 from __future__ import annotations
@@ -60,7 +65,8 @@ Samples = dict[str, list[float]]
 
 
 class Scene:
-    """What runs all the time: forkservers, a coordinator for each number of members, a store for torchft."""
+    """What runs all the time: forkservers, a coordinator for each number of members, a
+    store for torchft."""
 
     def __init__(self, servers: list[Forkserver], coordinators: dict[int, Coordinator], port: int) -> None:
         self.servers = servers
@@ -132,7 +138,8 @@ def _live(coordinator: Coordinator) -> int:
 
 
 def private_nbytes(pid: int) -> int:
-    """Memory of the process that no other one has, without buffers (memfds), which are there to be shared."""
+    """Memory of the process that no other one has, without buffers (memfds), which are
+    there to be shared."""
     total, shared = 0, False
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
         name, _, rest = line.partition(":")
@@ -144,7 +151,8 @@ def private_nbytes(pid: int) -> int:
 
 
 def pss_nbytes(pid: int) -> int:
-    """Memory of the process, each page divided by the number of processes that have it."""
+    """Memory of the process, each page divided by the number of processes that have
+    it."""
     lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("Pss:")).split()[1]) * 1024
 
@@ -187,7 +195,8 @@ def _mebibytes(nbytes: float) -> str:
 
 
 def bars(results: dict[int, Samples]) -> list[Bar]:
-    """What is promised, of the medians with the most members (of a sidecar alone: of all)."""
+    """What is promised, of the medians with the most members (of a sidecar alone: of
+    all)."""
 
     def worst(kind: str) -> float:
         return max(Spread(samples[kind]).median for samples in results.values())

@@ -2,11 +2,12 @@
 
     python bench/bench_supervisor.py [--quick] [--repetitions N] [--only PART ...]
 
-Three parts, each described in its own file: 10, 30 and 100 replicas of a trivial command (``scale``,
-``bench/supervisor_scale.py``), kill -9 of a replica to its program running again (``restart``,
-``bench/supervisor_restart.py``), and the processes that faults leave under ours, bare torchrun, supervisord and circus
-(``leftovers``, ``bench/supervisor_leftovers.py``). The last two of these take part where they are installed (``make
-bench-peers``).
+Three parts, each described in its own file: 10, 30 and 100 replicas of a trivial
+command (``scale``, ``bench/supervisor_scale.py``), kill -9 of a replica to its program
+running again (``restart``, ``bench/supervisor_restart.py``), and the processes that
+faults leave under ours, bare torchrun, supervisord and circus (``leftovers``,
+``bench/supervisor_leftovers.py``). The last two of these take part where they are
+installed (``make bench-peers``).
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ IDLE_LIMIT = 0.05
 STATUS_LIMIT_S = 0.1
 RESTART_LIMIT_S = 0.2
 LINEAR_LIMIT = 1.5
-"""How many times as much each replica from 30 to 100 may take to come up as each from 10 to 30."""
+"""How many times as much each replica from 30 to 100 may take to come up as each from
+10 to 30."""
 
 
 def told(sample: object) -> None:

@@ -2,18 +2,22 @@
 
     python bench/bench_sync.py [--quick] [--repetitions N] [--threads N] [--only SET …]
 
-One source, then 1, 2 and 3 targets, each a process of its own: 272 tensors of 269 MB in all, and 1 GiB in 8 tensors
-(``bench/shapes.py``). From the call of ``publish`` until all targets can read the version, and until all have it in
-parameters of their own, against (``sync_contenders.py`` says exactly what):
+One source, then 1, 2 and 3 targets, each a process of its own: 272 tensors of 269 MB in
+all, and 1 GiB in 8 tensors (``bench/shapes.py``). From the call of ``publish`` until
+all targets can read the version, and until all have it in parameters of their own,
+against (``sync_contenders.py`` says exactly what):
 
-* the limit: one copy into warm shared memory, and as many copies out of it at once as there are targets;
+* the limit: one copy into warm shared memory, and as many copies out of it at once as
+  there are targets;
 * ProcessGroupGloo: a broadcast of one flat buffer, and one for each tensor;
 * files in /dev/shm: torch.save with torch.load, and safetensors;
-* torchft's ProcessGroupBabyGloo, and Ray's object store, where ``make bench-peers`` has installed them.
+* torchft's ProcessGroupBabyGloo, and Ray's object store, where ``make bench-peers`` has
+  installed them.
 
-The order changes with every repetition. Ray's own processes need a part of a core even when they do nothing: it comes
-at the end, with Gloo's flat broadcast beside it once more, to which it is compared. All processes have the same
-number of threads (OMP_NUM_THREADS), by default the cores divided by the members, at least 1.
+The order changes with every repetition. Ray's own processes need a part of a core even
+when they do nothing: it comes at the end, with Gloo's flat broadcast beside it once
+more, to which it is compared. All processes have the same number of threads
+(OMP_NUM_THREADS), by default the cores divided by the members, at least 1.
 """
 
 from __future__ import annotations
@@ -67,7 +71,8 @@ ROOM_NBYTES = 1 << 30
 
 
 async def measure(contenders: Sequence[Contender], repetitions: int, results: Results) -> None:
-    """Rounds of all to 1, 2 and 3 targets, in turn; the first ones of each are not counted."""
+    """Rounds of all to 1, 2 and 3 targets, in turn; the first ones of each are not
+    counted."""
     for targets in range(1, TARGETS + 1):
         found = results.setdefault(targets, {})
         for contender in contenders:
@@ -121,7 +126,7 @@ class Field:
                     await measure([*ray, Flat(ranks, BESIDE_RAY)], repetitions, self.results)
             await asyncio.gather(*(one.ask("leave") for one in ranks))
 
-    # ------------------------------------------------------------ those who may be missing
+    # --------------------------------------------------------- those who may be missing
 
     def _formats(self) -> list[str]:
         free = shutil.disk_usage(SHARED_FOLDER).free
@@ -134,7 +139,8 @@ class Field:
         return ["torch.save", "safetensors"]
 
     def _interpreter(self, name: str, copies: float) -> str | None:
-        """That which has the package, if memory for so many copies of the weights is left, too."""
+        """That which has the package, if memory for so many copies of the weights is
+        left, too."""
         python = python_with(name)
         needed = int(self.nbytes * copies) + ROOM_NBYTES
         if not self._with_peers:

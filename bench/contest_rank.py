@@ -1,9 +1,11 @@
-"""A rank of ``bench_sync.py``: what the library is compared with, beyond Gloo, on the same weights in the same memory.
+"""A rank of ``bench_sync.py``: what the library is compared with, beyond Gloo, on the
+same weights in the same memory.
 
-The limit is what any program must do that leaves the sender its weights and gives each target parameters of its own: copy the
-bytes into shared memory once, wake the targets, and let each copy them out. Nothing is described, checked or agreed on.
-Files are written to a memory file system and read from there, and the targets are woken in the same way, by one byte
-in a pipe.
+The limit is what any program must do that leaves the sender its weights and gives each
+target parameters of its own: copy the bytes into shared memory once, wake the targets,
+and let each copy them out. Nothing is described, checked or agreed on. Files are
+written to a memory file system and read from there, and the targets are woken in the
+same way, by one byte in a pipe.
 """
 
 from __future__ import annotations
@@ -71,10 +73,11 @@ class ContestRank:
         self._wakes: list[int] = []
         self._wake = -1
 
-    # ------------------------------------------------------------ memory that all can reach
+    # -------------------------------------------------------- memory that all can reach
 
     def share(self, targets: int) -> dict[str, Any]:
-        """Make as much shared memory as the weights take, warm, and a pipe to each target."""
+        """Make as much shared memory as the weights take, warm, and a pipe to each
+        target."""
         flat = self._sync.weights.flat
         memory = os.memfd_create("bench-limit", os.MFD_CLOEXEC)
         os.posix_fallocate(memory, 0, flat.nbytes)
@@ -124,7 +127,8 @@ class ContestRank:
         return {"began": began}
 
     def load(self, kind: str, path: str) -> dict[str, Any]:
-        """Wait to be woken, read the first value of each tensor, and copy all into the own weights."""
+        """Wait to be woken, read the first value of each tensor, and copy all into the
+        own weights."""
         keeper = _format(kind)
         self._driver.say(waiting=True)
         self._wait()

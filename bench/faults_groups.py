@@ -1,12 +1,15 @@
-"""How long does it take to form a group again: after an epoch change, and after the death of a sidecar?
+"""How long does it take to form a group again: after an epoch change, and after the
+death of a sidecar?
 
 Theory of operation
 ===================
 
-Peers meet in barriers, which carry no bytes: what one takes longer than a later one of the same group is the group's
-formation. At each size a further peer joins and leaves again, so that the epoch changes twice; the first barrier of those
-that stay is measured, from the last call to the last return, and then a later one. Then the sidecar of one of them is
-killed, and the time from the kill to the end of the next barrier that succeeds is measured, failed attempts included.
+Peers meet in barriers, which carry no bytes: what one takes longer than a later one of
+the same group is the group's formation. At each size a further peer joins and leaves
+again, so that the epoch changes twice; the first barrier of those that stay is
+measured, from the last call to the last return, and then a later one. Then the sidecar
+of one of them is killed, and the time from the kill to the end of the next barrier that
+succeeds is measured, failed attempts included.
 """
 
 from __future__ import annotations

@@ -1,17 +1,22 @@
-"""Kill -9 of a peer during all-reduces: how long until the next good one, against torchft and a restart?
+"""Kill -9 of a peer during all-reduces: how long until the next good one, against
+torchft and a restart?
 
 Theory of operation
 ===================
 
-Three fresh processes sum 4 MiB again and again. When one has sent the bytes of some twenty operations it is killed, in the
-middle of the next. A contender's time ends when both that are left have a sum of exactly two. The contenders:
+Three fresh processes sum 4 MiB again and again. When one has sent the bytes of some
+twenty operations it is killed, in the middle of the next. A contender's time ends when
+both that are left have a sum of exactly two. The contenders:
 
 * the library, which finds out by itself;
-* torchft's two process groups for CPUs: ``ProcessGroupBabyGloo``, whose Gloo lives in a process of its own, as ours does,
-  and so can be killed when it hangs; and ``ProcessGroupGloo`` in the rank itself, which cannot. Both are given the new
-  store prefix, rank and size with the start of the run and reconfigure as soon as they fail: the lighthouse, quorum and
-  heartbeats by which torchft finds out who is left would come on top;
-* all three processes ended, and two new ones started, which import torch and form a plain Gloo group.
+* torchft's two process groups for CPUs: ``ProcessGroupBabyGloo``, whose Gloo lives in a
+  process of its own, as ours does, and so can be killed when it hangs; and
+  ``ProcessGroupGloo`` in the rank itself, which cannot. Both are given the new store
+  prefix, rank and size with the start of the run and reconfigure as soon as they fail:
+  the lighthouse, quorum and heartbeats by which torchft finds out who is left would
+  come on top;
+* all three processes ended, and two new ones started, which import torch and form a
+  plain Gloo group.
 
 Without torchft installed its two are left out.
 """
@@ -43,9 +48,11 @@ _prefixes = itertools.count()
 
 @dataclass(frozen=True)
 class PeerSample:
-    """Seconds: an undisturbed all-reduce, and from the kill until all have seen it fail, and to the next good one.
+    """Seconds: an undisturbed all-reduce, and from the kill until all have seen it
+    fail, and to the next good one.
 
-    ``failed_s`` is None where no call failed, as the operation was repeated over those that are left.
+    ``failed_s`` is None where no call failed, as the operation was repeated over those
+    that are left.
     """
 
     contender: str
@@ -55,7 +62,8 @@ class PeerSample:
 
 
 class Field:
-    """What the contenders need: forkservers, and the port of a store for those that use one."""
+    """What the contenders need: forkservers, and the port of a store for those that use
+    one."""
 
     def __init__(self, servers: list[Forkserver], port: int) -> None:
         self.servers = servers
@@ -103,7 +111,8 @@ class Field:
         await asyncio.gather(*(one.ask("renew", rank=number, **where) for number, one in enumerate(ranks)))
 
     async def _restart(self, stack: AsyncExitStack, left: list[Rank]) -> float:
-        """End those that are left, start as many anew; when they have their first sum."""
+        """End those that are left, start as many anew; when they have their first
+        sum."""
         for one in left:
             one.kill()
         ranks = [await self._start(stack, number) for number in range(len(left))]

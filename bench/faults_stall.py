@@ -3,21 +3,25 @@
 Theory of operation
 ===================
 
-A trainer, a target that has the newest version, and a latecomer, which joins with cold memory and is sent that version by
-the target, not by the trainer. In turn, order rotated:
+A trainer, a target that has the newest version, and a latecomer, which joins with cold
+memory and is sent that version by the target, not by the trainer. In turn, order
+rotated:
 
 * *alone*: the trainer computes steps of fixed work;
-* *catch-up*: the same while the latecomer joins and is caught up; the steps between its call of ``join`` and the moment
-  when it can read the version count;
-* *other work*: the same while two plain processes broadcast as many bytes by Gloo, again and again. On a machine with few
-  cores any traffic takes time away from the trainer; this is how much that is with no library at all.
+* *catch-up*: the same while the latecomer joins and is caught up; the steps between its
+  call of ``join`` and the moment when it can read the version count;
+* *other work*: the same while two plain processes broadcast as many bytes by Gloo,
+  again and again. On a machine with few cores any traffic takes time away from the
+  trainer; this is how much that is with no library at all.
 
-The same three for ``publish``: how long the call holds the trainer, and how long until it has committed. The publish is
-made when the target has sent half of what the latecomer lacks.
+The same three for ``publish``: how long the call holds the trainer, and how long until
+it has committed. The publish is made when the target has sent half of what the
+latecomer lacks.
 
-With two cores or more the trainer has one for itself, and everything else, its sidecar too, shares the others: as many
-busy processes as cores would slow each other down by any work at all. What is left is what the library does in the
-trainer's process, and the memory's bandwidth.
+With two cores or more the trainer has one for itself, and everything else, its sidecar
+too, shares the others: as many busy processes as cores would slow each other down by
+any work at all. What is left is what the library does in the trainer's process, and the
+memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class StallSample:
-    """Seconds. ``step_s``, ``worst_s``: median and longest step; ``lasted_s``: how long what went on beside them took."""
+    """Seconds. ``step_s``, ``worst_s``: median and longest step; ``lasted_s``: how long
+    what went on beside them took."""
 
     setting: str
     step_s: float
@@ -108,7 +113,8 @@ class Scene:
         )
 
     async def _publish(self, beside: Callable[[Callable[[], Awaitable[None]]], Awaitable[Any]]) -> dict[str, Any]:
-        """Publish in the middle of what ``beside`` does, and have the target load it."""
+        """Publish in the middle of what ``beside`` does, and have the target load
+        it."""
         said: dict[str, Any] = {}
 
         async def publish() -> None:
@@ -119,7 +125,7 @@ class Scene:
         await self._target.hear()
         return said
 
-    # ------------------------------------------------------------ what goes on beside the trainer
+    # -------------------------------------------------- what goes on beside the trainer
 
     async def _nothing(self, middle: Callable[[], Awaitable[None]] | None = None) -> None:
         if middle is not None:
@@ -150,7 +156,8 @@ class Scene:
         return len(channel.members)
 
     async def _broadcast(self, middle: Callable[[], Awaitable[None]]) -> tuple[float, float]:
-        """As many bytes between two others, as often as it takes to fill the time of ``alone``; ``middle`` meanwhile."""
+        """As many bytes between two others, as often as it takes to fill the time of
+        ``alone``; ``middle`` meanwhile."""
         source, target = self._pair
         inside = asyncio.ensure_future(middle())
         stamps: list[float] = []

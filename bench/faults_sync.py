@@ -1,20 +1,24 @@
-"""Faults in the middle of a publish: how long until those that are left have committed it?
+"""Faults in the middle of a publish: how long until those that are left have committed
+it?
 
 Theory of operation
 ===================
 
-One trainer and three targets, each with a forkserver of its own, so that the sidecars of a target are known. In each
-repetition, for each fault, in rotating order and with another victim each time:
+One trainer and three targets, each with a forkserver of its own, so that the sidecars
+of a target are known. In each repetition, for each fault, in rotating order and with
+another victim each time:
 
 1. an undisturbed publish to all three;
-2. a publish in which the victim is hit when the trainer's sidecar has sent half of what it must send. ``committed`` is
-   when the trainer has its receipt and the version is readable at everyone who is left, counted from the hit;
-3. an undisturbed publish to those who are left. Its phases ``transfer`` and ``verify`` are the bare time to send them
-   what they may still miss: a bucket that was under way when a group broke is worth nothing, so that is all of it;
+2. a publish in which the victim is hit when the trainer's sidecar has sent half of what
+   it must send. ``committed`` is when the trainer has its receipt and the version is
+   readable at everyone who is left, counted from the hit;
+3. an undisturbed publish to those who are left. Its phases ``transfer`` and ``verify``
+   are the bare time to send them what they may still miss: a bucket that was under way
+   when a group broke is worth nothing, so that is all of it;
 4. the victim's place is taken by a new process, which is caught up.
 
-Everyone who is left must end up with the trainer's bytes, and the receipt must name the victim, or nobody when only a
-sidecar was hit; otherwise the run stops.
+Everyone who is left must end up with the trainer's bytes, and the receipt must name the
+victim, or nobody when only a sidecar was hit; otherwise the run stops.
 """
 
 from __future__ import annotations
@@ -39,12 +43,14 @@ LEASE_S = 10.0
 SLOTS = 2
 WARM_UPS = SLOTS + 1
 TRIES = 3
-"""A publish that failed is made again: the version that counts is the one that is committed in the end."""
+"""A publish that failed is made again: the version that counts is the one that is
+committed in the end."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """``number`` is sent to the target's rank, its sidecars, or both. ``limit_s``: the bar; beyond the bare time if so."""
+    """``number`` is sent to the target's rank, its sidecars, or both. ``limit_s``: the
+    bar; beyond the bare time if so."""
 
     name: str
     number: signal.Signals
@@ -67,8 +73,10 @@ FAULTS = (
 class Sample:
     """One fault.
 
-    :param sent: the part of its bytes that the trainer had sent at the hit; :param retries: by reason;
-    :param failures: errors of publishes that failed before one was committed. The rest in seconds, see the header.
+    :param sent: the part of its bytes that the trainer had sent at the hit; :param
+        retries: by reason;
+    :param failures: errors of publishes that failed before one was committed. The rest
+        in seconds, see the header.
     """
 
     fault: str
@@ -148,7 +156,8 @@ class Fleet:
         await until(live, self._changed, f"{count} members are live")
 
     async def publish(self, targets: list[Place]) -> dict[str, Any]:
-        """An undisturbed publish; the trainer's reply, and ``ended``, when everyone can read it."""
+        """An undisturbed publish; the trainer's reply, and ``ended``, when everyone can
+        read it."""
         await asyncio.gather(*(place.rank.ask("receive") for place in targets))
         said, *replies = await asyncio.gather(self._trainer.rank.ask("publish"), *(p.rank.hear() for p in targets))
         self._check(said, [])
@@ -192,7 +201,8 @@ class Fleet:
 
     @staticmethod
     def _strike(fault: Fault, victim: Place, stack: ExitStack) -> float:
-        """At the end of ``stack`` those that were stopped go on, as far as they are still there."""
+        """At the end of ``stack`` those that were stopped go on, as far as they are
+        still there."""
         pids = [victim.rank.pid] if fault.of_rank else []
         if fault.of_sidecar:
             pids += victim.server.sidecars()
@@ -239,7 +249,8 @@ async def fleet(servers: list[Forkserver], nbytes: int, quick: bool) -> AsyncIte
 
 
 async def measure(nbytes: int, quick: bool, repetitions: int, done: Callable[[Sample], None]) -> list[Sample]:
-    """Every fault so many times; ``done`` hears of each. ``quick``: of the small set of tensors, which is ``nbytes``."""
+    """Every fault so many times; ``done`` hears of each. ``quick``: of the small set of
+    tensors, which is ``nbytes``."""
     samples: list[Sample] = []
     async with forkservers(1 + TARGETS) as servers, fleet(servers, nbytes, quick) as group:
         await group.assemble()

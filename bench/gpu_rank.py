@@ -1,7 +1,10 @@
-"""A rank of ``bench_gpu.py``: a trainer or a target with weights on the GPU, and the limits of that card beside them.
+"""A rank of ``bench_gpu.py``: a trainer or a target with weights on the GPU, and the
+limits of that card beside them.
 
-Everything that only a GPU can do goes through :mod:`replicas.weights.devices.accelerator`, so that this file also runs on the fake
-accelerator of the tests, where its figures mean nothing. Times of work on the GPU are of events on its own clock.
+Everything that only a GPU can do goes through
+:mod:`replicas.weights.devices.accelerator`, so that this file also runs on the fake
+accelerator of the tests, where its figures mean nothing. Times of work on the GPU are
+of events on its own clock.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ __all__ = ["GpuRank", "handlers"]
 
 WAIT_S = 60.0
 RUN_AHEAD = 2
-"""Steps of training that are enqueued before the first of them has ended, as a training loop does that never waits."""
+"""Steps of training that are enqueued before the first of them has ended, as a training
+loop does that never waits."""
 
 
 class GpuRank:
@@ -49,7 +53,8 @@ class GpuRank:
         self._update: replicas.Update | None = None
 
     def _timed(self, work: Callable[[], object]) -> float:
-        """How long what ``work`` enqueues on this thread's stream takes on the GPU; waits for it."""
+        """How long what ``work`` enqueues on this thread's stream takes on the GPU;
+        waits for it."""
         began, ended = self._event(), self._event()
         self._accelerator.synchronize()
         began.record()
@@ -72,7 +77,8 @@ class GpuRank:
         return {**facts, "fake": not self._real}
 
     def memory(self) -> dict[str, Any]:
-        """Bytes in use on the whole card, as the driver counts them, and those of this rank's slots, wherever they are."""
+        """Bytes in use on the whole card, as the driver counts them, and those of this
+        rank's slots, wherever they are."""
         self._accelerator.synchronize()
         free, total = self._accelerator.free_nbytes(self._uuid)
         slots = sum(channel._hub.arena.statistics().nbytes for channel in self._channels.values())
@@ -87,7 +93,8 @@ class GpuRank:
         return {"tensors": len(self._weights), "nbytes": sum(tensor.nbytes for tensor in self._weights.values())}
 
     def limits(self, repetitions: int) -> dict[str, Any]:
-        """Seconds of copies of as many bytes: on the card in one piece and tensor by tensor, to and from pinned memory."""
+        """Seconds of copies of as many bytes: on the card in one piece and tensor by
+        tensor, to and from pinned memory."""
         nbytes = sum(tensor.nbytes for tensor in self._weights.values())
         here = torch.zeros(nbytes, dtype=torch.uint8, device=self._device)
         there = torch.ones_like(here)
@@ -117,7 +124,8 @@ class GpuRank:
         return {}
 
     def publish(self, channel: str, hold: bool = True) -> dict[str, Any]:
-        """``returned``: how long the call took; ``held``: how long the stream of the caller did nothing else."""
+        """``returned``: how long the call took; ``held``: how long the stream of the
+        caller did nothing else."""
         self._change()
         self._accelerator.synchronize()
         began = time.monotonic()
@@ -143,7 +151,8 @@ class GpuRank:
         return {"place": msgspec.to_builtins(slot.buffer.place)}
 
     def prepare_steps(self, side: int, step_s: float) -> dict[str, Any]:
-        """A training step: as many products of such matrices as take about ``step_s``."""
+        """A training step: as many products of such matrices as take about
+        ``step_s``."""
         dtype = torch.bfloat16 if self._real else torch.float32
         self._matrix = torch.randn(side, side, device=self._device, dtype=dtype)
         self._products = 1
@@ -158,8 +167,9 @@ class GpuRank:
             torch.mm(self._matrix, self._matrix)
 
     def train_and_publish(self, channel: str, hold: bool, before: int, after: int) -> dict[str, Any]:
-        """Steps without a pause, and a publish between two of them: how long each took, from ``before`` steps before the
-        call to ``after`` steps behind the commit, and how long it was from the call to the commit."""
+        """Steps without a pause, and a publish between two of them: how long each took,
+        from ``before`` steps before the call to ``after`` steps behind the commit, and
+        how long it was from the call to the commit."""
         self._change()
         loop = _Steps(self)
         for _ in range(before):
@@ -176,7 +186,8 @@ class GpuRank:
         return {"steps": loop.end(), "returned": returned - began, "committed": committed - began}
 
     def _change(self) -> None:
-        """Another value in each tensor, so that no digest fits by itself; after all copies that are under way."""
+        """Another value in each tensor, so that no digest fits by itself; after all
+        copies that are under way."""
         for channel in self._channels.values():
             if channel.role == "source":
                 channel.fence()
@@ -186,7 +197,8 @@ class GpuRank:
     # ------------------------------------------------------------ a target
 
     def receive(self, channel: str) -> dict[str, Any]:
-        """Ask for the next version, say so, and load it into weights of one's own. ``load_s``: on the GPU's clock."""
+        """Ask for the next version, say so, and load it into weights of one's own.
+        ``load_s``: on the GPU's clock."""
         pending = self._channels[channel].receive()
         self._driver.say(waiting=True)
         with pending.wait(WAIT_S) as update:
@@ -196,9 +208,11 @@ class GpuRank:
         return {"readable": readable, "loaded": loaded, "load_s": load_s, "version": update.version}
 
     def open_and_copy(self, place: dict[str, Any], version: int, repetitions: int) -> dict[str, Any]:
-        """What is given from hand to hand: open a slot of the other process and copy it within the card, in one piece.
+        """What is given from hand to hand: open a slot of the other process and copy it
+        within the card, in one piece.
 
-        ``open_s``: until it can be read, the first time; ``seconds``: of the copies, on the GPU's clock.
+        ``open_s``: until it can be read, the first time; ``seconds``: of the copies, on
+        the GPU's clock.
         """
         began = time.monotonic()
         theirs = Buffer.open(msgspec.convert(place, SlotPlace), version)
@@ -237,7 +251,8 @@ class GpuRank:
 
 
 class _Steps:
-    """A training loop that is a little ahead of the GPU, and the time that each step took there."""
+    """A training loop that is a little ahead of the GPU, and the time that each step
+    took there."""
 
     def __init__(self, rank: GpuRank) -> None:
         self._rank = rank
@@ -266,7 +281,8 @@ class _Steps:
 
 
 def _copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-    """With torch alone, on its current stream: what our figures are compared with must not be ours."""
+    """With torch alone, on its current stream: what our figures are compared with must
+    not be ours."""
     torch._foreach_copy_(list(destinations), list(sources), non_blocking=True)
 
 

@@ -33,7 +33,8 @@ Result = Mapping[str, Any]
 
 
 def rows(result: Result) -> list[dict[str, Any]]:
-    """One for each figure. ``limit_ratio``: how much of the limit's speed, where there is one."""
+    """One for each figure. ``limit_ratio``: how much of the limit's speed, where there
+    is one."""
     nbytes = result["nbytes"]
     limits = {name: Spread(seconds) for name, seconds in result["limits"].items()}
     found = [_row("", name, spread, nbytes) for name, spread in limits.items()]
@@ -72,7 +73,8 @@ def _row(
 
 
 def step_rows(result: Result) -> list[dict[str, Any]]:
-    """``part``: what all steps lost, as a part of the time from the call of publish to its commit."""
+    """``part``: what all steps lost, as a part of the time from the call of publish to
+    its commit."""
     found: list[dict[str, Any]] = []
     for staging in LIMIT_OF:
         for case, samples in result["staging"][staging]["steps"].items():
@@ -94,7 +96,8 @@ def step_rows(result: Result) -> list[dict[str, Any]]:
 
 
 def bars(name: str, found: list[dict[str, Any]], steps: list[dict[str, Any]]) -> list[Bar]:
-    """What is promised, and whether it is kept: speeds for large tensors, steps for all."""
+    """What is promised, and whether it is kept: speeds for large tensors, steps for
+    all."""
     promised = {("", "hand over"), *((staging, what) for staging, of in LIMIT_OF.items() for what in of)}
     kept: list[Bar] = []
     for row in found if name == LARGE else ():

@@ -38,7 +38,8 @@ class HoldRank:
     # ------------------------------------------------------------ the trainer
 
     def spread(self, cores: Sequence[int]) -> dict[str, Any]:
-        """Use these cores: the driver, from which a process has its own, keeps off some."""
+        """Use these cores: the driver, from which a process has its own, keeps off
+        some."""
         os.sched_setaffinity(0, cores)
         return {}
 
@@ -50,7 +51,8 @@ class HoldRank:
         return {}
 
     def copy(self, how: str) -> dict[str, Any]:
-        """Copy all weights: in one piece, tensor by tensor, or by one call for all tensors."""
+        """Copy all weights: in one piece, tensor by tensor, or by one call for all
+        tensors."""
         self._sync.weights.change()
         began = time.monotonic()
         if how == "memcpy":
@@ -63,13 +65,15 @@ class HoldRank:
         return {"held": time.monotonic() - began}
 
     def train(self) -> dict[str, Any]:
-        """Steps of fixed work until the next command: when the first began and each one ended."""
+        """Steps of fixed work until the next command: when the first began and each one
+        ended."""
         self._step()
         self._driver.say(training=True)
         return {"stamps": self._steps()}
 
     def publish_and_train(self) -> dict[str, Any]:
-        """Publish, and go on with such steps until the next command; when it had committed, seen between two of them."""
+        """Publish, and go on with such steps until the next command; when it had
+        committed, seen between two of them."""
         self._sync.weights.change()
         self._step()
         pending = self._sync.channel.publish(self._sync.weights.tensors)

@@ -1,19 +1,23 @@
-"""The driver's side of ``bench_hold.py``: one trainer, and targets that read while it publishes.
+"""The driver's side of ``bench_hold.py``: one trainer, and targets that read while it
+publishes.
 
 Theory of operation
 ===================
 
-With two cores or more, everything but the trainer keeps off one core, so that its main thread always finds one: what is
-left between it and the others is the memory's bandwidth, and what the library does in the trainer's own process.
+With two cores or more, everything but the trainer keeps off one core, so that its main
+thread always finds one: what is left between it and the others is the memory's
+bandwidth, and what the library does in the trainer's own process.
 
-*Held*. Each target has the newest version open and loads it into its own parameters again and again, without a pause;
-meanwhile the trainer copies its weights, or publishes them: one sample of each kind after another, in rotating order. After
-a publish the targets let go of the old version and open the new one.
+*Held*. Each target has the newest version open and loads it into its own parameters
+again and again, without a pause; meanwhile the trainer copies its weights, or publishes
+them: one sample of each kind after another, in rotating order. After a publish the
+targets let go of the old version and open the new one.
 
-*Steps*. The trainer computes steps of fixed work, some tenths of a millisecond each: alone; from the return of
-``publish`` until its version has committed, and until all targets have loaded it; and while the same processes copy as many
-bytes out of shared memory with no library at all. One sample is the mean of the steps that lie in that time, at least
-with a part.
+*Steps*. The trainer computes steps of fixed work, some tenths of a millisecond each:
+alone; from the return of ``publish`` until its version has committed, and until all
+targets have loaded it; and while the same processes copy as many bytes out of shared
+memory with no library at all. One sample is the mean of the steps that lie in that
+time, at least with a part.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ Seconds = dict[str, list[float]]
 
 
 def within(stamps: Sequence[float], began: float, ended: float) -> float:
-    """The mean length of the steps between ``stamps`` that overlap with that time; of the next one when none does."""
+    """The mean length of the steps between ``stamps`` that overlap with that time; of
+    the next one when none does."""
     steps = [(earlier, later) for earlier, later in itertools.pairwise(stamps) if later > began]
     found = [later - earlier for earlier, later in steps if earlier < ended] or [steps[0][1] - steps[0][0]]
     return statistics.fmean(found)
@@ -72,7 +77,8 @@ class Scene:
         await one.ask("join", group=group, replica=replica, **where)
 
     async def grow(self, readers: int) -> None:
-        """Until so many targets have the newest version open, and all slots are warm."""
+        """Until so many targets have the newest version open, and all slots are
+        warm."""
         while len(self._joined) < readers:
             number = len(self._joined)
             one = self._targets[number]
@@ -92,7 +98,7 @@ class Scene:
         await asyncio.gather(*(one.ask("open") for one in targets))
         await asyncio.gather(*(one.hear() for one in targets))
 
-    # ------------------------------------------------------------ how long the trainer is held
+    # ----------------------------------------------------- how long the trainer is held
 
     async def held(self, repetition: int, samples: Seconds) -> None:
         """One sample of each kind."""
@@ -125,7 +131,7 @@ class Scene:
         for _ in range(2):  # what "busy" replies at its end, and "stop"
             await asyncio.gather(*(one.hear() for one in targets))
 
-    # ------------------------------------------------------------ how much its steps slow down
+    # ----------------------------------------------------- how much its steps slow down
 
     async def share(self) -> None:
         """Shared memory to copy out of."""
@@ -163,7 +169,8 @@ class Scene:
         return within(stamps, began, ended), ended - began
 
     async def _steps_after_publish(self) -> dict[str, tuple[float, float]]:
-        """Of the time until the commit, and until all have loaded; the targets keep the new version open again."""
+        """Of the time until the commit, and until all have loaded; the targets keep the
+        new version open again."""
         await asyncio.gather(*(one.ask("close") for one in self._joined))
         await asyncio.gather(*(one.ask("receive") for one in self._joined))  # all wait for it now
         _, *replies = await asyncio.gather(

@@ -1,4 +1,5 @@
-"""A rank of ``bench_operations.py``: it is in a group of every kind, and does operations in the one that it is asked for."""
+"""A rank of ``bench_operations.py``: it is in a group of every kind, and does
+operations in the one that it is asked for."""
 
 from __future__ import annotations
 
@@ -118,7 +119,8 @@ class OperationsRank:
         return {}
 
     def measure(self, name: str, nbytes: int, times: int, size: int) -> dict[str, Any]:
-        """``times`` operations, one after another: barriers (``nbytes`` 0) or all-reduces; mean seconds of one."""
+        """``times`` operations, one after another: barriers (``nbytes`` 0) or
+        all-reduces; mean seconds of one."""
         group = self._groups[name]
         if not nbytes:
             group.barrier()

@@ -1,4 +1,5 @@
-"""A rank of the all-reduce benchmarks: a member of a channel, torchft's process groups, or a plain Gloo group.
+"""A rank of the all-reduce benchmarks: a member of a channel, torchft's process groups,
+or a plain Gloo group.
 
 Everyone contributes ones, so that each sum tells how many took part.
 """
@@ -26,9 +27,11 @@ _c10d: Any = dist  # torch's own annotations leave out most of the names below
 
 
 class Group(Protocol):
-    """What can sum a tensor over all, in place, and be made anew over those that are left.
+    """What can sum a tensor over all, in place, and be made anew over those that are
+    left.
 
-    ``reduce`` raises an error of ``failed`` when it did not work; ``renew`` gets a new place in a smaller group.
+    ``reduce`` raises an error of ``failed`` when it did not work; ``renew`` gets a new
+    place in a smaller group.
     """
 
     failed: tuple[type[Exception], ...]
@@ -38,7 +41,8 @@ class Group(Protocol):
 
 
 class Library:
-    """A channel of peers; it needs no word from outside to go on over those that are left."""
+    """A channel of peers; it needs no word from outside to go on over those that are
+    left."""
 
     failed: tuple[type[Exception], ...] = (errors.SyncError,)
 
@@ -55,7 +59,8 @@ class Library:
 
 
 class Torchft:
-    """One of torchft's reconfigurable process groups, told at once who is left; its quorum takes longer."""
+    """One of torchft's reconfigurable process groups, told at once who is left; its
+    quorum takes longer."""
 
     failed: tuple[type[Exception], ...] = (Exception,)  # whatever Gloo, the pipe to its process, or torchft raises
 
@@ -120,7 +125,8 @@ class PeerRank:
         return {}
 
     def reduce(self, times: int, size: int) -> dict[str, Any]:
-        """All-reduces of all ``size``: one, when it was over, and ``times`` more, with seconds for each."""
+        """All-reduces of all ``size``: one, when it was over, and ``times`` more, with
+        seconds for each."""
         self._sum(size)
         first = time.monotonic()
         for _ in range(times):
@@ -136,9 +142,11 @@ class PeerRank:
         return low
 
     def outlive(self, size: int, renew: dict[str, Any] | None) -> dict[str, Any]:
-        """All-reduces without end until one has worked with one peer less than ``size``.
+        """All-reduces without end until one has worked with one peer less than
+        ``size``.
 
-        :param renew: what :meth:`renew` gets after a failure; None: give up after the first one.
+        :param renew: what :meth:`renew` gets after a failure; None: give up after the
+            first one.
         """
         self._driver.say(waiting=True)
         failures: list[str] = []

@@ -1,8 +1,10 @@
-"""An environment for what the library is compared with: torchft, Ray, supervisord and circus.
+"""An environment for what the library is compared with: torchft, Ray, supervisord and
+circus.
 
-``python -m bench.peers`` makes it inside the project's own environment (``.venv/peers``), with the packages of
-``peers.txt``. It sees the project's packages too, so that everybody runs the same torch, and it keeps those of the peers
-away from the project.
+``python -m bench.peers`` makes it inside the project's own environment
+(``.venv/peers``), with the packages of ``peers.txt``. It sees the project's packages
+too, so that everybody runs the same torch, and it keeps those of the peers away from
+the project.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ PEERS = Path(sys.prefix) / "peers"
 
 
 def python_with(module: str, peers: Path = PEERS) -> str | None:
-    """The interpreter that can import ``module``: this one, or that of the peers; None: it is not installed."""
+    """The interpreter that can import ``module``: this one, or that of the peers; None:
+    it is not installed."""
     if importlib.util.find_spec(module) is not None:
         return sys.executable
     found = _packages(peers) / module

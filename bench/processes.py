@@ -1,14 +1,18 @@
-"""Processes that the benchmarks of start-up and of faults look at and hit: sidecars, and how far they have come.
+"""Processes that the benchmarks of start-up and of faults look at and hit: sidecars,
+and how far they have come.
 
 Theory of operation
 ===================
 
-A fault must hit in the middle of something, on every machine and at every size. The kernel counts what a process has
-written, to Gloo's sockets too (what it reads from them is not counted). :class:`Progress` samples that count every 0.2 ms
-on a thread of its own (there is nothing that could be waited for instead), and acts when it has grown by so many bytes.
-The count at that moment is part of the result, so that a hit that came too late can be told from one that was in time.
+A fault must hit in the middle of something, on every machine and at every size. The
+kernel counts what a process has written, to Gloo's sockets too (what it reads from them
+is not counted). :class:`Progress` samples that count every 0.2 ms on a thread of its
+own (there is nothing that could be waited for instead), and acts when it has grown by
+so many bytes. The count at that moment is part of the result, so that a hit that came
+too late can be told from one that was in time.
 
-Only children of processes that the benchmark itself has started are looked at and signalled, by pidfd.
+Only children of processes that the benchmark itself has started are looked at and
+signalled, by pidfd.
 """
 
 from __future__ import annotations
@@ -51,7 +55,8 @@ def _name(pid: int) -> str:
 
 @contextmanager
 def held(pids: Sequence[int]) -> Iterator[list[int]]:
-    """pidfds of those that are there: a number of a process that is gone may belong to another one later."""
+    """pidfds of those that are there: a number of a process that is gone may belong to
+    another one later."""
     found: list[int] = []
     try:
         for pid in pids:
@@ -74,7 +79,8 @@ def send(pidfds: Sequence[int], number: signal.Signals) -> float:
 
 @contextmanager
 def one_core_left() -> Iterator[int | None]:
-    """Keep this process, and all that it starts, off one core, and say which; None where there is only one."""
+    """Keep this process, and all that it starts, off one core, and say which; None
+    where there is only one."""
     before = os.sched_getaffinity(0)
     *others, core = sorted(before)
     if not others:
@@ -128,7 +134,8 @@ async def _forkserver() -> AsyncIterator[Forkserver]:
 
 @asynccontextmanager
 async def forkservers(count: int) -> AsyncIterator[list[Forkserver]]:
-    """So many, each of which has loaded torch: it answers its first client only then."""
+    """So many, each of which has loaded torch: it answers its first client only
+    then."""
     from replicas.sidecar.rank_side import client  # takes torch, of which this process needs nothing later
 
     async with AsyncExitStack() as stack:
@@ -160,7 +167,8 @@ class Progress:
         return sum(_written_nbytes(pid) - self._before.get(pid, 0) for pid in self._pids())
 
     async def reaches(self, nbytes: int, act: Callable[[], float], timeout_s: float = 60.0) -> Hit:
-        """Call ``act``, which returns the time, as soon as ``nbytes`` have been written.
+        """Call ``act``, which returns the time, as soon as ``nbytes`` have been
+        written.
 
         :raises RuntimeError: they were not, within ``timeout_s`` (default 60 s).
         """

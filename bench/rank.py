@@ -1,7 +1,9 @@
-"""The rank's side of :mod:`bench.support`: commands in, replies out, and the end of standard input is the end.
+"""The rank's side of :mod:`bench.support`: commands in, replies out, and the end of
+standard input is the end.
 
-``python -m bench.rank MODULE`` listens to the driver before it imports ``bench.MODULE``, which takes torch and seconds.
-That module has ``handlers(driver)``: a function for each command, by name, that returns the reply.
+``python -m bench.rank MODULE`` listens to the driver before it imports
+``bench.MODULE``, which takes torch and seconds. That module has ``handlers(driver)``: a
+function for each command, by name, that returns the reply.
 """
 
 from __future__ import annotations
@@ -22,7 +24,8 @@ Handler = Callable[..., dict[str, Any]]
 
 
 class Driver:
-    """Who gives the commands. Its pipe is taken off descriptor 1, so that nothing else is written there."""
+    """Who gives the commands. Its pipe is taken off descriptor 1, so that nothing else
+    is written there."""
 
     def __init__(self) -> None:
         self._out: TextIO = os.fdopen(os.dup(1), "w", buffering=1)

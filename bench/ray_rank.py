@@ -1,8 +1,10 @@
-"""Ray for ``bench_sync.py``: a Ray of its own on this host, with an actor that puts the weights and others that get them.
+"""Ray for ``bench_sync.py``: a Ray of its own on this host, with an actor that puts the
+weights and others that get them.
 
-The weights go in as numpy arrays, which Ray reads from its shared memory without a copy (torch tensors it would copy).
-The source's actor puts them, the targets' actors get them as soon as the reference is there. This process starts Ray and
-the actors' calls, and is in no time but that of Ray's own messages.
+The weights go in as numpy arrays, which Ray reads from its shared memory without a copy
+(torch tensors it would copy). The source's actor puts them, the targets' actors get
+them as soon as the reference is there. This process starts Ray and the actors' calls,
+and is in no time but that of Ray's own messages.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ from bench.weights import Weights
 __all__ = ["Holder", "RayRank", "handlers"]
 
 STORE_COPIES = 2.5
-"""Size of the object store: the last object is let go when the next one is put already."""
+"""Size of the object store: the last object is let go when the next one is put
+already."""
 LEAST_NBYTES = 256 << 20
 
 Arrays = Mapping[str, "numpy.typing.NDArray[numpy.uint8]"]
@@ -46,7 +49,8 @@ class Holder:
         return [self._ray.put(dict(self._arrays))], began
 
     def get(self, put: tuple[list[Any], float]) -> tuple[float, float]:
-        """When the first byte of each had been read, and when all was copied into the own weights."""
+        """When the first byte of each had been read, and when all was copied into the
+        own weights."""
         (reference,), _ = put
         found: Arrays = self._ray.get(reference, timeout=WAIT_S)
         for array in found.values():
@@ -71,7 +75,8 @@ class RayRank:
     def start(self, what: str, targets: int, nbytes: int, folder: str) -> dict[str, Any]:
         """Start Ray, and an actor for the source and each target.
 
-        :param folder: for its sockets and logs, of a short name: paths of sockets have at most 107 characters.
+        :param folder: for its sockets and logs, of a short name: paths of sockets have
+            at most 107 characters.
         """
         self._ray.init(
             num_cpus=targets + 1,
@@ -87,7 +92,8 @@ class RayRank:
         return {"release": self._ray.__version__}
 
     def sync(self, targets: int) -> dict[str, Any]:
-        """Put once and get by ``targets`` of them; their bytes are compared afterwards."""
+        """Put once and get by ``targets`` of them; their bytes are compared
+        afterwards."""
         chosen = self._targets[:targets]
         put = self._source.put.remote()
         got = self._ray.get([one.get.remote(put) for one in chosen], timeout=WAIT_S)

@@ -1,4 +1,5 @@
-"""The coordinator of :mod:`bench.bench_scale`, in a process of its own (``python -m bench.rank scale_coordinator``)."""
+"""The coordinator of :mod:`bench.bench_scale`, in a process of its own (``python -m
+bench.rank scale_coordinator``)."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def handlers(driver: Driver) -> dict[str, Handler]:
 
 
 def _usage() -> dict[str, Any]:
-    """CPU time so far in seconds (also as the kernel tells others), and resident memory, of this process."""
+    """CPU time so far in seconds (also as the kernel tells others), and resident
+    memory, of this process."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     ticks = int(fields[11]) + int(fields[12])

@@ -1,10 +1,12 @@
-"""Simulated members for :mod:`bench.bench_scale`: real sessions and messages, no torch and no bytes.
+"""Simulated members for :mod:`bench.bench_scale`: real sessions and messages, no torch
+and no bytes.
 
-A process of its own (``python -m bench.rank scale_members``) with a crowd of members on one asyncio loop. Each one speaks
-the real protocol over a WebSocket of its own: Hello, heartbeats at the interval that it is told, and an answer at once to
-whatever is asked of it: a lane has formed, a slot is there, bytes have come, a version is loaded. Replicas have one rank
-each, and eight of them are one "host", as their beacons say. Times are stamps of CLOCK_MONOTONIC, taken when the *last*
-member has got the message.
+A process of its own (``python -m bench.rank scale_members``) with a crowd of members on
+one asyncio loop. Each one speaks the real protocol over a WebSocket of its own: Hello,
+heartbeats at the interval that it is told, and an answer at once to whatever is asked
+of it: a lane has formed, a slot is there, bytes have come, a version is loaded.
+Replicas have one rank each, and eight of them are one "host", as their beacons say.
+Times are stamps of CLOCK_MONOTONIC, taken when the *last* member has got the message.
 """
 
 from __future__ import annotations
@@ -253,7 +255,8 @@ class Crowd:
     # ------------------------------------------------------------ commands
 
     async def grow(self, size: int, group: str = "rollout") -> dict[str, Any]:
-        """Join until there are ``size`` targets and all of them know of all; the source comes first."""
+        """Join until there are ``size`` targets and all of them know of all; the source
+        comes first."""
         if self.source is None:
             self.source = await self._join("trainer", 0, "trainer")
         began = time.monotonic()
@@ -270,7 +273,8 @@ class Crowd:
         return {"joined": missing, "joins_s": welcomed - began, "all_s": ended - began}
 
     async def _settled(self, after: int) -> float:
-        """Everybody knows of the same epoch, a later one than ``after``; returns when. And all serve the newest version."""
+        """Everybody knows of the same epoch, a later one than ``after``; returns when.
+        And all serve the newest version."""
 
         def same() -> bool:
             epochs = {member.epoch for member in self.members.values()}
@@ -325,7 +329,8 @@ class Crowd:
         return {"seconds": await self._settled(epoch) - began}
 
     async def publish(self) -> dict[str, Any]:
-        """One version: seconds to the commit at the last member, and until all targets, who wait for it, have loaded it."""
+        """One version: seconds to the commit at the last member, and until all targets,
+        who wait for it, have loaded it."""
         source = self.source
         assert source is not None
         said, heard = self.said.copy(), self.heard.copy()

@@ -1,22 +1,31 @@
-"""What a sync to many replicas costs, as formulas: :mod:`bench.bench_scale` measures what they can be checked against.
+"""What a sync to many replicas costs, as formulas: :mod:`bench.bench_scale` measures
+what they can be checked against.
 
-One source on a host of its own, ``targets`` replicas of one rank, ``per_host`` of them on each host; each host has a leader,
-which receives over the lane, and the others map its memory.
+One source on a host of its own, ``targets`` replicas of one rank, ``per_host`` of them
+on each host; each host has a leader, which receives over the lane, and the others map
+its memory.
 
-*Messages* of one publish on a lane that exists. To the coordinator: PublishBegin, Packed, TransferReady from the source and
-the leaders, TransferDone from the source and all targets; Loaded, Dropped (of the version before) and the next ReceiveAsk
-from all targets. From it: PublishAdmitted, TransferOffer to the source and all targets, TransferGo to the source and the
-leaders, Commit to all members, Assigned and ReceiveGrant to all targets, PublishEnd. With L leaders and T targets
-3 T + 2 L + 8 of them up to the commit, and 8 T + 2 L + 9 in all. (Released, which follows at its own time, is left out.)
+*Messages* of one publish on a lane that exists. To the coordinator: PublishBegin,
+Packed, TransferReady from the source and the leaders, TransferDone from the source and
+all targets; Loaded, Dropped (of the version before) and the next ReceiveAsk from all
+targets. From it: PublishAdmitted, TransferOffer to the source and all targets,
+TransferGo to the source and the leaders, Commit to all members, Assigned and
+ReceiveGrant to all targets, PublishEnd. With L leaders and T targets 3 T + 2 L + 8 of
+them up to the commit, and 8 T + 2 L + 9 in all. (Released, which follows at its own
+time, is left out.)
 
-*The coordinator* is one thread and does one thing after another: its time is a constant for each message.
+*The coordinator* is one thread and does one thing after another: its time is a constant
+for each message.
 
-*The chain* of leaders passes on buckets while the next ones come, so that the last leader has all of them after
-``buckets + leaders - 1`` steps of one bucket each, of the size that :func:`replicas.sidecar.buckets.bucket_limit` gives. With
-``nbytes`` much larger than a bucket for each leader this comes close to ``nbytes / link``, however many leaders there are.
+*The chain* of leaders passes on buckets while the next ones come, so that the last
+leader has all of them after ``buckets + leaders - 1`` steps of one bucket each, of the
+size that :func:`replicas.sidecar.buckets.bucket_limit` gives. With ``nbytes`` much
+larger than a bucket for each leader this comes close to ``nbytes / link``, however many
+leaders there are.
 
-*On each host* the leader's memory is mapped by all others at the same time, each on a core of its own; copying it into
-parameters comes on top, and is the same with one replica or a thousand.
+*On each host* the leader's memory is mapped by all others at the same time, each on a
+core of its own; copying it into parameters comes on top, and is the same with one
+replica or a thousand.
 """
 
 from __future__ import annotations
@@ -35,8 +44,10 @@ class Rates:
     """What was measured (or, of the link and its steps, is assumed).
 
     :param message_s: the coordinator's time for one message.
-    :param memory: bytes per second of one copy within memory; :param mapping: of making mapped memory readable.
-    :param link: bytes per second between two hosts; :param step_s: what passing on one bucket costs beside its bytes.
+    :param memory: bytes per second of one copy within memory; :param mapping: of making
+        mapped memory readable.
+    :param link: bytes per second between two hosts; :param step_s: what passing on one
+        bucket costs beside its bytes.
     """
 
     message_s: float
@@ -66,7 +77,8 @@ def leaders_of(targets: int, per_host: int = PER_HOST) -> int:
 
 
 def messages_to_commit(targets: int, leaders: int) -> int:
-    """Of one publish, to and from the coordinator, until everybody has been told of the commit."""
+    """Of one publish, to and from the coordinator, until everybody has been told of the
+    commit."""
     return 3 * targets + 2 * leaders + 8
 
 

@@ -1,7 +1,7 @@
 """The sets of tensors that are moved, as data: names and shapes, all in bfloat16.
 
-The first is that of a real model, as a rule: 272 tensors of SmolLM2-135M, 269 MB (tied embeddings come once). The others are
-a few large ones, and very many small ones.
+The first is that of a real model, as a rule: 272 tensors of SmolLM2-135M, 269 MB (tied
+embeddings come once). The others are a few large ones, and very many small ones.
 """
 
 from __future__ import annotations

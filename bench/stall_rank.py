@@ -1,4 +1,5 @@
-"""A rank of the stall benchmark: one that trains and publishes, one that serves, or one that joins late."""
+"""A rank of the stall benchmark: one that trains and publishes, one that serves, or one
+that joins late."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class StallRank:
         return {}
 
     def train(self) -> dict[str, Any]:
-        """Steps of fixed work until the next command; when each one began, and the end of the last."""
+        """Steps of fixed work until the next command; when each one began, and the end
+        of the last."""
         self._step()
         self._driver.say(training=True)
         stamps = [time.monotonic()]
@@ -45,7 +47,8 @@ class StallRank:
         return {}
 
     def late(self, endpoint: str, token: str, replica: int) -> dict[str, Any]:
-        """Join, and receive what the others have; when it began, and when the newest version was readable."""
+        """Join, and receive what the others have; when it began, and when the newest
+        version was readable."""
         began = time.monotonic()
         self._sync.join(endpoint, token, "rollout", replica)
         got = self._sync.receive(announce=False)

@@ -1,4 +1,5 @@
-"""A rank of ``bench_startup.py``: loads torch, joins a channel of peers, forks a sidecar, and meets the peers in barriers."""
+"""A rank of ``bench_startup.py``: loads torch, joins a channel of peers, forks a
+sidecar, and meets the peers in barriers."""
 
 from __future__ import annotations
 
@@ -39,7 +40,8 @@ class StartupRank:
         return {"began": began, "joined": time.monotonic()}
 
     def sidecar(self) -> dict[str, Any]:
-        """Connect to the forkserver if need be, fork one, and have it answer a request; it is killed then."""
+        """Connect to the forkserver if need be, fork one, and have it answer a request;
+        it is killed then."""
         loop = session_loop()
 
         async def make() -> float:
@@ -58,7 +60,8 @@ class StartupRank:
         return {"seconds": loop.run(make, WAIT_S), "ended": time.monotonic()}
 
     def barrier(self) -> dict[str, Any]:
-        """Meet all peers; once more when the attempt failed for everyone, as after the death of a sidecar."""
+        """Meet all peers; once more when the attempt failed for everyone, as after the
+        death of a sidecar."""
         assert self._channel is not None
         failures: list[str] = []
         began = time.monotonic()

@@ -1,15 +1,18 @@
-"""What is left of a torchrun job of two ranks when its supervisor, its launcher, or both are killed with -9, or told to end?
+"""What is left of a torchrun job of two ranks when its supervisor, its launcher, or
+both are killed with -9, or told to end?
 
 Theory of operation
 ===================
 
-The same job under each contender: ``plain`` ranks, and ``stubborn`` ones, which ignore SIGTERM and have three daemons each
-(``bench/tree_worker.py``): eight processes beside torchrun's. Of the processes of the job as it was at the fault those count
-that are alive ``AFTER_S`` seconds later; after a SIGTERM to the supervisor, so long after that has ended. Whatever restarts
-the job may start a new one: that does not count.
+The same job under each contender: ``plain`` ranks, and ``stubborn`` ones, which ignore
+SIGTERM and have three daemons each (``bench/tree_worker.py``): eight processes beside
+torchrun's. Of the processes of the job as it was at the fault those count that are
+alive ``AFTER_S`` seconds later; after a SIGTERM to the supervisor, so long after that
+has ended. Whatever restarts the job may start a new one: that does not count.
 
-supervisord and circus run with the settings that kill most: ``stopasgroup`` and ``killasgroup``, and ``stop_children``. Bare
-torchrun is its own supervisor: killing either is the same.
+supervisord and circus run with the settings that kill most: ``stopasgroup`` and
+``killasgroup``, and ``stop_children``. Bare torchrun is its own supervisor: killing
+either is the same.
 """
 
 from __future__ import annotations
@@ -60,7 +63,8 @@ graceful_timeout = {stop_s}
 
 @dataclass(frozen=True)
 class LeftoverSample:
-    """``left``: of ``of`` processes; ``lines``: their command lines. ``took_s``: from SIGTERM to the supervisor's end."""
+    """``left``: of ``of`` processes; ``lines``: their command lines. ``took_s``: from
+    SIGTERM to the supervisor's end."""
 
     contender: str
     kind: str

@@ -1,14 +1,17 @@
-"""From the kill of a replica to its program running again, against how long its launcher takes to start by itself?
+"""From the kill of a replica to its program running again, against how long its
+launcher takes to start by itself?
 
 Theory of operation
 ===================
 
-Killed with -9 are the program, torchrun's process, and the shim, of a replica that has no backoff to speak of
-(``initial_delay`` is 1 ms). The time ends with the clock that the next program reads first. Beside it, in turn: ``torchrun``
-started by hand with the same program, and, for ``launcher = "exec"``, the bare program.
+Killed with -9 are the program, torchrun's process, and the shim, of a replica that has
+no backoff to speak of (``initial_delay`` is 1 ms). The time ends with the clock that
+the next program reads first. Beside it, in turn: ``torchrun`` started by hand with the
+same program, and, for ``launcher = "exec"``, the bare program.
 
-By itself torchrun sleeps before it joins its rendezvous, for a random time of up to 0.3 s, which makes its start scatter;
-with one node, or a few, our launcher does not. So a replica can be back sooner than a bare torchrun is up.
+By itself torchrun sleeps before it joins its rendezvous, for a random time of up to 0.3
+s, which makes its start scatter; with one node, or a few, our launcher does not. So a
+replica can be back sooner than a bare torchrun is up.
 """
 
 from __future__ import annotations
@@ -31,7 +34,8 @@ VICTIMS = {"exec": ("program", "shim"), "torchrun": ("program", "torchrun", "shi
 
 @dataclass(frozen=True)
 class RestartSample:
-    """``what``: who was killed, or ``start`` of the bare launcher. Seconds until the program runs."""
+    """``what``: who was killed, or ``start`` of the bare launcher. Seconds until the
+    program runs."""
 
     launcher: str
     what: str

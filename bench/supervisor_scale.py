@@ -3,11 +3,13 @@
 Theory of operation
 ===================
 
-The command is ``sleep``: whatever is measured is ours. *Up*: from the start of ``python -m replicas.supervisor`` to the
-first status in which every replica is ready, the start of its own store (which loads torch) included. *Idle*: the time of all
-processes of the run on all cores, commands included, while nobody asks anything. *Status*: ``GET /status``, each over a
-connection of its own, as the command line does it; also while a tenth of the replicas is killed and started again. *Memory*:
-the PSS of all processes but the commands; by its growth from one size to the next, that of one replica.
+The command is ``sleep``: whatever is measured is ours. *Up*: from the start of ``python
+-m replicas.supervisor`` to the first status in which every replica is ready, the start
+of its own store (which loads torch) included. *Idle*: the time of all processes of the
+run on all cores, commands included, while nobody asks anything. *Status*: ``GET
+/status``, each over a connection of its own, as the command line does it; also while a
+tenth of the replicas is killed and started again. *Memory*: the PSS of all processes
+but the commands; by its growth from one size to the next, that of one replica.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ COMMAND = ("sleep", "100000")
 
 @dataclass(frozen=True)
 class ScaleSample:
-    """Seconds, bytes, and parts of a core. ``idle_parts``: by kind of process. ``hit_s``: status while some are restarted."""
+    """Seconds, bytes, and parts of a core. ``idle_parts``: by kind of process.
+    ``hit_s``: status while some are restarted."""
 
     replicas: int
     up_s: float

@@ -1,13 +1,16 @@
-"""What the benchmarks share: rank processes and their commands, the machine, medians, tables and JSON.
+"""What the benchmarks share: rank processes and their commands, the machine, medians,
+tables and JSON.
 
 Theory of operation
 ===================
 
-The driver takes no torch into its process. Each rank is a process of its own, which does what the driver asks
-in lines of JSON (:mod:`bench.rank`): one line to its standard input, one or more back. Times are stamps of
-CLOCK_MONOTONIC, which all processes of one machine share, so that a span may begin in one process and end in another.
+The driver takes no torch into its process. Each rank is a process of its own, which
+does what the driver asks in lines of JSON (:mod:`bench.rank`): one line to its standard
+input, one or more back. Times are stamps of CLOCK_MONOTONIC, which all processes of one
+machine share, so that a span may begin in one process and end in another.
 
-A rank ends when its standard input does, whoever killed the driver; the driver kills what has not ended in time.
+A rank ends when its standard input does, whoever killed the driver; the driver kills
+what has not ended in time.
 """
 
 from __future__ import annotations
@@ -74,7 +77,8 @@ class Rank:
         await stdin.drain()
 
     async def hear(self, timeout_s: float = REPLY_TIMEOUT_S) -> dict[str, Any]:
-        """Its next reply. :class:`RuntimeError`: it failed, ended, or said nothing for ``timeout_s`` (default 120 s)."""
+        """Its next reply. :class:`RuntimeError`: it failed, ended, or said nothing for
+        ``timeout_s`` (default 120 s)."""
         stdout = self._process.stdout
         assert stdout is not None
         try:
@@ -113,9 +117,11 @@ class Rank:
 async def rank(
     module: str, name: str, python: str = sys.executable, within: Sequence[str] = (), **environment: str
 ) -> AsyncIterator[Rank]:
-    """A process with the commands of ``bench.MODULE``; it ends with the block, killed if that failed.
+    """A process with the commands of ``bench.MODULE``; it ends with the block, killed
+    if that failed.
 
-    :param python: the interpreter, which may be that of another virtual environment (:mod:`bench.peers`).
+    :param python: the interpreter, which may be that of another virtual environment
+        (:mod:`bench.peers`).
     :param within: the words before it, of a command that starts it elsewhere.
     """
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
@@ -154,7 +160,8 @@ async def together(
 
 
 async def until(condition: Callable[[], object], changed: asyncio.Event, what: str, timeout_s: float = 60.0) -> None:
-    """Wait until ``condition`` is true; ``changed`` is set by whoever may have made it so."""
+    """Wait until ``condition`` is true; ``changed`` is set by whoever may have made it
+    so."""
     try:
         async with asyncio.timeout(timeout_s):
             while not condition():
@@ -165,7 +172,8 @@ async def until(condition: Callable[[], object], changed: asyncio.Event, what: s
 
 
 def rotated(items: Sequence[Any], by: int) -> list[Any]:
-    """The same items, beginning with number ``by``: who comes first changes with every repetition."""
+    """The same items, beginning with number ``by``: who comes first changes with every
+    repetition."""
     by %= len(items)
     return [*items[by:], *items[:by]]
 
@@ -193,7 +201,8 @@ class Spread:
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that is promised, the figure found, and whether that keeps the promise."""
+    """Something that is promised, the figure found, and whether that keeps the
+    promise."""
 
     text: str
     figure: float
@@ -220,7 +229,8 @@ def run_bench(main: Coroutine[Any, Any, None]) -> None:
 
 @contextmanager
 def scratch(parent: str | None = None) -> Iterator[str]:
-    """A folder that ends with the block; those of programs that were killed are removed first.
+    """A folder that ends with the block; those of programs that were killed are removed
+    first.
 
     :param parent: default: that for temporary files.
     """
@@ -261,12 +271,14 @@ def machine() -> dict[str, Any]:
 
 
 def threads_for(processes: int) -> int:
-    """Threads of each of so many processes that share the cores: more of them would only wait for each other."""
+    """Threads of each of so many processes that share the cores: more of them would
+    only wait for each other."""
     return max(1, len(os.sched_getaffinity(0)) // processes)
 
 
 async def busy_ratio(seconds: float = 1.0) -> float:
-    """The part of all cores' time that others use, measured while this program does nothing for ``seconds``."""
+    """The part of all cores' time that others use, measured while this program does
+    nothing for ``seconds``."""
     before = _cpu_times()
     await asyncio.sleep(seconds)
     spent = [after - earlier for after, earlier in zip(_cpu_times(), before, strict=True)]

@@ -3,15 +3,17 @@
 Theory of operation
 ===================
 
-The library, the limit, plain Gloo and files run in the same processes, one source and three targets, on the same
-weights in the same memory. torchft has processes of its own, and so has Ray.
+The library, the limit, plain Gloo and files run in the same processes, one source and
+three targets, on the same weights in the same memory. torchft has processes of its own,
+and so has Ray.
 
-In each round the targets are told first and say that they wait; then the source is told, and its clock begins.
-*Readable*: each target has read the first value of each tensor. *Loaded*: each has all bytes in parameters of its own. After
-the clocks have stopped, the digests of all bytes of source and targets are compared.
+In each round the targets are told first and say that they wait; then the source is
+told, and its clock begins. *Readable*: each target has read the first value of each
+tensor. *Loaded*: each has all bytes in parameters of its own. After the clocks have
+stopped, the digests of all bytes of source and targets are compared.
 
-Two rounds of the library are measured apart, so that neither pays for the other: in one the targets only read, in
-the other they load and report.
+Two rounds of the library are measured apart, so that neither pays for the other: in one
+the targets only read, in the other they load and report.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ __all__ = [
 ]
 
 Times = dict[str, float]
-"""Seconds by what was reached: ``readable``, ``loaded``, ``held`` (the call has returned), ``copied`` (in)."""
+"""Seconds by what was reached: ``readable``, ``loaded``, ``held`` (the call has
+returned), ``copied`` (in)."""
 
 
 class Contender(ABC):
@@ -59,7 +62,8 @@ class Contender(ABC):
 
     @abstractmethod
     async def sync(self, targets: int) -> Times:
-        """One round. :class:`RuntimeError`: the targets have other bytes than the source."""
+        """One round. :class:`RuntimeError`: the targets have other bytes than the
+        source."""
 
 
 async def race(ranks: list[Rank], source: dict[str, Any], target: dict[str, Any]) -> tuple[dict[str, Any], list[Any]]:
@@ -97,7 +101,8 @@ class Library:
         coordinator.subscribe(lambda event: self._changed.set())
 
     async def grow(self, targets: int) -> None:
-        """Until the source and so many targets are live, and have loaded the newest version."""
+        """Until the source and so many targets are live, and have loaded the newest
+        version."""
         where = {"endpoint": self._coordinator.endpoint, "token": self._coordinator.token}
         if not self._joined:
             await self.ranks[0].ask("join", group="trainer", replica=0, **where)
@@ -172,7 +177,8 @@ class Limit(Contender):
 
 
 async def share(ranks: list[Rank]) -> None:
-    """Memory and pipes between the first and the others, for :class:`Limit` and :class:`Files`."""
+    """Memory and pipes between the first and the others, for :class:`Limit` and
+    :class:`Files`."""
     first, *rest = ranks
     said = await first.ask("share", targets=len(rest))
     where = {"pid": said["pid"], "memory": said["memory"]}
@@ -180,7 +186,8 @@ async def share(ranks: list[Rank]) -> None:
 
 
 class Flat(Contender):
-    """One broadcast of one flat buffer, from parameters to parameters. It needs :func:`groups`."""
+    """One broadcast of one flat buffer, from parameters to parameters. It needs
+    :func:`groups`."""
 
     def __init__(self, ranks: list[Rank], name: str = "Gloo, flat") -> None:
         super().__init__(name)
@@ -209,7 +216,8 @@ class Each(Flat):
 
 
 async def groups(ranks: list[Rank]) -> int:
-    """A Gloo group of the first two, three, … of them; returns the port of their store."""
+    """A Gloo group of the first two, three, … of them; returns the port of their
+    store."""
     port = (await ranks[0].ask("host"))["port"]
     for size in range(2, len(ranks) + 1):
         members = enumerate(ranks[:size])

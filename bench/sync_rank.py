@@ -1,4 +1,5 @@
-"""A rank that is a member of a channel with weights, or in a plain Gloo group, or both."""
+"""A rank that is a member of a channel with weights, or in a plain Gloo group, or
+both."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ _c10d: Any = dist  # torch's own annotations leave out most of the names below
 class SyncRank:
     """All commands; a process uses those of its part.
 
-    Who sends changes the first value of each tensor before the clock runs, so that no digest fits by itself.
+    Who sends changes the first value of each tensor before the clock runs, so that no
+    digest fits by itself.
     """
 
     def __init__(self, driver: Driver) -> None:
@@ -40,7 +42,8 @@ class SyncRank:
     # ------------------------------------------------------------ with the library
 
     def fill(self, what: str, seed: int) -> dict[str, Any]:
-        """Make the weights, of the set of that name; their memory is also the flat buffer."""
+        """Make the weights, of the set of that name; their memory is also the flat
+        buffer."""
         self._weights = Weights(what, seed)
         self._flat = self._weights.flat
         return {
@@ -60,7 +63,8 @@ class SyncRank:
         return {}
 
     def publish(self, tries: int = 1) -> dict[str, Any]:
-        """Publish the next version, every tensor of which has changed; once more when that failed, ``tries`` in all."""
+        """Publish the next version, every tensor of which has changed; once more when
+        that failed, ``tries`` in all."""
         self.weights.change()
         began = time.monotonic()
         failures: list[str] = []
@@ -82,7 +86,8 @@ class SyncRank:
     def receive(self, announce: bool = True) -> dict[str, Any]:
         """Ask for the next version, say so, and load it when it comes.
 
-        ``readable``: the update could be entered; ``loaded``: all is copied; ``reported``: and that has been said.
+        ``readable``: the update could be entered; ``loaded``: all is copied;
+        ``reported``: and that has been said.
         """
         pending = self.channel.receive()
         if announce:
@@ -94,7 +99,8 @@ class SyncRank:
         return {"readable": readable, "loaded": loaded, "reported": time.monotonic(), "version": update.version}
 
     def read(self) -> dict[str, Any]:
-        """Ask for the next version, say so, and read the first value of each tensor when it comes, but load nothing.
+        """Ask for the next version, say so, and read the first value of each tensor
+        when it comes, but load nothing.
 
         The digest is made afterwards, of all its bytes.
         """
@@ -152,7 +158,8 @@ class SyncRank:
     def form(
         self, port: int, rank: int, size: int, host: str = "127.0.0.1", address: str = "127.0.0.1"
     ) -> dict[str, Any]:
-        """Form a Gloo group of ``size``; ``host``: where the store is, ``address``: of this rank."""
+        """Form a Gloo group of ``size``; ``host``: where the store is, ``address``: of
+        this rank."""
         timeout = timedelta(seconds=WAIT_S)
         client = _c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
         options = _c10d.ProcessGroupGloo._Options()
@@ -167,7 +174,8 @@ class SyncRank:
         return self._broadcast([self._flat], size, source)
 
     def broadcast_copy(self, size: int, source: bool) -> dict[str, Any]:
-        """Copy the flat buffer to other memory, warm after the first time, and broadcast that from rank 0."""
+        """Copy the flat buffer to other memory, warm after the first time, and
+        broadcast that from rank 0."""
         if source and self._copy.numel() != self._flat.numel():
             self._copy = self._flat.clone()
         return self._broadcast([self._copy if source else self._flat], size, source, copy=True)

@@ -25,7 +25,8 @@ REACHED = ("copied", "held", "readable", "loaded")
 def rows(results: Results) -> list[dict[str, Any]]:
     """One for each number of targets, contender and what was reached.
 
-    ``gloo_ratio``: how many times as fast as Gloo's flat broadcast; ``limit_ratio``: how much of the limit's speed.
+    ``gloo_ratio``: how many times as fast as Gloo's flat broadcast; ``limit_ratio``:
+    how much of the limit's speed.
     """
     found: list[dict[str, Any]] = []
     for targets, contenders in results.items():

@@ -1,6 +1,8 @@
-"""A rank of ``bench_sync.py`` in torchft's ProcessGroupBabyGloo: Gloo in a process of its own, as ours is.
+"""A rank of ``bench_sync.py`` in torchft's ProcessGroupBabyGloo: Gloo in a process of
+its own, as ours is.
 
-It moves the flat buffer into memory which that process maps, and broadcasts it there: nothing is copied in between.
+It moves the flat buffer into memory which that process maps, and broadcasts it there:
+nothing is copied in between.
 """
 
 from __future__ import annotations

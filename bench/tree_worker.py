@@ -1,8 +1,10 @@
-"""``tree_worker.py KIND FILE``: a program that supervisors are compared with. Standard library, no site packages.
+"""``tree_worker.py KIND FILE``: a program that supervisors are compared with. Standard
+library, no site packages.
 
-It appends a line of JSON to FILE when it runs: the time (CLOCK_MONOTONIC), its pid, those of its daemons. ``plain`` waits;
-``stubborn`` ignores SIGTERM, and has three daemons that do too: a child in a session of its own, one that was forked twice,
-and one that was forked twice and has nothing of ours in its environment.
+It appends a line of JSON to FILE when it runs: the time (CLOCK_MONOTONIC), its pid,
+those of its daemons. ``plain`` waits; ``stubborn`` ignores SIGTERM, and has three
+daemons that do too: a child in a session of its own, one that was forked twice, and one
+that was forked twice and has nothing of ours in its environment.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""Trees of processes that the benchmark of supervisors starts, watches and ends: by a mark in their environment.
+"""Trees of processes that the benchmark of supervisors starts, watches and ends: by a
+mark in their environment.
 
-A process counts by pid and start time, which no other has. What the mark does not show (a daemon that wiped its environment)
-is known by what its starter told. Only such processes are ever signalled, by pidfd.
+A process counts by pid and start time, which no other has. What the mark does not show
+(a daemon that wiped its environment) is known by what its starter told. Only such
+processes are ever signalled, by pidfd.
 """
 
 from __future__ import annotations
@@ -104,7 +106,8 @@ def pss_nbytes(processes: Iterable[Process]) -> int:
 
 
 class Tree:
-    """A command and all that comes of it. ``told``: file in which its workers say that they run."""
+    """A command and all that comes of it. ``told``: file in which its workers say that
+    they run."""
 
     def __init__(self, command: Sequence[str], folder: Path, log: str = "tree.log") -> None:
         self.folder = folder
@@ -126,7 +129,8 @@ class Tree:
         return [json.loads(line) for line in self.told_in.read_text().splitlines()]
 
     def processes(self) -> dict[Process, str]:
-        """All that are alive, with their command lines; daemons without the mark too."""
+        """All that are alive, with their command lines; daemons without the mark
+        too."""
         found = self._marked()
         for line in self.told():
             for pid in (line["pid"], *line["daemons"]):

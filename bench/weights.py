@@ -1,7 +1,8 @@
 """Weights of a rank: a set of tensors of random values, all within one block of memory.
 
-Each tensor has a storage of its own, as a model's parameters have, but they lie one behind the other: so the same memory
-can be broadcast as one flat buffer and moved tensor by tensor, and nobody's copy is colder than another's.
+Each tensor has a storage of its own, as a model's parameters have, but they lie one
+behind the other: so the same memory can be broadcast as one flat buffer and moved
+tensor by tensor, and nobody's copy is colder than another's.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ FINITE = 0xBFFFBFFFBFFFBFFF
 class Weights:
     """
     :ivar flat: all bytes.
-    :ivar tensors: the same by name; only for memory that stays where it is (torchft moves it).
+    :ivar tensors: the same by name; only for memory that stays where it is (torchft
+        moves it).
     """
 
     def __init__(self, what: str, seed: int) -> None:
@@ -59,7 +61,8 @@ class Weights:
 
 
 def placed(flat: torch.Tensor, shapes: list[tuple[str, tuple[int, ...]]]) -> dict[str, torch.Tensor]:
-    """Tensors of these shapes one behind the other in ``flat`` (uint8), each with a storage of its own."""
+    """Tensors of these shapes one behind the other in ``flat`` (uint8), each with a
+    storage of its own."""
     memory = flat.numpy().data
     found: dict[str, torch.Tensor] = {}
     begin = 0

@@ -1,7 +1,8 @@
 """The environment of a rank: the only place that knows its variables.
 
-The supervisor's shim and guard set them, :func:`replicas.join` reads them. A framework that places its own processes may set
-the same variables, or pass the values to ``join`` as arguments, which win.
+The supervisor's shim and guard set them, :func:`replicas.join` reads them. A framework
+that places its own processes may set the same variables, or pass the values to ``join``
+as arguments, which win.
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ TOKEN_FILE = "REPLICAS_TOKEN_FILE"
 RUN = "REPLICAS_RUN"
 """Name of the run."""
 STATE_ID = "REPLICAS_STATE_ID"
-"""Random id of the run's state folder. A later supervisor of that folder finds by it what
-an earlier one left behind. No secret."""
+"""Random id of the run's state folder. A later supervisor of that folder finds by it
+what an earlier one left behind. No secret."""
 GROUP = "REPLICAS_GROUP"
 """Name of this rank's group."""
 REPLICA = "REPLICA_ID"
@@ -51,13 +52,14 @@ REPLICAS = "REPLICA_NUM"
 GENERATION = "REPLICAS_GENERATION"
 """Number of this start of the replica, from 1."""
 FORKSERVER = "REPLICAS_FORKSERVER"
-"""Name of the socket of the shim's sidecar forkserver, and a secret that it asks for."""
+"""Name of the socket of the shim's sidecar forkserver, and a secret that it asks
+for."""
 LOG_DIR = "REPLICAS_LOG_DIR"
 """Folder of this replica's log files."""
 ACCELERATOR = "REPLICAS_ACCELERATOR"
 """``package.module:Class`` of the accelerator to use in place of CUDA, a subclass of
-``replicas.weights.devices.accelerator.Accelerator``. The only variable of a supervisor's own
-environment with this prefix that its ranks inherit."""
+``replicas.weights.devices.accelerator.Accelerator``. The only variable of a
+supervisor's own environment with this prefix that its ranks inherit."""
 
 _TORCHRUN_NAMES = frozenset({"RANK", "WORLD_SIZE"})
 _TORCHRUN_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
@@ -82,7 +84,8 @@ class Environment(msgspec.Struct, frozen=True, kw_only=True):
 def read(environ: Mapping[str, str] | None = None) -> Environment:
     """Read this process's environment (or ``environ``).
 
-    :raises replicas.errors.UsageError: a variable that must be a whole number is not one.
+    :raises replicas.errors.UsageError: a variable that must be a whole number is not
+        one.
     """
     source = os.environ if environ is None else environ
     token_file = source.get(TOKEN_FILE)
@@ -106,7 +109,8 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
 def read_token(environment: Environment) -> str:
     """The token in the file that ``REPLICAS_TOKEN_FILE`` names.
 
-    :raises replicas.errors.UsageError: the variable is not set, or the file is missing, unreadable or empty.
+    :raises replicas.errors.UsageError: the variable is not set, or the file is missing,
+        unreadable or empty.
     """
     path = environment.token_file
     if path is None:
@@ -128,7 +132,8 @@ def read_token(environment: Environment) -> str:
 
 
 def token_owners(environment: Environment) -> frozenset[int]:
-    """Users of this machine to whom that token may be shown: whose file it is, this one, and root."""
+    """Users of this machine to whom that token may be shown: whose file it is, this
+    one, and root."""
     path = environment.token_file
     try:
         return frozenset({os.geteuid(), 0} if path is None else {os.geteuid(), 0, path.stat().st_uid})
@@ -137,7 +142,8 @@ def token_owners(environment: Environment) -> frozenset[int]:
 
 
 def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without torchrun's variables, which confuse a program that is not torchrun's own worker."""
+    """``environ`` without torchrun's variables, which confuse a program that is not
+    torchrun's own worker."""
     return {
         name: value
         for name, value in environ.items()

@@ -23,9 +23,10 @@
     ├── Disconnected          no session with the coordinator, and none came back in time
     └── InternalError         a bug of this library: please report it
 
-An error carries data, not only text: ``channel``, ``version``, ``phase``, ``members`` (those concerned),
-``hint`` (what to do) and ``unanimous`` (True: every rank of the replica gets this same verdict).
-"""
+An error carries data, not only text: ``channel``, ``version``, ``phase``, ``members``
+(those concerned), ``hint`` (what to do) and ``unanimous`` (True: every rank of the
+replica gets this same verdict).
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -64,7 +65,8 @@ class ReplicasError(Exception):
     :param message: what happened, naming the thing.
     :param channel: the channel concerned, if any.
     :param version: the version of the weights concerned, if any.
-    :param phase: the phase of the operation in which it happened, such as ``"pack"`` or ``"transfer"``.
+    :param phase: the phase of the operation in which it happened, such as ``"pack"`` or
+        ``"transfer"``.
     :param members: names (``group/replica/rank``) of the members concerned.
     :param hint: what the reader can do about it.
     :param unanimous: True when every rank of the replica is given this same verdict.
@@ -112,7 +114,8 @@ class UsageError(ReplicasError):
 
 
 class StaleVersion(UsageError):
-    """A published version is not newer than the newest version number of its channel."""
+    """A published version is not newer than the newest version number of its
+    channel."""
 
     default_hint = "leave version=None to let the library number it"
 
@@ -157,8 +160,8 @@ def _rebuild_bad_config(problems: tuple[str, ...], source: str) -> BadConfig:
 
 
 class SyncError(ReplicasError):
-    """An operation did not happen. The caller's tensors are unchanged; the next operation
-    may succeed.
+    """An operation did not happen. The caller's tensors are unchanged; the next
+    operation may succeed.
     """
 
 
@@ -177,10 +180,10 @@ class DeadlineExceeded(SyncError):
 class OutcomeUnknown(SyncError):
     """No verdict came by the deadline: the operation may or may not have happened.
 
-    The coordinator was lost, or had already decided when the deadline passed. Nothing was
-    written here. Wait for the same Pending again: it ends as soon as the outcome is known,
-    at the latest when the next operation starts. If the operation succeeded, this second
-    wait writes its results.
+    The coordinator was lost, or had already decided when the deadline passed. Nothing
+    was written here. Wait for the same Pending again: it ends as soon as the outcome is
+    known, at the latest when the next operation starts. If the operation succeeded,
+    this second wait writes its results.
     """
 
     default_hint = "wait for it again, or call the next operation, which first learns what became of this one"
@@ -199,12 +202,13 @@ class Gone(SyncError):
 
 
 class WorldError(ReplicasError):
-    """The machine or the membership does not allow it. The message names what to change."""
+    """The machine or the membership does not allow it. The message names what to
+    change."""
 
 
 class NoCapacity(WorldError):
-    """Memory or another resource is too small. Nothing is broken; the user's own process
-    groups still work.
+    """Memory or another resource is too small. Nothing is broken; the user's own
+    process groups still work.
     """
 
     default_hint = "free memory, raise the container's limit, or lower `slots`"
@@ -249,11 +253,13 @@ _CLASSES = {name: value for name, value in list(globals().items()) if name in __
 
 
 def error_class(name: str) -> type[ReplicasError]:
-    """The class called ``name``; :class:`InternalError` for a name that this version does not know."""
+    """The class called ``name``; :class:`InternalError` for a name that this version
+    does not know."""
     found = _CLASSES.get(name, InternalError)
     return InternalError if found is BadConfig else found
 
 
 def kind_of(error: ReplicasError) -> str:
-    """Name of the class of ``error``, or of the nearest one of this tree above it: others know only these."""
+    """Name of the class of ``error``, or of the nearest one of this tree above it:
+    others know only these."""
     return next(kind.__name__ for kind in type(error).__mro__ if _CLASSES.get(kind.__name__) is kind)

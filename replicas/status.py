@@ -1,4 +1,5 @@
-"""What a run reports of itself: the JSON of ``GET /status`` and ``replicas status --json``, and the base of all metrics.
+"""What a run reports of itself: the JSON of ``GET /status`` and ``replicas status
+--json``, and the base of all metrics.
 
 Ages and durations are in seconds, sizes in bytes. Fields are only ever added.
 """
@@ -22,18 +23,20 @@ __all__ = [
 ]
 
 OnFailure = Literal["run", "group", "replica"]
-"""What ends when a replica has failed for good: all, the group's other replicas with it, or nothing else."""
+"""What ends when a replica has failed for good: all, the group's other replicas with
+it, or nothing else."""
 
 ReplicaState = Literal["pending", "starting", "ready", "draining", "backoff", "failed", "finished", "drained"]
-"""``finished``: its program is done. ``drained``: it was stopped, by an operator or with the run, and is not done."""
+"""``finished``: its program is done. ``drained``: it was stopped, by an operator or
+with the run, and is not done."""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One replica.
 
-    ``reason``: why it is not ready, or how it last ended. ``versions``: the loaded version
-    by channel (targets only). ``cycles``: failed generations in a row that reached no new
-    step or version.
+    ``reason``: why it is not ready, or how it last ended. ``versions``: the loaded
+    version by channel (targets only). ``cycles``: failed generations in a row that
+    reached no new step or version.
     """
 
     name: str
@@ -54,11 +57,12 @@ class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):
 class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One group.
 
-    ``restarts``: restarts so far by reason. ``restart_budget_remaining_ratio``: the share
-    of the restart budget that is left, from 1 to 0. ``no_progress_remaining_ratio``: the
-    share that every replica has left of ``no_progress_cycles`` generations in a row without
-    progress (0: no such rule), from 1 to 0. ``on_failure``: what ends when one of them is
-    spent. ``min_ready``: the number of ready replicas that makes the group ready; None: all.
+    ``restarts``: restarts so far by reason. ``restart_budget_remaining_ratio``: the
+    share of the restart budget that is left, from 1 to 0.
+    ``no_progress_remaining_ratio``: the share that every replica has left of
+    ``no_progress_cycles`` generations in a row without progress (0: no such rule), from
+    1 to 0. ``on_failure``: what ends when one of them is spent. ``min_ready``: the
+    number of ready replicas that makes the group ready; None: all.
     """
 
     name: str
@@ -76,8 +80,8 @@ class GroupStatus(msgspec.Struct, frozen=True, kw_only=True):
 class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
     """One member of a channel.
 
-    ``note``: why it is behind or quarantined. ``host``: number of its host on the channel;
-    members with the same number share memory. 0: not known yet.
+    ``note``: why it is behind or quarantined. ``host``: number of its host on the
+    channel; members with the same number share memory. 0: not known yet.
     """
 
     name: str
@@ -94,9 +98,9 @@ class MemberStatus(msgspec.Struct, frozen=True, kw_only=True):
 class SyncRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One finished publish.
 
-    ``outcome``: ``committed``, or the name of an error in snake case. ``nbytes``: size of
-    the version. ``moved_nbytes``: bytes of it sent to members through process groups; what
-    is mapped on one host is not sent.
+    ``outcome``: ``committed``, or the name of an error in snake case. ``nbytes``: size
+    of the version. ``moved_nbytes``: bytes of it sent to members through process
+    groups; what is mapped on one host is not sent.
     """
 
     version: int

@@ -1,4 +1,5 @@
-"""A tour of every collective between replicas. Each returns a Pending; a failed one leaves the tensors as they were.
+"""A tour of every collective between replicas. Each returns a Pending; a failed one
+leaves the tensors as they were.
 
 python -m replicas.supervisor examples/collectives/run.toml
 cat examples/collectives/.replicas/*/logs/peer/0/gen-1/rank-0.log

@@ -1,8 +1,10 @@
-"""A program that places its own processes embeds the coordinator alone, and tells them how to join.
+"""A program that places its own processes embeds the coordinator alone, and tells them
+how to join.
 
     python examples/embedding/main.py
 
-One asyncio program, one trainer and two rollouts that it starts itself: there is no supervisor and no config file.
+One asyncio program, one trainer and two rollouts that it starts itself: there is no
+supervisor and no config file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Serves the FSDP2 trainer's weights in a plain model until the run ends (see train.py)."""
+"""Serves the FSDP2 trainer's weights in a plain model until the run ends (see
+train.py)."""
 
 from __future__ import annotations
 

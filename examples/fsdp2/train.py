@@ -1,4 +1,5 @@
-"""An FSDP2 trainer publishes DTensors without gathering them: with `ranks = "all"` each rank writes its own shards.
+"""An FSDP2 trainer publishes DTensors without gathering them: with `ranks = "all"` each
+rank writes its own shards.
 
 python -m replicas.supervisor examples/fsdp2/run.toml
 cat examples/fsdp2/.replicas/*/logs/*/*/gen-1/rank-*.log

@@ -1,4 +1,5 @@
-"""What the demo shows while it runs: a live board on a terminal, plain lines elsewhere."""
+"""What the demo shows while it runs: a live board on a terminal, plain lines
+elsewhere."""
 
 from __future__ import annotations
 
@@ -23,7 +24,8 @@ _STATE_STYLES = {"ready": "green", "finished": "green", "failed": "bold red", "b
 
 
 class Board:
-    """Use as a context; call :meth:`show` as often as you like and :meth:`say` for what happened."""
+    """Use as a context; call :meth:`show` as often as you like and :meth:`say` for what
+    happened."""
 
     def __init__(self, console: Console, history: History) -> None:
         self._console = console

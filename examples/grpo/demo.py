@@ -1,10 +1,13 @@
-"""`make demo`: a GRPO run under a live view, with one rollout replica killed on the way.
+"""`make demo`: a GRPO run under a live view, with one rollout replica killed on the
+way.
 
     python examples/grpo/demo.py [--no-kill] [--seed N] [--steps N] [--out DIR]
 
-The supervisor is embedded: this is one asyncio program that starts the run of grpo.toml (with its own steps, seed and
-folder), watches it, kills one rank of ``rollout/1`` with SIGKILL at 40 % of the steps, and reports. It exits with 1 when
-the reward did not rise, a version was torn, a replica went back to older weights, or the killed replica did not return.
+The supervisor is embedded: this is one asyncio program that starts the run of grpo.toml
+(with its own steps, seed and folder), watches it, kills one rank of ``rollout/1`` with
+SIGKILL at 40 % of the steps, and reports. It exits with 1 when the reward did not rise,
+a version was torn, a replica went back to older weights, or the killed replica did not
+return.
 """
 
 from __future__ import annotations

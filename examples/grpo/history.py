@@ -1,4 +1,5 @@
-"""What happened in a run of the demo: from its ranks' records and the supervisor's status, for the view and the report."""
+"""What happened in a run of the demo: from its ranks' records and the supervisor's
+status, for the view and the report."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ class Step:
 
 @dataclass
 class Kill:
-    """The one that the driver killed. ``recovery_s``: until it was ready again, with the newest weights loaded."""
+    """The one that the driver killed. ``recovery_s``: until it was ready again, with
+    the newest weights loaded."""
 
     replica: str
     pid: int

@@ -1,20 +1,24 @@
-"""The demo's task, policy, loss and fingerprint: all that is machine learning, and nothing of the library.
+"""The demo's task, policy, loss and fingerprint: all that is machine learning, and
+nothing of the library.
 
 Theory of operation
 ===================
 
-The **task** is to sort digits: the prompt ``31415=`` wants ``11345``. A completion's reward is the share of its digits
-that are right: 1.0 is perfect, and a policy that knows nothing earns about 0.1.
+The **task** is to sort digits: the prompt ``31415=`` wants ``11345``. A completion's
+reward is the share of its digits that are right: 1.0 is perfect, and a policy that
+knows nothing earns about 0.1.
 
-The **policy** is a small causal transformer with random weights: nothing has taught it the task before. It samples
-``DIGITS`` tokens after the prompt.
+The **policy** is a small causal transformer with random weights: nothing has taught it
+the task before. It samples ``DIGITS`` tokens after the prompt.
 
-**GRPO** (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2): for each prompt a *group* of completions
-is sampled. There is no value network: a completion's advantage is its reward, normalised over its group. The policy's
-ratio is clipped as in PPO. There is no KL term, as there is no reference model to stay near.
+**GRPO** (Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1.2): for each
+prompt a *group* of completions is sampled. There is no value network: a completion's
+advantage is its reward, normalised over its group. The policy's ratio is clipped as in
+PPO. There is no KL term, as there is no reference model to stay near.
 
-The **fingerprint** is a buffer of the policy that travels with its weights: the step, and a CRC-32 of every other tensor
-that also covers the step. A policy that holds tensors of two versions, or a wrong bit, cannot pass :func:`verify`.
+The **fingerprint** is a buffer of the policy that travels with its weights: the step,
+and a CRC-32 of every other tensor that also covers the step. A policy that holds
+tensors of two versions, or a wrong bit, cannot pass :func:`verify`.
 """
 
 from __future__ import annotations
@@ -55,7 +59,8 @@ class Experience(NamedTuple):
     """``n`` prompts with ``GROUP`` completions each; a group's rows are neighbours.
 
     :param tokens: ``(n * GROUP, 2 * DIGITS + 1)`` uint8, prompt and completion.
-    :param log_probs: ``(n * GROUP, DIGITS)`` float32, of each sampled token under the policy that sampled it.
+    :param log_probs: ``(n * GROUP, DIGITS)`` float32, of each sampled token under the
+        policy that sampled it.
     """
 
     tokens: Tensor
@@ -83,7 +88,8 @@ class _Block(nn.Module):
 
 
 class Policy(nn.Module):
-    """A causal transformer over digits and ``=``: tokens ``(batch, length)`` to logits ``(batch, length, 11)``."""
+    """A causal transformer over digits and ``=``: tokens ``(batch, length)`` to logits
+    ``(batch, length, 11)``."""
 
     fingerprint: Tensor
 
@@ -119,7 +125,8 @@ def rewards(tokens: Tensor) -> Tensor:
 
 @torch.no_grad()
 def sample(policy: nn.Module, starts: Tensor, generator: torch.Generator) -> Experience:
-    """``GROUP`` completions for each of ``starts`` (from :func:`prompts`), at temperature 1."""
+    """``GROUP`` completions for each of ``starts`` (from :func:`prompts`), at
+    temperature 1."""
     tokens = starts.repeat_interleave(GROUP, dim=0)
     chosen = []
     for _ in range(DIGITS):

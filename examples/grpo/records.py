@@ -1,4 +1,5 @@
-"""What the ranks of the demo tell its driver: one JSON object a line, in the folder ``GRPO_RECORDS``."""
+"""What the ranks of the demo tell its driver: one JSON object a line, in the folder
+``GRPO_RECORDS``."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ Record = dict[str, Any]
 
 
 class RecordWriter:
-    """Appends to ``<GRPO_RECORDS>/<name>.jsonl``; a line is written whole, or not at all."""
+    """Appends to ``<GRPO_RECORDS>/<name>.jsonl``; a line is written whole, or not at
+    all."""
 
     def __init__(self, name: str) -> None:
         folder = Path(os.environ.get("GRPO_RECORDS", "."))
@@ -35,7 +37,8 @@ class RecordReader:
         self._read: dict[Path, int] = {}
 
     def new(self) -> list[Record]:
-        """The records since the last call, in the order of their time; each has ``source``, its file's stem."""
+        """The records since the last call, in the order of their time; each has
+        ``source``, its file's stem."""
         found: list[Record] = []
         for path in sorted(self._folder.glob("*.jsonl")):
             with path.open("rb") as file:

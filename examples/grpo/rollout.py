@@ -1,7 +1,9 @@
-"""The demo's rollout: receives weights, samples completions with them, sends the experience (see grpo.toml).
+"""The demo's rollout: receives weights, samples completions with them, sends the
+experience (see grpo.toml).
 
-It may be killed at any time. Its random numbers depend on the seed, its index and the version alone, so that a run in which
-every rollout takes part in every step is the same each time.
+It may be killed at any time. Its random numbers depend on the seed, its index and the
+version alone, so that a run in which every rollout takes part in every step is the same
+each time.
 """
 
 from __future__ import annotations
@@ -34,7 +36,8 @@ class Rollout:
         self.records = RecordWriter(f"rollout-{replica}")
 
     def load_newest(self) -> int:
-        """Wait for a version newer than the present one, load it, prove that it is whole; its number."""
+        """Wait for a version newer than the present one, load it, prove that it is
+        whole; its number."""
         with self.weights.receive().wait(RECEIVE_TIMEOUT_S) as update:
             started = time.monotonic()
             step = update.meta["step"]

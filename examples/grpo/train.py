@@ -1,7 +1,9 @@
-"""The demo's trainer: one replica of two ranks, run by the supervisor through torchrun (see grpo.toml).
+"""The demo's trainer: one replica of two ranks, run by the supervisor through torchrun
+(see grpo.toml).
 
-A step: the leader receives experience from every rollout that is alive, all ranks share it over their own default
-group, DDP makes one GRPO update, and the new weights are published. A rollout that dies costs its part of one batch.
+A step: the leader receives experience from every rollout that is alive, all ranks share
+it over their own default group, DDP makes one GRPO update, and the new weights are
+published. A rollout that dies costs its part of one batch.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ PAUSE_S = 1.0
 
 
 class Inbox:
-    """Receives experience from the rollouts that are alive; the leader of the trainer holds it."""
+    """Receives experience from the rollouts that are alive; the leader of the trainer
+    holds it."""
 
     def __init__(self, channel: replicas.Channel, rollouts: int, records: RecordWriter) -> None:
         self._channel = channel
@@ -46,10 +49,11 @@ class Inbox:
         self._deadline_s = START_DEADLINE_S
 
     def collect(self, latest: int) -> list[Experience]:
-        """One batch from each rollout, sampled with version ``latest`` or the one before.
+        """One batch from each rollout, sampled with version ``latest`` or the one
+        before.
 
-        The first time this waits for rollouts that have yet to join. Later, one that is lost fails at once with
-        PeersLost, until it has joined again.
+        The first time this waits for rollouts that have yet to join. Later, one that is
+        lost fails at once with PeersLost, until it has joined again.
         """
         receiving = {name: self._channel.recv(src=name, deadline=self._deadline_s) for name in self._names}
         arrived = []
@@ -81,7 +85,8 @@ class Batch(NamedTuple):
 
 
 def share(arrived: list[Experience]) -> Batch | None:
-    """The leader's experience on every rank of the trainer, over the trainer's own default group; None: there is none."""
+    """The leader's experience on every rank of the trainer, over the trainer's own
+    default group; None: there is none."""
     counts = torch.tensor([len(arrived), sum(len(part.tokens) for part in arrived)])
     dist.broadcast(counts, src=0)
     rollouts, rows = counts.tolist()
@@ -121,7 +126,8 @@ class Trainer:
         )
 
     def publish(self, step: int) -> replicas.Receipt | None:
-        """The weights, stamped with ``step``. None: the sync failed, and training goes on."""
+        """The weights, stamped with ``step``. None: the sync failed, and training goes
+        on."""
         stamp(self.policy, step)
         try:
             return self.weights.publish(self.policy, meta={"step": step}).wait(SYNC_TIMEOUT_S)
@@ -130,7 +136,8 @@ class Trainer:
             return None
 
     def collect(self, step: int) -> Batch:
-        """A batch for this step; while there is none, the weights are published again to wake the rollouts."""
+        """A batch for this step; while there is none, the weights are published again
+        to wake the rollouts."""
         for _ in range(ATTEMPTS):
             batch = share(self.inbox.collect(self.weights.latest) if self.inbox else [])
             if batch is not None:

@@ -1,4 +1,5 @@
-"""Serves the newest weights of the two-node trainer until the run ends (see train.py)."""
+"""Serves the newest weights of the two-node trainer until the run ends (see
+train.py)."""
 
 from __future__ import annotations
 

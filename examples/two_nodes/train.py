@@ -1,4 +1,5 @@
-"""One replica of two torchrun nodes: each agent starts one rank, and together they are one trainer.
+"""One replica of two torchrun nodes: each agent starts one rank, and together they are
+one trainer.
 
 python -m replicas.supervisor examples/two_nodes/run.toml
 cat examples/two_nodes/.replicas/*/logs/*/*/gen-1/rank-*.log

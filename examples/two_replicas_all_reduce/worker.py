@@ -1,4 +1,5 @@
-"""Rank 1 of two torchrun jobs all-reduce a 4x4 tensor across the jobs, over the run's long-lived master store.
+"""Rank 1 of two torchrun jobs all-reduce a 4x4 tensor across the jobs, over the run's
+long-lived master store.
 
 python -m replicas.supervisor examples/two_replicas_all_reduce/run.toml
 cat examples/two_replicas_all_reduce/.replicas/*/logs/worker/*/gen-1/rank-*.log

@@ -1,4 +1,5 @@
-"""What a rank touches: joining a channel, publishing and receiving weights, collectives between peers. Imports torch."""
+"""What a rank touches: joining a channel, publishing and receiving weights, collectives
+between peers. Imports torch."""
 
 from __future__ import annotations
 

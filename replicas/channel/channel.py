@@ -48,9 +48,11 @@ CLOSE_TIMEOUT_S = 12.0
 
 
 class Channel(Collectives):
-    """This process's membership of a channel; made by :func:`replicas.join`, ended by :meth:`close` or a ``with`` block.
+    """This process's membership of a channel; made by :func:`replicas.join`, ended by
+    :meth:`close` or a ``with`` block.
 
-    All methods may be called from any thread, but publishes from one at a time. Attributes never block.
+    All methods may be called from any thread, but publishes from one at a time.
+    Attributes never block.
     """
 
     def __init__(
@@ -90,7 +92,8 @@ class Channel(Collectives):
 
     @property
     def version(self) -> int:
-        """The version that this rank serves: loaded here, or (on a source) published here. 0: none, or only a part."""
+        """The version that this rank serves: loaded here, or (on a source) published
+        here. 0: none, or only a part."""
         return self._hub.loaded
 
     @property
@@ -131,37 +134,50 @@ class Channel(Collectives):
         deadline: float | None = None,
         hold: bool = True,
     ) -> Pending[Receipt]:
-        """Copy a complete set of weights and send it to all targets; returns when it is copied.
+        """Copy a complete set of weights and send it to all targets; returns when it is
+        copied.
 
-        Call it on every rank of a source replica, in the same order (with ``ranks = "leader"`` the leader alone suffices,
-        unless gathering the weights needs the others). The weights are walked once, in order, on this thread and stream,
-        and to their end even after a failure or a refusal of ours; then every rank raises the same error.
+        Call it on every rank of a source replica, in the same order (with ``ranks =
+        "leader"`` the leader alone suffices, unless gathering the weights needs the
+        others). The weights are walked once, in order, on this thread and stream, and
+        to their end even after a failure or a refusal of ours; then every rank raises
+        the same error.
 
-        A publish that is under way goes on when the coordinator is started again. One that has no verdict by its deadline
-        ends with OutcomeUnknown, and its Pending tells what became of it as soon as that is known: wait for it again.
+        A publish that is under way goes on when the coordinator is started again. One
+        that has no verdict by its deadline ends with OutcomeUnknown, and its Pending
+        tells what became of it as soon as that is known: wait for it again.
 
-        **On a GPU** the copies are only enqueued, on this thread's current stream, as an operation of torch's would be: what
-        the stream does afterwards may change the weights, and a tensor that was allocated on it may be freed as soon as an
-        iterable goes on. Nothing waits here; ``receipt.phases["hold"]`` tells how long the copies held the stream.
+        **On a GPU** the copies are only enqueued, on this thread's current stream, as
+        an operation of torch's would be: what the stream does afterwards may change the
+        weights, and a tensor that was allocated on it may be freed as soon as an
+        iterable goes on. Nothing waits here; ``receipt.phases["hold"]`` tells how long
+        the copies held the stream.
 
-        :param weights: a slot of :meth:`arena_like`, a module (tied storage once), a mapping, an iterable of
-            ``(name, Tensor | DTensor | Shard | None)``, or an object with ``metadata()`` and iteration; tensors of any dtype,
-            shape, strides and device.
+        :param weights: a slot of :meth:`arena_like`, a module (tied storage once), a
+            mapping, an iterable of ``(name, Tensor | DTensor | Shard | None)``, or an
+            object with ``metadata()`` and iteration; tensors of any dtype, shape,
+            strides and device.
         :param version: its number, greater than every earlier one; None: the next one.
         :param dtype: cast plain floating tensors to this on the way.
-        :param meta: scalars, and lists and dicts of scalars; receivers get it as ``update.meta``. Or a function that returns
-            them: it is called on every rank, on this thread, when the weights were walked (a checksum, a norm), and what
-            that of rank 0 returns counts. Other hosts are sent nothing before that.
+        :param meta: scalars, and lists and dicts of scalars; receivers get it as
+            ``update.meta``. Or a function that returns them: it is called on every
+            rank, on this thread, when the weights were walked (a checksum, a norm), and
+            what that of rank 0 returns counts. Other hosts are sent nothing before
+            that.
         :param new_manifest: allow other names, shapes or dtypes than before.
         :param deadline: seconds for the whole publish; default: the channel's.
-        :param hold: False: the stream does not wait for the copies of GPU tensors, which another stream makes. You promise
-            not to write to the weights before :meth:`fence`, or the next publish. It applies to weights of which nothing has
-            to be gathered: a module or a mapping; others are copied by the current stream all the same.
+        :param hold: False: the stream does not wait for the copies of GPU tensors,
+            which another stream makes. You promise not to write to the weights before
+            :meth:`fence`, or the next publish. It applies to weights of which nothing
+            has to be gathered: a module or a mapping; others are copied by the current
+            stream all the same.
         :raises replicas.errors.StaleVersion: ``version`` is not newer.
-        :raises replicas.errors.ManifestMismatch: a value cannot be published, or does not fit the manifest.
+        :raises replicas.errors.ManifestMismatch: a value cannot be published, or does
+            not fit the manifest.
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
         :raises replicas.errors.Busy: no slot became free in time.
-        :raises replicas.errors.ReplicasError: an earlier publish or operation failed, and nobody had waited for it.
+        :raises replicas.errors.ReplicasError: an earlier publish or operation failed,
+            and nobody had waited for it.
         """
         self._check_role("publish")
         feed = Feed(weights, mode=self._publisher.mode)
@@ -195,10 +211,12 @@ class Channel(Collectives):
         return PublishJob(number, seconds, said, renewed, self.name, hold=held)
 
     def fence(self, stream: torch.Stream | None = None) -> None:
-        """From now on ``stream`` (default: the current one of this thread) waits for the copies of all publishes.
+        """From now on ``stream`` (default: the current one of this thread) waits for
+        the copies of all publishes.
 
-        It waits on the GPU, and this call for nothing: weights that were published with ``hold=False`` may be written by what
-        is enqueued afterwards. Without a GPU it does nothing: publish has copied them.
+        It waits on the GPU, and this call for nothing: weights that were published with
+        ``hold=False`` may be written by what is enqueued afterwards. Without a GPU it
+        does nothing: publish has copied them.
         """
         self._check_open()
         if (
@@ -210,15 +228,19 @@ class Channel(Collectives):
     def arena_like(
         self, weights: object, *, dtype: torch.dtype | None = None, deadline: float | None = None
     ) -> WritableSlot:
-        """A free slot as a mapping of names to CPU tensors, to write the next version into: publishing it copies nothing.
+        """A free slot as a mapping of names to CPU tensors, to write the next version
+        into: publishing it copies nothing.
 
-        Use it in a ``with`` block, write every tensor (their contents are undefined), and pass the mapping to
-        :meth:`publish` inside the block; leaving the block without a publish gives the slot back. From the publish on its
-        tensors are empty, and what is in the slot is read by others: keep no views of it. Channels need ``slots`` >= 2.
-        With ``staging = "device"`` they are on the GPU: write them on the current stream of this thread, and publish on a
-        stream that has, or waits for, all that was written.
+        Use it in a ``with`` block, write every tensor (their contents are undefined),
+        and pass the mapping to :meth:`publish` inside the block; leaving the block
+        without a publish gives the slot back. From the publish on its tensors are
+        empty, and what is in the slot is read by others: keep no views of it. Channels
+        need ``slots`` >= 2. With ``staging = "device"`` they are on the GPU: write them
+        on the current stream of this thread, and publish on a stream that has, or waits
+        for, all that was written.
 
-        :param weights: names, shapes and dtypes: a module, a mapping, or an object with ``metadata()``.
+        :param weights: names, shapes and dtypes: a module, a mapping, or an object with
+            ``metadata()``.
         :param dtype: of plain floating tensors; default: as they are.
         :param deadline: seconds to wait for a free slot; default: the channel's.
         :raises replicas.errors.ManifestMismatch: a value cannot be published.
@@ -242,22 +264,29 @@ class Channel(Collectives):
     def receive(
         self, *, deadline: float | None = None, at_least: int | tuple[str, float] | None = None
     ) -> Pending[Update]:
-        """The newest committed version, newer than the one loaded here, and the same for all ranks of this replica.
+        """The newest committed version, newer than the one loaded here, and the same
+        for all ranks of this replica.
 
-        A second call before the update was taken returns the same Pending. It may be called ahead of time: as long as
-        nobody has waited for the update, it is replaced by each newer version (``done()`` is False for a moment then). One
-        that was handed out keeps its memory from being used again until it has ended, and with it a publish may wait.
+        A second call before the update was taken returns the same Pending. It may be
+        called ahead of time: as long as nobody has waited for the update, it is
+        replaced by each newer version (``done()`` is False for a moment then). One that
+        was handed out keeps its memory from being used again until it has ended, and
+        with it a publish may wait.
 
-        A replica that was started again in the middle of a commit would be given the version before it: where that is too
-        old, say which one is needed. Pass the same ``at_least`` on all ranks of a replica: of several, the highest counts
-        for all that wait, and one that is above what another rank has begun to load waits until that rank asks again.
+        A replica that was started again in the middle of a commit would be given the
+        version before it: where that is too old, say which one is needed. Pass the same
+        ``at_least`` on all ranks of a replica: of several, the highest counts for all
+        that wait, and one that is above what another rank has begun to load waits until
+        that rank asks again.
 
-        :param deadline: seconds; None (the default): wait for the next commit as long as it takes.
-        :param at_least: a version's number, or ``(key, number)`` of the ``meta`` that its publisher gave, such as
-            ``("step", 100)``: no version below it is taken, nor one without such a number. A call with another bound takes
-            the place of the receive that is under way, which ends with UsageError.
-        :raises replicas.errors.UsageError: the last update is still open, or this rank is no target. The Pending raises
-            DeadlineExceeded.
+        :param deadline: seconds; None (the default): wait for the next commit as long
+            as it takes.
+        :param at_least: a version's number, or ``(key, number)`` of the ``meta`` that
+            its publisher gave, such as ``("step", 100)``: no version below it is taken,
+            nor one without such a number. A call with another bound takes the place of
+            the receive that is under way, which ends with UsageError.
+        :raises replicas.errors.UsageError: the last update is still open, or this rank
+            is no target. The Pending raises DeadlineExceeded.
         """
         self._check_open()
         if self.role not in ("target", "both"):
@@ -266,19 +295,22 @@ class Channel(Collectives):
         return self._receiver.receive(None if deadline is None else self._deadline_s(deadline), bound)
 
     def committed(self, *, after: int | None = None, deadline: float | None = None) -> Pending[int]:
-        """Resolves with the newest committed version as soon as it is newer than ``after`` (default: the latest now)."""
+        """Resolves with the newest committed version as soon as it is newer than
+        ``after`` (default: the latest now)."""
         self._check_open()
         number = None if after is None else arguments.integer("committed: after", after)
         return self._watches.committed(number, None if deadline is None else self._deadline_s(deadline))
 
     def loaded(self, version: int, *, deadline: float | None = None) -> Pending[int]:
-        """Resolves when every live target replica has loaded ``version`` or a newer one (with the oldest of those)."""
+        """Resolves when every live target replica has loaded ``version`` or a newer one
+        (with the oldest of those)."""
         self._check_open()
         number = arguments.integer("loaded: version", version)
         return self._watches.loaded(number, None if deadline is None else self._deadline_s(deadline))
 
     def progress(self, step: int) -> None:
-        """Tell that the program goes on; restarts for lack of progress look at it. Cheap: sent with the next heartbeat.
+        """Tell that the program goes on; restarts for lack of progress look at it.
+        Cheap: sent with the next heartbeat.
 
         :param step: a whole number, 0 or more.
         """
@@ -288,13 +320,17 @@ class Channel(Collectives):
     # ------------------------------------------------------------ the end
 
     def close(self, *, wait: bool = True) -> None:
-        """Leave the channel: say good-bye, end the sidecars, free the memory. Closing again does nothing.
+        """Leave the channel: say good-bye, end the sidecars, free the memory. Closing
+        again does nothing.
 
-        It blocks: call it in a worker thread if a coordinator runs on this thread's event loop.
+        It blocks: call it in a worker thread if a coordinator runs on this thread's
+        event loop.
 
-        :param wait: first let publishes and operations that are under way end, by their own deadlines.
+        :param wait: first let publishes and operations that are under way end, by their
+            own deadlines.
         :raises replicas.errors.UsageError: one does; the channel is still open then.
-        :raises replicas.errors.ReplicasError: one of them failed and nobody had waited for it.
+        :raises replicas.errors.ReplicasError: one of them failed and nobody had waited
+            for it.
         """
         if self._pid != os.getpid():
             return  # a forked child has nothing to close

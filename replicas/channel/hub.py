@@ -3,18 +3,23 @@
 Theory of operation
 ===================
 
-A :class:`Hub` belongs to one channel of this process. It receives every message of the session and gives it to the part
-that knows it (publishes, receives, transfers, lanes, operations, watches); each part registers its own handlers. All of
-this runs on the session thread, without locks. The few values that other threads read (``latest``, ``loaded``, ``epoch``,
-``members``, ``over``) are replaced as a whole, never changed in place.
+A :class:`Hub` belongs to one channel of this process. It receives every message of the
+session and gives it to the part that knows it (publishes, receives, transfers, lanes,
+operations, watches); each part registers its own handlers. All of this runs on the
+session thread, without locks. The few values that other threads read (``latest``,
+``loaded``, ``epoch``, ``members``, ``over``) are replaced as a whole, never changed in
+place.
 
-**Two ways to lose the coordinator.** A broken connection alone changes nothing: the session goes on after the reconnect.
-A new coordinator (another term) knows nothing of what is under way here but what our Hello says. Each part then announces
-again what it has open (publishes, asks, watches), or ends it (transfers, lanes), and ``Resumed`` says that this is all.
-What changed here between the Hello and the Welcome is told in between: it had been queued for the old coordinator, and
-was thrown away. Whatever happens, each operation also has a timer of its own here, a little behind its deadline.
+**Two ways to lose the coordinator.** A broken connection alone changes nothing: the
+session goes on after the reconnect. A new coordinator (another term) knows nothing of
+what is under way here but what our Hello says. Each part then announces again what it
+has open (publishes, asks, watches), or ends it (transfers, lanes), and ``Resumed`` says
+that this is all. What changed here between the Hello and the Welcome is told in
+between: it had been queued for the old coordinator, and was thrown away. Whatever
+happens, each operation also has a timer of its own here, a little behind its deadline.
 
-What is held, and what of it must be kept, is in :mod:`replicas.channel.versions.holdings`.
+What is held, and what of it must be kept, is in
+:mod:`replicas.channel.versions.holdings`.
 """
 
 from __future__ import annotations
@@ -67,7 +72,8 @@ __all__ = ["BYE_TIMEOUT_S", "GRACE_S", "Hub", "Part", "as_wire_error"]
 logger = logging.getLogger("replicas.channel")
 
 GRACE_S = 5.0
-"""How long after its deadline an operation waits for the coordinator's verdict before it ends by itself."""
+"""How long after its deadline an operation waits for the coordinator's verdict before
+it ends by itself."""
 BYE_TIMEOUT_S = 2.0
 DOWN_S = 60.0
 """How long without a session before that which has no deadline of its own fails."""
@@ -79,7 +85,8 @@ class Part(Protocol):
     def handlers(self) -> dict[type, Callable[[Any], None]]: ...
 
     def new_term(self) -> None:
-        """The coordinator is a new one: announce again what is open, and end what cannot go on."""
+        """The coordinator is a new one: announce again what is open, and end what
+        cannot go on."""
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         """The session is over: end everything with ``error``."""
@@ -103,7 +110,8 @@ class Hub:
         self.publishes_made = 0
         self.several_hosts = False
         self.device = ""
-        """UUID of the GPU on which the slots are (``staging = "device"``); empty: in host memory."""
+        """UUID of the GPU on which the slots are (``staging = "device"``); empty: in
+        host memory."""
         self.over: errors.ReplicasError | None = None
         self._introduced = hello
         self._session: Session | None = None
@@ -155,7 +163,8 @@ class Hub:
 
     @property
     def last_outage(self) -> float:
-        """When the session was last lost (it may be there again since); 0: never. Tells one outage from another."""
+        """When the session was last lost (it may be there again since); 0: never. Tells
+        one outage from another."""
         return self._down_since
 
     @property
@@ -164,13 +173,15 @@ class Hub:
 
     @property
     def gpu(self) -> str:
-        """UUID of the GPU with which this process has joined, for each thread has a current one of its own; empty: none."""
+        """UUID of the GPU with which this process has joined, for each thread has a
+        current one of its own; empty: none."""
         return next(iter(self._introduced.cuda_devices), "")
 
     # ------------------------------------------------------------ for the parts
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run ``function(*args)`` on the session thread, from any thread. If it raises, the channel ends: a bug."""
+        """Run ``function(*args)`` on the session thread, from any thread. If it raises,
+        the channel ends: a bug."""
         self.loop.call(self._guarded, function, *args)
 
     def after(self, delay_s: float, function: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
@@ -178,11 +189,13 @@ class Hub:
         return self.loop.loop.call_later(max(0.0, delay_s), self._guarded, function, *args)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Session thread: run ``coroutine`` as a task. If it raises, the channel ends: a bug."""
+        """Session thread: run ``coroutine`` as a task. If it raises, the channel ends:
+        a bug."""
         return self.loop.spawn(self._guarded_task(coroutine), f"{self.name}: {name}")
 
     def send(self, message: FromMember) -> None:
-        """Session thread. :raises replicas.errors.UsageError: it cannot travel, which what it is for ends with, alone."""
+        """Session thread. :raises replicas.errors.UsageError: it cannot travel, which
+        what it is for ends with, alone."""
         if self.over is None:
             self.session.send(message)
 
@@ -201,12 +214,14 @@ class Hub:
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s")
 
     def note_failure(self, pending: Pending[Any]) -> None:
-        """Session thread: a publish or operation failed: if nobody waits for it, it surfaces later."""
+        """Session thread: a publish or operation failed: if nobody waits for it, it
+        surfaces later."""
         known = (known for known in self._failures if known._unobserved_error() is not None)
         self._failures = (*known, pending)
 
     def take_failure(self) -> BaseException | None:
-        """The oldest failure that nobody was told of; from any thread. The caller tells of it."""
+        """The oldest failure that nobody was told of; from any thread. The caller tells
+        of it."""
         found = None
         for pending in self._failures:
             error = pending._unobserved_error()
@@ -225,15 +240,18 @@ class Hub:
         self._commit_listeners.append(listener)
 
     def on_settled(self, listener: Callable[[int, bool], None]) -> None:
-        """Session thread: call ``listener(version, committed)`` at each commit and each discard."""
+        """Session thread: call ``listener(version, committed)`` at each commit and each
+        discard."""
         self._settle_listeners.append(listener)
 
     def on_fill(self, listener: Callable[[int, int], None]) -> None:
-        """Session thread: call ``listener(version, nbytes)`` when so much of the data of a version is packed."""
+        """Session thread: call ``listener(version, nbytes)`` when so much of the data
+        of a version is packed."""
         self._fill_listeners.append(listener)
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
-        """Session thread: the first ``nbytes`` of the data of ``version`` are in its slot."""
+        """Session thread: the first ``nbytes`` of the data of ``version`` are in its
+        slot."""
         for listener in self._fill_listeners:
             listener(version, nbytes)
 
@@ -309,7 +327,8 @@ class Hub:
         self.send(Resumed())
 
     def _correct(self) -> None:
-        """Tell what has changed since the Hello: what was queued meanwhile went to nobody."""
+        """Tell what has changed since the Hello: what was queued meanwhile went to
+        nobody."""
         held = {found.version for found in self.holdings.held()}
         for told in self._introduced.held:
             if told.version not in held:
@@ -352,7 +371,7 @@ class Hub:
             if down is not None:
                 down(self.no_answer("the wait", DOWN_S))
 
-    # ------------------------------------------------------------ messages about the whole channel
+    # ------------------------------------------------- messages about the whole channel
 
     def _view(self, message: View) -> None:
         if message.since:
@@ -399,7 +418,8 @@ class Hub:
         self.assign(message.version)
 
     def assign(self, version: int) -> None:
-        """Session thread: this replica was granted ``version``; 0: nothing is to be loaded."""
+        """Session thread: this replica was granted ``version``; 0: nothing is to be
+        loaded."""
         self.holdings.assigned = version
         self.holdings.protect()
 
@@ -447,7 +467,8 @@ class Hub:
 
 
 def as_wire_error(error: BaseException, *, channel: str, phase: str, version: int | None = None) -> WireError:
-    """Any failure of ours as data; a kind that the tree of errors does not know is a bug."""
+    """Any failure of ours as data; a kind that the tree of errors does not know is a
+    bug."""
     if isinstance(error, errors.ReplicasError):
         return WireError.of(error)
     if isinstance(error, SidecarFailed):
@@ -472,5 +493,6 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
 
 
 def _lacks_threads(error: BaseException) -> bool:
-    """No thread could be started: a limit of processes is reached. Python has no type for it."""
+    """No thread could be started: a limit of processes is reached. Python has no type
+    for it."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)

@@ -48,28 +48,36 @@ def join(
 ) -> Channel:
     """Join ``channel`` and return at once: it never waits for other members.
 
-    Who this process is, and where the coordinator is, comes from the environment that the supervisor set, or from the
-    arguments, which win. A second join of one (group, replica, rank) fences the first. One process may join several
-    channels, and one channel as several members.
+    Who this process is, and where the coordinator is, comes from the environment that
+    the supervisor set, or from the arguments, which win. A second join of one (group,
+    replica, rank) fences the first. One process may join several channels, and one
+    channel as several members.
 
-    Where a GPU is used, choose it (``torch.cuda.set_device``) before joining. From an asyncio program call this in a worker
-    thread if the coordinator runs on the same event loop.
+    Where a GPU is used, choose it (``torch.cuda.set_device``) before joining. From an
+    asyncio program call this in a worker thread if the coordinator runs on the same
+    event loop.
 
     :param endpoint: ``host:port`` of the control port (``REPLICAS_ENDPOINT``).
     :param token: the run's token (the content of ``REPLICAS_TOKEN_FILE``).
-    :param run: name of the run (``REPLICAS_RUN``); None where there is none: not checked.
+    :param run: name of the run (``REPLICAS_RUN``); None where there is none: not
+        checked.
     :param group: name of this rank's group (``REPLICAS_GROUP``).
     :param replica: index of this rank's replica in the group (``REPLICA_ID``).
-    :param rank: this rank (``RANK``, else 0). :param world_size: ranks of the replica (``WORLD_SIZE``, else 1).
-    :param observe: only watch: commits, loads and members, but no bytes. It needs no identity, and takes nobody's place:
-        several may have one name, also that of a rank.
-    :param info: short texts for status pages and routers, such as ``{"url": "http://..."}``.
+    :param rank: this rank (``RANK``, else 0). :param world_size: ranks of the replica
+        (``WORLD_SIZE``, else 1).
+    :param observe: only watch: commits, loads and members, but no bytes. It needs no
+        identity, and takes nobody's place: several may have one name, also that of a
+        rank.
+    :param info: short texts for status pages and routers, such as ``{"url":
+        "http://..."}``.
     :param timeout: seconds until there must be a session; default 30.
-    :raises replicas.errors.UsageError: something is missing or wrong (also: a token that is not accepted); or a coordinator
-        runs on this thread's event loop.
-    :raises replicas.errors.UnknownChannel: no such channel, or the group has no part in it.
-    :raises replicas.errors.Preflight: it cannot work with the members that are there; or the channel's slots are in GPU
-        memory (``staging = "device"``), and this process has none that its sidecar could use, which is tried here.
+    :raises replicas.errors.UsageError: something is missing or wrong (also: a token
+        that is not accepted); or a coordinator runs on this thread's event loop.
+    :raises replicas.errors.UnknownChannel: no such channel, or the group has no part in
+        it.
+    :raises replicas.errors.Preflight: it cannot work with the members that are there;
+        or the channel's slots are in GPU memory (``staging = "device"``), and this
+        process has none that its sidecar could use, which is tried here.
     :raises replicas.errors.Disconnected: nobody answered in time.
     """
     own_loop.must_not_block("join")
@@ -106,7 +114,8 @@ def join(
 
 
 def _prove_device(hub: Hub, until: float) -> None:
-    """Where slots are on a GPU: that a sidecar can use the memory of this rank there."""
+    """Where slots are on a GPU: that a sidecar can use the memory of this rank
+    there."""
     settings = hub.settings
     ranks = {"source": settings.source_ranks, "peer": settings.peer_ranks}.get(settings.role, "all")
     if not hub.device or (ranks == "leader" and not hub.leader):
@@ -198,7 +207,8 @@ def _endpoint(endpoint: str | None) -> str:
 
 
 def _nccl_version() -> str:
-    """Such as ``2.28.9``; empty where torch has no NCCL. Asks the library alone: CUDA is not initialised."""
+    """Such as ``2.28.9``; empty where torch has no NCCL. Asks the library alone: CUDA
+    is not initialised."""
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return ""
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]  # torch leaves it untyped

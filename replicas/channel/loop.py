@@ -1,22 +1,28 @@
-"""The session thread: one daemon thread in each process, whose asyncio loop carries all channels.
+"""The session thread: one daemon thread in each process, whose asyncio loop carries all
+channels.
 
 Theory of operation
 ===================
 
-The user's threads never touch a socket. They hand functions to this loop (:meth:`SessionLoop.call`) and wait, if at all,
-on a :class:`~replicas.channel.pending.Pending`. Everything that belongs to the loop is changed on its thread only.
+The user's threads never touch a socket. They hand functions to this loop
+(:meth:`SessionLoop.call`) and wait, if at all, on a
+:class:`~replicas.channel.pending.Pending`. Everything that belongs to the loop is
+changed on its thread only.
 
-**Fork.** A forked child (a DataLoader worker) inherits the descriptors but not the thread. A session that such a child
-kept open would hide the death of the rank. In the child each registered descriptor is therefore replaced by ``/dev/null``:
-the connection is given up, while the number stays taken, so that no object that still believes in it can close somebody
-else's file. The epoll instance is treated alike: the child's would be the parent's own. The objects themselves are kept
-alive in the child, without use, so that no finaliser runs on them.
+**Fork.** A forked child (a DataLoader worker) inherits the descriptors but not the
+thread. A session that such a child kept open would hide the death of the rank. In the
+child each registered descriptor is therefore replaced by ``/dev/null``: the connection
+is given up, while the number stays taken, so that no object that still believes in it
+can close somebody else's file. The epoll instance is treated alike: the child's would
+be the parent's own. The objects themselves are kept alive in the child, without use, so
+that no finaliser runs on them.
 
-**The thread never ends unasked.** What comes out of the loop (a SystemExit in a handler, say) ends every channel with
-InternalError, so that nobody waits for what will not happen any more; then the loop goes on, for those who join again.
+**The thread never ends unasked.** What comes out of the loop (a SystemExit in a
+handler, say) ends every channel with InternalError, so that nobody waits for what will
+not happen any more; then the loop goes on, for those who join again.
 
-**Exit.** At interpreter exit the channels that are still open say good-bye, then the loop ends. Functions run by
-``atexit`` do so before daemon threads are frozen.
+**Exit.** At interpreter exit the channels that are still open say good-bye, then the
+loop ends. Functions run by ``atexit`` do so before daemon threads are frozen.
 """
 
 from __future__ import annotations
@@ -82,7 +88,8 @@ class SessionLoop:
         self._thread = threading.Thread(target=self._run, name="replicas-session", daemon=True)
 
     def begin(self) -> SessionLoop:
-        """Start its thread. Apart from making it, for an interrupt in between must not leave a thread that nobody knows.
+        """Start its thread. Apart from making it, for an interrupt in between must not
+        leave a thread that nobody knows.
 
         :raises replicas.errors.NoCapacity: no thread can be started.
         """
@@ -127,12 +134,14 @@ class SessionLoop:
     def alive(self) -> bool:
         """Whether what is given to it will be run.
 
-        The thread itself is not asked: an interrupt in ``Thread.is_alive`` makes it believe that it has ended.
+        The thread itself is not asked: an interrupt in ``Thread.is_alive`` makes it
+        believe that it has ended.
         """
         return self._begun and not self._over and not self._stopping
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run ``function(*args)`` on the loop soon, in the order of the calls. From any thread; never blocks.
+        """Run ``function(*args)`` on the loop soon, in the order of the calls. From any
+        thread; never blocks.
 
         :raises replicas.errors.InternalError: its thread has ended.
         """
@@ -141,9 +150,11 @@ class SessionLoop:
         self.loop.call_soon_threadsafe(function, *args)
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        """Run the coroutine that ``make`` makes on the loop, and wait for it on another thread.
+        """Run the coroutine that ``make`` makes on the loop, and wait for it on another
+        thread.
 
-        :raises TimeoutError: it did not end in time; it is cancelled, as it is when the wait is interrupted.
+        :raises TimeoutError: it did not end in time; it is cancelled, as it is when the
+            wait is interrupted.
         """
         if threading.current_thread() is self._thread:
             raise errors.InternalError("the session thread cannot wait for itself")
@@ -167,7 +178,8 @@ class SessionLoop:
             pending._fail(error if isinstance(error, Exception) else _foreign(error))
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Start a task on the loop's thread. It must handle its own errors: one that does not is logged as a bug."""
+        """Start a task on the loop's thread. It must handle its own errors: one that
+        does not is logged as a bug."""
         task = self.loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -186,7 +198,8 @@ class SessionLoop:
         self._fds.discard(fd)
 
     async def forkserver(self, name: str | None) -> Forkserver:
-        """The forkserver behind the door ``name``, or this process's own helper; shared, and made when first asked for.
+        """The forkserver behind the door ``name``, or this process's own helper;
+        shared, and made when first asked for.
 
         On the loop's thread. One that has died is replaced by a new one.
 
@@ -253,7 +266,8 @@ class SessionLoop:
 
 
 def _foreign(error: BaseException) -> errors.ReplicasError:
-    """A SystemExit or the like, which must not go through threads that nobody wanted to end."""
+    """A SystemExit or the like, which must not go through threads that nobody wanted to
+    end."""
     return errors.InternalError(f"{type(error).__name__}: {error}")
 
 
@@ -263,7 +277,8 @@ _abandoned: list[SessionLoop] = []
 
 
 def session_loop() -> SessionLoop:
-    """The session loop of this process, started when first asked for, and again when its thread has ended.
+    """The session loop of this process, started when first asked for, and again when
+    its thread has ended.
 
     :raises replicas.errors.NoCapacity: no thread can be started.
     """

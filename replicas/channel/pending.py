@@ -3,22 +3,27 @@
 Theory of operation
 ===================
 
-A :class:`Pending` is made on any thread and ended once, by the session thread: the first of ``_resolve`` and
-``_fail`` wins and says so by returning True. Waiters of three kinds may watch it at once: threads (a latch),
-asyncio tasks (woken by ``call_soon_threadsafe`` of their own loop) and trio tasks (woken by ``run_sync_soon`` of their own
-token). A waiter that times out or is cancelled only takes its own wake-up back: waiting never changes the operation, and
-the value stays there for the next one who asks.
+A :class:`Pending` is made on any thread and ended once, by the session thread: the
+first of ``_resolve`` and ``_fail`` wins and says so by returning True. Waiters of three
+kinds may watch it at once: threads (a latch), asyncio tasks (woken by
+``call_soon_threadsafe`` of their own loop) and trio tasks (woken by ``run_sync_soon``
+of their own token). A waiter that times out or is cancelled only takes its own wake-up
+back: waiting never changes the operation, and the value stays there for the next one
+who asks.
 
-**Settling.** An end with :class:`~replicas.errors.OutcomeUnknown` may be replaced, once, when it is known what became of
-it: by a value or another error (:meth:`Pending._settle`), or by work that makes the value (:meth:`Pending._settle_by`).
-Such work writes into the caller's tensors, so it runs on the thread of the first one that waits again, and never by itself.
+**Settling.** An end with :class:`~replicas.errors.OutcomeUnknown` may be replaced,
+once, when it is known what became of it: by a value or another error
+(:meth:`Pending._settle`), or by work that makes the value (:meth:`Pending._settle_by`).
+Such work writes into the caller's tensors, so it runs on the thread of the first one
+that waits again, and never by itself.
 
-**Taking back.** A value that nobody has looked at may be taken back for a newer one (:meth:`Pending._take_back`), and is
-pending again until then. To look is to be handed the outcome; it is decided under the lock which of the two came first.
+**Taking back.** A value that nobody has looked at may be taken back for a newer one
+(:meth:`Pending._take_back`), and is pending again until then. To look is to be handed
+the outcome; it is decided under the lock which of the two came first.
 
-``_observed`` becomes True when somebody was about to be handed an outcome, ``_told`` when he was. A publish or a collective
-that failed and of which nobody was told is raised at the next publish or at close, so that no failure is lost by
-fire-and-forget.
+``_observed`` becomes True when somebody was about to be handed an outcome, ``_told``
+when he was. A publish or a collective that failed and of which nobody was told is
+raised at the next publish or at close, so that no failure is lost by fire-and-forget.
 """
 
 from __future__ import annotations
@@ -58,11 +63,15 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
     :param nbytes: bytes of the weights, or of this member's own tensors.
     :param seconds: from the first call of a member to the verdict.
     :param phases: seconds by phase.
-    :param digest: of the published image, the same for all who hold it (``update.digest``); empty for a collective, and where
-        nobody has put the parts of several ranks together yet.
-    :param staging: where the slots of the channel are, ``"host"`` or ``"device"``; empty for a collective.
-    :param outputs: ``gather`` and ``all_gather``: each participant's tensors (on the root only, for ``gather``).
-    :param tensors: ``scatter``, ``reduce_scatter`` and ``recv``: the tensors received; the caller's own ones where given.
+    :param digest: of the published image, the same for all who hold it
+        (``update.digest``); empty for a collective, and where nobody has put the parts
+        of several ranks together yet.
+    :param staging: where the slots of the channel are, ``"host"`` or ``"device"``;
+        empty for a collective.
+    :param outputs: ``gather`` and ``all_gather``: each participant's tensors (on the
+        root only, for ``gather``).
+    :param tensors: ``scatter``, ``reduce_scatter`` and ``recv``: the tensors received;
+        the caller's own ones where given.
     """
 
     version: int
@@ -89,7 +98,8 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return cls(**msgspec.structs.asdict(data), outputs=outputs or {}, tensors=tensors)
 
     def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
-        """Flat numbers for an experiment logger: version, epoch, members, lost, nbytes, seconds and each phase's seconds."""
+        """Flat numbers for an experiment logger: version, epoch, members, lost, nbytes,
+        seconds and each phase's seconds."""
         prefix = arguments.text("metrics: prefix", prefix)
         values = {
             "version": self.version,
@@ -104,12 +114,15 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Pending(Generic[T]):
-    """The outcome of an operation of a channel: wait for it on any thread, or ``await`` it under asyncio or trio.
+    """The outcome of an operation of a channel: wait for it on any thread, or ``await``
+    it under asyncio or trio.
 
-    Waiting never changes the operation: it goes on after a wait timed out or was cancelled, and can be waited for again.
-    One that ended with :class:`~replicas.errors.OutcomeUnknown` may be waited for again, too: as soon as it is known what
-    became of it, that is its outcome. If a collective turns out to have succeeded, this second wait writes its results into
-    the caller's tensors, on the thread that waits.
+    Waiting never changes the operation: it goes on after a wait timed out or was
+    cancelled, and can be waited for again. One that ended with
+    :class:`~replicas.errors.OutcomeUnknown` may be waited for again, too: as soon as it
+    is known what became of it, that is its outcome. If a collective turns out to have
+    succeeded, this second wait writes its results into the caller's tensors, on the
+    thread that waits.
     """
 
     def __init__(self, what: str) -> None:
@@ -136,11 +149,14 @@ class Pending(Generic[T]):
     def wait(self, timeout: float | None = None) -> T:
         """The result.
 
-        :param timeout: seconds, 0 or less: only look; None (the default) waits until the operation ends by its own deadline.
-        :raises replicas.errors.UsageError: ``timeout`` is no finite number of at most 1e9; or this is a forked child, or a
-            coordinator runs on this thread's event loop, which would be blocked: await it.
+        :param timeout: seconds, 0 or less: only look; None (the default) waits until
+            the operation ends by its own deadline.
+        :raises replicas.errors.UsageError: ``timeout`` is no finite number of at most
+            1e9; or this is a forked child, or a coordinator runs on this thread's event
+            loop, which would be blocked: await it.
         :raises TimeoutError: the timeout passed; the operation goes on.
-        :raises replicas.errors.OutcomeUnknown: it is not known what became of it; wait again later.
+        :raises replicas.errors.OutcomeUnknown: it is not known what became of it; wait
+            again later.
         :raises replicas.errors.ReplicasError: the operation failed.
         """
         timeout_s = arguments.patience("wait: timeout", timeout)
@@ -155,7 +171,8 @@ class Pending(Generic[T]):
         return self._outcome()
 
     def _wait_for_session(self, timeout_s: float | None = None) -> T:
-        """Like :meth:`wait`, for what the session thread does by itself: it may be waited for on any loop."""
+        """Like :meth:`wait`, for what the session thread does by itself: it may be
+        waited for on any loop."""
         if not self._ended.wait(timeout_s):
             raise TimeoutError(f"{self._what} has not ended within {timeout_s} s")
         return self._outcome()
@@ -200,7 +217,8 @@ class Pending(Generic[T]):
         return self.done()
 
     def _take_back(self) -> bool:
-        """Make it pending again if it has a value that nobody has looked at; False: it stays as it is."""
+        """Make it pending again if it has a value that nobody has looked at; False: it
+        stays as it is."""
         with self._ending:
             if self._observed or not self.done() or self._error is not None:
                 return False
@@ -208,7 +226,8 @@ class Pending(Generic[T]):
             return True
 
     def _settle(self, outcome: T | BaseException) -> bool:
-        """Replace an :class:`~replicas.errors.OutcomeUnknown`, once; False when the end was another, or none yet."""
+        """Replace an :class:`~replicas.errors.OutcomeUnknown`, once; False when the end
+        was another, or none yet."""
         with self._ending:
             if not self._unknown:
                 return False
@@ -220,7 +239,8 @@ class Pending(Generic[T]):
         return True
 
     def _settle_by(self, work: Callable[[], T]) -> bool:
-        """Like :meth:`_settle`; ``work`` makes the value, on the thread of the first one that waits again."""
+        """Like :meth:`_settle`; ``work`` makes the value, on the thread of the first
+        one that waits again."""
         with self._ending:
             if not self._unknown:
                 return False
@@ -228,7 +248,8 @@ class Pending(Generic[T]):
         return True
 
     def _abandon(self, error: BaseException) -> None:
-        """Withdraw the work of :meth:`_settle_by` if nobody has waited for it: the outcome is ``error`` then."""
+        """Withdraw the work of :meth:`_settle_by` if nobody has waited for it: the
+        outcome is ``error`` then."""
         with self._working:
             if self._work is not None:
                 self._work, self._error = None, error
@@ -239,7 +260,8 @@ class Pending(Generic[T]):
 
     @property
     def _uncollected(self) -> bool:
-        """Whether it is known to have succeeded, and nobody has waited again for its results."""
+        """Whether it is known to have succeeded, and nobody has waited again for its
+        results."""
         return self._work is not None
 
     def _end(self, value: T | None, error: BaseException | None) -> bool:
@@ -287,7 +309,8 @@ def _in_task_of(trio: Any) -> bool:
 
 
 def _event_of_this_library() -> tuple[Any, Callable[[], None]]:
-    """An event of the running async library, and a function that sets it from any thread."""
+    """An event of the running async library, and a function that sets it from any
+    thread."""
     trio = sys.modules.get("trio")
     if trio is not None and _in_task_of(trio):
         token = trio.lowlevel.current_trio_token()

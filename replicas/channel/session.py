@@ -1,25 +1,31 @@
-"""One session with the coordinator: a WebSocket that is made anew when it breaks, and goes on where it was.
+"""One session with the coordinator: a WebSocket that is made anew when it breaks, and
+goes on where it was.
 
 Theory of operation
 ===================
 
-All of this runs on the session thread. :meth:`Session.send` appends to an outbox; the writer sends what is above its
-cursor, and the coordinator's acks take it out again. A reconnect says ``resume_term`` and how far we got; when the
-Welcome is of the same term, the cursor goes back to the first unacknowledged message, so that each is handled exactly
-once. A Welcome of another term means that the coordinator is a new one which knows nothing of what was under way: the
-outbox is void, numbers start at 1 again, and the handler is told (``resumed=False``): it announces what is still open.
+All of this runs on the session thread. :meth:`Session.send` appends to an outbox; the
+writer sends what is above its cursor, and the coordinator's acks take it out again. A
+reconnect says ``resume_term`` and how far we got; when the Welcome is of the same term,
+the cursor goes back to the first unacknowledged message, so that each is handled
+exactly once. A Welcome of another term means that the coordinator is a new one which
+knows nothing of what was under way: the outbox is void, numbers start at 1 again, and
+the handler is told (``resumed=False``): it announces what is still open.
 
-A heartbeat goes out every ``heartbeat_interval_s`` (of the Welcome, or of a later View), and the coordinator acks each; of a
-message that comes in slowly it acks the bytes. A connection on which no *byte* came for as long as three acks take is given
-up and made anew: a slow link is no dead one. It is never judged right after this process itself was paused: what had arrived
-meanwhile is read first.
+A heartbeat goes out every ``heartbeat_interval_s`` (of the Welcome, or of a later
+View), and the coordinator acks each; of a message that comes in slowly it acks the
+bytes. A connection on which no *byte* came for as long as three acks take is given up
+and made anew: a slow link is no dead one. It is never judged right after this process
+itself was paused: what had arrived meanwhile is read first.
 
-Reconnecting goes on as long as the channel is open; operations end by their own deadlines. A connection counts as one failed
-try, whether nobody answered or it ended before anything new went either way: after each of those in a row there is a
-growing, jittered pause, and more patience with the next one. So nothing that the coordinator does not take is sent to it at
-full speed. A malformed frame ends the connection, and the next one resumes: something on the way may have spoiled it. Only
-:class:`Refused`, a refused token and :data:`MALFORMED_MAX` malformed frames with nothing good in between end a session for
-good: the handler's ``session_over``.
+Reconnecting goes on as long as the channel is open; operations end by their own
+deadlines. A connection counts as one failed try, whether nobody answered or it ended
+before anything new went either way: after each of those in a row there is a growing,
+jittered pause, and more patience with the next one. So nothing that the coordinator
+does not take is sent to it at full speed. A malformed frame ends the connection, and
+the next one resumes: something on the way may have spoiled it. Only :class:`Refused`, a
+refused token and :data:`MALFORMED_MAX` malformed frames with nothing good in between
+end a session for good: the handler's ``session_over``.
 """
 
 from __future__ import annotations
@@ -66,11 +72,13 @@ _quiet = logging.getLogger("replicas.channel.websocket")
 _quiet.setLevel(logging.ERROR)
 
 REACH_S = 2.0
-"""Until there is a TCP connection. A lost SYN is repeated after 1, 3 and 7 s only: a new try finds a link again sooner."""
+"""Until there is a TCP connection. A lost SYN is repeated after 1, 3 and 7 s only: a
+new try finds a link again sooner."""
 ANSWER_S = 10.0
 """From there to the Welcome: a coordinator that is paused answers when it wakes."""
 DIAL_PAUSE_S = 1.0
-"""Longest pause while nobody answers: a new coordinator waits only a few seconds for the members of the one before."""
+"""Longest pause while nobody answers: a new coordinator waits only a few seconds for
+the members of the one before."""
 FRUITLESS_PAUSE_S = 5.0
 """Longest pause after connections that brought nothing."""
 LIVED_S = 10.0
@@ -78,13 +86,16 @@ LIVED_S = 10.0
 MISSED_ACKS = 3
 SLACK_S = 0.5
 SILENCE_S = 10.0
-"""Longest silence that is waited out, unless the coordinator asks for few heartbeats."""
+"""Longest silence that is waited out, unless the coordinator asks for few
+heartbeats."""
 CLOSE_TIMEOUT_S = 1.0
 MAX_FRAME_NBYTES = 256 << 20
 MALFORMED_MAX = 5
-"""Malformed frames in a row: no accident, but a coordinator that speaks another language."""
+"""Malformed frames in a row: no accident, but a coordinator that speaks another
+language."""
 ACK_AFTER = 64
-"""Messages received without anything sent, after which an ack goes out before the next heartbeat."""
+"""Messages received without anything sent, after which an ack goes out before the next
+heartbeat."""
 
 _T = TypeVar("_T")
 _HEARTBEAT = encode_body(Heartbeat())
@@ -94,7 +105,8 @@ _fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
 
 
 class SessionHandler(Protocol):
-    """What a session needs of its channel. Called on the session thread; must not block."""
+    """What a session needs of its channel. Called on the session thread; must not
+    block."""
 
     def introduce(self, hello: Hello) -> Hello:
         """``hello`` with what this member knows now."""
@@ -123,13 +135,15 @@ class _Fruitless(Exception):
 
 
 class _Connection(ClientConnection):
-    """It knows when its last byte came, and to whom on this machine the token may be shown (None: to anybody)."""
+    """It knows when its last byte came, and to whom on this machine the token may be
+    shown (None: to anybody)."""
 
     heard = 0.0
     token_owners: frozenset[int] | None = None
 
     async def handshake(self, *arguments: Any, **options: Any) -> None:
-        """:raises ConnectionRefusedError: another user has the coordinator's port, which was free for a while."""
+        """:raises ConnectionRefusedError: another user has the coordinator's port,
+        which was free for a while."""
         if self.token_owners is not None:
             uids = listener_uids(self.transport.get_extra_info("socket"))
             if uids is not None and not (uids and uids <= self.token_owners):
@@ -142,9 +156,11 @@ class _Connection(ClientConnection):
 
 
 class Session:
-    """See the module's header. :param endpoint: ``host:port``. :param hello: complete but for what changes.
+    """See the module's header. :param endpoint: ``host:port``. :param hello: complete
+    but for what changes.
 
-    :param token_owners: users on this machine to whom the token may be shown; None: to whoever listens at the endpoint.
+    :param token_owners: users on this machine to whom the token may be shown; None: to
+        whoever listens at the endpoint.
     """
 
     def __init__(
@@ -187,12 +203,13 @@ class Session:
         """How often it sends a sign of life, as the coordinator said last."""
         return self._interval_s
 
-    # ------------------------------------------------------------ for the channel, on the session thread
+    # ------------------------------------------- for the channel, on the session thread
 
     async def open(self, timeout_s: float) -> None:
         """Connect for the first time; the handler has been welcomed when this returns.
 
-        :raises replicas.errors.ReplicasError: refused, or nobody answered within ``timeout_s``.
+        :raises replicas.errors.ReplicasError: refused, or nobody answered within
+            ``timeout_s``.
         """
         try:
             async with asyncio.timeout(timeout_s):
@@ -207,9 +224,11 @@ class Session:
         self._task = self._loop.spawn(self._run(websocket), f"session {self._hello.channel}")
 
     def send(self, body: FromMember) -> None:
-        """Queue a numbered message. Never blocks; it is sent, or sent again, as soon as there is a connection.
+        """Queue a numbered message. Never blocks; it is sent, or sent again, as soon as
+        there is a connection.
 
-        :raises replicas.errors.UsageError: it cannot be encoded, or is too large; nothing is queued.
+        :raises replicas.errors.UsageError: it cannot be encoded, or is too large;
+            nothing is queued.
         """
         if self._closing:
             return
@@ -500,7 +519,8 @@ class Session:
 
 
 def _pause(state: RetryCallState) -> float:
-    """Seconds until the next try: longer after a connection that brought nothing than where nobody answers."""
+    """Seconds until the next try: longer after a connection that brought nothing than
+    where nobody answers."""
     error = state.outcome.exception() if state.outcome is not None else None
     wait = _fruitless if isinstance(error, _Fruitless) else _unreached
     return float(wait(state))

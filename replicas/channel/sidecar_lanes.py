@@ -1,8 +1,9 @@
 """Lanes: one sidecar each, made and killed on the coordinator's word.
 
-A sidecar that died, or failed in the middle of something, is never used again: its lane is *ended*, it is killed, and
-:meth:`Lane.gone` tells when that is certain. Only then may memory that it was reading or writing be used for anything
-else; a sidecar whose death cannot be confirmed keeps what it had.
+A sidecar that died, or failed in the middle of something, is never used again: its lane
+is *ended*, it is killed, and :meth:`Lane.gone` tells when that is certain. Only then
+may memory that it was reading or writing be used for anything else; a sidecar whose
+death cannot be confirmed keeps what it had.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ MOVED_INTERVAL_S = 0.8
 STILL_S = 1.0
 """Nothing has moved for so long: that is told at once."""
 PREFORK_DELAY_S = 0.2
-"""How long after a lane has formed the next spare sidecar is forked: out of the way of what the lane was formed for."""
+"""How long after a lane has formed the next spare sidecar is forked: out of the way of
+what the lane was formed for."""
 
 
 class Lane:
-    """One process group as this member sees it. ``turn``: of the operations in it, in the order of their Go."""
+    """One process group as this member sees it. ``turn``: of the operations in it, in
+    the order of their Go."""
 
     def __init__(self, name: str, rank: int, backend: Backend) -> None:
         self.name = name
@@ -51,7 +54,8 @@ class Lane:
             self.sidecar.kill()
 
     async def gone(self) -> bool:
-        """End, and wait until the sidecar is dead; False when that cannot be confirmed."""
+        """End, and wait until the sidecar is dead; False when that cannot be
+        confirmed."""
         self.end()
         return self.sidecar is None or await self.sidecar.wait_dead(DEATH_TIMEOUT_S)
 

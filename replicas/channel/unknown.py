@@ -1,8 +1,9 @@
 """Operations whose outcome this member could not learn, and what is kept until it does.
 
-An operation that had said *done* and had to end without a verdict may have succeeded for the others. Its outputs are kept,
-those of the last few. When it becomes known that it did succeed, its results are written by the
-thread that waits for it again; until then they are *uncollected*, and going on without them must be a decision.
+An operation that had said *done* and had to end without a verdict may have succeeded
+for the others. Its outputs are kept, those of the last few. When it becomes known that
+it did succeed, its results are written by the thread that waits for it again; until
+then they are *uncollected*, and going on without them must be a decision.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ KEPT_RESULTS = 4
 class Unknown:
     """Of one channel. On the session thread, but for :meth:`check_collected`.
 
-    :param applied: called with the ref of an operation that has turned out to have succeeded.
+    :param applied: called with the ref of an operation that has turned out to have
+        succeeded.
     :param release: called with one that is kept no longer.
     """
 
@@ -47,7 +49,8 @@ class Unknown:
     def check_collected(self) -> None:
         """On the caller's thread, before a collective.
 
-        :raises replicas.errors.Gone: once for each operation that turned out to have succeeded, and was not collected.
+        :raises replicas.errors.Gone: once for each operation that turned out to have
+            succeeded, and was not collected.
         """
         for job in self._kept:
             if job.pending._uncollected and not job.told:

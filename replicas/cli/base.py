@@ -1,4 +1,5 @@
-"""What all commands share: the app, exit codes, options, and how answers and errors are shown."""
+"""What all commands share: the app, exit codes, options, and how answers and errors are
+shown."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ app = typer.Typer(
 
 
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Groups and replicas of the run that the line names so far. Never fails: there is nobody to tell."""
+    """Groups and replicas of the run that the line names so far. Never fails: there is
+    nobody to tell."""
     try:
         place = Place(context.params.get("config"), context.params.get("endpoint"))
         found = _targets(place)
@@ -103,7 +105,8 @@ GroupArgument = Annotated[
 def place_of(
     config: Path | None, other: Path | None = None, endpoint: str | None = None, token_file: Path | None = None
 ) -> Place:
-    """The run that a command line names. ``config``, ``other``: as an argument and as an option.
+    """The run that a command line names. ``config``, ``other``: as an argument and as
+    an option.
 
     :raises UsageError: two of them were given.
     """
@@ -140,7 +143,8 @@ def show(value: Any, draw: Callable[[Console], None], *, as_json: bool) -> None:
 
 @contextmanager
 def patience(doing: str) -> Iterator[Callable[[str], None]]:
-    """On a terminal, a line that shows that something is going on; what it gives changes the line."""
+    """On a terminal, a line that shows that something is going on; what it gives
+    changes the line."""
     console = Screen(to_stderr=True)
     if not console.is_terminal:
         yield lambda doing: None
@@ -155,7 +159,8 @@ def _under_way(doing: str) -> Text:
 
 @contextmanager
 def exit_codes(*, failed: int = UNAVAILABLE) -> Iterator[None]:
-    """Turn this library's errors into one clear message on stderr and the exit code of the contract.
+    """Turn this library's errors into one clear message on stderr and the exit code of
+    the contract.
 
     :param failed: the exit code when the world does not allow it.
     """

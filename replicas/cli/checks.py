@@ -1,7 +1,8 @@
-"""What ``replicas doctor`` looks at: leftovers of dead runs, held ports, who is on the GPUs, limits of this machine.
+"""What ``replicas doctor`` looks at: leftovers of dead runs, held ports, who is on the
+GPUs, limits of this machine.
 
-Nothing is changed, and no supervisor has to run. Each look gives :class:`Finding` values: *ok*, a *note* (allowed, and yet
-worth knowing), or a *problem* with its remedy.
+Nothing is changed, and no supervisor has to run. Each look gives :class:`Finding`
+values: *ok*, a *note* (allowed, and yet worth knowing), or a *problem* with its remedy.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ __all__ = ["Finding", "examine"]
 _SMI_TIMEOUT_S = 5.0
 _DISK_NBYTES = 1 << 30
 _FILES_BASE, _FILES_EACH = 256, 16
-"""Descriptors of a supervisor: a base (sessions of ranks elsewhere, pages), and so many for each replica and rank."""
+"""Descriptors of a supervisor: a base (sessions of ranks elsewhere, pages), and so many
+for each replica and rank."""
 _PROCESSES_EACH = 16
 
 
@@ -51,9 +53,11 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
-    """Look at everything, from the run to the machine. Blocks, for up to some seconds where GPUs are.
+    """Look at everything, from the run to the machine. Blocks, for up to some seconds
+    where GPUs are.
 
-    :param config: of the run, if it is known. :param state_dir: of the run, if it has one.
+    :param config: of the run, if it is known. :param state_dir: of the run, if it has
+        one.
     """
     machine = look()
     supervisor = None
@@ -287,6 +291,7 @@ def _disk(state_dir: Path, config: Config | None) -> Iterator[Finding]:
 
 
 def _most_logs_nbytes(config: Config) -> int:
-    """What the logs of all ranks can come to, with those of the run before: each is bounded, they together only so."""
+    """What the logs of all ranks can come to, with those of the run before: each is
+    bounded, they together only so."""
     ranks = sum(group.replicas * group.world_size for group in config.groups.values())
     return 2 * ranks * config.logs.keep_generations * (config.logs.keep + 1) * config.logs.max_nbytes

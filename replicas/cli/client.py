@@ -1,10 +1,13 @@
-"""How the command line asks a running supervisor: over the run's Unix socket, or over TCP with its token.
+"""How the command line asks a running supervisor: over the run's Unix socket, or over
+TCP with its token.
 
-A port is anybody's once its supervisor is dead, and a file may name any: on this machine the kernel is asked whose process
-listens before anything is sent, and the token goes only to those to whom it belongs.
+A port is anybody's once its supervisor is dead, and a file may name any: on this
+machine the kernel is asked whose process listens before anything is sent, and the token
+goes only to those to whom it belongs.
 
-One request, one connection. Each read has a deadline; an answer that takes long is kept alive by the other side
-(:mod:`replicas.control.orders_api`), so that silence always means that nobody is there.
+One request, one connection. Each read has a deadline; an answer that takes long is kept
+alive by the other side (:mod:`replicas.control.orders_api`), so that silence always
+means that nobody is there.
 """
 
 from __future__ import annotations
@@ -51,12 +54,17 @@ class _UnixConnection(http.client.HTTPConnection):
 class Client:
     """One supervisor, asked one thing at a time.
 
-    :param where: ``host:port`` of the control port, or ``unix:PATH`` of the run's socket.
+    :param where: ``host:port`` of the control port, or ``unix:PATH`` of the run's
+        socket.
     :param token: the run's token, for orders and logs over TCP.
-    :param pid: the supervisor's, as far as it is known: so that it can be told why nobody answers.
-    :param run: name of the run that is meant, as far as it is known: another one takes no order then.
-    :param owners: users of whom the supervisor may be, where it is on this machine; None: of anybody.
-    :param token_owners: users on this machine to whom the token may be shown; None: to anybody.
+    :param pid: the supervisor's, as far as it is known: so that it can be told why
+        nobody answers.
+    :param run: name of the run that is meant, as far as it is known: another one takes
+        no order then.
+    :param owners: users of whom the supervisor may be, where it is on this machine;
+        None: of anybody.
+    :param token_owners: users on this machine to whom the token may be shown; None: to
+        anybody.
     :raises UsageError: ``where`` is neither.
     """
 
@@ -102,9 +110,11 @@ class Client:
             ) from error
 
     def order(self, order: Order, *, wait: bool = True) -> Answer:
-        """Hand in an order, and wait until it is carried out (``wait`` False: until it has begun).
+        """Hand in an order, and wait until it is carried out (``wait`` False: until it
+        has begun).
 
-        :raises ReplicasError: the error that ended it. :raises Disconnected: nobody answers, or nobody any more.
+        :raises ReplicasError: the error that ended it. :raises Disconnected: nobody
+            answers, or nobody any more.
         """
         path = _PATHS[type(order)] + ("" if wait else "?wait=0")
         body = msgspec.json.encode(order)
@@ -115,7 +125,8 @@ class Client:
         return answer
 
     def events(self, after: int | None = None, *, follow: bool = True) -> Iterator[bytes]:
-        """The records of ``GET /events``, as JSON, one by one; an empty one now and then when nothing happens."""
+        """The records of ``GET /events``, as JSON, one by one; an empty one now and
+        then when nothing happens."""
         query = {"follow": str(int(follow)), **({} if after is None else {"after": str(after)})}
         for line in self._lines(f"/events?{urlencode(query)}"):
             if line.startswith(b"data: "):
@@ -124,7 +135,8 @@ class Client:
                 yield b""
 
     def logs(self, query: Mapping[str, str]) -> Iterator[bytes]:
-        """Lines of ``GET /logs``, as JSON; an empty one now and then when nothing happens."""
+        """Lines of ``GET /logs``, as JSON; an empty one now and then when nothing
+        happens."""
         return self._lines(f"/logs?{urlencode({**query, 'json': '1'})}")
 
     # ------------------------------------------------------------ one request
@@ -133,7 +145,8 @@ class Client:
     def _asked(
         self, method: str, path: str, body: bytes | None = None, *, silence_s: float | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """``silence_s``: how long the rest of the answer may pause, once it has begun."""
+        """``silence_s``: how long the rest of the answer may pause, once it has
+        begun."""
         connection = self._connect()
         headers = {"Accept": "application/json"}
         if self._run:
@@ -157,9 +170,11 @@ class Client:
             connection.close()
 
     def _credentials(self, connection: socket.socket) -> dict[str, str]:
-        """The token, for those who may have it. A Unix socket needs none: its supervisor knows who asks.
+        """The token, for those who may have it. A Unix socket needs none: its
+        supervisor knows who asks.
 
-        :raises Disconnected: this is not the supervisor that is meant, but somebody else's process.
+        :raises Disconnected: this is not the supervisor that is meant, but somebody
+            else's process.
         """
         local = not self._host
         uids = frozenset({peer_uid(connection)}) if local else listener_uids(connection)

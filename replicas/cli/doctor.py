@@ -32,7 +32,8 @@ _MARKS = {"ok": ("+", "green"), "note": ("~", "yellow"), "problem": ("-", "bold 
 
 
 def doctor(config: ConfigArgument = None, named: ConfigOption = None, as_json: Json = False) -> None:
-    """Look for what is in the way: leftovers of dead runs, held ports, who is on the GPUs, limits of this machine.
+    """Look for what is in the way: leftovers of dead runs, held ports, who is on the
+    GPUs, limits of this machine.
 
     Changes nothing. Exit code 1 when there is a problem.
     """

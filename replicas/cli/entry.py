@@ -1,4 +1,5 @@
-"""The console script ``replicas``: the command, or one sentence where it cannot run at all."""
+"""The console script ``replicas``: the command, or one sentence where it cannot run at
+all."""
 
 from __future__ import annotations
 

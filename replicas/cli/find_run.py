@@ -1,4 +1,5 @@
-"""Which run is meant: by its config, by the folder that one stands in, or by an address."""
+"""Which run is meant: by its config, by the folder that one stands in, or by an
+address."""
 
 from __future__ import annotations
 
@@ -41,11 +42,13 @@ ENDPOINT_FILE = "endpoint.json"
 
 
 SILENT_S = 30.0
-"""How long a supervisor that lives may not answer before whoever waits for its end gives up."""
+"""How long a supervisor that lives may not answer before whoever waits for its end
+gives up."""
 
 
 class NotTrusted(UsageError):
-    """The state folder is somebody else's: where it leads to, and what it has us send there, is his choice."""
+    """The state folder is somebody else's: where it leads to, and what it has us send
+    there, is his choice."""
 
     default_hint = "give --endpoint HOST:PORT or unix:PATH, or run this as the user of the supervisor"
 
@@ -56,7 +59,8 @@ class NotTrusted(UsageError):
 
 
 def trusted(state_dir: Path) -> Path:
-    """The folder itself, once it is known to be ours (or root's); also one that is not there.
+    """The folder itself, once it is known to be ours (or root's); also one that is not
+    there.
 
     :raises NotTrusted: it is somebody else's, or others can write to it.
     """
@@ -71,7 +75,8 @@ def trusted(state_dir: Path) -> Path:
 
 
 class EndpointFile(msgspec.Struct, frozen=True, kw_only=True):
-    """``endpoint``: ``host:port`` of the control port. ``pid``: the supervisor's. ``socket``: path of the Unix socket."""
+    """``endpoint``: ``host:port`` of the control port. ``pid``: the supervisor's.
+    ``socket``: path of the Unix socket."""
 
     endpoint: str
     pid: int
@@ -113,13 +118,15 @@ def find_endpoint(*, folder: Path) -> EndpointFile:
 
 
 def find_state_dir(*, folder: Path) -> Path:
-    """The state folder of a run, whether it is running or over: as :func:`find_endpoint`, and running ones go first."""
+    """The state folder of a run, whether it is running or over: as
+    :func:`find_endpoint`, and running ones go first."""
     running = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
     return _only_run(folder, running or sorted(folder.glob(".replicas/*/lock")))
 
 
 def _only_run(folder: Path, found: list[Path]) -> Path:
-    """The state folder of the only one of these files that is of a living run, or of the only one at all."""
+    """The state folder of the only one of these files that is of a living run, or of
+    the only one at all."""
     living = [path for path in found if len(found) > 1 and lives(path.parent)]
     if len(living) == 1:
         found = living
@@ -134,7 +141,8 @@ def _only_run(folder: Path, found: list[Path]) -> Path:
 
 
 def lives(state_dir: Path) -> bool:
-    """Whether the run of this state folder has a supervisor, as far as its endpoint file tells."""
+    """Whether the run of this state folder has a supervisor, as far as its endpoint
+    file tells."""
     try:
         return start_time(read_endpoint(state_dir).pid) is not None
     except (Disconnected, NotTrusted):
@@ -142,9 +150,11 @@ def lives(state_dir: Path) -> bool:
 
 
 class End:
-    """The end of a run, for whoever asks it again and again: nobody answers any more, but that may mean other things too.
+    """The end of a run, for whoever asks it again and again: nobody answers any more,
+    but that may mean other things too.
 
-    :param state_dir: of the run; None: it is elsewhere, and only its silence can be judged.
+    :param state_dir: of the run; None: it is elsewhere, and only its silence can be
+        judged.
     :raises Disconnected: it is not running.
     """
 
@@ -158,9 +168,11 @@ class End:
         self._silent_since = None
 
     def came(self, error: Disconnected) -> bool:
-        """Whether the run is over, now that a question has ended with ``error``; else it is to be asked again.
+        """Whether the run is over, now that a question has ended with ``error``; else
+        it is to be asked again.
 
-        :raises Disconnected: its supervisor was killed, or has been silent for :data:`SILENT_S`.
+        :raises Disconnected: its supervisor was killed, or has been silent for
+            :data:`SILENT_S`.
         """
         now = time.monotonic()
         self._silent_since = now if self._silent_since is None else self._silent_since
@@ -178,7 +190,8 @@ class End:
         return False
 
     def _is_named(self) -> bool:
-        """Whether the endpoint file, which goes last, is still that of this supervisor."""
+        """Whether the endpoint file, which goes last, is still that of this
+        supervisor."""
         assert self._state_dir is not None
         try:
             return read_endpoint(self._state_dir).pid == self._pid
@@ -196,8 +209,10 @@ def _here() -> Path:
 class Place:
     """A run that a command is about. Nothing is asked or read before it is needed.
 
-    :param config: its config file. :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of a supervisor, also on another machine.
-    :param token_file: file with its token; default: the run's own, or what ``REPLICAS_TOKEN_FILE`` names.
+    :param config: its config file. :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of a
+        supervisor, also on another machine.
+    :param token_file: file with its token; default: the run's own, or what
+        ``REPLICAS_TOKEN_FILE`` names.
     :raises UsageError: both ``config`` and ``endpoint`` are given.
     """
 
@@ -238,8 +253,8 @@ class Place:
 
     @property
     def named_dir(self) -> Path:
-        """The state folder, whosever it is: of the config, as far as that can be read (a run can be looked at while its
-        config has problems), or the one that is here.
+        """The state folder, whosever it is: of the config, as far as that can be read
+        (a run can be looked at while its config has problems), or the one that is here.
 
         :raises ReplicasError: there is none, or more than one.
         """
@@ -256,7 +271,8 @@ class Place:
         return trusted(self.named_dir)
 
     def _supervisor(self) -> EndpointFile:
-        """:raises Disconnected: the run is not running. :raises BadConfig: nor could it be started."""
+        """:raises Disconnected: the run is not running. :raises BadConfig: nor could it
+        be started."""
         if self.path is None:
             return find_endpoint(folder=self._folder)
         try:
@@ -268,7 +284,8 @@ class Place:
     def client(self, *, timeout_s: float = 5.0) -> Client:
         """Whom to ask: by the Unix socket, where the run has one.
 
-        :raises Disconnected: the run is not running. :raises BadConfig: and its config has problems.
+        :raises Disconnected: the run is not running. :raises BadConfig: and its config
+            has problems.
         """
         ours = frozenset({os.geteuid(), 0})
         if self.endpoint is not None:
@@ -285,7 +302,8 @@ class Place:
     def status(self, *, timeout_s: float = 5.0) -> RunStatus:
         """Its state now.
 
-        :raises Disconnected: it is not running, or another run is at its address by now.
+        :raises Disconnected: it is not running, or another run is at its address by
+            now.
         """
         if self.endpoint is not None:
             return self.client(timeout_s=timeout_s).status()
@@ -296,7 +314,8 @@ class Place:
         return answer
 
     def looks(self, interval_s: float, end: End | None = None) -> Iterator[RunStatus | None]:
-        """Its state again and again, until the run is over; None where nobody answered this time.
+        """Its state again and again, until the run is over; None where nobody answered
+        this time.
 
         :param end: from before the first look; default: made now.
         :raises Disconnected: it is not running, or nobody answers any more.
@@ -321,7 +340,8 @@ class Place:
         return End(None if self.remote else self.state_dir)
 
     def _own_token(self, state_dir: Path) -> str:
-        """The run's own. Read once: the file goes with the run, whose end may be waited for."""
+        """The run's own. Read once: the file goes with the run, whose end may be waited
+        for."""
         if not self._known_token:
             try:
                 self._known_token = private.read(state_dir / "token").decode("ascii").strip()
@@ -332,7 +352,8 @@ class Place:
         return self._known_token
 
     def _named_token(self) -> tuple[str, int | None]:
-        """What ``--token-file`` or the environment names, and whose file it is; a link leads where its owner wants it to.
+        """What ``--token-file`` or the environment names, and whose file it is; a link
+        leads where its owner wants it to.
 
         Read once, as the run's own.
         """

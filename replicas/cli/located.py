@@ -1,7 +1,8 @@
 """Find the state folder of a run in its config file, which need not be valid.
 
-A run must be seen and stopped while its config is being edited. Two values are enough for that, ``name`` and
-``state_dir`` of ``[run]``; where the file is no TOML at all, those lines of it are read that look like these values.
+A run must be seen and stopped while its config is being edited. Two values are enough
+for that, ``name`` and ``state_dir`` of ``[run]``; where the file is no TOML at all,
+those lines of it are read that look like these values.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ _VALUE = re.compile(r"""\s*(name|state_dir)\s*=\s*(?:"([^"\\]*)"|'([^']*)')\s*(?
 
 
 def state_dir_of(path: Path) -> Path | None:
-    """The absolute state folder of the run of the config at ``path``; None: the file does not tell.
+    """The absolute state folder of the run of the config at ``path``; None: the file
+    does not tell.
 
     :raises BadConfig: it cannot be read.
     """

@@ -76,7 +76,8 @@ def status(
 
 
 def _watch(place: Place, end: End, interval_s: float, *, as_json: bool) -> None:
-    """On a terminal one picture that changes; elsewhere one after another; as JSON one line each."""
+    """On a terminal one picture that changes; elsewhere one after another; as JSON one
+    line each."""
     console = Screen()
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     with contextlib.nullcontext() if live is None else live:
@@ -111,7 +112,8 @@ def logs(
     previous: Annotated[bool, typer.Option("--previous", help="Those of the run before this one.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print what the programs wrote: of a replica, of a group, or of all; also when the run is over.
+    """Print what the programs wrote: of a replica, of a group, or of all; also when the
+    run is over.
 
     Lines of several ranks begin with GROUP/INDEX.RANK.
     """
@@ -227,7 +229,8 @@ def _tell(console: Screen, record: Record, *, as_json: bool) -> None:
 
 
 def _began(place: Place) -> int:
-    """Number of the last event before the run that is under way, or was the last one."""
+    """Number of the last event before the run that is under way, or was the last
+    one."""
     starts = (
         record.seq for record in _past(place, 0) if isinstance(record.event, RunStarted) and not record.event.resumed
     )
@@ -235,7 +238,8 @@ def _began(place: Place) -> int:
 
 
 def _past(place: Place, after: int) -> Iterator[Record]:
-    """From the file, which a run that is over has too; from the port of a run elsewhere."""
+    """From the file, which a run that is over has too; from the port of a run
+    elsewhere."""
     if place.remote:
         yield from _decoded(place.client().events(after, follow=False))
         return
@@ -271,7 +275,8 @@ def _decoded(found: Iterator[bytes]) -> Iterator[Record]:
 
 
 def moment(text: str, *, now: float) -> float:
-    """Seconds since 1970 of a time that people write: an age, a time of day (the last one such), or a date.
+    """Seconds since 1970 of a time that people write: an age, a time of day (the last
+    one such), or a date.
 
     :raises UsageError: it is none.
     """

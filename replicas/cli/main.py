@@ -72,7 +72,8 @@ def run(config: ConfigPath) -> None:
 
 
 def check(config: ConfigPath, as_json: Json = False) -> None:
-    """Check CONFIG and print the resolved plan; exit code 78 and every problem when it is bad, or does not fit here."""
+    """Check CONFIG and print the resolved plan; exit code 78 and every problem when it
+    is bad, or does not fit here."""
     with exit_codes():
         loaded = load(config)
         from replicas.supervisor.fleet.resources import check_plan

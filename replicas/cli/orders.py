@@ -1,4 +1,5 @@
-"""Commands that change a running run: ``scale``, ``restart``, ``drain``, ``reset-failed``, ``reload`` - and ``stacks``."""
+"""Commands that change a running run: ``scale``, ``restart``, ``drain``,
+``reset-failed``, ``reload`` - and ``stacks``."""
 
 from __future__ import annotations
 
@@ -70,7 +71,8 @@ def restart(
 ) -> None:
     """Restart a replica, or all of a group. Spends no restart budget.
 
-    Returns when their next generation has begun, with --rolling when all are ready; see also the command wait.
+    Returns when their next generation has begun, with --rolling when all are ready; see
+    also the command wait.
     """
     with exit_codes(failed=FAILED):
         place = place_of(config, None, endpoint, token_file)
@@ -92,7 +94,8 @@ def drain(
 ) -> None:
     """End a replica or a group in good order, or (without TARGET) the whole run.
 
-    Each replica may finish its sync (drain_timeout), then SIGTERM, then (stop_timeout) SIGKILL.
+    Each replica may finish its sync (drain_timeout), then SIGTERM, then (stop_timeout)
+    SIGKILL.
     """
     with exit_codes(failed=FAILED):
         place = place_of(config, None, endpoint, token_file)
@@ -134,7 +137,8 @@ def reload(
     token_file: TokenFileOption = None,
     as_json: Json = False,
 ) -> None:
-    """Have the supervisor read its config again; only groups that changed are restarted.
+    """Have the supervisor read its config again; only groups that changed are
+    restarted.
 
     A config with problems changes nothing: they are printed, with exit code 78.
     """
@@ -174,7 +178,8 @@ def _hand_in(place: Place, order: Order, doing: str, *, wait: bool = True) -> An
 
 
 def _until_gone(place: Place, end: End) -> None:
-    """Wait until the run has ended; it answers questions until then, each of them within some seconds.
+    """Wait until the run has ended; it answers questions until then, each of them
+    within some seconds.
 
     :raises Disconnected: it has not, and nobody answers any more.
     """

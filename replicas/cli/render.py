@@ -1,4 +1,5 @@
-"""Plans and states as tables for people: Rich renderables that can be read at 80 columns."""
+"""Plans and states as tables for people: Rich renderables that can be read at 80
+columns."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ STATE_STYLES = {
 
 
 def duration_text(seconds: float) -> str:
-    """Two units at most: ``0 s``, ``35 ms``, ``2.5 s``, ``3m 20s``, ``5h 2m``, ``4d 1h``."""
+    """Two units at most: ``0 s``, ``35 ms``, ``2.5 s``, ``3m 20s``, ``5h 2m``, ``4d
+    1h``."""
     if 0 < seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:

@@ -49,7 +49,8 @@ def _subject(event: happened.Event) -> str:
 
 
 def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
-    """Whom it concerns, what happened (``at``, in seconds since 1970), and a style for it."""
+    """Whom it concerns, what happened (``at``, in seconds since 1970), and a style for
+    it."""
     who = _subject(event)
     match event:
         case happened.Transition():

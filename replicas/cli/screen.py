@@ -1,4 +1,5 @@
-"""Where tables and lines for people are drawn. The only place that makes a Rich console."""
+"""Where tables and lines for people are drawn. The only place that makes a Rich
+console."""
 
 from __future__ import annotations
 
@@ -14,9 +15,11 @@ __all__ = ["Screen", "complain"]
 
 
 class Screen(Console):
-    """A Rich console on which nothing but our own styles controls the terminal, whatever stands in the text.
+    """A Rich console on which nothing but our own styles controls the terminal,
+    whatever stands in the text.
 
-    Text is never read as markup. What is not printable is replaced as it is rendered, also in what is shown live.
+    Text is never read as markup. What is not printable is replaced as it is rendered,
+    also in what is shown live.
 
     :param to_stderr: draw on stderr, not stdout.
     :param soft_wrap: leave long lines to the terminal.

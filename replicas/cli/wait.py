@@ -44,9 +44,11 @@ def wait(
     ] = "10m",
     as_json: Json = False,
 ) -> None:
-    """Wait until a replica, a group or (without TARGET) all of the run is ready, or has done its work.
+    """Wait until a replica, a group or (without TARGET) all of the run is ready, or has
+    done its work.
 
-    Exit code 1 when that cannot come about any more (a replica has failed or was drained, the run is over), or not in time.
+    Exit code 1 when that cannot come about any more (a replica has failed or was
+    drained, the run is over), or not in time.
     """
     with exit_codes(failed=FAILED):
         place = place_of(config, None, endpoint, token_file)
@@ -91,7 +93,8 @@ def _until_ready(place: Place, target: str | None, until: float, words: str) -> 
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
-    """The groups that are meant, or of one the replica that is meant; None: all of the run.
+    """The groups that are meant, or of one the replica that is meant; None: all of the
+    run.
 
     :raises UsageError: there is no such group or replica.
     """
@@ -107,7 +110,8 @@ def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
 
 
 def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
-    """Those that are waited for. A group is ready with ``min_ready`` of its replicas; one that is done counts as ready.
+    """Those that are waited for. A group is ready with ``min_ready`` of its replicas;
+    one that is done counts as ready.
 
     :raises WorldError: too few of them will be ready by themselves.
     """

@@ -1,16 +1,20 @@
 """Text from elsewhere, made fit to be shown. Standard library only: shims use it too.
 
-What a program wrote, the command line of another user's process, the text of an exception and the answer of a server
-may contain anything: escape sequences that retitle or clear a terminal, line breaks that forge a line of ours, marks
-that turn the direction of writing. Two lines of defence:
+What a program wrote, the command line of another user's process, the text of an
+exception and the answer of a server may contain anything: escape sequences that retitle
+or clear a terminal, line breaks that forge a line of ours, marks that turn the
+direction of writing. Two lines of defence:
 
-* where such a text comes in, it becomes :func:`one_line` (reasons, names, command lines), :func:`lines` (tracebacks) or
-  :func:`visible` (values of a config); lines of logs, with or without colours, :func:`readable` or :func:`last_lines`;
-* where text goes out to people (the supervisor's :class:`~replicas.supervisor.console.Console`, the commands'
-  :mod:`~replicas.cli.screen`, JSON) it passes :func:`lines`, :func:`hanging`, :func:`characters` or
-  :func:`ascii_controls` once more.
+* where such a text comes in, it becomes :func:`one_line` (reasons, names, command
+  lines), :func:`lines` (tracebacks) or :func:`visible` (values of a config); lines of
+  logs, with or without colours, :func:`readable` or :func:`last_lines`;
+* where text goes out to people (the supervisor's
+  :class:`~replicas.supervisor.console.Console`, the commands'
+  :mod:`~replicas.cli.screen`, JSON) it passes :func:`lines`, :func:`hanging`,
+  :func:`characters` or :func:`ascii_controls` once more.
 
-Invariant: nothing but printable characters, line breaks and styles of our own reaches a terminal, except the colours of logs.
+Invariant: nothing but printable characters, line breaks and styles of our own reaches a
+terminal, except the colours of logs.
 """
 
 from __future__ import annotations
@@ -51,8 +55,8 @@ _BREAKS = re.compile(r"[ \t]*[\t\n\x0b\x0c\r\x1c-\x1e\x85\u2028\u2029][\s\x1c-\x
 def one_line(text: str, most: int = LINE_NCHARS) -> str:
     """``text`` as one line of printable characters, at most ``most`` of them.
 
-    Escape sequences go, line breaks and tabs become a space, what else cannot be printed is written as Python would
-    (``\\x07``, ``\\u202e``).
+    Escape sequences go, line breaks and tabs become a space, what else cannot be
+    printed is written as Python would (``\\x07``, ``\\u202e``).
     """
     if not text.isprintable():
         text = _BREAKS.sub(" ", _SEQUENCES.sub("", text)).strip()
@@ -61,23 +65,27 @@ def one_line(text: str, most: int = LINE_NCHARS) -> str:
 
 
 def lines(text: str) -> str:
-    """``text`` line by line, indented as it was, of printable characters; without a line break at its end."""
+    """``text`` line by line, indented as it was, of printable characters; without a
+    line break at its end."""
     if text.isprintable():
         return text
     return "\n".join(visible(_SEQUENCES.sub("", line).expandtabs()) for line in text.splitlines())
 
 
 def visible(text: str) -> str:
-    """``text`` with all that cannot be printed, line breaks included, as escapes: nothing of it is lost."""
+    """``text`` with all that cannot be printed, line breaks included, as escapes:
+    nothing of it is lost."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def readable(data: bytes, prefix: bytes, limit: int) -> list[bytes]:
-    """Complete lines of a log as they go to a terminal: valid UTF-8 with colours, but no other control codes; prefixed.
+    """Complete lines of a log as they go to a terminal: valid UTF-8 with colours, but
+    no other control codes; prefixed.
 
-    :param limit: size that no line exceeds, prefix and end included; what is longer is cut, and says so.
+    :param limit: size that no line exceeds, prefix and end included; what is longer is
+        cut, and says so.
     """
     result = []
     for line in data.split(b"\n")[:-1]:
@@ -96,7 +104,8 @@ def _keep_colours(found: re.Match[str]) -> str:
 
 
 def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
-    """The last lines of a log as text without control codes, at most ``count``, each cut to ``limit`` characters."""
+    """The last lines of a log as text without control codes, at most ``count``, each
+    cut to ``limit`` characters."""
     found = [_CONTROL.sub("", line).rstrip() for line in data.decode(errors="replace").split("\n")]
     while found and not found[-1]:
         found.pop()
@@ -109,13 +118,15 @@ def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
 
 
 def hanging(text: str) -> str:
-    """:func:`lines`, of which all but the first are indented: none of them looks like a line that begins anew."""
+    """:func:`lines`, of which all but the first are indented: none of them looks like a
+    line that begins anew."""
     first, *others = lines(text).split("\n")
     return "\n".join((first, *(line if line.startswith("  ") or not line else f"  {line}" for line in others)))
 
 
 def characters(text: str) -> str:
-    """``text`` with another character in place of each one that is no printable one, no line break and no tab.
+    """``text`` with another character in place of each one that is no printable one, no
+    line break and no tab.
 
     For text whose place on the screen is settled: its length stays.
     """
@@ -125,7 +136,8 @@ def characters(text: str) -> str:
 
 
 def ascii_controls(text: str) -> str:
-    """JSON with what is not printable in its texts as escapes, so that it says the same, and can be shown."""
+    """JSON with what is not printable in its texts as escapes, so that it says the
+    same, and can be shown."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one in "\n" else _json_escape(one) for one in text)

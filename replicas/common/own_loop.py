@@ -1,7 +1,8 @@
-"""Event loops of this process on which a coordinator runs, and calls that would block one of them.
+"""Event loops of this process on which a coordinator runs, and calls that would block
+one of them.
 
-Whoever blocks such a loop waits for an answer that only this loop could give: until his deadline, and with him all members
-of that coordinator.
+Whoever blocks such a loop waits for an answer that only this loop could give: until his
+deadline, and with him all members of that coordinator.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a new config changes in a run that lives: the plan of a reload, as data. Pure."""
+"""What a new config changes in a run that lives: the plan of a reload, as data.
+Pure."""
 
 from __future__ import annotations
 
@@ -22,10 +23,12 @@ class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
     """The difference between two configs of a run.
 
     :param added: groups to start. :param removed: groups to drain.
-    :param restarted: groups whose processes are to be replaced, as what they are started with has changed.
-    :param adjusted: groups whose other settings (policies, timeouts, dependencies) apply from now on; none of
-        ``restarted``.
-    :param resized: wanted replicas of the groups for which they have changed, ``restarted`` ones included.
+    :param restarted: groups whose processes are to be replaced, as what they are
+        started with has changed.
+    :param adjusted: groups whose other settings (policies, timeouts, dependencies)
+        apply from now on; none of ``restarted``.
+    :param resized: wanted replicas of the groups for which they have changed,
+        ``restarted`` ones included.
     :param settings: settings of the run that apply from now on.
     :param refused: what cannot change while the run lives, one line each.
     """
@@ -45,7 +48,8 @@ class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def diff(old: Config, new: Config) -> ConfigDiff:
-    """What a reload from ``old`` to ``new`` does. The order is the new config's (removed: the old one's)."""
+    """What a reload from ``old`` to ``new`` does. The order is the new config's
+    (removed: the old one's)."""
     both = {name: (old.groups[name], group) for name, group in new.groups.items() if name in old.groups}
     restarted = tuple(name for name, (before, after) in both.items() if _differ(before, after, _RESTARTING))
     others = [field for field in GroupConfig.__struct_fields__ if field not in (*_RESTARTING, *_WITHOUT_EFFECT)]

@@ -1,9 +1,11 @@
-"""Environment files: ``NAME=value`` lines, as systemd, Docker and shells read them, and nothing that is expanded or run.
+"""Environment files: ``NAME=value`` lines, as systemd, Docker and shells read them, and
+nothing that is expanded or run.
 
-A line is empty, a comment (``#``), or ``NAME=value`` with an optional ``export`` before it. A value in single quotes is
-taken as it is; in double quotes ``\\n``, ``\\t``, ``\\"``, ``\\\\`` and ``\\$`` are escapes. Without quotes it ends at
-`` #`` (a blank and a hash: ``COLOR=#fff`` has none) or the end of the line, less the blanks round it. The last line of a
-name wins. ``$NAME`` stands for itself.
+A line is empty, a comment (``#``), or ``NAME=value`` with an optional ``export`` before
+it. A value in single quotes is taken as it is; in double quotes ``\\n``, ``\\t``,
+``\\"``, ``\\\\`` and ``\\$`` are escapes. Without quotes it ends at `` #`` (a blank and
+a hash: ``COLOR=#fff`` has none) or the end of the line, less the blanks round it. The
+last line of a name wins. ``$NAME`` stands for itself.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ _ESCAPES = {"n": "\n", "t": "\t"}
 
 
 class BadLine(ValueError):
-    """Which line is no ``NAME=value``. The text does not quote it, as it may hold a secret."""
+    """Which line is no ``NAME=value``. The text does not quote it, as it may hold a
+    secret."""
 
 
 def parse(text: str) -> dict[str, str]:

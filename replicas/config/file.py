@@ -1,8 +1,9 @@
 """The strict TOML form of a run's config: :func:`load` a file, :func:`parse` a mapping.
 
-Every problem is found in one pass and reported at once, in the order of the file, as one
-:class:`replicas.errors.BadConfig`. An unknown key is an error that names the nearest known one.
-The keys and their defaults are those of the structs in :mod:`replicas.config.structs`.
+Every problem is found in one pass and reported at once, in the order of the file, as
+one :class:`replicas.errors.BadConfig`. An unknown key is an error that names the
+nearest known one. The keys and their defaults are those of the structs in
+:mod:`replicas.config.structs`.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ _LONGEST_SOCKET_PATH = 107
 
 
 def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
-    """A config as a program gives it: as it is, by the path of its file, or as a mapping of the file's form.
+    """A config as a program gives it: as it is, by the path of its file, or as a
+    mapping of the file's form.
 
     :raises BadConfig: with every problem found.
     :raises replicas.errors.UsageError: it is none of these.
@@ -56,11 +58,13 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
 
 
 def load(path: Path | str) -> Config:
-    """Read a config file. Relative folders in it are relative to its own folder, symbolic links on the way there resolved.
+    """Read a config file. Relative folders in it are relative to its own folder,
+    symbolic links on the way there resolved.
 
     The path itself is kept with its links: read again it is what they lead to then.
 
-    :raises BadConfig: with every problem found, also when the file cannot be read or is no TOML.
+    :raises BadConfig: with every problem found, also when the file cannot be read or is
+        no TOML.
     """
     path = Path(path)
     source = visible(str(path))
@@ -79,7 +83,8 @@ def load(path: Path | str) -> Config:
 def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str = "config") -> Config:
     """Read a config from a mapping of the file's form.
 
-    :param base: folder that relative folders are relative to (default: the current one).
+    :param base: folder that relative folders are relative to (default: the current
+        one).
     :param source: what to call it in errors.
     :raises BadConfig: with every problem found.
     """
@@ -90,7 +95,8 @@ def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str =
 def channels_from(
     channels: Mapping[str, ChannelConfig | Mapping[str, Any]], replicas: Mapping[str, int], *, source: str = "channels"
 ) -> dict[str, ChannelConfig]:
-    """Read channels by name, each a mapping of the form of a ``[channels.NAME]`` table, or resolved: checked all the same.
+    """Read channels by name, each a mapping of the form of a ``[channels.NAME]`` table,
+    or resolved: checked all the same.
 
     :param replicas: how many each group has; groups need not be known.
     :raises BadConfig: with every problem found.
@@ -137,7 +143,8 @@ def _parse(
 
 
 def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
-    """The groups, those that only receive with a default of their own: their trouble is not the trainer's."""
+    """The groups, those that only receive with a default of their own: their trouble is
+    not the trainer's."""
     sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
     receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
     return {
@@ -324,7 +331,8 @@ def _check_slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, in
 
 
 def _check_device_staging(place: Place, channel: ChannelConfig, config: Config) -> None:
-    """Groups that will see no GPU: with ``gpus = 0``, or without a share where others have one."""
+    """Groups that will see no GPU: with ``gpus = 0``, or without a share where others
+    have one."""
     shared_out = any(group.resources.gpus for group in config.groups.values())
     for party in (*channel.sources, *channel.targets, *channel.peers):
         group = config.groups.get(party.group)

@@ -1,7 +1,8 @@
-"""Checks across the keys of a group: its command, its delays, its resources and its environment.
+"""Checks across the keys of a group: its command, its delays, its resources and its
+environment.
 
-The files that it names (programs, folders, environment files) are looked at here too, so
-that ``replicas check`` finds what is missing before anything is started.
+The files that it names (programs, folders, environment files) are looked at here too,
+so that ``replicas check`` finds what is missing before anything is started.
 """
 
 from __future__ import annotations
@@ -108,7 +109,8 @@ def _check_command(place: Place, group: GroupConfig) -> None:
 
 
 def _is(test: Callable[[], bool]) -> bool:
-    """A test of a path; what the system does not even let us look at counts as not there."""
+    """A test of a path; what the system does not even let us look at counts as not
+    there."""
     try:
         return test()
     except OSError:

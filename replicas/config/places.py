@@ -1,4 +1,5 @@
-"""Where a config file lies, and the state of its run: on a way that may go through symbolic links which are switched."""
+"""Where a config file lies, and the state of its run: on a way that may go through
+symbolic links which are switched."""
 
 from __future__ import annotations
 
@@ -9,8 +10,8 @@ __all__ = ["absolute", "state_home"]
 
 
 def absolute(path: Path) -> Path:
-    """``path`` from the root, with its symbolic links: those of the way to the current folder, too, as far as the shell
-    tells (``PWD``).
+    """``path`` from the root, with its symbolic links: those of the way to the current
+    folder, too, as far as the shell tells (``PWD``).
     """
     if path.is_absolute():
         return path
@@ -24,10 +25,12 @@ def absolute(path: Path) -> Path:
 
 
 def state_home(folder: Path) -> Path:
-    """The folder in which runs whose configs are in ``folder`` have their state by default: that folder itself, resolved.
+    """The folder in which runs whose configs are in ``folder`` have their state by
+    default: that folder itself, resolved.
 
-    A symbolic link that leads to a place below its own folder (``current -> releases/7``) is one that is switched, from one
-    release to the next: then it is the link's own folder. The state stays, and so does the lock that makes a run one.
+    A symbolic link that leads to a place below its own folder (``current ->
+    releases/7``) is one that is switched, from one release to the next: then it is the
+    link's own folder. The state stays, and so does the lock that makes a run one.
 
     :param folder: an absolute path.
     """

@@ -37,7 +37,8 @@ class Key:
 
 
 def keys() -> list[Key]:
-    """All keys, tables left out, in the order of the structs of :mod:`replicas.config.structs`."""
+    """All keys, tables left out, in the order of the structs of
+    :mod:`replicas.config.structs`."""
     return list(_keys(Config, ""))
 
 

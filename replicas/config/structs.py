@@ -2,8 +2,8 @@
 
 The structs are the resolved form (durations in seconds, defaults filled in, names
 checked). Each field with a :class:`~replicas.config.tables.Doc` is a key of the file, a
-``ClassVar`` one that others are resolved from. :func:`replicas.config.file.load` reads a
-file and :func:`replicas.config.file.parse` a mapping.
+``ClassVar`` one that others are resolved from. :func:`replicas.config.file.load` reads
+a file and :func:`replicas.config.file.parse` a mapping.
 """
 
 from __future__ import annotations
@@ -173,7 +173,8 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group's processes get, and may use at most; None: no limit, and nothing is set."""
+    """What a group's processes get, and may use at most; None: no limit, and nothing is
+    set."""
 
     gpus: Annotated[
         forms.Natural | None,
@@ -203,7 +204,8 @@ class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dependency(msgspec.Struct, frozen=True):
-    """A group that must be there first: each of its replicas ready (or finished), or each of them finished."""
+    """A group that must be there first: each of its replicas ready (or finished), or
+    each of them finished."""
 
     group: str
     condition: Literal["ready", "finished"] = "ready"
@@ -312,7 +314,8 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Party(msgspec.Struct, frozen=True):
-    """A group's part in a channel. ``ranks``: which ranks carry bytes (peers of a channel all have the same)."""
+    """A group's part in a channel. ``ranks``: which ranks carry bytes (peers of a
+    channel all have the same)."""
 
     group: Annotated[forms.Name, Doc("The group.")]
     ranks: Annotated[Literal["leader", "each", "all"], Doc("Which of its ranks carry bytes.")]

@@ -3,8 +3,8 @@
 Theory of operation
 ===================
 
-A struct of :mod:`replicas.config.structs` is the only schema of its table. Each field with a
-:class:`Doc` is a key: its type says how its value is read (a
+A struct of :mod:`replicas.config.structs` is the only schema of its table. Each field
+with a :class:`Doc` is a key: its type says how its value is read (a
 :class:`~replicas.config.values.Form`, a ``Literal``, another struct, or structs by
 name), its default is the key's. :func:`read` goes through a table once, notes every
 problem, and names the nearest known key for each unknown one. A struct is built even
@@ -45,7 +45,8 @@ class Doc(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A key of a table, and the field that it fills. ``default`` NODEFAULT: it is required.
+    """A key of a table, and the field that it fills. ``default`` NODEFAULT: it is
+    required.
 
     ``type``: a form, a struct, or a list of one struct: structs by name.
     """
@@ -62,7 +63,8 @@ Builds = Mapping[type[msgspec.Struct], Callable[[Place, dict[str, Any]], Any]]
 
 @cache
 def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
-    """The keys of a table. One that is no field of its own is declared as a ``ClassVar``."""
+    """The keys of a table. One that is no field of its own is declared as a
+    ``ClassVar``."""
     defaults = {
         field.name: field.default if field.default_factory is NODEFAULT else field.default_factory()
         for field in msgspec.structs.fields(kind)
@@ -79,7 +81,8 @@ def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
 
 
 def _type_of(hint: Any) -> Form | type[msgspec.Struct] | list[type[msgspec.Struct]]:
-    """Of ``Annotated[...]``, of ``Annotated[...] | None`` in it, or of the plain type in it."""
+    """Of ``Annotated[...]``, of ``Annotated[...] | None`` in it, or of the plain type
+    in it."""
     while hasattr(hint, "__metadata__") or type(None) in get_args(hint):
         known = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Form)), None)
         if known is not None:
@@ -92,7 +95,8 @@ def _type_of(hint: Any) -> Form | type[msgspec.Struct] | list[type[msgspec.Struc
 
 
 def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds = {}) -> Any:  # noqa: B006  # never changed
-    """The struct of a table with the keys of ``kind`` only; UNSET where a required one is not good."""
+    """The struct of a table with the keys of ``kind`` only; UNSET where a required one
+    is not good."""
     if not isinstance(value, Mapping):
         return _no_table(place, value)
     keys, fields = keys_of(kind), dict[str, Any]()
@@ -149,7 +153,8 @@ class Located(Protocol):
 def in_order_of(
     mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: Located | None = None
 ) -> list[str]:
-    """The problems' texts, in the order in which their keys stand in the file; of very many the first ones."""
+    """The problems' texts, in the order in which their keys stand in the file; of very
+    many the first ones."""
     order: dict[tuple[str, ...], int] = {}
 
     def visit(path: tuple[str, ...], value: object) -> None:

@@ -1,8 +1,9 @@
-"""The text of a config's file: read within bounds, and looked through for the line of a key.
+"""The text of a config's file: read within bounds, and looked through for the line of a
+key.
 
-TOML's reader tells the line of a mistake in the form, and none of a key's. A key is in the last statement of the
-shortest beginning of the text that is TOML and has it: :class:`Lines` finds that by halving, without a grammar of its
-own.
+TOML's reader tells the line of a mistake in the form, and none of a key's. A key is in
+the last statement of the shortest beginning of the text that is TOML and has it:
+:class:`Lines` finds that by halving, without a grammar of its own.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ _REASON_NCHARS = 200
 def read(path: Path) -> str:
     """The text of the file, which need not be a regular one.
 
-    :raises OSError: it cannot be read. :raises ValueError: with the reason: its name, its size or its encoding.
+    :raises OSError: it cannot be read. :raises ValueError: with the reason: its name,
+        its size or its encoding.
     """
     try:
         with path.open("rb") as file:
@@ -65,7 +67,8 @@ def decode(text: str) -> dict[str, Any]:
 
 
 def _located(text: str, reason: str) -> str:
-    """For what is no mistake in TOML's form: the first line with which the text cannot be read."""
+    """For what is no mistake in TOML's form: the first line with which the text cannot
+    be read."""
 
     def fails(some: str) -> bool:
         try:
@@ -83,7 +86,8 @@ def _located(text: str, reason: str) -> str:
 
 
 def _first(low: int, high: int, test: Callable[[int], bool]) -> int:
-    """The first number for which ``test`` is true; it is for ``high`` and all above the first."""
+    """The first number for which ``test`` is true; it is for ``high`` and all above the
+    first."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if test(middle) else (middle + 1, high)
@@ -119,7 +123,8 @@ class Lines:
         self._known: dict[int, Mapping[str, Any] | None] = {0: {}}
 
     def of(self, path: Sequence[str]) -> int | None:
-        """The line of this key; of one that is missing, that of the table in which it should be. None: it is not known."""
+        """The line of this key; of one that is missing, that of the table in which it
+        should be. None: it is not known."""
         while path:
             if _has(self._whole, path):
                 return self._line(path)
@@ -137,7 +142,8 @@ class Lines:
         return None if self._budget <= 0 else low + 1
 
     def _between(self, low: int, high: int) -> tuple[int, Mapping[str, Any]] | None:
-        """A number of lines above ``low`` and below ``high`` that are TOML, best half way."""
+        """A number of lines above ``low`` and below ``high`` that are TOML, best half
+        way."""
         middle = max((low + high) // 2, low + 1)
         for count in (*range(middle, high), *range(middle - 1, low, -1)):
             if (found := self._parsed(count)) is not None:

@@ -72,7 +72,8 @@ _EVERY_ADDRESS = ("0.0.0.0", "0")
 NAME_ONE = "name the one by which the machines of the run reach this one, or 127.0.0.1"
 PROBLEMS_SHOWN = 100
 NAMED_MAX = 256
-"""Groups, or channels, of one run. What may run at once is looked for among them, and a chain of them must fit a stack."""
+"""Groups, or channels, of one run. What may run at once is looked for among them, and a
+chain of them must fit a stack."""
 SCHEMA_VERSION = 1
 """The only ``schema_version`` that this version reads."""
 NBYTES_MAX = 1 << 60
@@ -153,7 +154,8 @@ def show(value: object) -> str:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean "x"?`` for the nearest known name, or the list of all of them."""
+    """``; did you mean "x"?`` for the nearest known name, or the list of all of
+    them."""
     names = list(known)
     if len(word) > _KEY_NCHARS:
         return ""
@@ -208,7 +210,8 @@ def _either(words: Sequence[str]) -> str:
 
 @form("name", "at most 63 letters, digits, '-', '_' and '.'")
 def name(place: Place, value: object) -> Any:
-    """A name that is safe as a folder, a metric label and a part of ``group/replica/rank``."""
+    """A name that is safe as a folder, a metric label and a part of
+    ``group/replica/rank``."""
     if isinstance(value, str) and _NAME.fullmatch(value):
         return value
     return place.problem(f"expected a name of at most 63 letters, digits, '-', '_' and '.', got {show(value)}")
@@ -254,7 +257,8 @@ def _environment(place: Place, value: object) -> Any:
 
 
 def duration(*, zero: bool = False) -> Form:
-    """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"2h"``, ``"1d"`` or a number of seconds."""
+    """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"2h"``, ``"1d"`` or
+    a number of seconds."""
     above = "of 0 or more" if zero else "above 0"
 
     def read(place: Place, value: object) -> Any:
@@ -280,7 +284,8 @@ def _seconds(value: object) -> float | None:
 
 
 def size(least: int = 1) -> Form:
-    """Bytes as an int of at least ``least``, from ``"64MiB"``, ``"1.5GiB"``, ``"10MB"`` (decimal) or a number of bytes."""
+    """Bytes as an int of at least ``least``, from ``"64MiB"``, ``"1.5GiB"``, ``"10MB"``
+    (decimal) or a number of bytes."""
 
     def read(place: Place, value: object) -> Any:
         nbytes = _nbytes(value)
@@ -338,7 +343,8 @@ def address(place: Place, value: object) -> Any:
 
 @form('"host:port"', "one host; port 0 to 65535")
 def listen(place: Place, value: object) -> Any:
-    """``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``; port 0 lets the system choose."""
+    """``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``; port 0 lets the
+    system choose."""
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host

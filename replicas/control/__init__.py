@@ -1,1 +1,2 @@
-"""The control port's pages (health, metrics, status) and the command line that reads them."""
+"""The control port's pages (health, metrics, status) and the command line that reads
+them."""

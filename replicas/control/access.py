@@ -1,5 +1,5 @@
-"""Who may give orders, and see what programs print: the user of the supervisor on its Unix socket, and whoever shows the
-run's token over TCP."""
+"""Who may give orders, and see what programs print: the user of the supervisor on its
+Unix socket, and whoever shows the run's token over TCP."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ __all__ = ["Access", "ByToken", "everyone"]
 
 class Access(Protocol):
     def __call__(self, request: Request, /) -> str:
-        """Why this request may not do more than read the pages for everyone; empty when it may."""
+        """Why this request may not do more than read the pages for everyone; empty when
+        it may."""
 
 
 def everyone(_: Request) -> str:

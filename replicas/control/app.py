@@ -1,9 +1,11 @@
-"""All that the control port and the run's socket answer: pages to read, streams, and orders.
+"""All that the control port and the run's socket answer: pages to read, streams, and
+orders.
 
-``/livez``, ``/readyz``, ``/metrics``, ``/status`` and a short index only read; ``/events`` and ``/logs`` are in
-:mod:`replicas.control.streams`, the orders in :mod:`replicas.control.orders_api`. The coordinator serves them beside its sessions;
-without one they are routes for any Starlette app. Pages are for everyone who reaches the port; what programs print is not
-(:mod:`replicas.control.public`).
+``/livez``, ``/readyz``, ``/metrics``, ``/status`` and a short index only read;
+``/events`` and ``/logs`` are in :mod:`replicas.control.streams`, the orders in
+:mod:`replicas.control.orders_api`. The coordinator serves them beside its sessions;
+without one they are routes for any Starlette app. Pages are for everyone who reaches
+the port; what programs print is not (:mod:`replicas.control.public`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ Page = Callable[[Request], Awaitable[Response]]
 
 
 class StatusSource(Protocol):
-    """What the pages show. All three are called on the event loop and must not block."""
+    """What the pages show. All three are called on the event loop and must not
+    block."""
 
     def status(self) -> RunStatus: ...
 
@@ -60,13 +63,15 @@ def control_routes(
     streams: StreamSource | None = None,
     access: Access = everyone,
 ) -> list[Route]:
-    """The routes, with a last one that answers every unknown path with JSON and status 404.
+    """The routes, with a last one that answers every unknown path with JSON and status
+    404.
 
     Pages take GET and HEAD, orders POST; any other method is answered with 405.
 
     :param commands: who carries out orders; None: none are taken.
     :param streams: where events and logs come from; None: there are none.
-    :param access: who may give orders and see what programs print, on the transport that these routes are for.
+    :param access: who may give orders and see what programs print, on the transport
+        that these routes are for.
     """
     pages = {**_PAGES, **(_STREAMS if streams is not None else {})}
     endpoints = ["/", *pages, *(ORDERS if commands is not None else ())]
@@ -120,7 +125,8 @@ def _everything_else(endpoints: Sequence[str]) -> Route:
 
 
 def _unless_starting(page: Page) -> Page:
-    """503 while there is no state to tell of yet: the port is open before the groups are."""
+    """503 while there is no state to tell of yet: the port is open before the groups
+    are."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -132,7 +138,8 @@ def _unless_starting(page: Page) -> Page:
 
 
 def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
-    """``(good, line)`` for the store, each group with its replicas, and each channel."""
+    """``(good, line)`` for the store, each group with its replicas, and each
+    channel."""
     at = f" at {status.store.host}:{status.store.port}" if status.store.port else ""
     yield status.store.up, f"store: {'up' if status.store.up else 'down'}{at}"
     for group in status.groups:

@@ -1,4 +1,5 @@
-"""What can be asked of a running run: the orders that come over HTTP, their answers, and who carries them out."""
+"""What can be asked of a running run: the orders that come over HTTP, their answers,
+and who carries them out."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ __all__ = [
 ]
 
 RUN_HEADER = "Replicas-Run"
-"""Header of an order with the name of the run that is meant (percent-encoded): another run refuses it."""
+"""Header of an order with the name of the run that is meant (percent-encoded): another
+run refuses it."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Target = Name
@@ -36,7 +38,8 @@ Target = Name
 
 
 class Commands(Protocol):
-    """Who carries out orders: the supervisor, or a fake. All raise :class:`replicas.errors.ReplicasError`."""
+    """Who carries out orders: the supervisor, or a fake. All raise
+    :class:`replicas.errors.ReplicasError`."""
 
     async def scale(self, group: str, replicas: int) -> None: ...
 
@@ -64,7 +67,8 @@ class Restart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``target`` None: the whole run, which is over then. ``hurry``: SIGKILL at once."""
+    """``target`` None: the whole run, which is over then. ``hurry``: SIGKILL at
+    once."""
 
     target: Target | None = None
     hurry: bool = False
@@ -100,7 +104,8 @@ ORDERS: dict[str, type[Order]] = {
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as data. ``problems``: those of a config, one line each. ``source``: name of that config."""
+    """An error as data. ``problems``: those of a config, one line each. ``source``:
+    name of that config."""
 
     kind: str
     message: str
@@ -135,7 +140,8 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def carry_out(commands: Commands, order: Order) -> Coroutine[Any, Any, object]:
-    """The work that an order asks for, not yet begun; its result can be written as JSON."""
+    """The work that an order asks for, not yet begun; its result can be written as
+    JSON."""
     match order:
         case Scale(group=group, replicas=replicas):
             return commands.scale(group, replicas)

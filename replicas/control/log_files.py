@@ -1,19 +1,24 @@
-"""Reading the logs of a run from its state folder: by replica, rank and generation, from the end, and as they grow.
+"""Reading the logs of a run from its state folder: by replica, rank and generation,
+from the end, and as they grow.
 
 Theory of operation
 ===================
 
-The files are ``logs/<group>/<replica>/gen-<g>/rank-<r>.log``; older parts of one are ``rank-<r>.log.1`` (the next older)
-and so on. Nobody but the log pump writes them, and nothing but these names is taken for granted: no supervisor has to run.
+The files are ``logs/<group>/<replica>/gen-<g>/rank-<r>.log``; older parts of one are
+``rank-<r>.log.1`` (the next older) and so on. Nobody but the log pump writes them, and
+nothing but these names is taken for granted: no supervisor has to run.
 
-A :class:`Follower` holds each file of its choice open and reads what has come since, a little from each in turn. At the end
-of a file it looks whether the name means another file by now: then the old one was renamed, has been read to its end, and
-the parts that came after it are read in order. New generations of a replica are found by looking into the folders again.
-No event tells of new bytes in a file of another process (but inotify, which the standard library lacks): whoever follows
-asks again after :data:`POLL_S`.
+A :class:`Follower` holds each file of its choice open and reads what has come since, a
+little from each in turn. At the end of a file it looks whether the name means another
+file by now: then the old one was renamed, has been read to its end, and the parts that
+came after it are read in order. New generations of a replica are found by looking into
+the folders again. No event tells of new bytes in a file of another process (but
+inotify, which the standard library lacks): whoever follows asks again after
+:data:`POLL_S`.
 
-``since`` is judged by the times that the pump notes beside a log (``rank-<r>.log.times``: lines of ``OFFSET TIME``, one
-for about each second of output); without them, by when the file was last written.
+``since`` is judged by the times that the pump notes beside a log
+(``rank-<r>.log.times``: lines of ``OFFSET TIME``, one for about each second of output);
+without them, by when the file was last written.
 """
 
 from __future__ import annotations
@@ -54,9 +59,11 @@ def prefixed(line: LogLine) -> str:
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """Which lines. None: all of them, but of the generations only the newest of each replica.
+    """Which lines. None: all of them, but of the generations only the newest of each
+    replica.
 
-    ``target``: ``group`` or ``group/index``. ``lines``: so many of the last of each rank. ``since``: seconds since 1970.
+    ``target``: ``group`` or ``group/index``. ``lines``: so many of the last of each
+    rank. ``since``: seconds since 1970.
     """
 
     target: str | None = None
@@ -80,7 +87,8 @@ def _parts(path: Path) -> list[Path]:
 
 
 def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
-    """Where the last ``lines`` lines of a file begin, and how many there are (fewer in a short file)."""
+    """Where the last ``lines`` lines of a file begin, and how many there are (fewer in
+    a short file)."""
     position = file.seek(0, os.SEEK_END)
     found = 0
     first = True
@@ -101,7 +109,8 @@ def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
 
 
 def offset_since(log: Path, since: float) -> int | None:
-    """Where the lines begin that were written after ``since``; None: there are none. As good as one second."""
+    """Where the lines begin that were written after ``since``; None: there are none. As
+    good as one second."""
     try:
         if log.stat().st_mtime < since:
             return None
@@ -118,7 +127,8 @@ def offset_since(log: Path, since: float) -> int | None:
 
 
 class _Stream:
-    """One rank of one generation. ``fresh``: it appeared while others were being followed, and is read from its start."""
+    """One rank of one generation. ``fresh``: it appeared while others were being
+    followed, and is read from its start."""
 
     def __init__(self, path: Path, replica: str, generation: int, rank: int) -> None:
         self.path = path
@@ -180,7 +190,8 @@ class _Stream:
         return lines
 
     def _chunk(self) -> bytes:
-        """The next bytes, of the next file where this one is done with; empty when there are none yet."""
+        """The next bytes, of the next file where this one is done with; empty when
+        there are none yet."""
         while True:
             assert self._file is not None
             if data := self._file.read(_READ_NBYTES):
@@ -202,7 +213,8 @@ class _Stream:
         return not self._todo and (found.st_dev, found.st_ino) == self._inode
 
     def _after(self) -> list[Path]:
-        """The parts that came after the one that is open; all that are left, if that one is there no more."""
+        """The parts that came after the one that is open; all that are left, if that
+        one is there no more."""
         parts = _parts(self.path)
         for index, part in enumerate(parts):
             with contextlib.suppress(FileNotFoundError):
@@ -229,7 +241,8 @@ def _size(path: Path) -> int:
 
 
 def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], int]:
-    """The parts that hold the last lines, and where these begin in the first of them, which is at ``least`` in parts[0]."""
+    """The parts that hold the last lines, and where these begin in the first of them,
+    which is at ``least`` in parts[0]."""
     if lines == 0:
         return parts[-1:], _size(parts[-1])
     taken: list[Path] = []
@@ -249,10 +262,12 @@ def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], 
 
 
 class Follower:
-    """Lines of the chosen logs, batch by batch: :meth:`poll` gives what there is now. It reads files: not on a loop.
+    """Lines of the chosen logs, batch by batch: :meth:`poll` gives what there is now.
+    It reads files: not on a loop.
 
     :param logs: the folder ``logs`` of a run (or ``logs.previous``).
-    :raises replicas.errors.UsageError: at the first :meth:`poll`, when nothing was ever logged by what was chosen.
+    :raises replicas.errors.UsageError: at the first :meth:`poll`, when nothing was ever
+        logged by what was chosen.
     """
 
     def __init__(self, logs: Path, selection: Selection) -> None:
@@ -263,7 +278,8 @@ class Follower:
         self._turn = 0
 
     def poll(self) -> list[LogLine]:
-        """What has come since, about :data:`BATCH_NBYTES` at a time; empty: nothing more for now."""
+        """What has come since, about :data:`BATCH_NBYTES` at a time; empty: nothing
+        more for now."""
         for path, replica, generation, rank in self._find():
             if path not in self._streams:
                 stream = self._streams[path] = _Stream(path, replica, generation, rank)
@@ -285,7 +301,8 @@ class Follower:
         return found
 
     def _forget_removed(self) -> list[LogLine]:
-        """Old generations are removed while the run goes on: their files are held open no more. Returns their last words."""
+        """Old generations are removed while the run goes on: their files are held open
+        no more. Returns their last words."""
         over = [path for path, stream in self._streams.items() if stream.is_over()]
         found = [_line(stream, rest) for path in over if (rest := (stream := self._streams[path]).rest())]
         for path in over:
@@ -346,7 +363,8 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in it, in the order of numbers; nothing when it is gone: old generations are removed."""
+    """What is in it, in the order of numbers; nothing when it is gone: old generations
+    are removed."""
     try:
         return sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
     except FileNotFoundError:

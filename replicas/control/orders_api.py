@@ -1,18 +1,22 @@
-"""Where orders are handed in: ``POST /scale``, ``/restart``, ``/drain``, ``/reset-failed``, ``/reload``, ``/stacks``.
+"""Where orders are handed in: ``POST /scale``, ``/restart``, ``/drain``,
+``/reset-failed``, ``/reload``, ``/stacks``.
 
 Theory of operation
 ===================
 
-A body is a small JSON object with the fields of its order (:mod:`replicas.control.commands`; an empty body is ``{}``), the
-answer an :class:`~replicas.control.commands.Answer`. Access is judged first, then whether this run is meant (where the header
-:data:`RUN_HEADER` names one: the file by which a socket was found may be a dead run's), then the body, and only then is
-anything begun.
+A body is a small JSON object with the fields of its order
+(:mod:`replicas.control.commands`; an empty body is ``{}``), the answer an
+:class:`~replicas.control.commands.Answer`. Access is judged first, then whether this
+run is meant (where the header :data:`RUN_HEADER` names one: the file by which a socket
+was found may be a dead run's), then the body, and only then is anything begun.
 
-An order may take as long as a replica has to finish its sync. One that is done in :data:`QUICK_S` is answered with its own
-status code. For a longer one the answer begins with code 200 and a newline every :data:`BEAT_S`, which JSON allows before a
-value: both sides see that the other is there, with no timeout to guess; how it ended is in the body alone. With
-``?wait=0`` the answer is 202 instead, and the outcome is told by events. A whole run that is drained takes the control
-port with it: that order is always answered with 202.
+An order may take as long as a replica has to finish its sync. One that is done in
+:data:`QUICK_S` is answered with its own status code. For a longer one the answer begins
+with code 200 and a newline every :data:`BEAT_S`, which JSON allows before a value: both
+sides see that the other is there, with no timeout to guess; how it ended is in the body
+alone. With ``?wait=0`` the answer is 202 instead, and the outcome is told by events. A
+whole run that is drained takes the control port with it: that order is always answered
+with 202.
 
 The work belongs to the desk: a caller that goes away ends nothing.
 """
@@ -46,7 +50,8 @@ NO_STORE = {"Cache-Control": "no-store"}
 
 
 def json_response(value: object, code: int = 200, **headers: str) -> Response:
-    """``value`` as JSON, not to be cached; what JSON has no form for (paths) becomes text."""
+    """``value`` as JSON, not to be cached; what JSON has no form for (paths) becomes
+    text."""
     return json_bytes(msgspec.json.encode(value, enc_hook=str), code, **headers)
 
 

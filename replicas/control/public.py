@@ -1,8 +1,9 @@
-"""What is shown to those who have not shown the run's token: all but what programs print, what a config says, and where the
-store is, which knows no token.
+"""What is shown to those who have not shown the run's token: all but what programs
+print, what a config says, and where the store is, which knows no token.
 
-A program may print a secret, and its last line is part of the reason why its replica failed, which goes a long way: into
-states, events, and what is said of members. So no field is trusted: every text is cut behind the exit code or the signal
+A program may print a secret, and its last line is part of the reason why its replica
+failed, which goes a long way: into states, events, and what is said of members. So no
+field is trusted: every text is cut behind the exit code or the signal
 (:func:`without_output`).
 """
 
@@ -26,11 +27,13 @@ _KEPT_S = 0.5
 _KILLED = r"was killed by (?:SIG\w+|signal \d+)"
 _ENDED = rf" (?:exited with code \d+|{_KILLED})(?: after its process \d+ \([^)]*\) {_KILLED})?"
 _OUTPUT = re.compile(rf"(rank \d+{_ENDED}|torchrun of node \d+(?:{_ENDED})?): .*", re.DOTALL)
-"""How a cause begins that goes on with the last words of a program (here, or in an exit report)."""
+"""How a cause begins that goes on with the last words of a program (here, or in an exit
+report)."""
 
 
 def without_output(text: str) -> str:
-    """A text as far as it is our own: a cause in it ends with the exit code or the signal."""
+    """A text as far as it is our own: a cause in it ends with the exit code or the
+    signal."""
     return _OUTPUT.sub(r"\1", text)
 
 
@@ -45,8 +48,9 @@ def hiding_store(status: RunStatus) -> RunStatus:
 
 
 class Cached:
-    """A page of JSON that many may ask for: made anew when it is :data:`_SHARE` times as old as making it took, and half a
-    second at most. So it is fresh where it is cheap, and costs a twentieth of the loop's time where it is not."""
+    """A page of JSON that many may ask for: made anew when it is :data:`_SHARE` times
+    as old as making it took, and half a second at most. So it is fresh where it is
+    cheap, and costs a twentieth of the loop's time where it is not."""
 
     def __init__(self, make: Callable[[], object]) -> None:
         self._make = make
@@ -63,12 +67,14 @@ class Cached:
 
 
 def public_record(record: Record) -> bytes:
-    """The record as one line of JSON, as :func:`replicas.telemetry.events.encode` writes it."""
+    """The record as one line of JSON, as :func:`replicas.telemetry.events.encode`
+    writes it."""
     return msgspec.json.encode(public(Record(record.seq, record.at, _reduced(record.event))))
 
 
 def _reduced(event: Event) -> Event:
-    """The event without the fields that hold nothing but output, or that quote the config."""
+    """The event without the fields that hold nothing but output, or that quote the
+    config."""
     match event:
         case ReplicaExited():
             ranks = tuple(msgspec.structs.replace(rank, text="", lines=(), error="") for rank in event.ranks)

@@ -3,17 +3,20 @@
 Theory of operation
 ===================
 
-Three doors, each sufficient: the file's mode is 0600 from the moment it appears (set on the socket *before* bind, so that
-no umask of the process has to be changed); the kernel tells who connects (SO_PEERCRED), and only our own user and root are
-heard; and the file lies in the run's state folder. It carries the same pages as the control port, where orders need the
-token.
+Three doors, each sufficient: the file's mode is 0600 from the moment it appears (set on
+the socket *before* bind, so that no umask of the process has to be changed); the kernel
+tells who connects (SO_PEERCRED), and only our own user and root are heard; and the file
+lies in the run's state folder. It carries the same pages as the control port, where
+orders need the token.
 
-The path of a Unix socket may have 107 bytes, and state folders may lie deep. A longer one is reached through a descriptor
-of its folder (``/proc/self/fd/N/control.sock``): the file is where it should be in any case, and no folder in /tmp has to be
-shared with strangers.
+The path of a Unix socket may have 107 bytes, and state folders may lie deep. A longer
+one is reached through a descriptor of its folder (``/proc/self/fd/N/control.sock``):
+the file is where it should be in any case, and no folder in /tmp has to be shared with
+strangers.
 
-A file that an earlier, killed supervisor left there is replaced, when nobody listens on it: another run's config may name
-the same path, and its socket is not taken from it. Ours is removed at the end, unless another has taken its place.
+A file that an earlier, killed supervisor left there is replaced, when nobody listens on
+it: another run's config may name the same path, and its socket is not taken from it.
+Ours is removed at the end, unless another has taken its place.
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ _FORBIDDEN = (
 
 
 class _OwnUserOnly(HttpProtocol):
-    """HTTP, for processes of our own user and root. Others are told so when they ask something, and nothing is read."""
+    """HTTP, for processes of our own user and root. Others are told so when they ask
+    something, and nothing is read."""
 
     _own = False
 
@@ -66,7 +70,8 @@ class _OwnUserOnly(HttpProtocol):
 
 
 class ControlSocket:
-    """Serves routes on a Unix socket, from the beginning of an ``async with`` block to its end.
+    """Serves routes on a Unix socket, from the beginning of an ``async with`` block to
+    its end.
 
     :param path: absolute path of the socket.
     :param refused: called with the reason for each connection that is turned away.

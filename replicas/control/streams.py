@@ -1,9 +1,11 @@
-"""What goes on for as long as somebody reads it: ``GET /events`` (server-sent events) and ``GET /logs``.
+"""What goes on for as long as somebody reads it: ``GET /events`` (server-sent events)
+and ``GET /logs``.
 
-Events are for everyone who reaches the port, like the other pages; what programs print (logs, and the last lines in events)
-may hold secrets, and needs the same right as an order. A stream that has nothing to say sends an empty line
-every :data:`BEAT_S`, so that each side knows of the other's end. Whoever reads too slowly holds up only himself: the next
-part is made when the last one has left.
+Events are for everyone who reaches the port, like the other pages; what programs print
+(logs, and the last lines in events) may hold secrets, and needs the same right as an
+order. A stream that has nothing to say sends an empty line every :data:`BEAT_S`, so
+that each side knows of the other's end. Whoever reads too slowly holds up only himself:
+the next part is made when the last one has left.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class StreamSource(Protocol):
     """Where events and logs come from."""
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Events with a number above ``after`` (None: from now on), and then each new one."""
+        """Events with a number above ``after`` (None: from now on), and then each new
+        one."""
         ...
 
     @property

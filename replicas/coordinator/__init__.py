@@ -1,6 +1,8 @@
-"""Sessions, the store process, the decision log: the asyncio shell round :mod:`replicas.core`.
+"""Sessions, the store process, the decision log: the asyncio shell round
+:mod:`replicas.core`.
 
-The names load their modules when first used: the store process lives in this package and needs none of them.
+The names load their modules when first used: the store process lives in this package
+and needs none of them.
 """
 
 from __future__ import annotations

@@ -3,18 +3,22 @@
 Theory of operation
 ===================
 
-Connections come in through the door (:mod:`replicas.coordinator.door`), whose header says how long they wait there. uvicorn
-has no limits for what follows, and gives one connection the loop for as long as it has data. The protocols here are
-uvicorn's own with these holes closed:
+Connections come in through the door (:mod:`replicas.coordinator.door`), whose header
+says how long they wait there. uvicorn has no limits for what follows, and gives one
+connection the loop for as long as it has data. The protocols here are uvicorn's own
+with these holes closed:
 
-* A *stranger* is a connection that has not shown the run's token. It gets one answer, and is closed; the time of the loop
-  that its request takes is paid from the account of all strangers. There may be
-  :data:`~replicas.coordinator.limits.STRANGERS` at a time (streams of events among them); one more closes the oldest of the
-  source that has most. One that does not take its answer is cut.
-* Of a session little is read at a time, so that everybody has a turn, and parsing is paid from the connection's account
-  (:class:`~replicas.coordinator.limits.Pace`): pings and fragments never get as far as being messages. (The Hello has its
-  own deadline in the server.)
-* A pong is only written to a peer that reads; a message may not come in thousands of fragments; text is no message.
+* A *stranger* is a connection that has not shown the run's token. It gets one answer,
+  and is closed; the time of the loop that its request takes is paid from the account of
+  all strangers. There may be :data:`~replicas.coordinator.limits.STRANGERS` at a time
+  (streams of events among them); one more closes the oldest of the source that has
+  most. One that does not take its answer is cut.
+* Of a session little is read at a time, so that everybody has a turn, and parsing is
+  paid from the connection's account (:class:`~replicas.coordinator.limits.Pace`): pings
+  and fragments never get as far as being messages. (The Hello has its own deadline in
+  the server.)
+* A pong is only written to a peer that reads; a message may not come in thousands of
+  fragments; text is no message.
 * A connection that is being closed is cut when its peer does not read what is left.
 """
 
@@ -58,7 +62,8 @@ _quiet.setLevel(logging.CRITICAL)  # whatever strangers send is counted, not wri
 
 
 class Guard:
-    """Knows who is there. ``refused(reason)`` is called for each connection that is turned away."""
+    """Knows who is there. ``refused(reason)`` is called for each connection that is
+    turned away."""
 
     def __init__(self, refused: Callable[[str], None]) -> None:
         self.refused = refused
@@ -120,7 +125,8 @@ class Charged(Generator[Any, Any, None]):
 
 
 class Config(uvicorn.Config):
-    """uvicorn's, with the guard. ``http``: what reads requests, :class:`HttpProtocol` or a subclass."""
+    """uvicorn's, with the guard. ``http``: what reads requests, :class:`HttpProtocol`
+    or a subclass."""
 
     def __init__(self, app: Any, guard: Guard, **options: Any) -> None:
         super().__init__(app, **{"http": HttpProtocol, "ws": SessionProtocol, **options})
@@ -128,7 +134,8 @@ class Config(uvicorn.Config):
 
 
 def _read_little(transport: asyncio.Transport) -> None:
-    """asyncio reads up to 256 KiB at once, which is ten thousand messages. Other loops than its own have no such knob."""
+    """asyncio reads up to 256 KiB at once, which is ten thousand messages. Other loops
+    than its own have no such knob."""
     if hasattr(transport, "max_size"):
         transport.max_size = READ_NBYTES
 
@@ -169,7 +176,7 @@ class HttpProtocol(H11Protocol):
         """Whoever sends its requests may: no stranger any more."""
         self.guard.accepted(self.transport)
 
-    # ------------------------------------------------------------ who does not take the answer
+    # ----------------------------------------------------- who does not take the answer
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -208,7 +215,8 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         self.logger = self.conn.logger = _quiet
         self.close_timeout = CLOSE_TIMEOUT_S
         self.pace = Pace(self.loop.time())
-        """The connection's account: parsing its bytes is paid from it, and handling its messages."""
+        """The connection's account: parsing its bytes is paid from it, and handling its
+        messages."""
         self._resting: asyncio.TimerHandle | None = None
         self.on_writable: Callable[[], None] = _nothing
         self.on_bytes: Callable[[], None] = _nothing
@@ -258,7 +266,8 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         return message
 
     def send_receive_event_to_app(self) -> None:
-        """As in uvicorn, but a message that is handled at once is no reason to stop reading and to begin again."""
+        """As in uvicorn, but a message that is handled at once is no reason to stop
+        reading and to begin again."""
         paused, self.read_paused = self.read_paused, True
         super().send_receive_event_to_app()
         self.read_paused = paused
@@ -288,7 +297,8 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         return self.writable.is_set()
 
     def rtt_s(self) -> float:
-        """How long a round trip takes lately, in seconds, by the kernel's count; 0: not known."""
+        """How long a round trip takes lately, in seconds, by the kernel's count; 0: not
+        known."""
         sock = self.transport.get_extra_info("socket")
         try:
             return float(_RTT.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.size))[0]) / 1e6
@@ -323,14 +333,16 @@ def _nothing() -> None:
 
 
 def welcome(scope: Any) -> None:
-    """The request with this scope has shown that it may be here. What comes over another transport is left alone."""
+    """The request with this scope has shown that it may be here. What comes over
+    another transport is left alone."""
     connection = scope.get("state", {}).get(_SCOPE_KEY)
     if isinstance(connection, HttpProtocol):
         connection.accepted()
 
 
 def is_stranger(scope: Any) -> bool:
-    """Whether the request, or WebSocket, with this scope is one of a stranger, as far as it is known."""
+    """Whether the request, or WebSocket, with this scope is one of a stranger, as far
+    as it is known."""
     connection = scope.get(_SCOPE_KEY) or scope.get("state", {}).get(_SCOPE_KEY)
     known = isinstance(connection, HttpProtocol | SessionProtocol)
     return known and connection.guard.is_stranger(connection.transport)

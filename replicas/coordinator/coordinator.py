@@ -1,4 +1,5 @@
-"""The coordinator as a thing to embed: sessions, the store and the channels' state behind one endpoint."""
+"""The coordinator as a thing to embed: sessions, the store and the channels' state
+behind one endpoint."""
 
 from __future__ import annotations
 
@@ -52,22 +53,30 @@ class Coordinator:
         async with replicas.Coordinator({"policy": {"sources": ["trainer"], "targets": ["rollout"]}}) as coordinator:
             start_my_processes(coordinator.endpoint, coordinator.token)
 
-    Each process then calls ``replicas.join("policy", endpoint=..., token=..., group="rollout", replica=3, rank=0,
-    world_size=1)``. Runs on asyncio (anyio on the asyncio backend included); takes no torch into this process.
+    Each process then calls ``replicas.join("policy", endpoint=..., token=...,
+    group="rollout", replica=3, rank=0, world_size=1)``. Runs on asyncio (anyio on the
+    asyncio backend included); takes no torch into this process.
 
-    :param channels: by name, a :class:`~replicas.config.structs.ChannelConfig` or a mapping with the keys of the config file.
-    :param groups: replicas of each group (or its :class:`GroupShape`): operations between peers wait until so many have
-        joined for the first time. Default: one replica of one rank.
-    :param host: address to listen on for sessions and HTTP; :param port: 0 lets the kernel choose.
-    :param store_bind: the only address on which the master TCPStore listens; :param store_port: as ``port``.
+    :param channels: by name, a :class:`~replicas.config.structs.ChannelConfig` or a
+        mapping with the keys of the config file.
+    :param groups: replicas of each group (or its :class:`GroupShape`): operations
+        between peers wait until so many have joined for the first time. Default: one
+        replica of one rank.
+    :param host: address to listen on for sessions and HTTP; :param port: 0 lets the
+        kernel choose.
+    :param store_bind: the only address on which the master TCPStore listens; :param
+        store_port: as ``port``.
     :param token: what members must show; default: a new random one.
     :param state_dir: folder for the decision log; None keeps it in memory only.
-    :param epochs: newest epoch of each channel under an earlier coordinator of the run: they go on from there.
+    :param epochs: newest epoch of each channel under an earlier coordinator of the run:
+        they go on from there.
     :param routes: further Starlette routes to serve.
-    :param live: what ``GET /livez`` tells, also under a flood of connections; None: there is no such page but in ``routes``.
-    :raises errors.BadConfig: the channels cannot be used, as they could not in a config file.
+    :param live: what ``GET /livez`` tells, also under a flood of connections; None:
+        there is no such page but in ``routes``.
+    :raises errors.BadConfig: the channels cannot be used, as they could not in a config
+        file.
     :raises errors.UsageError: another argument cannot.
-    """
+    """  # noqa: W505  # a picture
 
     def __init__(
         self,
@@ -105,7 +114,8 @@ class Coordinator:
         )
         self._book = ReadinessBook()
         self.keep_decisions = False
-        """Whether the decision log stays when this ends in order, for a coordinator that goes on from it."""
+        """Whether the decision log stays when this ends in order, for a coordinator
+        that goes on from it."""
         self._server: Server | None = None
         self._tick: asyncio.Task[None] | None = None
         self.endpoint: str = ""
@@ -114,7 +124,8 @@ class Coordinator:
     async def __aenter__(self) -> Self:
         """Open the control port and start the store.
 
-        :raises errors.WorldError: a port is in use, or the store did not start. Make a new one to try again.
+        :raises errors.WorldError: a port is in use, or the store did not start. Make a
+            new one to try again.
         """
         try:
             listener = bind_listener(self._host, self._port)
@@ -157,7 +168,8 @@ class Coordinator:
 
     @property
     def store_address(self) -> tuple[str, int]:
-        """Where the master TCPStore listens now; it moves when the store had to be replaced."""
+        """Where the master TCPStore listens now; it moves when the store had to be
+        replaced."""
         return self._store.address
 
     @property
@@ -180,7 +192,8 @@ class Coordinator:
         self.engine.subscribe(callback)
 
     def readiness(self, group: str, replica: int, generation: int) -> Readiness:
-        """Whether the replica of this generation has joined its channels and serves the newest weights."""
+        """Whether the replica of this generation has joined its channels and serves the
+        newest weights."""
         world = self._shapes.get(group, GroupShape()).world_size
         now = asyncio.get_running_loop().time()
         return self._book.of(self.engine.channels.values(), group, replica, generation, world, now)
@@ -193,16 +206,19 @@ class Coordinator:
                     self.engine.lose(state.member, reason)
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
-        """This generation is being ended: nothing new waits for it, what it has begun may finish (:meth:`busy`)."""
+        """This generation is being ended: nothing new waits for it, what it has begun
+        may finish (:meth:`busy`)."""
         self.engine.set_draining(group, replica, generation)
 
     def busy(self, group: str, replica: int) -> str:
-        """What the replica is in the middle of, in words; empty: it may be ended without cutting anything short."""
+        """What the replica is in the middle of, in words; empty: it may be ended
+        without cutting anything short."""
         words = (channel.drains.busy(group, replica) for channel in self.engine.channels.values())
         return next((text for text in words if text), "")
 
     def progress(self, group: str, replica: int) -> tuple[int, ...]:
-        """How far the replica has ever come; it grows with each new step or version, on any channel."""
+        """How far the replica has ever come; it grows with each new step or version, on
+        any channel."""
         return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
 
     def set_group(self, group: str, shape: GroupShape) -> None:
@@ -223,7 +239,8 @@ class Coordinator:
         return StoreStatus(up=self._store.up, host=host, port=port, keys=self._store.keys)
 
     def refused(self) -> dict[str, int]:
-        """Connections and messages that were turned away, by reason (all of them, also those that never occurred)."""
+        """Connections and messages that were turned away, by reason (all of them, also
+        those that never occurred)."""
         return dict.fromkeys(REASONS, 0) | self.engine.refusals
 
     def sidecar_replacements(self) -> dict[str, int]:

@@ -1,8 +1,9 @@
 """Connections by where they come from, so that one source cannot crowd out the others.
 
-Sources are hashed into :data:`SOURCES` queues (stochastic fair queueing), with a salt that nobody outside knows: memory and
-time are bounded whatever addresses there are. Whoever waits is served in turn, a queue at a time; who has to give way is
-the oldest of the longest queue.
+Sources are hashed into :data:`SOURCES` queues (stochastic fair queueing), with a salt
+that nobody outside knows: memory and time are bounded whatever addresses there are.
+Whoever waits is served in turn, a queue at a time; who has to give way is the oldest of
+the longest queue.
 """
 
 from __future__ import annotations
@@ -19,13 +20,15 @@ SOURCES = 64
 LOOPBACK = b"loopback"
 _MAPPED = bytes(10) + b"\xff\xff"
 _SITE = 8
-"""Bytes of an IPv6 address that are a site's own choice to hand out: whoever has one has all behind it."""
+"""Bytes of an IPv6 address that are a site's own choice to hand out: whoever has one
+has all behind it."""
 
 One = TypeVar("One", bound=Hashable)
 
 
 def source_of(host: str) -> bytes:
-    """The source that an address counts for. All of this machine's own are one: anybody may use any of them."""
+    """The source that an address counts for. All of this machine's own are one: anybody
+    may use any of them."""
     if ":" not in host:
         return LOOPBACK if host.startswith("127.") else host.encode()
     packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])

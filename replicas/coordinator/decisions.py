@@ -1,9 +1,10 @@
 """The decision log: one JSON line for each decision, on disk before anyone is told.
 
-The file is only ever appended to and synced; a torn last line (the machine died while it was written) was never acted on
-and is ignored. When it has grown to :data:`COMPACT_NBYTES` it is written anew with what still matters, beside the old one,
-and renamed over it. On start it gives each channel its newest commit, the floor of its version numbers, and the versions
-after that commit that will never be committed.
+The file is only ever appended to and synced; a torn last line (the machine died while
+it was written) was never acted on and is ignored. When it has grown to
+:data:`COMPACT_NBYTES` it is written anew with what still matters, beside the old one,
+and renamed over it. On start it gives each channel its newest commit, the floor of its
+version numbers, and the versions after that commit that will never be committed.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class DecisionLog:
         self._fd = -1
         self._size = 0
         self._named = False
-        """Whether the folder is known to lead to the file that is open, also after a power cut."""
+        """Whether the folder is known to lead to the file that is open, also after a
+        power cut."""
         self._commits: dict[str, CommitDecision] = {}
         self._aborts: dict[str, dict[int, CommitDecision]] = {}
         self.term = time.time_ns() // 1_000_000  # never that of an earlier coordinator, with or without a log
@@ -61,7 +63,8 @@ class DecisionLog:
             raise
 
     def _locked(self, path: Path) -> int:
-        """A descriptor of the log with its lock; of the file that is there now, not of one that was replaced meanwhile."""
+        """A descriptor of the log with its lock; of the file that is there now, not of
+        one that was replaced meanwhile."""
         while True:
             fd = _opened(path)
             try:
@@ -97,13 +100,15 @@ class DecisionLog:
             del aborts[version]
 
     def past(self, channel: str, epoch: int = 0) -> Past:
-        """What it tells of a channel. ``epoch``: the last one that its members may have seen."""
+        """What it tells of a channel. ``epoch``: the last one that its members may have
+        seen."""
         decision = self._commits.get(channel)
         decided = (decision.version, decision.digest) if decision is not None else (0, "")
         return Past(decided, frozenset(self._aborts.get(channel, ())), epoch)
 
     def append(self, decision: CommitDecision) -> None:
-        """:raises OSError: the disk does not take it; the log is as it was, and the same decision may be tried again."""
+        """:raises OSError: the disk does not take it; the log is as it was, and the
+        same decision may be tried again."""
         if self._fd >= 0:
             line = msgspec.json.encode(decision) + b"\n"
             try:
@@ -122,7 +127,8 @@ class DecisionLog:
             self._compact()
 
     def _compact(self) -> None:
-        """Write what matters into a new file and put it in the place of the old one; on failure the old one stays."""
+        """Write what matters into a new file and put it in the place of the old one; on
+        failure the old one stays."""
         assert self._path is not None
         aborts = [decision for known in self._aborts.values() for decision in known.values()]
         lines = b"".join(msgspec.json.encode(one) + b"\n" for one in [*self._commits.values(), *aborts])
@@ -154,7 +160,8 @@ class DecisionLog:
 
 
 def _opened(path: Path) -> int:
-    """:raises errors.UsageError: its folder, or what is in its place, is not ours alone."""
+    """:raises errors.UsageError: its folder, or what is in its place, is not ours
+    alone."""
     try:
         return private.open_file(path, os.O_RDWR | os.O_CREAT)
     except private.NotPrivate as error:
@@ -164,7 +171,8 @@ def _opened(path: Path) -> int:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the names in its folder durable: a file system may keep an older file, or none, over a power cut."""
+    """Make the names in its folder durable: a file system may keep an older file, or
+    none, over a power cut."""
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)

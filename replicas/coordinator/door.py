@@ -1,24 +1,31 @@
-"""The door of the control port: accepts connections, and lets them in when they have said what they want.
+"""The door of the control port: accepts connections, and lets them in when they have
+said what they want.
 
 Theory of operation
 ===================
 
-A stranger who connects costs a server written in Python some ten times what it costs the stranger. So nothing is built for
-a connection (no transport, no protocol, no task) before the head of its request is there and it is its turn:
+A stranger who connects costs a server written in Python some ten times what it costs
+the stranger. So nothing is built for a connection (no transport, no protocol, no task)
+before the head of its request is there and it is its turn:
 
-* Everybody is accepted, at once, as long as that takes no more than :data:`ACCEPT_S` of a turn of the loop; the kernel keeps
-  the rest. What is accepted waits in the *lobby*, a bare descriptor in an epoll set. Whoever hangs up is gone for the price
-  of three system calls.
-* The head of a request is looked at where it lies, in the kernel's buffer. It must be complete in REQUEST_TIMEOUT_S, and
-  small.
-* A head that shows the run's token is let in at once. Members do so: no crowd of strangers is ever ahead of one. That gives
-  no right to anything; those who serve the request look at the token again.
-* ``GET /livez`` is answered from here: a probe that is kept waiting would have the supervisor restarted.
-* All other strangers queue, source by source (:mod:`replicas.coordinator.crowd`), and together get a share of the loop's
-  time (:class:`~replicas.coordinator.limits.Pace`). Where there are too many, the source that has most loses its oldest.
+* Everybody is accepted, at once, as long as that takes no more than :data:`ACCEPT_S` of
+  a turn of the loop; the kernel keeps the rest. What is accepted waits in the *lobby*,
+  a bare descriptor in an epoll set. Whoever hangs up is gone for the price of three
+  system calls.
+* The head of a request is looked at where it lies, in the kernel's buffer. It must be
+  complete in REQUEST_TIMEOUT_S, and small.
+* A head that shows the run's token is let in at once. Members do so: no crowd of
+  strangers is ever ahead of one. That gives no right to anything; those who serve the
+  request look at the token again.
+* ``GET /livez`` is answered from here: a probe that is kept waiting would have the
+  supervisor restarted.
+* All other strangers queue, source by source (:mod:`replicas.coordinator.crowd`), and
+  together get a share of the loop's time (:class:`~replicas.coordinator.limits.Pace`).
+  Where there are too many, the source that has most loses its oldest.
 
-Users of this machine are one source. The kernel would tell whose a connection is, but asking costs 70 µs, several times of
-all the above together, and those who matter (members, probes) need no such favour.
+Users of this machine are one source. The kernel would tell whose a connection is, but
+asking costs 70 µs, several times of all the above together, and those who matter
+(members, probes) need no such favour.
 """
 
 from __future__ import annotations
@@ -43,12 +50,14 @@ from replicas.coordinator.limits import HEAD_NBYTES, LOBBY, QUEUED, REQUEST_S, R
 __all__ = ["Admit", "Door", "authorization_of", "head_of"]
 
 Admit = Callable[[socket.socket, bytes | None], None]
-"""Let a connection in, whose request can be read from it. The source of a stranger; None: it has shown the token."""
+"""Let a connection in, whose request can be read from it. The source of a stranger;
+None: it has shown the token."""
 
 ACCEPT_S = 0.003
 LOOK_S = 0.001
-"""How long these go on before everybody else has a turn of the loop. Whom the kernel cannot keep has to try again after a
-second: so it is better to be a little late with everything than to leave somebody there."""
+"""How long these go on before everybody else has a turn of the loop. Whom the kernel
+cannot keep has to try again after a second: so it is better to be a little late with
+everything than to leave somebody there."""
 SWEEP_S = 0.25
 NO_ROOM_S = 0.1
 """A pause when the process has no descriptor left."""
@@ -168,12 +177,14 @@ class Door:
                 self._wait(one)
 
     def _accept(self) -> tuple[_socket.socket, Any]:
-        """As ``socket.accept``, without what that takes for enums and a class in Python: a third of what a stranger costs."""
+        """As ``socket.accept``, without what that takes for enums and a class in
+        Python: a third of what a stranger costs."""
         fd, address = self._accept_fd()
         return _socket.socket(self._family, _STREAM, 0, fd), address
 
     def _no_room(self) -> None:
-        """There is no descriptor left: whoever waits without a word gives way; else the kernel keeps who comes."""
+        """There is no descriptor left: whoever waits without a word gives way; else the
+        kernel keeps who comes."""
         if len(self._lobby):
             self._refused("too_many")
             self._drop(self._lobby.pop_excess())
@@ -299,7 +310,8 @@ class Door:
     # ------------------------------------------------------------ the queue
 
     def _serve(self) -> None:
-        """Let in the next of those who wait, one in a turn of the loop, as far as their share of it goes."""
+        """Let in the next of those who wait, one in a turn of the loop, as far as their
+        share of it goes."""
         if not len(self._queue):
             return
         rest_s = self.pace.charge(0.0, self._loop.time())

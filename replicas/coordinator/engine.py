@@ -1,16 +1,20 @@
-"""The engine: channel states, sessions and the effects between them. No sockets of its own.
+"""The engine: channel states, sessions and the effects between them. No sockets of its
+own.
 
 Theory of operation
 ===================
 
-Everything runs on one asyncio loop, and each event is handled to its end without an await: a message, a loss or a tick goes
-into a :class:`~replicas.core.channel.ChannelState`, and the effects that come out are applied in order, a decision being
-written and synced to disk before the commit is queued to anyone. Sending only queues: nothing here waits for a member.
+Everything runs on one asyncio loop, and each event is handled to its end without an
+await: a message, a loss or a tick goes into a
+:class:`~replicas.core.channel.ChannelState`, and the effects that come out are applied
+in order, a decision being written and synced to disk before the commit is queued to
+anyone. Sending only queues: nothing here waits for a member.
 
-Time is the loop's monotonic clock. A tick that comes late means that this process did not run (a stopped machine, a long
-pause): the members could not be heard in that time, so the pause is added to everyone's lease, and the sockets are read
-before anybody or any deadline is judged. Nor is a member on another host judged by a time in which nobody at all was heard:
-then this host was cut off (:mod:`replicas.core.members.silence`).
+Time is the loop's monotonic clock. A tick that comes late means that this process did
+not run (a stopped machine, a long pause): the members could not be heard in that time,
+so the pause is added to everyone's lease, and the sockets are read before anybody or
+any deadline is judged. Nor is a member on another host judged by a time in which nobody
+at all was heard: then this host was cut off (:mod:`replicas.core.members.silence`).
 """
 
 from __future__ import annotations
@@ -71,7 +75,8 @@ log = logging.getLogger("replicas.coordinator")
 
 TICK_S = 0.1
 LAST_WORDS_S = 0.25
-"""How long the socket of an ended process is read for: forked children of it may keep it open for ever."""
+"""How long the socket of an ended process is read for: forked children of it may keep
+it open for ever."""
 ACK_BYTES_S = 1.0
 """How often a member is answered of which part of a message comes in."""
 PAUSE_S = 1.0
@@ -81,7 +86,8 @@ SETTLE_S = 0.5
 
 
 class _Outlet:
-    """The effects of one channel that are due, in order; what waits there for the disk holds up no other channel."""
+    """The effects of one channel that are due, in order; what waits there for the disk
+    holds up no other channel."""
 
     def __init__(self) -> None:
         self.due: deque[Effect] = deque()
@@ -143,8 +149,9 @@ class Engine:
         self.lag_s = 0.0
         self.refusals: dict[str, int] = {}
         self.tap: Callable[[ChannelState, Effect | FromMember], None] | None = None
-        """For tests that must act at one very moment: called with each effect just before it is applied (a decision: once it
-        is on disk) and each message just before it is handled. It must neither raise nor wait."""
+        """For tests that must act at one very moment: called with each effect just
+        before it is applied (a decision: once it is on disk) and each message just
+        before it is handled. It must neither raise nor wait."""
 
     @property
     def term(self) -> int:
@@ -163,9 +170,11 @@ class Engine:
     # ------------------------------------------------------------ sessions
 
     def open(self, hello: Hello, connection: Connection, address: str, seen_as: str = "") -> Session:
-        """Bind a connection to a session: a new one, or the one that this incarnation already has.
+        """Bind a connection to a session: a new one, or the one that this incarnation
+        already has.
 
-        :param address: of the member, as seen from here. :param seen_as: ours, to which it connected.
+        :param address: of the member, as seen from here. :param seen_as: ours, to which
+            it connected.
         :raises errors.ReplicasError: the Hello is refused.
         """
         now = self._now()
@@ -207,7 +216,8 @@ class Engine:
         connection.on_bytes = lambda: self._heard(session)
 
     def _heard(self, session: Session) -> None:
-        """Part of a message has come. Over a slow link the rest may take long: both sides hear of each other meanwhile."""
+        """Part of a message has come. Over a slow link the rest may take long: both
+        sides hear of each other meanwhile."""
         channel, now = self._channel_of.get(session.member), self._now()
         if channel is None:
             return
@@ -265,7 +275,8 @@ class Engine:
             session.close()
 
     def _exited(self, session: Session) -> None:
-        """The member's process has ended. What it said last may still lie in its socket: read that to the end first."""
+        """The member's process has ended. What it said last may still lie in its
+        socket: read that to the end first."""
         if session.watch is not None:
             session.watch.close()
             session.watch = None
@@ -290,7 +301,8 @@ class Engine:
             self._apply(channel)
 
     def expel(self, session: Session, error: errors.ReplicasError, reason: str) -> None:
-        """Lose a member that says what no member can mean: it is told why, and would only say it again."""
+        """Lose a member that says what no member can mean: it is told why, and would
+        only say it again."""
         session.send(Refused(WireError.of(error)))
         self.lose(session.member, reason)
 
@@ -306,7 +318,8 @@ class Engine:
             self._apply(channel)
 
     def receive(self, session: Session, frame: MemberFrame) -> bool:
-        """A frame of the member; False when the connection must be closed (the frame is out of order)."""
+        """A frame of the member; False when the connection must be closed (the frame is
+        out of order)."""
         member, channel = session.member, self._channel_of.get(session.member)
         if channel is None:
             return False
@@ -361,7 +374,8 @@ class Engine:
             outlet.applying = False
 
     def _recorded(self, channel: ChannelState, outlet: _Outlet, effect: Record) -> bool:
-        """Whether the decision is on disk. If not, nothing behind it happens on its channel: the next tick tries again."""
+        """Whether the decision is on disk. If not, nothing behind it happens on its
+        channel: the next tick tries again."""
         decision = effect.decision
         try:
             self.decisions.append(decision)
@@ -459,8 +473,9 @@ class Engine:
     async def tick_forever(self) -> None:
         """Leases and deadlines, ten times a second.
 
-        After a pause of this process what has arrived meanwhile is read first, and those who were paused with us have a
-        moment to say something: only then is anybody, or any deadline, judged.
+        After a pause of this process what has arrived meanwhile is read first, and
+        those who were paused with us have a moment to say something: only then is
+        anybody, or any deadline, judged.
         """
         due = self._now() + TICK_S
         while True:

@@ -1,4 +1,5 @@
-"""What an embedding program gives a coordinator, checked as what stands in a config file is."""
+"""What an embedding program gives a coordinator, checked as what stands in a config
+file is."""
 
 from __future__ import annotations
 

@@ -1,21 +1,26 @@
-"""What a connection may do to the coordinator: sizes, times, counts, and the values that a message may carry.
+"""What a connection may do to the coordinator: sizes, times, counts, and the values
+that a message may carry.
 
 Theory of operation
 ===================
 
-Whoever has the run's token can open a session, and then be mad: flood, send anything, read nothing. None of it may reach
-the state machines or hold up the loop that serves everybody. So each message passes here first, cheapest check first: its
-size by kind (before it is decoded: manifests come in small pieces, only the shapes of an operation may be large), its form
-(msgspec, a closed set of types), its values (no negative numbers, nothing that is not finite, names that can be shown and
-compared), and only then the engine.
+Whoever has the run's token can open a session, and then be mad: flood, send anything,
+read nothing. None of it may reach the state machines or hold up the loop that serves
+everybody. So each message passes here first, cheapest check first: its size by kind
+(before it is decoded: manifests come in small pieces, only the shapes of an operation
+may be large), its form (msgspec, a closed set of types), its values (no negative
+numbers, nothing that is not finite, names that can be shown and compared), and only
+then the engine.
 
-*Fairness* is counted in the time for which the loop was busy with somebody (by the cheap clock: the thread's own costs as
-much as a small message; whoever is charged for a moment in which this process did not run has a reserve). A session has a
-small account, :class:`Pace`, that fills up at a fixed share of real time; handling its messages is paid from it, and one
-that is overdrawn is simply read later: TCP holds the sender back. A single expensive message is not punished, thousands
-are.
+*Fairness* is counted in the time for which the loop was busy with somebody (by the
+cheap clock: the thread's own costs as much as a small message; whoever is charged for a
+moment in which this process did not run has a reserve). A session has a small account,
+:class:`Pace`, that fills up at a fixed share of real time; handling its messages is
+paid from it, and one that is overdrawn is simply read later: TCP holds the sender back.
+A single expensive message is not punished, thousands are.
 
-Each refusal has one of the reasons in :data:`REASONS`, which are also the values of a metric's label.
+Each refusal has one of the reasons in :data:`REASONS`, which are also the values of a
+metric's label.
 """
 
 from __future__ import annotations
@@ -83,40 +88,49 @@ REASONS = (
 )
 
 REQUEST_TIMEOUT_S = 5.0
-"""From the connection to the end of its request's head, and for a stranger from there to its turn."""
+"""From the connection to the end of its request's head, and for a stranger from there
+to its turn."""
 HEAD_NBYTES = 16 * 1024
 """Of the head of a request."""
 REQUEST_S = 500e-6
-"""What the request of a stranger costs beside its handling: a transport, parsing, the close."""
+"""What the request of a stranger costs beside its handling: a transport, parsing, the
+close."""
 HELLO_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
-"""How long the peer may take to read what is left, once its connection is being closed."""
+"""How long the peer may take to read what is left, once its connection is being
+closed."""
 STALL_TIMEOUT_S = 5.0
 """How long the reader of a page may take for a buffer of it."""
 LOBBY = 4096
-"""Connections that have not said what they want; never more than a quarter of this process's descriptors."""
+"""Connections that have not said what they want; never more than a quarter of this
+process's descriptors."""
 QUEUED = 512
 """Requests of strangers that wait for their turn."""
 STRANGERS = 128
 """Connections of strangers that are being served."""
 READ_NBYTES = 4096
-"""How much is read from one connection before the others have their turn: some 160 of the smallest messages, 3 ms."""
+"""How much is read from one connection before the others have their turn: some 160 of
+the smallest messages, 3 ms."""
 
 MESSAGES_WAITING = 32
-"""Messages that have been read and not yet handled, beyond which a connection is not read any further."""
+"""Messages that have been read and not yet handled, beyond which a connection is not
+read any further."""
 
 FRAGMENTS = 1024
 """Frames that one message may be cut into (ours are never cut)."""
 
 OUTBOX_NBYTES = 32 * 2**20
-"""What a member may leave unread when something more is to be sent (which may itself be larger: one manifest always fits)."""
+"""What a member may leave unread when something more is to be sent (which may itself be
+larger: one manifest always fits)."""
 OUTBOX_MESSAGES = 16_384
 
 REFUSED_MAX = 3
-"""Connections closed for what came through them, with no new good message in between: the member would only go on so."""
+"""Connections closed for what came through them, with no new good message in between:
+the member would only go on so."""
 
 LOOP_SHARE = 0.25
-"""Part of the loop's time that one session can have for its messages, in the long run."""
+"""Part of the loop's time that one session can have for its messages, in the long
+run."""
 STRANGERS_SHARE = 0.1
 """That of all who do not show the token, together."""
 LOOP_BURST_S = 0.5
@@ -131,7 +145,8 @@ _PID_MAX = 2**31
 
 
 class Pace:
-    """How fast one connection may go on. Times in seconds; ``used_s`` is time of the loop, ``share`` a part of it."""
+    """How fast one connection may go on. Times in seconds; ``used_s`` is time of the
+    loop, ``share`` a part of it."""
 
     def __init__(self, now: float, share: float = LOOP_SHARE) -> None:
         self._share = share
@@ -142,7 +157,8 @@ class Pace:
         self.flooded = False
 
     def charge(self, used_s: float, now: float) -> float:
-        """Pay; returns how long the connection should be left alone: 0 unless it is overdrawn."""
+        """Pay; returns how long the connection should be left alone: 0 unless it is
+        overdrawn."""
         self._account_s = min(LOOP_BURST_S, self._account_s + (now - self._at) * self._share)
         self._at = now
         self._account_s -= min(used_s, CHARGE_MAX_S)
@@ -152,7 +168,8 @@ class Pace:
         return -self._account_s / self._share
 
     def after_message(self, used_s: float, now: float) -> float | None:
-        """Pay for one message: None: go on; 0: let the others have a turn; else wait so long."""
+        """Pay for one message: None: go on; 0: let the others have a turn; else wait so
+        long."""
         wait_s = self.charge(used_s + MESSAGE_S, now)
         self._messages += 1
         self._held_s += used_s
@@ -169,7 +186,8 @@ _HEAD_NBYTES = 64
 
 
 def size_problem(data: bytes, *, first: bool = False) -> str | None:
-    """Why a message of this size is refused, before it is decoded. ``first``: it must be the Hello."""
+    """Why a message of this size is refused, before it is decoded. ``first``: it must
+    be the Hello."""
     if len(data) <= HELLO_NBYTES:
         return None
     kind, limit = "message", HELLO_NBYTES if first else OTHER_NBYTES
@@ -181,7 +199,8 @@ def size_problem(data: bytes, *, first: bool = False) -> str | None:
 
 
 def _kind(head: bytes) -> tuple[str, int]:
-    """Kind and limit by the tag, which our encoder writes first; a large message whose tag is elsewhere is not ours."""
+    """Kind and limit by the tag, which our encoder writes first; a large message whose
+    tag is elsewhere is not ours."""
     for name in _LARGE:
         if msgspec.msgpack.encode("type") + msgspec.msgpack.encode(name) in head:
             return name, most_nbytes(name)
@@ -217,7 +236,8 @@ def _is_process(process: ProcessIdentity) -> bool:
 
 
 def message_problem(message: wire.FromMember) -> str | None:
-    """Why a message that has the right form cannot be meant: a number that is negative, absurd or not finite."""
+    """Why a message that has the right form cannot be meant: a number that is negative,
+    absurd or not finite."""
     problem = _number_problem(message)
     if problem is None and isinstance(message, wire.PublishBegin):
         most = VERSION_MAX * (1 + message.resumed)  # the library counts on from what was chosen
@@ -246,8 +266,8 @@ def _number_problem(value: msgspec.Struct) -> str | None:
 
 
 _SIGNED = {"deadline_s", "step", "after", "found"}
-"""A deadline may have passed, a host may not be found; the others are the user's own numbers, of which the state machine says
-what is wrong."""
+"""A deadline may have passed, a host may not be found; the others are the user's own
+numbers, of which the state machine says what is wrong."""
 _JUDGED_LATER = {"replica", "rank", "world_size", "at_least"}
 
 

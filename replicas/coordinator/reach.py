@@ -1,4 +1,5 @@
-"""Can who joins reach the store? One on loopback serves this machine only: process groups with others would fail."""
+"""Can who joins reach the store? One on loopback serves this machine only: process
+groups with others would fail."""
 
 from __future__ import annotations
 
@@ -15,9 +16,11 @@ __all__ = ["check_reach"]
 def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str, store: str) -> None:
     """Look whether the member can take part in process groups.
 
-    :param here: this process. :param address: the member's, as seen from here. :param seen_as: ours, as the member
-        connected to it. :param store: on which the store listens.
-    :raises replicas.errors.Preflight: it comes from another machine, and the store listens on loopback.
+    :param here: this process. :param address: the member's, as seen from here. :param
+        seen_as: ours, as the member connected to it. :param store: on which the store
+        listens.
+    :raises replicas.errors.Preflight: it comes from another machine, and the store
+        listens on loopback.
     """
     if hello.observe or not _is_loopback(store) or _is_loopback(address):
         return

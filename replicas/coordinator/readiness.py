@@ -1,11 +1,16 @@
-"""Whether a replica has done its part on every channel: joined with all its ranks, and serving the newest weights.
+"""Whether a replica has done its part on every channel: joined with all its ranks, and
+serving the newest weights.
 
-A target that (re)starts is ready when all of its ranks have loaded what was the newest committed version when the first of
-them asked (see :mod:`replicas.core.versions.rounds`), and stays ready when newer ones are committed (its lag is a metric): one that
-loads more slowly than its trainer publishes never has the newest of this moment, and yet is as good as all others. Before
-the first commit of a channel, joining is enough, and so it is when the newest version has died with everybody who held it:
-a source may wait for its targets before it publishes again. A rank that left in good order has done its part; but when the
-others of its replica go on, and ask for a newer version, they are *stranded*: a version is loaded by all ranks or by none.
+A target that (re)starts is ready when all of its ranks have loaded what was the newest
+committed version when the first of them asked (see
+:mod:`replicas.core.versions.rounds`), and stays ready when newer ones are committed
+(its lag is a metric): one that loads more slowly than its trainer publishes never has
+the newest of this moment, and yet is as good as all others. Before the first commit of
+a channel, joining is enough, and so it is when the newest version has died with
+everybody who held it: a source may wait for its targets before it publishes again. A
+rank that left in good order has done its part; but when the others of its replica go
+on, and ask for a newer version, they are *stranded*: a version is loaded by all ranks
+or by none.
 """
 
 from __future__ import annotations
@@ -29,9 +34,10 @@ class Readiness(msgspec.Struct, frozen=True):
 
     :ivar reason: what is missing.
     :ivar partial: a rank failed to load.
-    :ivar stranded: a rank waits for a version that it cannot get any more, because another one has left.
-    :ivar progressed_s: since its last sign of progress; None while it waits for others (in a receive or an operation), which
-        is no lack of progress.
+    :ivar stranded: a rank waits for a version that it cannot get any more, because
+        another one has left.
+    :ivar progressed_s: since its last sign of progress; None while it waits for others
+        (in a receive or an operation), which is no lack of progress.
     """
 
     ready: bool
@@ -114,7 +120,8 @@ def _left(channel: ChannelState, group: str, replica: int, generation: int) -> s
 
 
 def _stranded(channel: ChannelState, ranks: Sequence[MemberState], now: float) -> str:
-    """Why ranks of a replica wait in vain: others of it have left, and some time ago."""
+    """Why ranks of a replica wait in vain: others of it have left, and some time
+    ago."""
     names = {f"{state.member.replica_name}/" for state in ranks}
     since = [at for name, (_, at) in channel.roster.left.items() if any(name.startswith(known) for known in names)]
     asking = [state for state in ranks if channel.rounds.wants(state.member, channel.commits.latest)]

@@ -1,11 +1,15 @@
-"""The network side of sessions: one WebSocket route, and the HTTP server that carries it.
+"""The network side of sessions: one WebSocket route, and the HTTP server that carries
+it.
 
-What a connection may do is bounded in three places: :mod:`replicas.coordinator.connection_guard` before there is a session,
-:mod:`replicas.coordinator.limits` for each message, and here: a session that cannot go on is closed within
-:data:`~replicas.coordinator.limits.CLOSE_TIMEOUT_S`, whether its peer reads or not. A connection that breaks a rule of the
-transport (bytes that are no message, numbers out of order) is closed, and its member may come back with another one:
-something on the way may have spoiled it. A member that says what no member can mean is refused for good, as it would only
-say it again; so is one of which :data:`~replicas.coordinator.limits.REFUSED_MAX` connections in a row had to be closed.
+What a connection may do is bounded in three places:
+:mod:`replicas.coordinator.connection_guard` before there is a session,
+:mod:`replicas.coordinator.limits` for each message, and here: a session that cannot go
+on is closed within :data:`~replicas.coordinator.limits.CLOSE_TIMEOUT_S`, whether its
+peer reads or not. A connection that breaks a rule of the transport (bytes that are no
+message, numbers out of order) is closed, and its member may come back with another one:
+something on the way may have spoiled it. A member that says what no member can mean is
+refused for good, as it would only say it again; so is one of which
+:data:`~replicas.coordinator.limits.REFUSED_MAX` connections in a row had to be closed.
 """
 
 from __future__ import annotations
@@ -58,7 +62,8 @@ TOO_BIG = 1009
 
 
 class _Refusal(Exception):
-    """What came is refused. ``code``: with which the connection is closed. ``final``: the member is lost, and told why."""
+    """What came is refused. ``code``: with which the connection is closed. ``final``:
+    the member is lost, and told why."""
 
     def __init__(self, reason: str, text: str, code: int, *, final: bool = False) -> None:
         super().__init__(text)
@@ -89,7 +94,8 @@ def session_route(engine: Engine, token: str) -> WebSocketRoute:
 
 
 async def _close(websocket: WebSocket, code: int = 1000, text: str = "") -> None:
-    """Close it, unless the peer is gone, or does not read (its connection is cut soon, then)."""
+    """Close it, unless the peer is gone, or does not read (its connection is cut soon,
+    then)."""
     if websocket.application_state is WebSocketState.DISCONNECTED:
         return
     with contextlib.suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
@@ -119,7 +125,8 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
 
 
 async def _converse(engine: Engine, session: Session, websocket: WebSocket) -> None:
-    """Read until one side ends it, or the session has no more use for this connection. The session writes by itself."""
+    """Read until one side ends it, or the session has no more use for this connection.
+    The session writes by itself."""
     over, connection = session.over, connection_of(websocket.scope)
     reader = asyncio.create_task(_read(engine, session, websocket, over))
     tasks: set[asyncio.Task[Any]] = {reader, asyncio.create_task(over.wait())}
@@ -170,7 +177,8 @@ async def _receive(websocket: WebSocket) -> bytes:
 
 
 async def _read(engine: Engine, session: Session, websocket: WebSocket, over: asyncio.Event) -> None:
-    """:raises _Refusal: the connection is to be closed. It has been counted; when final, the session is over, too."""
+    """:raises _Refusal: the connection is to be closed. It has been counted; when
+    final, the session is over, too."""
     loop = asyncio.get_running_loop()
     pace = connection_of(websocket.scope).pace
     told = False
@@ -233,11 +241,13 @@ def _own_view(websocket: WebSocket) -> str:
 def bind_listener(host: str, port: int) -> socket.socket:
     """A listening socket.
 
-    :raises errors.WorldError: the address is not of this machine, or the port is in use.
+    :raises errors.WorldError: the address is not of this machine, or the port is in
+        use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio sets TCP_NODELAY only on sockets that say that they are TCP, and without it a
-    # commit and the grant behind it are 40 ms apart (Nagle against the peer's delayed acknowledgement).
+    # The protocol is named because asyncio sets TCP_NODELAY only on sockets that say
+    # that they are TCP, and without it a commit and the grant behind it are 40 ms apart
+    # (Nagle against the peer's delayed acknowledgement).
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -269,7 +279,8 @@ class _QuietServer(uvicorn.Server):
 
 
 class _Entrance:
-    """The ASGI application for strangers: checks the names they use, gives one answer each, and charges for it."""
+    """The ASGI application for strangers: checks the names they use, gives one answer
+    each, and charges for it."""
 
     def __init__(self, app: Any, guard: Guard, door: Door) -> None:
         self._app = app
@@ -317,7 +328,8 @@ def _once(send: Any) -> Any:
 class Server:
     """Serves HTTP and sessions on one socket until it is closed.
 
-    :param http: what reads requests on it. :param door: what accepts; None: where nobody is a stranger.
+    :param http: what reads requests on it. :param door: what accepts; None: where
+        nobody is a stranger.
     """
 
     def __init__(

@@ -1,15 +1,20 @@
-"""One session: a member's side of the protocol in :mod:`replicas.messages`, as the coordinator holds it.
+"""One session: a member's side of the protocol in :mod:`replicas.messages`, as the
+coordinator holds it.
 
-A session outlives its WebSocket: when the connection breaks and the member comes back with the same incarnation and term,
-both sides resend what the other has not yet acknowledged. What is sent is queued here and written at the end of the loop's
-turn, all of it at once, as far as the connection takes it; the rest when it takes more. So nothing ever waits for a slow
-member, and a word to a thousand costs no thousand tasks. A member that lets too much pile up is cut off, before more is
-added to it (one message, however large, always fits). A message to many is encoded once (:class:`Encoded`) and shared by
-all queues; only its frame, made when it is written, is of one session. Acks carry no content but the newest number, so that
-there is never more than one of them waiting, however many heartbeats a member sends.
+A session outlives its WebSocket: when the connection breaks and the member comes back
+with the same incarnation and term, both sides resend what the other has not yet
+acknowledged. What is sent is queued here and written at the end of the loop's turn, all
+of it at once, as far as the connection takes it; the rest when it takes more. So
+nothing ever waits for a slow member, and a word to a thousand costs no thousand tasks.
+A member that lets too much pile up is cut off, before more is added to it (one message,
+however large, always fits). A message to many is encoded once (:class:`Encoded`) and
+shared by all queues; only its frame, made when it is written, is of one session. Acks
+carry no content but the newest number, so that there is never more than one of them
+waiting, however many heartbeats a member sends.
 
-Each connection has an event, :attr:`Session.over`, set when the session has no more use for it: it was closed, or another
-connection has taken its place. What is queued is still written then, for as long as the server waits for it.
+Each connection has an event, :attr:`Session.over`, set when the session has no more use
+for it: it was closed, or another connection has taken its place. What is queued is
+still written then, for as long as the server waits for it.
 """
 
 from __future__ import annotations
@@ -38,7 +43,8 @@ WRITE_NBYTES = 1 << 18
 class Connection(Protocol):
     """The way to the member.
 
-    ``on_writable`` is called when it takes more again, ``on_bytes`` when something came that is no whole message yet.
+    ``on_writable`` is called when it takes more again, ``on_bytes`` when something came
+    that is no whole message yet.
     """
 
     on_writable: Callable[[], None]
@@ -55,7 +61,8 @@ class Connection(Protocol):
 
 
 class Encoded:
-    """Messages as bytes. What is sent to many comes many times in a row, and is encoded once."""
+    """Messages as bytes. What is sent to many comes many times in a row, and is encoded
+    once."""
 
     def __init__(self) -> None:
         self._message: FromCoordinator | None = None
@@ -76,7 +83,8 @@ class Session:
         self.received = 0
         self.sent = 0
         self.refused = 0
-        """Connections that were closed for what came through them, since the last good message."""
+        """Connections that were closed for what came through them, since the last good
+        message."""
         self.connection: Connection | None = None
         self.watch: ProcessWatch | None = None
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
@@ -91,10 +99,12 @@ class Session:
         """Of the present connection: nothing more will be queued for it."""
         self.closed = False
         self.on_detach: Callable[[], None] | None = None
-        """Called when the connection has ended and everything that came through it was handled."""
+        """Called when the connection has ended and everything that came through it was
+        handled."""
 
     def attach(self, connection: Connection, acknowledged: int, first: FromCoordinator) -> None:
-        """A new connection: answer ``first``, then resend what the member has not yet received."""
+        """A new connection: answer ``first``, then resend what the member has not yet
+        received."""
         self.over.set()
         self.over = asyncio.Event()
         self.connection = connection
@@ -108,7 +118,8 @@ class Session:
         self._flush_soon()
 
     def send(self, message: FromCoordinator, body: bytes | None = None) -> bool:
-        """Queue a message; False when the member has let too much pile up before this one. ``body``: its encoding."""
+        """Queue a message; False when the member has let too much pile up before this
+        one. ``body``: its encoding."""
         if isinstance(message, Ack):
             self._ack_due = self.connection is not None
             self._flush_soon()
@@ -172,7 +183,8 @@ class Session:
         return frames
 
     async def written(self, connection: Connection) -> None:
-        """Return when all that is queued for this connection has been handed over to it."""
+        """Return when all that is queued for this connection has been handed over to
+        it."""
         while self.connection is connection and (self._queue or self._ack_due):
             self._news.clear()
             await self._news.wait()
@@ -198,7 +210,8 @@ class Session:
 
 
 class ProcessWatch:
-    """Tells when a process of this machine ends, by pidfd: sockets may be kept open by its forked children."""
+    """Tells when a process of this machine ends, by pidfd: sockets may be kept open by
+    its forked children."""
 
     def __init__(self, pidfd: int, loop: asyncio.AbstractEventLoop) -> None:
         self._pidfd = pidfd
@@ -215,7 +228,8 @@ class ProcessWatch:
 
     @classmethod
     def open(cls, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> ProcessWatch | None:
-        """A watch on the process, or None when it is not of this machine and pid namespace.
+        """A watch on the process, or None when it is not of this machine and pid
+        namespace.
 
         :raises ProcessLookupError: it is of this machine, and already gone.
         """

@@ -1,4 +1,5 @@
-"""Owner of the store process: starts it, asks it, sweeps it, replaces it when it is dead, frozen or full."""
+"""Owner of the store process: starts it, asks it, sweeps it, replaces it when it is
+dead, frozen or full."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ PAUSE_S = 1.0
 _SLOW = "it loads torch: see whether that hangs (python -c 'import torch'), or the machine is overloaded"
 _ENDED = "what it wrote to standard error says why"
 STRAGGLER_S = 30.0
-"""Keys are swept once more after this time: a sidecar that was being killed may have written after the first sweep."""
+"""Keys are swept once more after this time: a sidecar that was being killed may have
+written after the first sweep."""
 
 
 class StoreKeeper:
@@ -120,7 +122,8 @@ class StoreKeeper:
 
     @staticmethod
     async def _greeted(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
-        """The first thing that it says; an error in its place if it ends, or says nothing in time."""
+        """The first thing that it says; an error in its place if it ends, or says
+        nothing in time."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 line = await _line(reader)
@@ -142,7 +145,8 @@ class StoreKeeper:
                 future.set_result(reply)
 
     async def ask(self, op: str, prefixes: tuple[str, ...] = ()) -> Reply:
-        """:raises TimeoutError: no reply within 5 s. :raises ConnectionError: the process is gone."""
+        """:raises TimeoutError: no reply within 5 s. :raises ConnectionError: the
+        process is gone."""
         if self._writer is None or not self.up:
             raise ConnectionError("the store is down")
         request = Request(next(self._ids), op, prefixes)
@@ -157,7 +161,7 @@ class StoreKeeper:
         self.keys = reply.keys
         return reply
 
-    # ------------------------------------------------------------ watching and replacing
+    # ----------------------------------------------------------- watching and replacing
 
     async def _watch(self) -> None:
         """Ping the process; replace it when it has ended or does not answer."""
@@ -175,7 +179,8 @@ class StoreKeeper:
             await self._respawn()
 
     async def _answers(self) -> bool:
-        """Whether it answers in time. A time in which this process did not run itself proves nothing: ask again."""
+        """Whether it answers in time. A time in which this process did not run itself
+        proves nothing: ask again."""
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -192,7 +197,8 @@ class StoreKeeper:
             return not reply.error
 
     async def _respawn(self) -> None:
-        """A new store gets a new port: clients of the old one must not mistake it for theirs."""
+        """A new store gets a new port: clients of the old one must not mistake it for
+        theirs."""
         retrying = tenacity.AsyncRetrying(
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=5.0),
             retry=tenacity.retry_if_exception_type((errors.WorldError, OSError)),
@@ -203,7 +209,8 @@ class StoreKeeper:
                 await self._spawn(0)
 
     def replace(self, address: tuple[str, int]) -> None:
-        """End the process that listens at ``address``, if it is still there: another one takes its place."""
+        """End the process that listens at ``address``, if it is still there: another
+        one takes its place."""
         if self.up and address == self.address and self._process is not None:
             log.warning("somebody who is no member writes into the store at %s:%d: it is replaced", *address)
             with contextlib.suppress(ProcessLookupError):

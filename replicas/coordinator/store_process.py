@@ -1,23 +1,27 @@
 """The store process: the long-lived master TCPStore of a run, and nothing else.
 
-Run as ``python -m replicas.coordinator.store_process --bind ADDRESS --port PORT --control FD``.
+Run as ``python -m replicas.coordinator.store_process --bind ADDRESS --port PORT
+--control FD``.
 
 Theory of operation
 ===================
 
-The TCPStore serves from C++ threads of this process, so that neither the coordinator's loop nor its Python locks ever stand
-between two sidecars that meet there. It listens on one address only: a socket bound here is handed over with
-``master_listen_fd`` (a TCPStore of its own would listen on every address).
+The TCPStore serves from C++ threads of this process, so that neither the coordinator's
+loop nor its Python locks ever stand between two sidecars that meet there. It listens on
+one address only: a socket bound here is handed over with ``master_listen_fd`` (a
+TCPStore of its own would listen on every address).
 
-The control socket (inherited, a stream of JSON lines) carries requests and replies, matched by ``id``: ``stat`` (number of
-keys), ``sweep`` (delete the keys under prefixes), ``ping``. Its end means that the owner is gone, and so is this process; a
+The control socket (inherited, a stream of JSON lines) carries requests and replies,
+matched by ``id``: ``stat`` (number of keys), ``sweep`` (delete the keys under
+prefixes), ``ping``. Its end means that the owner is gone, and so is this process; a
 parent-death signal covers an owner that leaves the socket open in a forked child.
 
-The TCPStore itself knows no strangers: garbage costs them their connection, idle ones are kept for ever, and whatever they
-set is kept, too. A store that has no descriptor left goes on serving those who are connected and turns everybody else away;
-one that holds more than a rendezvous can ever need would go on until the machine has no memory. So each reply says so, and
-the owner replaces it. Between two replies the kernel bounds what it may take: a value for which there is no memory costs
-its sender the connection.
+The TCPStore itself knows no strangers: garbage costs them their connection, idle ones
+are kept for ever, and whatever they set is kept, too. A store that has no descriptor
+left goes on serving those who are connected and turns everybody else away; one that
+holds more than a rendezvous can ever need would go on until the machine has no memory.
+So each reply says so, and the owner replaces it. Between two replies the kernel bounds
+what it may take: a value for which there is no memory costs its sender the connection.
 """
 
 from __future__ import annotations
@@ -61,7 +65,8 @@ _HINTS = {
 }
 _UNREACHED = "bring its network device up (for 127.0.0.1: ip link set lo up), or set [store] bind to another address"
 STRAY_KEYS = ("exception_dump",)
-"""ProcessGroupNCCL writes this one without any prefix, and every later group of the store would abort on it."""
+"""ProcessGroupNCCL writes this one without any prefix, and every later group of the
+store would abort on it."""
 
 
 def listen(bind: str, port: int) -> socket.socket:
@@ -75,7 +80,8 @@ def listen(bind: str, port: int) -> socket.socket:
 
 
 def check_reach(bind: str) -> None:
-    """Connect to a port of this address. A network namespace has an address before its device is up.
+    """Connect to a port of this address. A network namespace has an address before its
+    device is up.
 
     :raises OSError: it does not work.
     """
@@ -85,7 +91,8 @@ def check_reach(bind: str) -> None:
 
 
 def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
-    """Delete every key under these prefixes, and the stray ones (a PrefixStore lists ``a/bc`` under ``a/b``)."""
+    """Delete every key under these prefixes, and the stray ones (a PrefixStore lists
+    ``a/bc`` under ``a/b``)."""
     roots = tuple(f"{prefix}/" for prefix in prefixes)
     for key in store.list_keys():
         if key.startswith(roots) or key in STRAY_KEYS:
@@ -93,7 +100,8 @@ def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
 
 
 def full(empty_nbytes: int) -> str:
-    """Why it has to be replaced; empty when it need not be. Strangers may connect, and set values, without end.
+    """Why it has to be replaced; empty when it need not be. Strangers may connect, and
+    set values, without end.
 
     :param empty_nbytes: its memory when it was new.
     """
@@ -112,7 +120,8 @@ def data_nbytes() -> int:
 
 
 def bound_memory() -> int:
-    """Take no more than :data:`MEMORY_MAX_NBYTES` from here on; returns how much there is."""
+    """Take no more than :data:`MEMORY_MAX_NBYTES` from here on; returns how much there
+    is."""
     now = data_nbytes()
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = now + MEMORY_MAX_NBYTES
@@ -185,7 +194,8 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    # The TCPStore's threads must not outlive the control socket, whatever its destructor waits for.
+    # The TCPStore's threads must not outlive the control socket, whatever its
+    # destructor waits for.
     code = main()
     sys.stdout.flush()
     os._exit(code)

@@ -1,4 +1,5 @@
-"""What the owner of the store process and that process say to each other: JSON lines over an inherited socket."""
+"""What the owner of the store process and that process say to each other: JSON lines
+over an inherited socket."""
 
 from __future__ import annotations
 

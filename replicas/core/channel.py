@@ -3,21 +3,28 @@
 Theory of operation
 ===================
 
-:class:`ChannelState` is the coordinator's whole mind about one channel and touches nothing outside: time comes in as an
-argument, what must happen goes out as :mod:`replicas.core.effects`, in order. The shell applies the effects of one event
-before it hands in the next, so that, for instance, a decision is on disk before anyone is told of the commit.
+:class:`ChannelState` is the coordinator's whole mind about one channel and touches
+nothing outside: time comes in as an argument, what must happen goes out as
+:mod:`replicas.core.effects`, in order. The shell applies the effects of one event
+before it hands in the next, so that, for instance, a decision is on disk before anyone
+is told of the commit.
 
-It is made of a :class:`~replicas.core.members.roster.Roster` (members, epochs), :class:`~replicas.core.moving.lanes.Lanes` (process
-groups), :class:`~replicas.core.versions.publishes.Publishes` (numbering, verdicts), one main
-:class:`~replicas.core.moving.transfers.Transfer` and one for catch-up, :class:`~replicas.core.versions.rounds.Rounds` (who loads what) and
-:class:`~replicas.core.operations.operations.Operations` (collectives of peers); :mod:`replicas.core.versions.commits` joins publishes to
-transfers. After every event :meth:`ChannelState._settle` moves on whatever has become possible, so that no handler needs
-to know what waits for it.
+It is made of a :class:`~replicas.core.members.roster.Roster` (members, epochs),
+:class:`~replicas.core.moving.lanes.Lanes` (process groups),
+:class:`~replicas.core.versions.publishes.Publishes` (numbering, verdicts), one main
+:class:`~replicas.core.moving.transfers.Transfer` and one for catch-up,
+:class:`~replicas.core.versions.rounds.Rounds` (who loads what) and
+:class:`~replicas.core.operations.operations.Operations` (collectives of peers);
+:mod:`replicas.core.versions.commits` joins publishes to transfers. After every event
+:meth:`ChannelState._settle` moves on whatever has become possible, so that no handler
+needs to know what waits for it.
 
-*A channel may have thousands of members.* What :meth:`ChannelState._settle` looks at is kept in sets that are small when
-nothing is due (:mod:`replicas.core.members.roster_index`; the rounds that may move on; the members that are not live), so that a
-message costs the same however many members there are. Who must be told of everybody, is told of the difference: a View
-names those who came and went, and while many come one after another it waits a little for more of them.
+*A channel may have thousands of members.* What :meth:`ChannelState._settle` looks at is
+kept in sets that are small when nothing is due
+(:mod:`replicas.core.members.roster_index`; the rounds that may move on; the members
+that are not live), so that a message costs the same however many members there are. Who
+must be told of everybody, is told of the difference: a View names those who came and
+went, and while many come one after another it waits a little for more of them.
 """
 
 from __future__ import annotations
@@ -62,7 +69,8 @@ __all__ = ["ChannelState"]
 WHOLE_VIEW = 32
 """Up to so many members, every View names them all."""
 VIEWS_PER_S = 5_000
-"""Views are sent at this rate, in the long run, counted by member; what there is to tell meanwhile is told in one."""
+"""Views are sent at this rate, in the long run, counted by member; what there is to
+tell meanwhile is told in one."""
 VIEWS_AT_ONCE = 2_000
 QUARANTINE = Backoff(1.0, 300.0)
 SERVED_MAX_S = 30.0
@@ -77,7 +85,8 @@ LOSS_WORDS = {
 
 
 class ChannelState:
-    """One channel. Every public method takes ``now``, a monotonic clock reading in seconds."""
+    """One channel. Every public method takes ``now``, a monotonic clock reading in
+    seconds."""
 
     def __init__(
         self,
@@ -91,7 +100,8 @@ class ChannelState:
         past: Past | None = None,
         here: tuple[Place, wire.Beacon] | None = None,
     ) -> None:
-        """``secret``: the coordinator's own. ``here``: where this process is, if it can keep the memory of others."""
+        """``secret``: the coordinator's own. ``here``: where this process is, if it can
+        keep the memory of others."""
         past = past or Past()
         self.config = config
         self.term = term
@@ -179,7 +189,8 @@ class ChannelState:
         )
 
     def lose(self, member: Member, reason: str, now: float) -> None:
-        """The member is gone for good: survivors get a new epoch, and what it took part in goes on without it."""
+        """The member is gone for good: survivors get a new epoch, and what it took part
+        in goes on without it."""
         state = self.roster.remove(member)
         if state is None:
             return
@@ -260,7 +271,8 @@ class ChannelState:
         self._settle(now)
 
     def kept(self, owner: Member, version: int, place: wire.SlotPlace | None) -> None:
-        """The shell has done what :class:`~replicas.core.effects.Keep` says; None: it cannot."""
+        """The shell has done what :class:`~replicas.core.effects.Keep` says; None: it
+        cannot."""
         self.keeping.kept(owner, version, place)
 
     def store_lost(self) -> None:
@@ -282,18 +294,21 @@ class ChannelState:
         return self.rounds.asks(member) or self.operations.posted(member)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
-        """This generation is being ended: nothing new waits for it, what it has begun may finish (:meth:`Drains.busy`)."""
+        """This generation is being ended: nothing new waits for it, what it has begun
+        may finish (:meth:`Drains.busy`)."""
         self.drains.begin(group, replica, generation)
         self._settle(now)
 
     # ------------------------------------------------------------ what the parts share
 
     def others_wait(self, now: float) -> bool:
-        """Whether somebody waits for the end of the publish that is being sent: to publish, or to be admitted."""
+        """Whether somebody waits for the end of the publish that is being sent: to
+        publish, or to be admitted."""
         return bool(self.commits.publishes.queue or self.roster.waiting(now))
 
     def quarantine(self, member: Member, why: str, now: float) -> None:
-        """Take it out of everything that it does together with others, until it has been served alone."""
+        """Take it out of everything that it does together with others, until it has
+        been served alone."""
         state = self.roster.get(member)
         if state is None or state.standing == "quarantined" or not (state.is_target or state.is_peer):
             return  # who only gives takes part in nothing that it could be kept out of
@@ -309,7 +324,8 @@ class ChannelState:
         self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
 
     def _doubt(self, state: MemberState, now: float) -> None:
-        """A new process of a peer that was quarantined is tried beside the others, too, and at once."""
+        """A new process of a peer that was quarantined is tried beside the others, too,
+        and at once."""
         why = self.roster.was_isolated(state.member.name)
         if why:
             self.roster.isolate(state, why, now)
@@ -353,7 +369,8 @@ class ChannelState:
         self.roster.admit(now)
 
     def _may_publish_view(self, now: float) -> bool:
-        """A thousand that join one by one are no thousand Views for a thousand members: there is a rate for that."""
+        """A thousand that join one by one are no thousand Views for a thousand members:
+        there is a rate for that."""
         earned = VIEWS_PER_S * (now - self._view_at)
         self._view_credit = min(float(VIEWS_AT_ONCE), self._view_credit + earned)
         self._view_at = now
@@ -363,7 +380,8 @@ class ChannelState:
         return True
 
     def _publish_view(self, now: float) -> None:
-        """Tell everybody of the new epoch: those who know the one before, in large channels, only what has changed."""
+        """Tell everybody of the new epoch: those who know the one before, in large
+        channels, only what has changed."""
         epoch, known = self.roster.epoch, self._view_epoch
         live = self.roster.live
         members = tuple(state.member for state in live)
@@ -382,7 +400,8 @@ class ChannelState:
             state.view_epoch = epoch
 
     def _look_at_watches(self) -> None:
-        """Once loaded by all that were live is loaded, also when they have left since."""
+        """Once loaded by all that were live is loaded, also when they have left
+        since."""
         loaded = self.rounds.loaded_by_all()
         if loaded > self._loaded_once:
             self._loaded_once = loaded

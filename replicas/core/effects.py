@@ -1,4 +1,5 @@
-"""What the state machines ask of the shell, as values, in the order in which it must happen."""
+"""What the state machines ask of the shell, as values, in the order in which it must
+happen."""
 
 from __future__ import annotations
 
@@ -58,8 +59,8 @@ class MemberQuarantined(msgspec.Struct, frozen=True, tag=True):
 class MemberLost(msgspec.Struct, frozen=True, tag=True):
     """A member has left a channel, died, or lost its lease.
 
-    ``observes``: it was an observer, which may use the name of a rank without being one;
-    no replica is affected.
+    ``observes``: it was an observer, which may use the name of a rank without being
+    one; no replica is affected.
     """
 
     channel: str
@@ -98,7 +99,8 @@ class CaughtUp(msgspec.Struct, frozen=True, tag=True):
 class Retried(msgspec.Struct, frozen=True, tag=True):
     """A transfer starts another attempt.
 
-    ``reason``: ``lost``, ``frozen``, ``failed``, ``refused``, ``quarantined`` or ``store``.
+    ``reason``: ``lost``, ``frozen``, ``failed``, ``refused``, ``quarantined`` or
+    ``store``.
     """
 
     channel: str
@@ -114,7 +116,8 @@ class SidecarReplaced(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Every rank of a replica has loaded ``version``; 0: it no longer serves one version."""
+    """Every rank of a replica has loaded ``version``; 0: it no longer serves one
+    version."""
 
     channel: str
     group: str
@@ -134,7 +137,8 @@ class ReplicaIdle(msgspec.Struct, frozen=True, tag=True):
 class OperationEnded(msgspec.Struct, frozen=True, tag=True):
     """A collective between peers has ended.
 
-    ``kind``: its name, such as ``all_reduce``. ``outcome``: ``ok``, or the name of an error.
+    ``kind``: its name, such as ``all_reduce``. ``outcome``: ``ok``, or the name of an
+    error.
     """
 
     channel: str
@@ -167,7 +171,8 @@ Event = (
 
 
 class CommitDecision(msgspec.Struct, frozen=True):
-    """One line of the decision log. ``abort``: the version was on its way, and will never be committed."""
+    """One line of the decision log. ``abort``: the version was on its way, and will
+    never be committed."""
 
     kind: Literal["commit", "abort"]
     channel: str
@@ -207,20 +212,23 @@ class Record(msgspec.Struct, frozen=True):
 
 
 class Sweep(msgspec.Struct, frozen=True):
-    """Delete the keys under this prefix of the store, now and once more later (stragglers write after us)."""
+    """Delete the keys under this prefix of the store, now and once more later
+    (stragglers write after us)."""
 
     prefix: str
 
 
 class ReplaceStore(msgspec.Struct, frozen=True):
-    """The store that listens there was written to by somebody who is no member: end it, and start another one."""
+    """The store that listens there was written to by somebody who is no member: end it,
+    and start another one."""
 
     host: str
     port: int
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """Hold the memory of ``owner`` with ``version`` in this process, and say at once where it can be opened here."""
+    """Hold the memory of ``owner`` with ``version`` in this process, and say at once
+    where it can be opened here."""
 
     channel: str
     owner: Member
@@ -236,8 +244,10 @@ class LetGo(msgspec.Struct, frozen=True):
 
 
 class Read(msgspec.Struct, frozen=True):
-    """Decode these manifests and put them together (:func:`replicas.core.versions.manifests.read`): beside the loop, as many tensors
-    take seconds. ``key``: what the result is called when it is handed in. ``whole``: it is one, and put together already.
+    """Decode these manifests and put them together
+    (:func:`replicas.core.versions.manifests.read`): beside the loop, as many tensors
+    take seconds. ``key``: what the result is called when it is handed in. ``whole``: it
+    is one, and put together already.
     """
 
     key: str

@@ -1,7 +1,8 @@
 """State machines as tables: what can happen in which state, and nothing else.
 
-A table is data: rows of (state, event) → state. It moves a state on, refuses what it has no row for (a bug of the caller,
-never a surprise of the world) and draws itself, so that the picture in the documentation cannot differ from the code.
+A table is data: rows of (state, event) → state. It moves a state on, refuses what it
+has no row for (a bug of the caller, never a surprise of the world) and draws itself, so
+that the picture in the documentation cannot differ from the code.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""This library runs on Linux alone: pidfds, memfds, /proc and parent-death signals are what it is made of.
+"""This library runs on Linux alone: pidfds, memfds, /proc and parent-death signals are
+what it is made of.
 
-Whoever imports a part that needs them elsewhere gets one sentence, not the first name that is missing.
+Whoever imports a part that needs them elsewhere gets one sentence, not the first name
+that is missing.
 """
 
 from __future__ import annotations

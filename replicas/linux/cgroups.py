@@ -1,26 +1,30 @@
-"""Control groups (cgroup v2): what is started for a replica stays in its group, whatever it does. Standard library only.
+"""Control groups (cgroup v2): what is started for a replica stays in its group,
+whatever it does. Standard library only.
 
 Theory of operation
 ===================
 
-A process can leave its parent, its session, its process group and its environment behind, but not its control group. Where
-this process may make groups below its own one, the supervisor makes one for the run and in it one for each node of each
-generation::
+A process can leave its parent, its session, its process group and its environment
+behind, but not its control group. Where this process may make groups below its own one,
+the supervisor makes one for the run and in it one for each node of each generation::
 
     <mount><group of the supervisor>/replicas-<run>-<pid>-<start time>/<group>.<replica>.<generation>/<node>
 
-Only what the shim starts goes in there (the program's guard enters by itself, before it execs it), never the shim, so the
-shim's own last sweep is ``cgroup.kill``: one write, which no fork bomb outruns. When the shim is dead, the supervisor or the
-janitor writes it. An empty group is removed by whoever sees its end; should all be killed at once, by the next supervisor, as
-the group's name tells whether its own is alive.
+Only what the shim starts goes in there (the program's guard enters by itself, before it
+execs it), never the shim, so the shim's own last sweep is ``cgroup.kill``: one write,
+which no fork bomb outruns. When the shim is dead, the supervisor or the janitor writes
+it. An empty group is removed by whoever sees its end; should all be killed at once, by
+the next supervisor, as the group's name tells whether its own is alive.
 
-Where groups cannot be made (no cgroup v2, read-only in a container, not ours) everything works without: processes are then
-found by descent and by the mark in their environment, and limits of memory and processes cannot be enforced.
+Where groups cannot be made (no cgroup v2, read-only in a container, not ours)
+everything works without: processes are then found by descent and by the mark in their
+environment, and limits of memory and processes cannot be enforced.
 
-Limits need the controllers ``memory`` and ``pids`` in the supervisor's own group, which the kernel lets it hand on only when
-no process is directly in that group: the supervisor then moves itself into ``supervisor`` below it, as systemd's delegation
-is meant to be used.
-"""
+Limits need the controllers ``memory`` and ``pids`` in the supervisor's own group, which
+the kernel lets it hand on only when no process is directly in that group: the
+supervisor then moves itself into ``supervisor`` below it, as systemd's delegation is
+meant to be used.
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -38,7 +42,8 @@ LIMITS = {"memory": "memory_nbytes", "pids": "max_processes"}
 """Controllers that limits need, with what they limit."""
 _LEAF = "supervisor"
 _left: dict[Path, Path] = {}
-"""The group that this process left, by the one that it made there for itself: a later run of it begins at the same place."""
+"""The group that this process left, by the one that it made there for itself: a later
+run of it begins at the same place."""
 
 
 def find_own(process: Path = Path("/proc/self")) -> Path:
@@ -116,7 +121,8 @@ def remove(group: Path) -> bool:
 
 
 def leave(group: Path, *, run: bool = False) -> None:
-    """Remove an empty group of a node, that of its generation if it was the last in it, and with ``run`` that of the run.
+    """Remove an empty group of a node, that of its generation if it was the last in it,
+    and with ``run`` that of the run.
 
     With a node's group go those that its ranks made in it (podman, apptainer).
     """
@@ -171,7 +177,8 @@ class RunCgroups:
     def add(
         self, name: str, node: int = 0, *, memory_nbytes: int | None = None, max_processes: int | None = None
     ) -> Path:
-        """A new group for one node of the generation ``name``, whose nodes share the limits.
+        """A new group for one node of the generation ``name``, whose nodes share the
+        limits.
 
         :raises OSError: it cannot be made, or a limit cannot be set.
         """
@@ -202,7 +209,8 @@ class RunCgroups:
 
 
 def _hand_on(own: Path) -> frozenset[str]:
-    """Have the controllers for limits in the groups below ``own``, as far as that can be."""
+    """Have the controllers for limits in the groups below ``own``, as far as that can
+    be."""
     there = set((own / "cgroup.controllers").read_text().split())
     control = own / "cgroup.subtree_control"
     wanted = there & set(LIMITS)

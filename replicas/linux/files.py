@@ -1,4 +1,5 @@
-"""Files by their descriptors: this process's own, and those of another one of this user."""
+"""Files by their descriptors: this process's own, and those of another one of this
+user."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
 
 
 def open_plain(pid: int, fd: int, *, inode: int | None = None, nbytes: int | None = None) -> int:
-    """Open a plain file that a process has open, and nothing else, such as a pipe, which may block.
+    """Open a plain file that a process has open, and nothing else, such as a pipe,
+    which may block.
 
     :param inode: the file's. :param nbytes: its size.
     :raises FileNotFoundError: the number is another file's by now, or that of none.

@@ -1,6 +1,8 @@
-"""What a process was born with and did not choose: closed standard streams, ignored and blocked signals, a foreign ``/proc``.
+"""What a process was born with and did not choose: closed standard streams, ignored and
+blocked signals, a foreign ``/proc``.
 
-Each program of ours puts these in order before it does anything else. Standard library only.
+Each program of ours puts these in order before it does anything else. Standard library
+only.
 """
 
 from __future__ import annotations
@@ -23,7 +25,8 @@ def put_in_order() -> None:
 def open_streams() -> None:
     """Open ``/dev/null`` for each standard stream that is closed.
 
-    The next file or socket would get its number, and be taken for it by whatever is started.
+    The next file or socket would get its number, and be taken for it by whatever is
+    started.
     """
     for number in range(3):
         try:
@@ -38,8 +41,9 @@ def open_streams() -> None:
 def reset_signals() -> None:
     """Hear of every signal, and of the end of children.
 
-    With SIGCHLD ignored the kernel tells nobody how a child ended: every exit code would be read as 0. A blocked signal
-    never comes, neither here nor in what is started from here.
+    With SIGCHLD ignored the kernel tells nobody how a child ended: every exit code
+    would be read as 0. A blocked signal never comes, neither here nor in what is
+    started from here.
     """
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -47,7 +51,8 @@ def reset_signals() -> None:
 
 
 def check_proc() -> None:
-    """:raises replicas.errors.UsageError: ``/proc`` is not that of this process's pid namespace."""
+    """:raises replicas.errors.UsageError: ``/proc`` is not that of this process's pid
+    namespace."""
     try:
         shown = os.readlink("/proc/self")  # noqa: PTH115  # pathlib takes long to load where this is all
     except OSError as error:

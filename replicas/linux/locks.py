@@ -3,18 +3,22 @@
 Theory of operation
 ===================
 
-All locks belong to an *open file description* of the memfd, so that the kernel drops them when the last process that has
-it ends, however it ends. Forked children and sidecars share the description that they were given, and so its locks.
+All locks belong to an *open file description* of the memfd, so that the kernel drops
+them when the last process that has it ends, however it ends. Forked children and
+sidecars share the description that they were given, and so its locks.
 
-``flock``, shared: "I hold what is in it". Exclusive: "I am filling it". The owner takes it before it writes; a reader that
-comes later is refused, and a reader that was there first makes the owner look for other memory.
+``flock``, shared: "I hold what is in it". Exclusive: "I am filling it". The owner takes
+it before it writes; a reader that comes later is refused, and a reader that was there
+first makes the owner look for other memory.
 
-*Marks* are read locks on single bytes (``F_OFD_SETLK``; the byte is a number, nothing is stored at it). Byte 0: a mapping
-that was handed to a user may still be alive, though nobody holds the memory officially any more. Byte ``N``, larger than 0:
-the memory has been filled ``N`` times, and what came of the last time is complete. Whoever holds it has that mark, and only
-while there is no writer; so a reader that has the shared lock and finds the mark of another one knows that the memory was
-not refilled before it came. Byte :data:`OPENED`: memory elsewhere, to
-which the file leads, is in use. Nobody ever takes a write lock: it is only asked whether one could be had.
+*Marks* are read locks on single bytes (``F_OFD_SETLK``; the byte is a number, nothing
+is stored at it). Byte 0: a mapping that was handed to a user may still be alive, though
+nobody holds the memory officially any more. Byte ``N``, larger than 0: the memory has
+been filled ``N`` times, and what came of the last time is complete. Whoever holds it
+has that mark, and only while there is no writer; so a reader that has the shared lock
+and finds the mark of another one knows that the memory was not refilled before it came.
+Byte :data:`OPENED`: memory elsewhere, to which the file leads, is in use. Nobody ever
+takes a write lock: it is only asked whether one could be had.
 """
 
 from __future__ import annotations
@@ -28,9 +32,11 @@ from pathlib import Path
 __all__ = ["MAPPED", "OPENED", "hold_exclusive", "hold_shared", "holders", "let_go", "mark", "marked", "unmark"]
 
 MAPPED = 0
-"""The byte that is marked while a user's mapping may be alive; the larger ones count fillings."""
+"""The byte that is marked while a user's mapping may be alive; the larger ones count
+fillings."""
 OPENED = 1 << 62
-"""The byte that is marked while somebody has the memory open to which the file leads (a GPU's)."""
+"""The byte that is marked while somebody has the memory open to which the file leads (a
+GPU's)."""
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
@@ -57,7 +63,8 @@ def mark(fd: int, byte: int) -> None:
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # A kernel without such locks: nobody can map from here (`marked` fails in them), which leaves the process group.
+        # A kernel without such locks: nobody can map from here (`marked` fails in
+        # them), which leaves the process group.
 
 
 def unmark(fd: int, byte: int) -> None:
@@ -80,9 +87,11 @@ def marked(fd: int, byte: int) -> bool:
 
 
 def holders(inode: int) -> tuple[int, ...]:
-    """Processes that hold what is in a memfd, for error texts: those that this process may see, and no promise.
+    """Processes that hold what is in a memfd, for error texts: those that this process
+    may see, and no promise.
 
-    Costs 10 to 30 ms, in which nobody on the machine gets a lock: the kernel waits for all processors.
+    Costs 10 to 30 ms, in which nobody on the machine gets a lock: the kernel waits for
+    all processors.
     """
     pids: set[int] = set()
     try:

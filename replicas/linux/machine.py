@@ -1,4 +1,5 @@
-"""Which machine this is, and which namespaces of it: where a pid, or an address, means the same to two processes."""
+"""Which machine this is, and which namespaces of it: where a pid, or an address, means
+the same to two processes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""A program: prints how many GPUs NVML knows of, or exits with 1 and prints why it does not say. Standard library only.
+"""A program: prints how many GPUs NVML knows of, or exits with 1 and prints why it does
+not say. Standard library only.
 
-A process of its own, since a driver that is broken may never answer, and a call into it cannot be taken back.
+A process of its own, since a driver that is broken may never answer, and a call into it
+cannot be taken back.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a process asks of the kernel for itself: to die with its parent, to adopt orphans, to have a name."""
+"""What a process asks of the kernel for itself: to die with its parent, to adopt
+orphans, to have a name."""
 
 from __future__ import annotations
 
@@ -14,7 +15,8 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send ``signum`` to this process when the thread that made it ends.
+    """Have the kernel send ``signum`` to this process when the thread that made it
+    ends.
 
     It ends at once when the parent, which had pid ``parent``, is gone already.
     """

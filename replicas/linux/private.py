@@ -1,16 +1,21 @@
-"""Folders and files of this user alone, as a run's state is kept in. Standard library only.
+"""Folders and files of this user alone, as a run's state is kept in. Standard library
+only.
 
 Theory of operation
 ===================
 
-A path may lead through folders of other people: ``/tmp``, ``/scratch``, a project's folder. Whoever can write to one of them
-can put a link, or a folder of his own, where ours should be. So every call here walks the path by descriptors, from the root
-on: a symbolic link on the way must be ours or root's, and the folder that it ends in must be ours (or root's) and closed to
-the writing of others. What is in such a folder was put there by us; it is opened relative to its descriptor, never through
-a link, and must be a plain file of ours. What is made here has the modes 0700 and 0600, whatever the folder above shows.
+A path may lead through folders of other people: ``/tmp``, ``/scratch``, a project's
+folder. Whoever can write to one of them can put a link, or a folder of his own, where
+ours should be. So every call here walks the path by descriptors, from the root on: a
+symbolic link on the way must be ours or root's, and the folder that it ends in must be
+ours (or root's) and closed to the writing of others. What is in such a folder was put
+there by us; it is opened relative to its descriptor, never through a link, and must be
+a plain file of ours. What is made here has the modes 0700 and 0600, whatever the folder
+above shows.
 
-Nothing is kept open between two calls, so that a folder that is moved or made anew is found again; one that somebody has put
-in its place is refused. Errors are :class:`OSError`; :class:`NotPrivate` says what was found and what to do about it.
+Nothing is kept open between two calls, so that a folder that is moved or made anew is
+found again; one that somebody has put in its place is refused. Errors are
+:class:`OSError`; :class:`NotPrivate` says what was found and what to do about it.
 """
 
 from __future__ import annotations
@@ -59,7 +64,8 @@ def folder(path: Path, *, make: bool = False) -> Iterator[int]:
     """Descriptor of a folder of ours, for use as a ``dir_fd`` inside the block.
 
     :param make: make what is missing of the path.
-    :raises NotPrivate: it, or a link on the way to it, is somebody else's, or others can write to it.
+    :raises NotPrivate: it, or a link on the way to it, is somebody else's, or others
+        can write to it.
     """
     descriptor = _walk(path, make=make)
     try:
@@ -76,10 +82,12 @@ def make_folder(path: Path) -> None:
 
 
 def close_to_others(path: Path, *, once_ours: str) -> None:
-    """Take from others the right to write to a folder that was closed once: one that has a file of ours called ``once_ours``.
+    """Take from others the right to write to a folder that was closed once: one that
+    has a file of ours called ``once_ours``.
 
-    A volume's group gets that right at each mount (Kubernetes' ``fsGroup``). A folder that was never used is left as it is,
-    for its owner may want it so: it is refused by whoever uses it.
+    A volume's group gets that right at each mount (Kubernetes' ``fsGroup``). A folder
+    that was never used is left as it is, for its owner may want it so: it is refused by
+    whoever uses it.
     """
     descriptor = _walk(path, make=False)
     try:
@@ -174,7 +182,8 @@ def _check_folder(descriptor: int, path: Path) -> None:
 
 
 def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
-    """Descriptor of a plain file of ours in a folder of ours, as :func:`os.open`; it is closed to others when written to.
+    """Descriptor of a plain file of ours in a folder of ours, as :func:`os.open`; it is
+    closed to others when written to.
 
     :param make_folder: make what is missing of its folder.
     :raises NotPrivate: the file or its folder is somebody else's, or it is a link.
@@ -214,7 +223,8 @@ def read(path: Path) -> bytes:
 
 
 def write(path: Path, data: bytes) -> None:
-    """Have this in a file, in place of what was in it; one that was killed meanwhile leaves a part of it."""
+    """Have this in a file, in place of what was in it; one that was killed meanwhile
+    leaves a part of it."""
     _fill(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), data)
 
 
@@ -259,7 +269,8 @@ def remove(path: Path) -> None:
 
 
 def remove_tree(path: Path) -> None:
-    """A folder of ours with all that is in it, as far as that can be removed; without an error."""
+    """A folder of ours with all that is in it, as far as that can be removed; without
+    an error."""
     with contextlib.suppress(OSError), folder(path) as root:
         # Not os.walk, which goes by paths; not shutil, which takes long to load.
         for _, folders, files, here in os.fwalk(".", topdown=False, dir_fd=root):

@@ -1,9 +1,12 @@
-"""Linux process tools: what ``/proc`` says of processes, and signals by pidfd. Standard library only.
+"""Linux process tools: what ``/proc`` says of processes, and signals by pidfd. Standard
+library only.
 
-A process is signalled only through a pidfd, and only after it was seen, with the pidfd already open, to be what the
-caller means: below a given process (:func:`signal_descendants`), started with a given environment variable
-(:func:`signal_marked`), or a member of a control group of ours (:mod:`replicas.linux.cgroups`). A pid that was reused
-in between is therefore never hit.
+A process is signalled only through a pidfd, and only after it was seen, with the pidfd
+already open, to be what the caller means: below a given process
+(:func:`signal_descendants`), started with a given environment variable
+(:func:`signal_marked`), or a member of a control group of ours
+(:mod:`replicas.linux.cgroups`). A pid that was reused in between is therefore never
+hit.
 """
 
 from __future__ import annotations
@@ -53,12 +56,14 @@ SHIM = "replicas.supervisor.shim.shim"
 """Module of the shim, as it stands in the command line of one."""
 
 START_TIME = 19
-"""Where in :func:`stat_fields` the clock ticks from boot to the start of the process are."""
+"""Where in :func:`stat_fields` the clock ticks from boot to the start of the process
+are."""
 _DEAD = ("Z", "X", "x")
 
 
 class Child:
-    """A direct child that its starter's own loop reaps. ``code``: its exit code, None while it lives."""
+    """A direct child that its starter's own loop reaps. ``code``: its exit code, None
+    while it lives."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self.popen = popen
@@ -77,7 +82,8 @@ class Child:
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """Command line that runs ``module`` in this interpreter, without the working folder on its path."""
+    """Command line that runs ``module`` in this interpreter, without the working folder
+    on its path."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
@@ -90,10 +96,12 @@ def signal_name(signum: int) -> str:
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """What ``/proc/PID/stat`` says of a process (``"self"``: of this one), from the state letter on.
+    """What ``/proc/PID/stat`` says of a process (``"self"``: of this one), from the
+    state letter on.
 
     :raises ProcessLookupError: it was reaped, or ``/proc`` hides it.
-    :raises PermissionError: it is another user's, and ``/proc`` hides those (``hidepid``).
+    :raises PermissionError: it is another user's, and ``/proc`` hides those
+        (``hidepid``).
     """
     try:
         text = Path(f"/proc/{pid}/stat").read_bytes()
@@ -118,7 +126,8 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of the process; None if it is gone or a zombie."""
+    """Clock ticks from boot to the start of the process; None if it is gone or a
+    zombie."""
     found = _stat(pid)
     return None if found is None or found[0] in _DEAD else found[2]
 
@@ -143,8 +152,9 @@ def processes() -> Iterator[int]:
 
 
 def command_line(pid: int, limit: int = 120) -> str:
-    """Its command line as one line of printable characters; of a process that has lost its memory (it is dying) the name in
-    brackets, as ``ps`` shows it; empty: it is gone.
+    """Its command line as one line of printable characters; of a process that has lost
+    its memory (it is dying) the name in brackets, as ``ps`` shows it; empty: it is
+    gone.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes() or b"[%b]" % Path(f"/proc/{pid}/comm").read_bytes().strip()
@@ -155,8 +165,9 @@ def command_line(pid: int, limit: int = 120) -> str:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether it is the process that unlinks the named shared memory and semaphores of a Python program when that is dead
-    (of :mod:`multiprocessing.resource_tracker`): of use for who is ended last, never for who is ended.
+    """Whether it is the process that unlinks the named shared memory and semaphores of
+    a Python program when that is dead (of :mod:`multiprocessing.resource_tracker`): of
+    use for who is ended last, never for who is ended.
     """
     try:
         return b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -165,7 +176,8 @@ def is_resource_tracker(pid: int) -> bool:
 
 
 def descendants(root: int) -> list[int]:
-    """Living processes below ``root``, at any depth, without zombies. A snapshot: it may be stale at once."""
+    """Living processes below ``root``, at any depth, without zombies. A snapshot: it
+    may be stale at once."""
     children: dict[int, list[tuple[int, str]]] = {}
     for pid in processes():
         found = _stat(pid)
@@ -239,7 +251,8 @@ def _entries(nonces: str | Iterable[str]) -> frozenset[bytes]:
 
 
 def send_signal(pidfd: int, signum: int) -> bool:
-    """Signal the process of a pidfd; False if it is gone, or has become another user's (``sudo``)."""
+    """Signal the process of a pidfd; False if it is gone, or has become another user's
+    (``sudo``)."""
     try:
         signal.pidfd_send_signal(pidfd, signum)
     except (PermissionError, ProcessLookupError):
@@ -248,9 +261,11 @@ def send_signal(pidfd: int, signum: int) -> bool:
 
 
 def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) -> list[int]:
-    """Signal each of these processes of which ``still`` says, with its pidfd open, that it is the one that is meant.
+    """Signal each of these processes of which ``still`` says, with its pidfd open, that
+    it is the one that is meant.
 
-    :return: those that were signalled: not those that are gone, or have become another user's.
+    :return: those that were signalled: not those that are gone, or have become another
+        user's.
     """
     signalled = []
     for pid in pids:
@@ -276,9 +291,11 @@ def signal_descendants(root: int, signum: int, *, but: frozenset[int] = frozense
 
 
 def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal every living process below this one, which has but one thread, and those children that ``/proc`` hides.
+    """Signal every living process below this one, which has but one thread, and those
+    children that ``/proc`` hides.
 
-    With ``hidepid`` a child that cannot be dumped is hidden (``ssh-agent``), but the kernel names it as a child.
+    With ``hidepid`` a child that cannot be dumped is hidden (``ssh-agent``), but the
+    kernel names it as a child.
 
     :return: those that were signalled.
     """
@@ -288,13 +305,15 @@ def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
 
 
 def marked(nonces: str | Iterable[str]) -> list[int]:
-    """Living processes, but this one, that were started with ``REPLICAS_SHIM=`` one of these nonces in their environment."""
+    """Living processes, but this one, that were started with ``REPLICAS_SHIM=`` one of
+    these nonces in their environment."""
     entries = _entries(nonces)
     me = os.getpid()
     return [pid for pid in processes() if pid != me and _has_mark(pid, entries) and start_time(pid) is not None]
 
 
 def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal every process that was started under the shim with this nonce, or one of these; returns those."""
+    """Signal every process that was started under the shim with this nonce, or one of
+    these; returns those."""
     entries = _entries(nonces)
     return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: _has_mark(pid, entries))

@@ -1,4 +1,5 @@
-"""Asking nvidia-smi, which may hang in the driver where no signal reaches it: nobody waits for it longer than he said."""
+"""Asking nvidia-smi, which may hang in the driver where no signal reaches it: nobody
+waits for it longer than he said."""
 
 from __future__ import annotations
 
@@ -14,11 +15,13 @@ _stuck: list[subprocess.Popen[str]] = []
 
 
 def gpu_processes(fields: str, timeout_s: float) -> list[str]:
-    """A line of comma-separated ``fields`` for each process that the driver knows of on a GPU. Blocks.
+    """A line of comma-separated ``fields`` for each process that the driver knows of on
+    a GPU. Blocks.
 
     :raises OSError: there is no nvidia-smi.
     :raises subprocess.CalledProcessError: it failed.
-    :raises subprocess.TimeoutExpired: it does not answer, or one that was asked before still hangs.
+    :raises subprocess.TimeoutExpired: it does not answer, or one that was asked before
+        still hangs.
     """
     smi = shutil.which("nvidia-smi")
     if smi is None:

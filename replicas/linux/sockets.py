@@ -1,8 +1,10 @@
-"""Sockets of this machine: who is at the other end, long paths, and the door of a sidecar forkserver.
+"""Sockets of this machine: who is at the other end, long paths, and the door of a
+sidecar forkserver.
 
-The kernel tells who has connected, and who listens (SO_PEERCRED). Both ends ask it before a byte or a descriptor is
-sent: an abstract socket has no mode, and everyone in the network namespace sees its name in ``/proc/net/unix``. Of a
-TCP port of this machine the kernel tells whose process listens on it (``/proc/net/tcp``).
+The kernel tells who has connected, and who listens (SO_PEERCRED). Both ends ask it
+before a byte or a descriptor is sent: an abstract socket has no mode, and everyone in
+the network namespace sees its name in ``/proc/net/unix``. Of a TCP port of this machine
+the kernel tells whose process listens on it (``/proc/net/tcp``).
 """
 
 from __future__ import annotations
@@ -24,22 +26,24 @@ _CREDENTIALS = struct.Struct("3i")
 _LISTENS = "0A"
 _PATH_NBYTES = 107
 _BACKLOG = 4096
-"""Clients wait here while a forkserver loads torch, beside strangers whom it has not turned away yet; the kernel's bound
-(``net.core.somaxconn``) is the same.
+"""Clients wait here while a forkserver loads torch, beside strangers whom it has not
+turned away yet; the kernel's bound (``net.core.somaxconn``) is the same.
 """
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Effective user of the process at the other end: of the one that connected, or that listens."""
+    """Effective user of the process at the other end: of the one that connected, or
+    that listens."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def listener_uids(connection: socket.socket) -> frozenset[int] | None:
-    """Users of the processes that listen where this TCP connection of ours leads to; None: that is on another machine.
+    """Users of the processes that listen where this TCP connection of ours leads to;
+    None: that is on another machine.
 
-    Nobody, where it is passed on from here to somewhere else. Ask with the connection open: whoever listens now has taken
-    it, or does not listen any more.
+    Nobody, where it is passed on from here to somewhere else. Ask with the connection
+    open: whoever listens now has taken it, or does not listen any more.
     """
     own, peer = (_address(name()[0]) for name in (connection.getsockname, connection.getpeername))
     if not peer.is_loopback and own != peer:
@@ -78,7 +82,8 @@ def _listeners(port: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Ad
 
 
 def _unpacked(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An address as the kernel prints it: words of 32 bits, each in the machine's order."""
+    """An address as the kernel prints it: words of 32 bits, each in the machine's
+    order."""
     words = (int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8))
     return _address(str(ipaddress.ip_address(b"".join(words))))
 
@@ -92,7 +97,8 @@ def whose(uids: frozenset[int]) -> str:
 
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[str]:
-    """A name for the socket ``path`` that is short enough for the kernel, valid inside the block.
+    """A name for the socket ``path`` that is short enough for the kernel, valid inside
+    the block.
 
     :raises OSError: its folder is not there.
     """
@@ -116,7 +122,8 @@ def is_own(path: Path) -> bool:
 
 
 def listens(path: Path) -> bool:
-    """Whether a process listens on the socket ``path``; also one that is frozen. Never blocks.
+    """Whether a process listens on the socket ``path``; also one that is frozen. Never
+    blocks.
 
     :raises OSError: it cannot be told, such as for the socket of another user.
     """
@@ -133,11 +140,14 @@ def listens(path: Path) -> bool:
 
 
 class Door(NamedTuple):
-    """Where a forkserver listens, as ``NAME:SECRET`` in the environment of those whom it serves.
+    """Where a forkserver listens, as ``NAME:SECRET`` in the environment of those whom
+    it serves.
 
-    :param name: of the abstract socket, without the NUL. It is bound before anybody is told of it, so that nobody else can.
-    :param secret: what a client shows first. The user alone does not tell root in one container from root in another one
-        on the same network; those two do not see each other's environment.
+    :param name: of the abstract socket, without the NUL. It is bound before anybody is
+        told of it, so that nobody else can.
+    :param secret: what a client shows first. The user alone does not tell root in one
+        container from root in another one on the same network; those two do not see
+        each other's environment.
     """
 
     name: str

@@ -1,11 +1,14 @@
-"""How a process shows its stacks when it is asked to: what a rank sets up, and what its shim finds. Standard library only.
+"""How a process shows its stacks when it is asked to: what a rank sets up, and what its
+shim finds. Standard library only.
 
-:func:`register`, called by ``join``, opens a file of this process's own in the folder ``stacks`` beside its logs, and has
-faulthandler write the stacks of all threads into it whenever :data:`SIGNUM` comes. That runs in the signal handler, in C,
-without the GIL: a rank that hangs in a collective, or in a loop that never comes back to the interpreter, answers too. A
-handler that the program had set for the signal still gets it.
+:func:`register`, called by ``join``, opens a file of this process's own in the folder
+``stacks`` beside its logs, and has faulthandler write the stacks of all threads into it
+whenever :data:`SIGNUM` comes. That runs in the signal handler, in C, without the GIL: a
+rank that hangs in a collective, or in a loop that never comes back to the interpreter,
+answers too. A handler that the program had set for the signal still gets it.
 
-The file's name says whose it is (:func:`parse`): a signal is sent only to the process that made it.
+The file's name says whose it is (:func:`parse`): a signal is sent only to the process
+that made it.
 """
 
 from __future__ import annotations
@@ -53,7 +56,8 @@ def folder(log_dir: Path) -> Path:
 
 
 def register(log_dir: Path, rank: int, start: int) -> None:
-    """Have this process write its stacks when asked to; a second call, from any thread, changes nothing.
+    """Have this process write its stacks when asked to; a second call, from any thread,
+    changes nothing.
 
     :param start: clock ticks from boot to the start of this process.
 

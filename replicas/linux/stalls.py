@@ -1,7 +1,9 @@
-"""Telling a process that is stopped, or does nothing at all, from one that is only slow. Standard library only.
+"""Telling a process that is stopped, or does nothing at all, from one that is only
+slow. Standard library only.
 
-``/proc/PID/stat`` has the state of a process and what it has done so far: CPU time and page faults. One that loads a large
-library from a slow disk does something all the time; one that was stopped (SIGSTOP) says so and does nothing.
+``/proc/PID/stat`` has the state of a process and what it has done so far: CPU time and
+page faults. One that loads a large library from a slow disk does something all the
+time; one that was stopped (SIGSTOP) says so and does nothing.
 """
 
 from __future__ import annotations
@@ -12,14 +14,17 @@ __all__ = ["LOOK_INTERVAL_S", "STARTING_S", "STOPPED_S", "StallWatch"]
 
 LOOK_INTERVAL_S = 0.5
 STOPPED_S = 3.0
-"""A process that was stopped for so long is given up: long enough for a tool that stops it to look at it."""
+"""A process that was stopped for so long is given up: long enough for a tool that stops
+it to look at it."""
 STARTING_S = 20.0
-"""One that should be starting, and used neither CPU time nor memory for so long, is given up."""
+"""One that should be starting, and used neither CPU time nor memory for so long, is
+given up."""
 _LATE_S = 1.0
 
 
 class StallWatch:
-    """Looks at one process of ours, which must not have been reaped. ``now``: seconds of any steady clock."""
+    """Looks at one process of ours, which must not have been reaped. ``now``: seconds
+    of any steady clock."""
 
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid
@@ -49,7 +54,8 @@ class StallWatch:
         return ""
 
     def _stat(self) -> tuple[str, ...]:
-        """State letter, minor and major page faults, CPU time in user and system mode; only X when it cannot be seen."""
+        """State letter, minor and major page faults, CPU time in user and system mode;
+        only X when it cannot be seen."""
         try:
             fields = stat_fields(self.pid)
         except (PermissionError, ProcessLookupError):

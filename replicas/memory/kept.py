@@ -1,15 +1,19 @@
-"""Memory of another process, held through descriptors of one's own: what is in it stays as it is until it is let go.
+"""Memory of another process, held through descriptors of one's own: what is in it stays
+as it is until it is let go.
 
 Theory of operation
 ===================
 
-A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living process. :func:`hold` opens that very file, by
-a description of its own, and takes the locks that say so (:mod:`replicas.linux.locks`): from then on the memory is neither
-refilled by its owner nor freed with it.
+A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living process.
+:func:`hold` opens that very file, by a description of its own, and takes the locks that
+say so (:mod:`replicas.linux.locks`): from then on the memory is neither refilled by its
+owner nor freed with it.
 
-:class:`Keeper` holds the newest committed version of a channel in the coordinator's process, which has no use for it but to
-outlive its source. Others open it there as they would have opened it in the source. Nothing is mapped or copied for it, and
-memory that cannot be held (another host, another user; a GPU's, which ends with its owner) is simply not kept.
+:class:`Keeper` holds the newest committed version of a channel in the coordinator's
+process, which has no use for it but to outlive its source. Others open it there as they
+would have opened it in the source. Nothing is mapped or copied for it, and memory that
+cannot be held (another host, another user; a GPU's, which ends with its owner) is
+simply not kept.
 """
 
 from __future__ import annotations
@@ -34,14 +38,17 @@ log = logging.getLogger("replicas.memory")
 
 
 def hold(place: SlotPlace, version: int) -> int:
-    """Open and hold the memory of another process on this host: a descriptor, read-only; the locks end with it.
+    """Open and hold the memory of another process on this host: a descriptor,
+    read-only; the locks end with it.
 
     That the process is the one that is meant must be known beforehand.
 
     :param place: as its owner, or another one that holds it, has named it.
     :param version: what is in it, for texts.
-    :raises Gone: the process has ended, or the memory is not there any more, or is used for something else.
-    :raises NoCapacity: this process has no descriptor or memory left for it, for the time being.
+    :raises Gone: the process has ended, or the memory is not there any more, or is used
+        for something else.
+    :raises NoCapacity: this process has no descriptor or memory left for it, for the
+        time being.
     :raises WorldError: it can never be opened here, though it may be there.
     """
     what = f"version {version} in the memory of process {place.pid}"
@@ -72,7 +79,8 @@ def hold(place: SlotPlace, version: int) -> int:
 
 
 class Keeper:
-    """What this process keeps alive for others, by key; :meth:`close` lets go of everything."""
+    """What this process keeps alive for others, by key; :meth:`close` lets go of
+    everything."""
 
     _living: Living[Keeper] = Living()
 
@@ -84,7 +92,8 @@ class Keeper:
         return len(self._held)
 
     def keep(self, key: object, place: SlotPlace, version: int) -> SlotPlace | None:
-        """Hold what is at ``place``, beside what is kept under other keys; where it can be opened from now on.
+        """Hold what is at ``place``, beside what is kept under other keys; where it can
+        be opened from now on.
 
         None: it cannot be held by this process.
         """

@@ -1,8 +1,10 @@
-"""A set that does not keep its members: like ``weakref.WeakSet``, but no Python runs when one of them dies.
+"""A set that does not keep its members: like ``weakref.WeakSet``, but no Python runs
+when one of them dies.
 
-Objects die on whatever thread lets go of them last, the user's main thread included, where handlers of signals run. What a
-handler raises in the callback of a weak reference, which is Python in ``WeakSet``, Python itself swallows: Ctrl-C is lost.
-Here the callback is written in C, and only notes that there is something to forget.
+Objects die on whatever thread lets go of them last, the user's main thread included,
+where handlers of signals run. What a handler raises in the callback of a weak
+reference, which is Python in ``WeakSet``, Python itself swallows: Ctrl-C is lost. Here
+the callback is written in C, and only notes that there is something to forget.
 """
 
 from __future__ import annotations

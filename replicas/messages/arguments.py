@@ -1,15 +1,19 @@
-"""Arguments of the public API, each turned into its wire form in the call that was given it, or refused there by its name.
+"""Arguments of the public API, each turned into its wire form in the call that was
+given it, or refused there by its name.
 
 Theory of operation
 ===================
 
-What a call hands on travels to other processes, or is waited with on another thread; there is nobody there who could be told
-that it is of no use. So each public method passes its arguments through here first. A function takes the argument's name
-for the message (``what``) and the value, and gives a plain int, float, bool, str or dict, within the bounds that the other
-side checks (:mod:`replicas.messages.bounds`), or raises :class:`~replicas.errors.UsageError`: one bad call fails alone.
+What a call hands on travels to other processes, or is waited with on another thread;
+there is nobody there who could be told that it is of no use. So each public method
+passes its arguments through here first. A function takes the argument's name for the
+message (``what``) and the value, and gives a plain int, float, bool, str or dict,
+within the bounds that the other side checks (:mod:`replicas.messages.bounds`), or
+raises :class:`~replicas.errors.UsageError`: one bad call fails alone.
 
-Numbers are those that say so themselves: whole ones by ``__index__``, seconds by ``__index__`` or ``__float__``; so numpy's
-and torch's scalars will do, and a bool, a text or a complex number will not. Takes no torch.
+Numbers are those that say so themselves: whole ones by ``__index__``, seconds by
+``__index__`` or ``__float__``; so numpy's and torch's scalars will do, and a bool, a
+text or a complex number will not. Takes no torch.
 """
 
 from __future__ import annotations
@@ -93,7 +97,8 @@ def seconds(what: str, value: object, *, zero: bool = False) -> float:
 
 
 def patience(what: str, value: object) -> float | None:
-    """How long somebody waits: None is for ever, what is below 0 is over, and no other is longer than 1e9 seconds."""
+    """How long somebody waits: None is for ever, what is below 0 is over, and no other
+    is longer than 1e9 seconds."""
     if value is None:
         return None
     found = _float(value)
@@ -106,7 +111,8 @@ def patience(what: str, value: object) -> float | None:
 
 
 def bound(what: str, value: object) -> tuple[int | float, str]:
-    """A version's number, or a number by its name in ``meta``: the number, and the name or an empty text. None: no bound."""
+    """A version's number, or a number by its name in ``meta``: the number, and the name
+    or an empty text. None: no bound."""
     if value is None:
         return 0, ""
     if not isinstance(value, (tuple, list)):
@@ -198,7 +204,8 @@ _META_HINT = "pass scalars, lists and dicts of scalars"
 
 
 def meta(what: str, value: object) -> Meta:
-    """What a publisher says of its weights: scalars, and lists and dicts of scalars, of at most 1 MiB in all."""
+    """What a publisher says of its weights: scalars, and lists and dicts of scalars, of
+    at most 1 MiB in all."""
     try:
         given = dict(value or {})  # type: ignore[call-overload]  # that is the question
     except Exception as error:  # noqa: BLE001  # somebody else's mapping
@@ -228,7 +235,8 @@ def _meta_text(what: str, value: object) -> str:
 
 
 def _scalar(what: str, value: object) -> bool | int | float | str | None:
-    """A value that any other process can have as it is: of numpy's and torch's scalars the plain number."""
+    """A value that any other process can have as it is: of numpy's and torch's scalars
+    the plain number."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):

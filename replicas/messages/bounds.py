@@ -1,7 +1,9 @@
-"""What a message may carry, defined once: for the call that makes it, the session that sends it and the side that checks it.
+"""What a message may carry, defined once: for the call that makes it, the session that
+sends it and the side that checks it.
 
-Numbers, times and names are refused in the call (:mod:`replicas.messages.arguments`), so that the coordinator
-(:mod:`replicas.coordinator.limits`) never gets them from a library that is in order.
+Numbers, times and names are refused in the call (:mod:`replicas.messages.arguments`),
+so that the coordinator (:mod:`replicas.coordinator.limits`) never gets them from a
+library that is in order.
 """
 
 from __future__ import annotations
@@ -35,8 +37,9 @@ __all__ = [
 ]
 
 VERSION_MAX = 2**53
-"""The largest number that a publisher may choose: metrics, which are floats, tell it from the next one, and what the library
-counts on from there stays far below :data:`INTEGER_MAX`."""
+"""The largest number that a publisher may choose: metrics, which are floats, tell it
+from the next one, and what the library counts on from there stays far below
+:data:`INTEGER_MAX`."""
 INTEGER_MAX = 2**62
 RANKS_MAX = 1_000_000
 REPLICAS_MAX = 100_000
@@ -49,16 +52,19 @@ TEXT_LENGTH = 16 * 2**10
 """Characters of a text of an error; what is longer is cut."""
 
 FRAME_NBYTES = 8 * 2**20
-"""Hard limit of the WebSocket; a message between this and its own limit gets a proper error."""
+"""Hard limit of the WebSocket; a message between this and its own limit gets a proper
+error."""
 MANIFEST_NBYTES = 64 * 2**20
-"""A manifest as it is encoded: of one rank, and of all ranks of a source together. It comes in pieces, each far smaller."""
+"""A manifest as it is encoded: of one rank, and of all ranks of a source together. It
+comes in pieces, each far smaller."""
 MANIFEST_TENSORS = 500_000
 """Tensors of one manifest, aliases included."""
 OPERATION_NBYTES = 4 * 2**20
 HELLO_NBYTES = 256 * 2**10
 OTHER_NBYTES = 2**20
 META_NBYTES = OTHER_NBYTES - 2**12
-"""What a publisher says of its weights, as it is encoded, in a message that says little else."""
+"""What a publisher says of its weights, as it is encoded, in a message that says little
+else."""
 
 _MOST_NBYTES = {"OperationPost": OPERATION_NBYTES}
 
@@ -88,13 +94,14 @@ def plain(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """``text`` as UTF-8 can say it: what it cannot (a lone surrogate) is written as an escape."""
+    """``text`` as UTF-8 can say it: what it cannot (a lone surrogate) is written as an
+    escape."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def text_of(value: object, most: int = TEXT_LENGTH) -> str:
-    """``str(value)`` of whatever value, such as somebody else's exception: cut to about ``most`` characters, and of printable
-    characters and line breaks alone."""
+    """``str(value)`` of whatever value, such as somebody else's exception: cut to about
+    ``most`` characters, and of printable characters and line breaks alone."""
     try:
         text = str(value)
     except Exception as error:  # noqa: BLE001  # somebody else's __str__

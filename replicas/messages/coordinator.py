@@ -53,9 +53,11 @@ class _FromCoordinator(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(_FromCoordinator, frozen=True):
-    """Answer to Hello. ``address``: the IP address by which the coordinator sees this member.
+    """Answer to Hello. ``address``: the IP address by which the coordinator sees this
+    member.
 
-    ``publishes``: how many publishes the replica has made, so that a rank that joins again counts on from there.
+    ``publishes``: how many publishes the replica has made, so that a rank that joins
+    again counts on from there.
     """
 
     term: int
@@ -68,7 +70,8 @@ class Welcome(_FromCoordinator, frozen=True):
 
 
 class Refused(_FromCoordinator, frozen=True):
-    """The session is over: Hello was not acceptable, or the member was fenced later. Do not reconnect."""
+    """The session is over: Hello was not acceptable, or the member was fenced later. Do
+    not reconnect."""
 
     error: WireError
 
@@ -84,8 +87,8 @@ class Locate(_FromCoordinator, frozen=True):
 
 
 class View(_FromCoordinator, frozen=True):
-    """A new epoch. ``since`` 0: of these members; else ``members`` are those who have come since that epoch, which you know,
-    and ``left`` those who have gone.
+    """A new epoch. ``since`` 0: of these members; else ``members`` are those who have
+    come since that epoch, which you know, and ``left`` those who have gone.
 
     ``heartbeat_interval_s``: how often to send heartbeats from now on; 0: as before.
     """
@@ -111,11 +114,13 @@ class PublishEnd(_FromCoordinator, frozen=True):
 
 
 class LaneForm(_FromCoordinator, frozen=True):
-    """Form a process group: ``prefix`` is a fresh key prefix on the store; ``rank`` of ``size`` is yours.
+    """Form a process group: ``prefix`` is a fresh key prefix on the store; ``rank`` of
+    ``size`` is yours.
 
-    ``addresses``: IP address of each rank, in order (yours is the one to bind); ``names``: of the members, for messages.
-    ``probe``: nothing will be sent in it; move a few bytes each way before you say that it has formed. ``secret``: of the
-    lane's members, by which they know what they wrote into the store.
+    ``addresses``: IP address of each rank, in order (yours is the one to bind);
+    ``names``: of the members, for messages. ``probe``: nothing will be sent in it; move
+    a few bytes each way before you say that it has formed. ``secret``: of the lane's
+    members, by which they know what they wrote into the store.
     """
 
     lane: str
@@ -133,7 +138,8 @@ class LaneForm(_FromCoordinator, frozen=True):
 
 
 class LaneAhead(_FromCoordinator, frozen=True):
-    """The channel has members on more than one host: lanes will be formed, so have a sidecar ready."""
+    """The channel has members on more than one host: lanes will be formed, so have a
+    sidecar ready."""
 
 
 class LaneDrop(_FromCoordinator, frozen=True):
@@ -143,12 +149,15 @@ class LaneDrop(_FromCoordinator, frozen=True):
 
 
 class TransferOffer(_FromCoordinator, frozen=True):
-    """Get ready to send or to receive ``version``, or map it at once. Ask for its manifest if you lack it.
+    """Get ready to send or to receive ``version``, or map it at once. Ask for its
+    manifest if you lack it.
 
-    A sender of mode ``"parts"`` sends its own publish slot, one of mode ``"image"`` a whole version that it holds. A mapper
-    opens ``place`` and answers ``TransferDone`` at once. ``digest``: of the image's data (or of the sender's part), where
-    it is known. ``streaming``: the sender's slot is still being filled by its own rank. ``sharing``: how many members of the
-    receiver's host get the version together, and will mostly load it at the same time.
+    A sender of mode ``"parts"`` sends its own publish slot, one of mode ``"image"`` a
+    whole version that it holds. A mapper opens ``place`` and answers ``TransferDone``
+    at once. ``digest``: of the image's data (or of the sender's part), where it is
+    known. ``streaming``: the sender's slot is still being filled by its own rank.
+    ``sharing``: how many members of the receiver's host get the version together, and
+    will mostly load it at the same time.
     """
 
     transfer: int
@@ -165,10 +174,12 @@ class TransferOffer(_FromCoordinator, frozen=True):
 
 
 class TransferGo(_FromCoordinator, frozen=True):
-    """Move the bytes. ``routes``: for each part (one for mode ``"image"``) the lane ranks that it goes through, its owner
-    first; those that are not named take no part in it, and an empty route is a part that all have otherwise.
+    """Move the bytes. ``routes``: for each part (one for mode ``"image"``) the lane
+    ranks that it goes through, its owner first; those that are not named take no part
+    in it, and an empty route is a part that all have otherwise.
 
-    ``places``: parts that lie on the receiver's own host, which it copies from there. An empty ``lane``: all of them do.
+    ``places``: parts that lie on the receiver's own host, which it copies from there.
+    An empty ``lane``: all of them do.
     """
 
     transfer: int
@@ -179,13 +190,15 @@ class TransferGo(_FromCoordinator, frozen=True):
 
 
 class Released(_FromCoordinator, frozen=True):
-    """No member of your host that can be heard has ``version`` any more: its memory need not be waited for."""
+    """No member of your host that can be heard has ``version`` any more: its memory
+    need not be waited for."""
 
     version: int
 
 
 class TransferCancel(_FromCoordinator, frozen=True):
-    """Forget this transfer; a half-filled slot becomes free (once its sidecar is gone)."""
+    """Forget this transfer; a half-filled slot becomes free (once its sidecar is
+    gone)."""
 
     transfer: int
 
@@ -205,7 +218,8 @@ class Discard(_FromCoordinator, frozen=True):
 
 
 class Assigned(_FromCoordinator, frozen=True):
-    """Another rank of your replica was granted ``version``: keep it until you have loaded it."""
+    """Another rank of your replica was granted ``version``: keep it until you have
+    loaded it."""
 
     version: int
 
@@ -221,10 +235,12 @@ class WatchEnd(_FromCoordinator, frozen=True):
 
 
 class OperationGo(_FromCoordinator, frozen=True):
-    """Run it, or run it again over those that are left (``attempt`` > 1), on the inputs as they were posted.
+    """Run it, or run it again over those that are left (``attempt`` > 1), on the inputs
+    as they were posted.
 
-    ``participants`` and ``segments`` (what each one posted) are in the order of lane ranks. ``places``: index of each
-    participant among those of the first attempt, by which ``scatter`` and ``reduce_scatter`` find a participant's segment.
+    ``participants`` and ``segments`` (what each one posted) are in the order of lane
+    ranks. ``places``: index of each participant among those of the first attempt, by
+    which ``scatter`` and ``reduce_scatter`` find a participant's segment.
     """
 
     post: int
@@ -241,7 +257,8 @@ class OperationGo(_FromCoordinator, frozen=True):
 
 
 class OperationSettled(_FromCoordinator, frozen=True):
-    """What became of the operation ``ref``, which ended here with its outcome unknown."""
+    """What became of the operation ``ref``, which ended here with its outcome
+    unknown."""
 
     ref: str
     applied: bool

@@ -54,11 +54,13 @@ class _FromMember(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(_FromMember, frozen=True):
-    """First message of a session. ``resume_term`` 0: a new join; else the term whose session goes on.
+    """First message of a session. ``resume_term`` 0: a new join; else the term whose
+    session goes on.
 
-    ``epoch``, ``latest`` (with its digest), ``assigned`` and ``publishes``: what the member knows, for a coordinator of
-    another term. ``nccl_env``: the NCCL_* variables of the process. ``nccl_version`` is empty where there is none.
-    ``lent``: versions that are no longer held here, and whose memory others may still have mapped.
+    ``epoch``, ``latest`` (with its digest), ``assigned`` and ``publishes``: what the
+    member knows, for a coordinator of another term. ``nccl_env``: the NCCL_* variables
+    of the process. ``nccl_version`` is empty where there is none. ``lent``: versions
+    that are no longer held here, and whose memory others may still have mapped.
     """
 
     protocol: int
@@ -91,7 +93,8 @@ class Hello(_FromMember, frozen=True):
 
 
 class Located(_FromMember, frozen=True):
-    """Answer to :class:`Locate`: index of the first beacon that could be opened and had its nonce; -1: none."""
+    """Answer to :class:`Locate`: index of the first beacon that could be opened and had
+    its nonce; -1: none."""
 
     found: int
 
@@ -101,7 +104,8 @@ class Resumed(_FromMember, frozen=True):
 
 
 class Described(_FromMember, frozen=True):
-    """Answer to :class:`Describe`: a whole version that is held here. An empty ``manifest_hash``: it is not any more."""
+    """Answer to :class:`Describe`: a whole version that is held here. An empty
+    ``manifest_hash``: it is not any more."""
 
     version: int
     digest: str
@@ -127,7 +131,8 @@ class Bye(_FromMember, frozen=True):
 
 
 class PublishBegin(_FromMember, frozen=True):
-    """``resumed``: begun under another coordinator, which had given it the number ``version``."""
+    """``resumed``: begun under another coordinator, which had given it the number
+    ``version``."""
 
     publish: int
     version: int | None
@@ -138,13 +143,15 @@ class PublishBegin(_FromMember, frozen=True):
 
 
 class Packed(_FromMember, frozen=True):
-    """The slot is filled, and stays pinned until the verdict. ``streaming``: it is being filled, and may be sent meanwhile as
-    far as it is there; :class:`Filled` follows, with what is not known yet.
+    """The slot is filled, and stays pinned until the verdict. ``streaming``: it is
+    being filled, and may be sent meanwhile as far as it is there; :class:`Filled`
+    follows, with what is not known yet.
 
-    ``manifest_hash`` is empty on a rank that carries no bytes (leader mode, not the leader); ``digest``: of what was packed
-    (the data of an image, or a part), ready ``digest_s`` after the copy; ``place``: where it lies; ``hold_s``: how long the
-    caller's CUDA stream was held by the copy, 0 without a GPU; ``meta``: where it was not known when the publish began (that
-    of the leader counts).
+    ``manifest_hash`` is empty on a rank that carries no bytes (leader mode, not the
+    leader); ``digest``: of what was packed (the data of an image, or a part), ready
+    ``digest_s`` after the copy; ``place``: where it lies; ``hold_s``: how long the
+    caller's CUDA stream was held by the copy, 0 without a GPU; ``meta``: where it was
+    not known when the publish began (that of the leader counts).
     """
 
     publish: int
@@ -194,11 +201,13 @@ class LaneFailed(_FromMember, frozen=True):
 
 
 class LaneMoved(_FromMember, frozen=True):
-    """What the own sidecar has moved in a lane for the request that it works on, about once a second.
+    """What the own sidecar has moved in a lane for the request that it works on, about
+    once a second.
 
-    ``sent`` and ``received``: bytes so far. ``still_s``: for so long nothing has moved, though the network was waited for.
-    ``rtt_s``: the longest round trip to another member. ``held_up``: addresses to which bytes are under way that the
-    network does not take, or not as fast as they are there.
+    ``sent`` and ``received``: bytes so far. ``still_s``: for so long nothing has moved,
+    though the network was waited for. ``rtt_s``: the longest round trip to another
+    member. ``held_up``: addresses to which bytes are under way that the network does
+    not take, or not as fast as they are there.
     """
 
     lane: str
@@ -218,9 +227,9 @@ class TransferReady(_FromMember, frozen=True):
 class TransferDone(_FromMember, frozen=True):
     """A sender's, a receiver's or a mapper's part is done.
 
-    ``image_digest``: of the whole image's data (senders of an image and every receiver; else empty).
-    ``part_digests``: by number of the part, of each one sent or received over the lane (mode ``"parts"``).
-    ``place``: where the version lies here now.
+    ``image_digest``: of the whole image's data (senders of an image and every receiver;
+    else empty). ``part_digests``: by number of the part, of each one sent or received
+    over the lane (mode ``"parts"``). ``place``: where the version lies here now.
     """
 
     transfer: int
@@ -243,9 +252,11 @@ class Dropped(_FromMember, frozen=True):
 
 
 class ReceiveAsk(_FromMember, frozen=True):
-    """Grant me a committed version newer than ``after`` (and than the replica's loaded one).
+    """Grant me a committed version newer than ``after`` (and than the replica's loaded
+    one).
 
-    ``at_least``: its number, or with a ``key`` the number by that name in its publisher's ``meta``, is that or more.
+    ``at_least``: its number, or with a ``key`` the number by that name in its
+    publisher's ``meta``, is that or more.
     """
 
     ask: int
@@ -269,18 +280,22 @@ class LoadFailed(_FromMember, frozen=True):
 
 
 class WatchLoaded(_FromMember, frozen=True):
-    """Tell me when every live target replica has loaded ``version`` or a newer one. It takes the place of the one before."""
+    """Tell me when every live target replica has loaded ``version`` or a newer one. It
+    takes the place of the one before."""
 
     watch: int
     version: int
 
 
 class OperationPost(_FromMember, frozen=True):
-    """``root``: name of the root, source or destination (``group/replica`` or ``group/replica/rank``), or empty.
+    """``root``: name of the root, source or destination (``group/replica`` or
+    ``group/replica/rank``), or empty.
 
-    ``segments`` of ``recv`` may be empty (take what the sender sends); of ``scatter`` they are the root's input, one
-    segment a participant, and on the others the one output or empty. ``applied``: refs of the newest operations whose
-    results were written here; ``unsettled``: refs of those that ended here with their outcome unknown.
+    ``segments`` of ``recv`` may be empty (take what the sender sends); of ``scatter``
+    they are the root's input, one segment a participant, and on the others the one
+    output or empty. ``applied``: refs of the newest operations whose results were
+    written here; ``unsettled``: refs of those that ended here with their outcome
+    unknown.
     """
 
     post: int

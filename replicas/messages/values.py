@@ -52,7 +52,8 @@ _MEMBERS = 128
 
 
 class WireError(msgspec.Struct, frozen=True):
-    """An error of :mod:`replicas.errors` as data. Its texts, which may be anybody's, are cut to a size and made clean."""
+    """An error of :mod:`replicas.errors` as data. Its texts, which may be anybody's,
+    are cut to a size and made clean."""
 
     kind: str
     message: str
@@ -64,7 +65,8 @@ class WireError(msgspec.Struct, frozen=True):
     unanimous: bool = False
 
     def __post_init__(self) -> None:
-        """Also of what was received: a member need not be of this release, or honest."""
+        """Also of what was received: a member need not be of this release, or
+        honest."""
         for name in ("kind", "message", "channel", "phase", "hint"):
             text = getattr(self, name)
             if text is not None and not text.isprintable():
@@ -99,7 +101,8 @@ class WireError(msgspec.Struct, frozen=True):
 
 
 class Beacon(msgspec.Struct, frozen=True):
-    """By which others find out whether they are on the same machine: they open ``/proc/PID/fd/FD`` and read the nonce.
+    """By which others find out whether they are on the same machine: they open
+    ``/proc/PID/fd/FD`` and read the nonce.
 
     ``uid``: effective user of the process; another user may not open its memory.
     """
@@ -111,12 +114,14 @@ class Beacon(msgspec.Struct, frozen=True):
 
 
 class SlotPlace(msgspec.Struct, frozen=True):
-    """Memory of a version in a member's process, which others of its host open as ``/proc/PID/fd/FD``.
+    """Memory of a version in a member's process, which others of its host open as
+    ``/proc/PID/fd/FD``.
 
-    ``inode`` and ``nbytes``: what ``fstat`` must say of it; ``serial``: how often the memory has been filled, so that nobody
-    takes another version for this one. ``part``: number of the part in it, of a version that is made of several.
-    ``device``: UUID of the GPU on which the bytes are; the file is a page then that tells how to open them. Empty: they are
-    in the file.
+    ``inode`` and ``nbytes``: what ``fstat`` must say of it; ``serial``: how often the
+    memory has been filled, so that nobody takes another version for this one. ``part``:
+    number of the part in it, of a version that is made of several. ``device``: UUID of
+    the GPU on which the bytes are; the file is a page then that tells how to open them.
+    Empty: they are in the file.
     """
 
     pid: int
@@ -129,7 +134,8 @@ class SlotPlace(msgspec.Struct, frozen=True):
 
 
 class HeldVersion(msgspec.Struct, frozen=True):
-    """A complete version in a slot of a member; ``digest`` is empty where it was never computed (a source's own slot)."""
+    """A complete version in a slot of a member; ``digest`` is empty where it was never
+    computed (a source's own slot)."""
 
     version: int
     digest: str
@@ -138,7 +144,8 @@ class HeldVersion(msgspec.Struct, frozen=True):
 
 
 class ManifestAsk(msgspec.Struct, frozen=True, tag=True):
-    """Said by both sides: send ``nbytes`` of this manifest from ``offset`` on, in pieces (:mod:`replicas.core.versions.fetching`)."""
+    """Said by both sides: send ``nbytes`` of this manifest from ``offset`` on, in
+    pieces (:mod:`replicas.core.versions.fetching`)."""
 
     manifest_hash: str
     offset: int
@@ -146,7 +153,8 @@ class ManifestAsk(msgspec.Struct, frozen=True, tag=True):
 
 
 class ManifestPiece(msgspec.Struct, frozen=True, tag=True):
-    """Answer to :class:`ManifestAsk`: what lies at ``offset`` of a manifest of ``total_nbytes``. No data: it is not here."""
+    """Answer to :class:`ManifestAsk`: what lies at ``offset`` of a manifest of
+    ``total_nbytes``. No data: it is not here."""
 
     manifest_hash: str
     offset: int
@@ -170,8 +178,9 @@ class ChannelSettings(msgspec.Struct, frozen=True):
 class ReceiptData(msgspec.Struct, frozen=True):
     """The outcome of a successful publish or operation.
 
-    ``phases``: seconds by phase. ``reasons``: why each of ``lost`` was lost or left behind, in one line. ``staging``: where
-    the slots of the channel are; empty for an operation. ``digest``: of the version's image, empty where there is none yet.
+    ``phases``: seconds by phase. ``reasons``: why each of ``lost`` was lost or left
+    behind, in one line. ``staging``: where the slots of the channel are; empty for an
+    operation. ``digest``: of the version's image, empty where there is none yet.
     """
 
     epoch: int

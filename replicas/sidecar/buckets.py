@@ -3,17 +3,20 @@
 Theory of operation
 ===================
 
-Every member of a lane makes the same plan from the manifest and the routes, without a word: buckets, in one order for all.
-An image is cut from its start to its end. The pieces of a part come in the order in which they lie in the owner's memory;
-pieces are cut along their first dimension until they fit a bucket, and runs of small ones that lie together share one. The
-buckets of several parts are mixed so that they fill the image from its start, as far as the order within each part allows:
-all owners send at the same time, and a receiver can digest the image behind the last byte that will still change
+Every member of a lane makes the same plan from the manifest and the routes, without a
+word: buckets, in one order for all. An image is cut from its start to its end. The
+pieces of a part come in the order in which they lie in the owner's memory; pieces are
+cut along their first dimension until they fit a bucket, and runs of small ones that lie
+together share one. The buckets of several parts are mixed so that they fill the image
+from its start, as far as the order within each part allows: all owners send at the same
+time, and a receiver can digest the image behind the last byte that will still change
 (:attr:`Plan.settled`).
 
-The size of a bucket depends on the route, which is the chain of lane ranks through which a part goes. Every member but the
-first and the last passes on what it has received, so the last one has everything (members - 2) buckets after the first one:
-small buckets, then. With one receiver nothing is passed on, and large ones cost the least. (Measured; see
-:mod:`replicas.sidecar.transfer`.)
+The size of a bucket depends on the route, which is the chain of lane ranks through
+which a part goes. Every member but the first and the last passes on what it has
+received, so the last one has everything (members - 2) buckets after the first one:
+small buckets, then. With one receiver nothing is passed on, and large ones cost the
+least. (Measured; see :mod:`replicas.sidecar.transfer`.)
 """
 
 from __future__ import annotations
@@ -40,12 +43,14 @@ MAX_BUCKET_NBYTES = 8 << 20
 CHAIN_BUCKET_NBYTES = 4 << 20
 MIN_BUCKET_NBYTES = 512 << 10
 FILL_RATIO = 16
-"""The buckets that fill a chain are at most this part of the bytes, unless they would be too small."""
+"""The buckets that fill a chain are at most this part of the bytes, unless they would
+be too small."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """``nbytes`` bytes that lie together in their owner's memory, from ``start`` on; ``pieces`` of a part, whole.
+    """``nbytes`` bytes that lie together in their owner's memory, from ``start`` on;
+    ``pieces`` of a part, whole.
 
     :ivar part: which part (0 for an image).
     """
@@ -61,8 +66,8 @@ class Bucket:
 class Plan:
     """Those buckets that one member has to do with, in order.
 
-    :ivar settled: one more than ``buckets``: before the first and after each of them, up to which byte of the image's data
-        nothing will change any more.
+    :ivar settled: one more than ``buckets``: before the first and after each of them,
+        up to which byte of the image's data nothing will change any more.
     """
 
     buckets: tuple[Bucket, ...]
@@ -70,7 +75,8 @@ class Plan:
 
 
 def bucket_limit(nbytes: int, members: int) -> int:
-    """The size of the buckets in which ``nbytes`` go through a chain of so many ``members``."""
+    """The size of the buckets in which ``nbytes`` go through a chain of so many
+    ``members``."""
     passing = members - 2
     if passing < 1:
         return MAX_BUCKET_NBYTES
@@ -80,11 +86,14 @@ def bucket_limit(nbytes: int, members: int) -> int:
 def make_plan(
     manifest: Manifest, routes: Sequence[Sequence[int]], rank: int, *, by_part: bool, limit: int | None = None
 ) -> Plan:
-    """What lane rank ``rank`` has to do when each part takes its route, or (not ``by_part``) the whole image the only one.
+    """What lane rank ``rank`` has to do when each part takes its route, or (not
+    ``by_part``) the whole image the only one.
 
-    Parts whose route leaves ``rank`` out are of no concern to it: whatever it has of them is in place.
+    Parts whose route leaves ``rank`` out are of no concern to it: whatever it has of
+    them is in place.
 
-    :param limit: size of the buckets of all routes; by default :func:`bucket_limit` says it.
+    :param limit: size of the buckets of all routes; by default :func:`bucket_limit`
+        says it.
     """
 
     def limit_of(nbytes: int, route: Sequence[int]) -> int:
@@ -113,7 +122,8 @@ def make_plan(
 
 
 def _mixed(manifest: Manifest, parts: Sequence[tuple[int, list[Bucket]]]) -> tuple[list[int], list[Bucket]]:
-    """All buckets by where in the image they begin, those of one part in their own order; and where that is."""
+    """All buckets by where in the image they begin, those of one part in their own
+    order; and where that is."""
     heap: list[tuple[int, int, int]] = []
     of_part = dict(parts)
 
@@ -135,7 +145,8 @@ def _mixed(manifest: Manifest, parts: Sequence[tuple[int, list[Bucket]]]) -> tup
 
 
 def split_piece(piece: Piece, item: int, limit: int) -> Iterator[Piece]:
-    """Cut a piece along its first dimensions until each part has at most ``limit`` bytes (or is one element)."""
+    """Cut a piece along its first dimensions until each part has at most ``limit``
+    bytes (or is one element)."""
     nbytes = prod(piece.shape) * item
     axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), None)
     if nbytes <= limit or axis is None:
@@ -152,7 +163,8 @@ def split_piece(piece: Piece, item: int, limit: int) -> Iterator[Piece]:
 
 
 def buckets_of_part(manifest: Manifest, part: int, owner: int, limit: int = MAX_BUCKET_NBYTES) -> list[Bucket]:
-    """The buckets of one part; each byte that the manifest takes from it is in exactly one of them."""
+    """The buckets of one part; each byte that the manifest takes from it is in exactly
+    one of them."""
     assert manifest.parts is not None
     buckets: list[Bucket] = []
     run: list[Piece] = []
@@ -176,7 +188,8 @@ def buckets_of_part(manifest: Manifest, part: int, owner: int, limit: int = MAX_
 
 
 def image_run(manifest: Manifest, bucket: Bucket) -> int | None:
-    """Where the bucket's bytes start in the data section, if they lie there together and in the same order; else None."""
+    """Where the bucket's bytes start in the data section, if they lie there together
+    and in the same order; else None."""
     if not bucket.pieces:
         return bucket.start
     first = _image_offset(manifest, bucket.pieces[0])
@@ -190,7 +203,8 @@ def image_run(manifest: Manifest, bucket: Bucket) -> int | None:
 
 
 def _in_one_run(whole: tuple[int, ...], piece: Piece) -> bool:
-    """Whether a box of a tensor of shape ``whole`` is one run of bytes: after the first axis with extent > 1 all is taken."""
+    """Whether a box of a tensor of shape ``whole`` is one run of bytes: after the first
+    axis with extent > 1 all is taken."""
     axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), len(whole))
     return piece.shape[axis + 1 :] == whole[axis + 1 :]
 

@@ -1,21 +1,26 @@
 """How a process group is made, straight from a store: the only place.
 
-The connection to the store is tried again until the deadline (nothing has moved yet, and the store may be on its way back);
-the rest is tried once, after the members have met (:mod:`replicas.sidecar.meeting`). None of this is safe against a frozen
-store or a hung device: the process is killed by its owner when the deadline has passed.
+The connection to the store is tried again until the deadline (nothing has moved yet,
+and the store may be on its way back); the rest is tried once, after the members have
+met (:mod:`replicas.sidecar.meeting`). None of this is safe against a frozen store or a
+hung device: the process is killed by its owner when the deadline has passed.
 
 What ProcessGroupNCCL may not do
 ================================
 
-Its watchdog is made for a rank that ends with its group. Here the owner of the process has the deadlines, and the store is
-everybody's. So it has no watchdog at all, which is torch's own rule where waits block (``TORCH_NCCL_BLOCKING_WAIT``): nobody
-writes a dump signal (``exception_dump``, unprefixed: every other process with a group on that store would abort minutes
-later), aborts the process, tears anything down after an error, or knows a timeout that could come before ours. Should a
-release of torch have one all the same, the other variables leave it nothing to do. With ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it
-would do all of that again: the level is lowered, in this process only.
+Its watchdog is made for a rank that ends with its group. Here the owner of the process
+has the deadlines, and the store is everybody's. So it has no watchdog at all, which is
+torch's own rule where waits block (``TORCH_NCCL_BLOCKING_WAIT``): nobody writes a dump
+signal (``exception_dump``, unprefixed: every other process with a group on that store
+would abort minutes later), aborts the process, tears anything down after an error, or
+knows a timeout that could come before ours. Should a release of torch have one all the
+same, the other variables leave it nothing to do. With
+``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it would do all of that again: the level is lowered,
+in this process only.
 
-Nor is it ever destroyed: it would abort its communicators, wait for that up to its timeout, and keep back the answer that
-says what went wrong. The end of the process does it.
+Nor is it ever destroyed: it would abort its communicators, wait for that up to its
+timeout, and keep back the answer that says what went wrong. The end of the process does
+it.
 """
 
 from __future__ import annotations
@@ -48,11 +53,12 @@ __all__ = ["NCCL_ENVIRONMENT", "build_group", "connect_store"]
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 
 STORE_CONNECT = Backoff(0.5, 4.0)
-"""For the first attempt to connect to the store, twice as long each time (on a long way a round trip takes more than that);
-torch's client takes up to twice that."""
+"""For the first attempt to connect to the store, twice as long each time (on a long way
+a round trip takes more than that); torch's client takes up to twice that."""
 PROBE_NBYTES = 64 << 10
 NCCL_TIMEOUT = timedelta(days=30)
-"""Of ProcessGroupNCCL itself: never. Ours are :class:`~replicas.sidecar.groups.Handle`'s, and the owner's."""
+"""Of ProcessGroupNCCL itself: never. Ours are
+:class:`~replicas.sidecar.groups.Handle`'s, and the owner's."""
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
@@ -73,11 +79,14 @@ _never_destroyed: list[Any] = []
 
 
 def build_group(spec: GroupSpec) -> Group:
-    """Form the process group of ``spec``; every rank of it does so with the same prefix.
+    """Form the process group of ``spec``; every rank of it does so with the same
+    prefix.
 
-    :raises replicas.errors.Preflight: the members do not agree, or cannot reach each other; names them.
+    :raises replicas.errors.Preflight: the members do not agree, or cannot reach each
+        other; names them.
     :raises replicas.errors.StoreTampered: somebody else writes into the store.
-    :raises RuntimeError: a peer did not come in time, the store cannot be reached, or the probe found wrong values.
+    :raises RuntimeError: a peer did not come in time, the store cannot be reached, or
+        the probe found wrong values.
     """
     deadline = time.monotonic() + spec.timeout_s
     found = accelerator()
@@ -106,7 +115,8 @@ def _build_over(store: SignedStore, spec: GroupSpec, deadline: float) -> Group:
 
 
 def connect_store(host: str, port: int, deadline: float) -> Any:
-    """A client of the store; a refused or broken connection is tried again until ``deadline`` (monotonic clock).
+    """A client of the store; a refused or broken connection is tried again until
+    ``deadline`` (monotonic clock).
 
     :raises RuntimeError: no store answered there by then.
     """
@@ -121,7 +131,8 @@ def connect_store(host: str, port: int, deadline: float) -> Any:
             with attempt:
                 number = attempt.retry_state.attempt_number
                 if number > 1:
-                    # torch's own client waits for twice its timeout where nobody listens, and logs pages about it.
+                    # torch's own client waits for twice its timeout where nobody
+                    # listens, and logs pages about it.
                     socket.create_connection((host, port), timeout=_store_timeout_s(deadline, number)).close()
                 timeout = timedelta(seconds=_store_timeout_s(deadline, number))
                 return _c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)
@@ -198,7 +209,8 @@ def _interface_of(address: str) -> str | None:
 
 
 def _allow_shared_device(store: Any, spec: GroupSpec, uuid: str) -> None:
-    """NCCL refuses two ranks on one GPU, unless it takes them for two hosts: slow, and right for tests."""
+    """NCCL refuses two ranks on one GPU, unless it takes them for two hosts: slow, and
+    right for tests."""
     store.set(f"device/{spec.rank}", f"{boot_id()}/{uuid}")
     devices = [store.get(f"device/{rank}") for rank in range(spec.size)]
     if len(set(devices)) == len(devices) or _takes_several_ranks():

@@ -1,8 +1,10 @@
-"""The operations between peers, on two byte ranges: inputs and outputs (see :func:`run_collective`).
+"""The operations between peers, on two byte ranges: inputs and outputs (see
+:func:`run_collective`).
 
-Data moves as bytes, so that every dtype can be moved; reductions work on the dtype and refuse those that the backend
-cannot reduce, on every participant alike and before anything is sent. ``inputs`` are only ever read: after a failure the
-operation is run again from them, in another group.
+Data moves as bytes, so that every dtype can be moved; reductions work on the dtype and
+refuse those that the backend cannot reduce, on every participant alike and before
+anything is sent. ``inputs`` are only ever read: after a failure the operation is run
+again from them, in another group.
 """
 
 from __future__ import annotations
@@ -28,14 +30,19 @@ def run_collective(
 ) -> None:
     """Run one operation.
 
-    ``inputs`` and ``outputs`` are uint8, laid out by :func:`replicas.core.versions.manifest.segment_layout`:
+    ``inputs`` and ``outputs`` are uint8, laid out by
+    :func:`replicas.core.versions.manifest.segment_layout`:
 
-    * all_reduce, reduce: ``outputs`` is laid out as ``inputs`` and gets the result (of reduce, the root's alone counts);
+    * all_reduce, reduce: ``outputs`` is laid out as ``inputs`` and gets the result (of
+      reduce, the root's alone counts);
     * broadcast: the root's ``inputs``, the others' ``outputs``;
-    * all_gather, gather (the root): ``outputs`` has the segments of every participant, one after another;
-    * scatter: the root's ``inputs`` has one segment a participant of the first attempt, ``outputs`` is the own one;
-    * reduce_scatter: ``inputs`` has one segment a participant of the first attempt; ``outputs`` is laid out in the same way
-      and gets the own one, reduced, in its place (the rest is scratch);
+    * all_gather, gather (the root): ``outputs`` has the segments of every participant,
+      one after another;
+    * scatter: the root's ``inputs`` has one segment a participant of the first attempt,
+      ``outputs`` is the own one;
+    * reduce_scatter: ``inputs`` has one segment a participant of the first attempt;
+      ``outputs`` is laid out in the same way and gets the own one, reduced, in its
+      place (the rest is scratch);
     * send: ``inputs``; recv: ``outputs``, both laid out by the sender's segments;
     * barrier: neither.
 
@@ -203,7 +210,8 @@ class _Operation:
         return segments
 
     def _runs(self) -> Iterator[torch.Tensor]:
-        """The own segments in ``outputs``, each run of one dtype as one flat tensor: the padding between does no harm."""
+        """The own segments in ``outputs``, each run of one dtype as one flat tensor:
+        the padding between does no harm."""
         segments = self.spec.segments[self.spec.me]
         offsets, total = segment_layout(segments)
         first = 0

@@ -1,9 +1,11 @@
-"""Can a sidecar open the device memory of its rank? Found out at the join, and not in the first transfer.
+"""Can a sidecar open the device memory of its rank? Found out at the join, and not in
+the first transfer.
 
-The rank allocates a little memory in the way in which slots are allocated, and writes a nonce there; a fresh sidecar, forked
-for this alone, opens it and says what it sees. That shows at once a container that forbids CUDA IPC, a
-``CUDA_VISIBLE_DEVICES`` that hides the rank's GPU from its sidecars, and a driver that cannot be used there. (How torch's own
-allocator is configured is of no concern: slots are not allocated by it.)
+The rank allocates a little memory in the way in which slots are allocated, and writes a
+nonce there; a fresh sidecar, forked for this alone, opens it and says what it sees.
+That shows at once a container that forbids CUDA IPC, a ``CUDA_VISIBLE_DEVICES`` that
+hides the rank's GPU from its sidecars, and a driver that cannot be used there. (How
+torch's own allocator is configured is of no concern: slots are not allocated by it.)
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _proven: set[tuple[int, str]] = set()
 
 
 async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -> None:
-    """Have a sidecar open memory that this process allocates on GPU ``uuid``; once in the life of this process.
+    """Have a sidecar open memory that this process allocates on GPU ``uuid``; once in
+    the life of this process.
 
     :raises Preflight: it cannot, or it is not done within ``timeout_s``.
     :raises NoCapacity: there is not even so little memory left on the GPU.

@@ -1,18 +1,23 @@
-"""Makes sidecars in milliseconds: ``python -m replicas.sidecar.forkserver (--listener N | --fd N) [--parent PID] [...]``.
+"""Makes sidecars in milliseconds: ``python -m replicas.sidecar.forkserver (--listener N
+| --fd N) [--parent PID] [...]``.
 
 Theory of operation
 ===================
 
-This process loads torch once, without touching CUDA, stays single-threaded, and forks a sidecar for each request.
-``--listener``: serves every process of the same user that connects to this inherited socket and shows the secret of its
-door (:class:`replicas.linux.sockets.Door`, which is in the environment); it dies with its parent by a death signal.
-``--fd``: serves the one process at the other end of that socket, and ends with it.
+This process loads torch once, without touching CUDA, stays single-threaded, and forks a
+sidecar for each request. ``--listener``: serves every process of the same user that
+connects to this inherited socket and shows the secret of its door
+(:class:`replicas.linux.sockets.Door`, which is in the environment); it dies with its
+parent by a death signal. ``--fd``: serves the one process at the other end of that
+socket, and ends with it.
 
-Nothing outlives its owner: a client's sidecars are killed when its connection ends or its process (pidfd) is dead; they
-watch the same two themselves; and the kernel kills them when this process dies. The listening socket was bound by whoever
-starts this process, and outlives it: nobody else can take its name, and clients connect at once, also between two
-forkservers, and wait for their first answer. ``--ready``: a pipe that gets one byte when torch is
-loaded; whoever started this process watches it until then, and replaces it when it freezes.
+Nothing outlives its owner: a client's sidecars are killed when its connection ends or
+its process (pidfd) is dead; they watch the same two themselves; and the kernel kills
+them when this process dies. The listening socket was bound by whoever starts this
+process, and outlives it: nobody else can take its name, and clients connect at once,
+also between two forkservers, and wait for their first answer. ``--ready``: a pipe that
+gets one byte when torch is loaded; whoever started this process watches it until then,
+and replaces it when it freezes.
 """
 
 from __future__ import annotations
@@ -47,7 +52,8 @@ class _Client:
 
 
 class ForkServer:
-    """The loop. ``run_sidecar(channel, pidfd)`` runs in a forked child, and the child exits when it returns.
+    """The loop. ``run_sidecar(channel, pidfd)`` runs in a forked child, and the child
+    exits when it returns.
 
     :param secret: what clients must show.
     """
@@ -152,7 +158,8 @@ class ForkServer:
             os._exit(code)
 
     def _forget_everything(self, keep: set[int]) -> None:
-        """Close all inherited descriptors; detach the objects first, so that none closes a number that is reused."""
+        """Close all inherited descriptors; detach the objects first, so that none
+        closes a number that is reused."""
         for client in self._clients:
             client.sock.detach()
         if self._listener is not None:

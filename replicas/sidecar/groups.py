@@ -1,18 +1,22 @@
 """Process groups, and their operations on host and device memory.
 
-Each backend works in place on one kind of memory: Gloo on the host's, NCCL on the device's. What lies on the other side goes
-through staging memory, so that every lane can move everything (a lane of Gloo between GPUs that NCCL refuses, a lane of NCCL
-for slots in host memory). Operations start at once and end in :meth:`Handle.wait`; each carries its own deadline. None of
-this is safe against a hung device or peer: the process is killed by its owner when the deadline has passed.
+Each backend works in place on one kind of memory: Gloo on the host's, NCCL on the
+device's. What lies on the other side goes through staging memory, so that every lane
+can move everything (a lane of Gloo between GPUs that NCCL refuses, a lane of NCCL for
+slots in host memory). Operations start at once and end in :meth:`Handle.wait`; each
+carries its own deadline. None of this is safe against a hung device or peer: the
+process is killed by its owner when the deadline has passed.
 
-Order on the device: an operation of NCCL starts behind what the caller's stream has under way; when its handle was waited for
-it is done, for every stream, other processes, and the host. Gloo reads and writes with the CPU: what lies on the device is
-copied, and the copy waited for, before it starts and after it has ended.
+Order on the device: an operation of NCCL starts behind what the caller's stream has
+under way; when its handle was waited for it is done, for every stream, other processes,
+and the host. Gloo reads and writes with the CPU: what lies on the device is copied, and
+the copy waited for, before it starts and after it has ended.
 
-Why NCCL is waited for here, and not by ``Work.wait``: that looks every 10 ms, counts its timeout from the start of the
-operation, and when something failed it aborts the communicator, which may hang in its turn. The process ends instead. What
-has ended well is then waited for by ``Work.wait``, which costs nothing any more: until then torch keeps the tensors, and
-with them memory that the rank has long closed.
+Why NCCL is waited for here, and not by ``Work.wait``: that looks every 10 ms, counts
+its timeout from the start of the operation, and when something failed it aborts the
+communicator, which may hang in its turn. The process ends instead. What has ended well
+is then waited for by ``Work.wait``, which costs nothing any more: until then torch
+keeps the tensors, and with them memory that the rank has long closed.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ REDUCIBLE = {
 """Dtypes (by torch's name) that each backend can reduce. Any dtype can be moved."""
 
 PINNED_NBYTES = 8 << 20
-"""Staging memory of this size is pinned once and used again; what is larger is allocated for each operation."""
+"""Staging memory of this size is pinned once and used again; what is larger is
+allocated for each operation."""
 PAUSE_S = 1e-3
 """At the longest, between two looks at an operation of NCCL."""
 _PAUSE_STEP_S = 2e-5
@@ -70,7 +75,8 @@ class Handle:
         self._wait = wait or _wait
 
     def wait(self) -> None:
-        """Return when the tensors hold the result; :class:`RuntimeError` when it failed or its deadline passed."""
+        """Return when the tensors hold the result; :class:`RuntimeError` when it failed
+        or its deadline passed."""
         for work in self._works:
             self._wait(work, self._deadline)
         if self._finish is not None:
@@ -96,7 +102,8 @@ def _wait_nccl(work: Any, deadline: float) -> None:
 
 
 class Group(ABC):
-    """Operations of one process group on contiguous, non-empty tensors. ``deadline`` is of the monotonic clock.
+    """Operations of one process group on contiguous, non-empty tensors. ``deadline`` is
+    of the monotonic clock.
 
     :ivar spreads: whether :meth:`spread` is the way to move bytes from one to several.
     """
@@ -104,7 +111,8 @@ class Group(ABC):
     spreads = False
 
     def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator | None = None) -> None:
-        """``device``: what it needs for tensors that are not in host memory; None: there are none."""
+        """``device``: what it needs for tensors that are not in host memory; None:
+        there are none."""
         self.rank = spec.rank
         self.size = spec.size
         self.backend = spec.backend
@@ -128,7 +136,8 @@ class Group(ABC):
         return self._run(tensor, start, deadline, read=True, write=True)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> Handle:
-        """The result is in ``tensor`` of the root; the others' tensors are scratch afterwards."""
+        """The result is in ``tensor`` of the root; the others' tensors are scratch
+        afterwards."""
 
         def start(near: torch.Tensor) -> list[Any]:
             return [self._start("reduce", near, root, op, deadline)]
@@ -142,10 +151,12 @@ class Group(ABC):
         return self._run(tensor, lambda near: self._exchange(near, (), (peer,)), deadline, read=False, write=True)
 
     def spread(self, tensor: torch.Tensor, route: Sequence[int], deadline: float) -> Handle:
-        """From the first of ``route`` to the rest of it, of whom each calls this too: all at once.
+        """From the first of ``route`` to the rest of it, of whom each calls this too:
+        all at once.
 
-        With NCCL all of a member's operations are done one after another. So all members must begin the operations that they
-        share in the same order, whoever else takes part: then the first that is not done anywhere waits for nothing.
+        With NCCL all of a member's operations are done one after another. So all
+        members must begin the operations that they share in the same order, whoever
+        else takes part: then the first that is not done anywhere waits for nothing.
         """
         if len(route) == 1:
             return Handle((), deadline)
@@ -175,7 +186,8 @@ class Group(ABC):
         read: bool,
         write: bool,
     ) -> Handle:
-        """:param read: the operation needs what is in ``tensor``. :param write: it changes it."""
+        """:param read: the operation needs what is in ``tensor``. :param write: it
+        changes it."""
         if self._in_place(tensor):
             return Handle(start(tensor), deadline, wait=self._wait_for)
         device = self._device
@@ -263,7 +275,8 @@ class NcclGroup(Group):
         return torch.empty_like(tensor, device=self._where), lambda: None
 
     def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
-        """One batch: its parts go at the same time. (Where torch has no batches they go one after another.)"""
+        """One batch: its parts go at the same time. (Where torch has no batches they go
+        one after another.)"""
         batch = hasattr(self._backend, "_start_coalescing")
         if batch:
             self._backend._start_coalescing()

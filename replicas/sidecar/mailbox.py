@@ -1,23 +1,31 @@
-"""The sidecar's end of its channel: requests in, replies out, and the end of either side.
+"""The sidecar's end of its channel: requests in, replies out, and the end of either
+side.
 
 Theory of operation
 ===================
 
-While the main thread has nothing to do, it reads the channel itself: no other thread has to hand it the request. Once it is
-at work it may be stuck inside Gloo, NCCL or a store client for as long as it likes. So a second thread, the *watch*, looks
-ten times a second whether the main thread has been at work for :data:`BUSY_S`, and then reads the channel in its place: it
-answers each :class:`~replicas.sidecar.wire.Ping` at once and queues every other request. When the main thread has done its
-work, it interrupts the watch and reads on. A sidecar that has had nothing to do for a while wakes up for nothing.
+While the main thread has nothing to do, it reads the channel itself: no other thread
+has to hand it the request. Once it is at work it may be stuck inside Gloo, NCCL or a
+store client for as long as it likes. So a second thread, the *watch*, looks ten times a
+second whether the main thread has been at work for :data:`BUSY_S`, and then reads the
+channel in its place: it answers each :class:`~replicas.sidecar.wire.Ping` at once and
+queues every other request. When the main thread has done its work, it interrupts the
+watch and reads on. A sidecar that has had nothing to do for a while wakes up for
+nothing.
 
-A sender of an image that is still being packed reads the channel itself, too, while it waits in the midst of its transfer for
-a :class:`~replicas.sidecar.wire.TransferProgress` (:meth:`Mailbox.wait_packed`): it learns of it without delay.
+A sender of an image that is still being packed reads the channel itself, too, while it
+waits in the midst of its transfer for a
+:class:`~replicas.sidecar.wire.TransferProgress` (:meth:`Mailbox.wait_packed`): it
+learns of it without delay.
 
-The watch needs Python's lock for that, so whatever the main thread calls must release it; what does not (pre-faulting memory,
+The watch needs Python's lock for that, so whatever the main thread calls must release
+it; what does not (pre-faulting memory,
 :func:`replicas.weights.memory.mappings._populate`) is done in small steps.
 
-Whoever reads ends the process at once when the channel ends or the rank is dead (its pidfd; a forked child of the rank may
-keep the channel open). Both are watched while a request is half read. Pings are one at a time, and replies are small, so that
-a write never waits for the rank to read.
+Whoever reads ends the process at once when the channel ends or the rank is dead (its
+pidfd; a forked child of the rank may keep the channel open). Both are watched while a
+request is half read. Pings are one at a time, and replies are small, so that a write
+never waits for the rank to read.
 """
 
 from __future__ import annotations
@@ -45,9 +53,11 @@ _POLL_END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
 class Mailbox:
-    """Requests in, replies out. ``pidfd`` is of the rank at the other end of ``channel``.
+    """Requests in, replies out. ``pidfd`` is of the rank at the other end of
+    ``channel``.
 
-    :ivar traffic: what moves for the request that the main thread works on; each pong tells it.
+    :ivar traffic: what moves for the request that the main thread works on; each pong
+        tells it.
     """
 
     def __init__(self, channel: socket.socket, pidfd: int) -> None:
@@ -66,7 +76,8 @@ class Mailbox:
         threading.Thread(target=self._watch, name="mailbox", daemon=True).start()
 
     def get(self) -> tuple[wire.Request, list[int]]:
-        """The next request and its descriptors, which are the caller's from now on; waits for it."""
+        """The next request and its descriptors, which are the caller's from now on;
+        waits for it."""
         self._busy_since = None
         self._take_over()
         self._or_end(self._read_until_request)
@@ -81,7 +92,8 @@ class Mailbox:
             wire.write_frame(self._channel, message)
 
     def wait_packed(self, transfer: int, nbytes: int, deadline: float) -> None:
-        """For the main thread, in the midst of a request: return when the first ``nbytes`` of what it sends are there.
+        """For the main thread, in the midst of a request: return when the first
+        ``nbytes`` of what it sends are there.
 
         :param deadline: of the monotonic clock.
         :raises TimeoutError: they were not by then.
@@ -132,7 +144,8 @@ class Mailbox:
         return poller
 
     def _read(self, events: list[tuple[int, int]]) -> None:
-        """Take what has come; the end of the process when the rank or the channel has ended."""
+        """Take what has come; the end of the process when the rank or the channel has
+        ended."""
         for fd, event in events:
             if fd == self._pidfd or event & _POLL_END:
                 os._exit(0)
@@ -152,7 +165,8 @@ class Mailbox:
 
     @staticmethod
     def _or_end(do: Callable[[], None]) -> None:
-        """A channel that fails, or brings nonsense, is the end of the process, whichever thread sees it."""
+        """A channel that fails, or brings nonsense, is the end of the process,
+        whichever thread sees it."""
         code = 1
         try:
             do()

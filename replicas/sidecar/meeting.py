@@ -3,16 +3,20 @@
 Theory of operation
 ===================
 
-Gloo and NCCL take a wrong address, or a peer with other ideas, for a slow peer, and wait until their timeout. Here each
-member first puts a *card* into the store (signed, under the group's own prefix) with what it is about to build and where it
-listens, and reads everybody else's; that costs one write and one read. Only where there is more than one address, each
-then connects to every member with another address, which greets with what only members know of it (made of the lane's
-secret, its rank and its port): a listener that happens to have the same port on another machine does not pass. Each puts
-what it found into the store and reads all findings, so that every member comes to the same verdict within some two seconds,
-and names the same links, and the same culprits: the members that most others could not reach.
+Gloo and NCCL take a wrong address, or a peer with other ideas, for a slow peer, and
+wait until their timeout. Here each member first puts a *card* into the store (signed,
+under the group's own prefix) with what it is about to build and where it listens, and
+reads everybody else's; that costs one write and one read. Only where there is more than
+one address, each then connects to every member with another address, which greets with
+what only members know of it (made of the lane's secret, its rank and its port): a
+listener that happens to have the same port on another machine does not pass. Each puts
+what it found into the store and reads all findings, so that every member comes to the
+same verdict within some two seconds, and names the same links, and the same culprits:
+the members that most others could not reach.
 
-A member whose own address cannot be bound says so on its card. A card that does not come is waited for until the deadline
-(its sidecar may be on its way), half a second at a time, so that a disagreement between those that are there is seen at once.
+A member whose own address cannot be bound says so on its card. A card that does not
+come is waited for until the deadline (its sidecar may be on its way), half a second at
+a time, so that a disagreement between those that are there is seen at once.
 """
 
 from __future__ import annotations
@@ -42,9 +46,11 @@ from replicas.sidecar.wire import GroupSpec
 __all__ = ["CONNECT_S", "Unreachable", "blame", "meet"]
 
 CONNECT_S = 1.5
-"""To connect to a member that is there: a lost first packet is sent again after one second."""
+"""To connect to a member that is there: a lost first packet is sent again after one
+second."""
 GREETING_S = 3.0
-"""From the attempt to connect to the greeting, which a thread of the other one has to send."""
+"""From the attempt to connect to the greeting, which a thread of the other one has to
+send."""
 _FINDINGS_S = GREETING_S + 2.0
 _GREETING_NBYTES = 16
 
@@ -59,7 +65,8 @@ class Unreachable(Preflight):
 
 
 class _Card(msgspec.Struct, frozen=True):
-    """``host``: machine and network namespace. ``port``: 0 where nobody needs to connect. ``error``: it cannot take part."""
+    """``host``: machine and network namespace. ``port``: 0 where nobody needs to
+    connect. ``error``: it cannot take part."""
 
     name: str
     backend: Backend
@@ -78,7 +85,8 @@ def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
     """Meet all members of the group over ``store``, which has the group's prefix.
 
     :param deadline: of the monotonic clock.
-    :raises replicas.errors.Preflight: they cannot work together; ``members`` are those that it is up to.
+    :raises replicas.errors.Preflight: they cannot work together; ``members`` are those
+        that it is up to.
     :raises replicas.errors.StoreTampered: somebody else writes into the store.
     :raises RuntimeError: one did not come by the deadline, or the store failed.
     """
@@ -135,7 +143,8 @@ def _check_hosts(cards: Iterable[_Card]) -> None:
 def _collect(
     store: SignedStore, spec: GroupSpec, what: str, kind: type[_T], deadline: float, check: Callable[[_T], None]
 ) -> dict[int, _T]:
-    """What every member has put into the store as ``what``, each checked as soon as it is there."""
+    """What every member has put into the store as ``what``, each checked as soon as it
+    is there."""
     found: dict[int, _T] = {}
     while missing := [rank for rank in range(spec.size) if rank not in found]:
         remaining = deadline - time.monotonic()
@@ -174,7 +183,8 @@ def _socket(address: str) -> socket.socket:
 
 @contextmanager
 def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
-    """Port, and why the address cannot be bound. Everyone who connects is greeted, until the end."""
+    """Port, and why the address cannot be bound. Everyone who connects is greeted,
+    until the end."""
     try:
         listener = _socket(spec.address)
     except OSError as error:
@@ -223,7 +233,8 @@ def _greet(listener: socket.socket, words: bytes) -> None:
 
 
 def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Finding:
-    """Connect to every member with another address, to all at once; why it failed, by rank."""
+    """Connect to every member with another address, to all at once; why it failed, by
+    rank."""
     found: _Finding = {}
     started = time.monotonic()
     calls: dict[int, _Call] = {}
@@ -267,7 +278,8 @@ class _Call:
             self.why = os.strerror(code)
 
     def advance(self, events: int) -> bool:
-        """Something happened; True when it is over, and ``why`` then says why it failed."""
+        """Something happened; True when it is over, and ``why`` then says why it
+        failed."""
         error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             self.why = os.strerror(error)
@@ -302,7 +314,8 @@ class _Call:
 def blame(edges: set[tuple[int, int]]) -> list[int]:
     """Which members it is up to, given who (first) could not reach whom (second).
 
-    The one that most others failed to reach, then what is left without it; of equals, all.
+    The one that most others failed to reach, then what is left without it; of equals,
+    all.
     """
     left, guilty = set(edges), set[int]()
     while left:

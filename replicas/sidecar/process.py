@@ -1,18 +1,21 @@
 """What runs in a sidecar: one process group, and requests one after another.
 
-The main thread takes a request, does it, answers it. It may be stuck inside Gloo, NCCL or a store client at any time;
-that is what the process is for. When its group has failed it says so and exits: that closes its connections, so that
-peers which wait for it in another place fail at once too. A second thread (:mod:`replicas.sidecar.mailbox`) reads the
-channel, answers pings, and ends the process with the rank or the channel.
+The main thread takes a request, does it, answers it. It may be stuck inside Gloo, NCCL
+or a store client at any time; that is what the process is for. When its group has
+failed it says so and exits: that closes its connections, so that peers which wait for
+it in another place fail at once too. A second thread (:mod:`replicas.sidecar.mailbox`)
+reads the channel, answers pings, and ends the process with the rank or the channel.
 
 On a GPU
 ========
 
-Buffers may be in the memory of a GPU: the rank's own, which is the only one that this process ever sees (the first that names
-one chooses it). It works on a stream of its own. What the rank has enqueued on a buffer is waited for before it is read;
-and an answer goes out only when nothing of the request is under way any more, on any stream. So the rank's side needs no
-event of ours: it knows that the memory is its own again by the answer, or by our death. (An event that was recorded by a
-process which is killed might never happen, and whoever let a stream wait for it would hang.)
+Buffers may be in the memory of a GPU: the rank's own, which is the only one that this
+process ever sees (the first that names one chooses it). It works on a stream of its
+own. What the rank has enqueued on a buffer is waited for before it is read; and an
+answer goes out only when nothing of the request is under way any more, on any stream.
+So the rank's side needs no event of ours: it knows that the memory is its own again by
+the answer, or by our death. (An event that was recorded by a process which is killed
+might never happen, and whoever let a stream wait for it would hang.)
 """
 
 from __future__ import annotations
@@ -44,7 +47,8 @@ __all__ = ["SidecarProcess", "run"]
 
 
 class SidecarProcess:
-    """Handles the requests that ``mailbox`` brings; keeps the group and the mapped buffers."""
+    """Handles the requests that ``mailbox`` brings; keeps the group and the mapped
+    buffers."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -204,7 +208,8 @@ class SidecarProcess:
         return self._group
 
     def _decoded(self, manifest: bytes) -> Manifest:
-        """The manifest of every version is the same, as a rule: decode and check it once."""
+        """The manifest of every version is the same, as a rule: decode and check it
+        once."""
         if self._manifest is None or self._manifest[0] != manifest:
             self._manifest = (manifest, Manifest.decode(manifest))
         return self._manifest[1]

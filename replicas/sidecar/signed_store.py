@@ -1,19 +1,24 @@
-"""A store whose values only members of one lane can write: what anybody else puts there is noticed, and believed by nobody.
+"""A store whose values only members of one lane can write: what anybody else puts there
+is noticed, and believed by nobody.
 
 Theory of operation
 ===================
 
-torch's TCPStore knows no users: whoever reaches its port reads, writes and deletes every key. A process group trusts what it
-finds there, above all the addresses of its members. So each value is stored behind a tag, the keyed BLAKE2b (RFC 7693) of
-its key and itself; the secret comes from the coordinator with the lane, over the member's authenticated session, and is
-never in the store. A value without its tag is *tampered with*. So is a key that this member wrote and that is not there any
-more, or holds something else: that is looked up twice a second while others are waited for, which would wait in vain.
+torch's TCPStore knows no users: whoever reaches its port reads, writes and deletes
+every key. A process group trusts what it finds there, above all the addresses of its
+members. So each value is stored behind a tag, the keyed BLAKE2b (RFC 7693) of its key
+and itself; the secret comes from the coordinator with the lane, over the member's
+authenticated session, and is never in the store. A value without its tag is *tampered
+with*. So is a key that this member wrote and that is not there any more, or holds
+something else: that is looked up twice a second while others are waited for, which
+would wait in vain.
 
-Either way the lane fails with :class:`replicas.errors.StoreTampered`, which names no member: nobody of the run did it. A
-value that is written back in an older state cannot be: lanes have prefixes and secrets of their own, and no key of a lane is
-written twice.
+Either way the lane fails with :class:`replicas.errors.StoreTampered`, which names no
+member: nobody of the run did it. A value that is written back in an older state cannot
+be: lanes have prefixes and secrets of their own, and no key of a lane is written twice.
 
-Counters and appended values cannot be signed; no backend of a process group needs them here, and they are refused.
+Counters and appended values cannot be signed; no backend of a process group needs them
+here, and they are refused.
 """
 
 from __future__ import annotations
@@ -42,9 +47,11 @@ _c10d: Any = dist  # torch's own annotations leave out most of the names below
 
 
 class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores untyped
-    """The keys of one lane. ``inner``: the store, with the lane's prefix. ``secret``: of all its members.
+    """The keys of one lane. ``inner``: the store, with the lane's prefix. ``secret``:
+    of all its members.
 
-    :ivar tampered: what has been found; empty: nothing. An error that came out of torch may hide it.
+    :ivar tampered: what has been found; empty: nothing. An error that came out of torch
+        may hide it.
     """
 
     def __init__(self, inner: Any, secret: bytes) -> None:
@@ -56,7 +63,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         self._mine: dict[str, bytes] = {}
         self.tampered = ""
 
-    # ------------------------------------------------------------ what process groups use
+    # ---------------------------------------------------------- what process groups use
 
     def set(self, key: str, value: str | bytes) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
@@ -118,7 +125,8 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
 
     @property
     def slice_s(self) -> float:
-        """How long the store is waited for at a time: long enough for an answer to come over a long way."""
+        """How long the store is waited for at a time: long enough for an answer to come
+        over a long way."""
         if not self._slice_s:
             asked = time.monotonic()
             self._inner.set_timeout(self._timeout)
@@ -127,7 +135,8 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         return self._slice_s
 
     def verify(self) -> None:
-        """:raises replicas.errors.StoreTampered: what this member wrote is not what is there."""
+        """:raises replicas.errors.StoreTampered: what this member wrote is not what is
+        there."""
         keys = list(self._mine)
         self._inner.set_timeout(timedelta(seconds=self.slice_s))
         if keys and not self._inner.check(keys):

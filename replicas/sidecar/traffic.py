@@ -3,18 +3,21 @@
 Theory of operation
 ===================
 
-A process group cannot be asked how far it is: Gloo tells of an operation when it has ended, and one of a few megabytes takes
-minutes on a slow link. The kernel counts the bytes of each TCP connection that the other side has acknowledged, so it knows
-a slow link from a broken one (``TCP_INFO``). A thread that is not stuck in the group reads those counts with each sign of
-life (:mod:`replicas.sidecar.mailbox`).
+A process group cannot be asked how far it is: Gloo tells of an operation when it has
+ended, and one of a few megabytes takes minutes on a slow link. The kernel counts the
+bytes of each TCP connection that the other side has acknowledged, so it knows a slow
+link from a broken one (``TCP_INFO``). A thread that is not stuck in the group reads
+those counts with each sign of life (:mod:`replicas.sidecar.mailbox`).
 
-What moves past TCP (memory of GPUs, RDMA), and what is done with the bytes beside the network (digests), is told by whoever
-does it (:meth:`Traffic.worked`). While a member waits for something else than the network it is *paused*.
+What moves past TCP (memory of GPUs, RDMA), and what is done with the bytes beside the
+network (digests), is told by whoever does it (:meth:`Traffic.worked`). While a member
+waits for something else than the network it is *paused*.
 
-A peer *holds up* this process when bytes for it are under way, and either it has not acknowledged anything through several
-retransmissions, or the network to it, and not the reader at its end or a lack of data at ours, was what limited the
-connection for most of the time. In a chain of members one slow or broken link stops them all; only the member in front of
-that link says that it is held up.
+A peer *holds up* this process when bytes for it are under way, and either it has not
+acknowledged anything through several retransmissions, or the network to it, and not the
+reader at its end or a lack of data at ours, was what limited the connection for most of
+the time. In a chain of members one slow or broken link stops them all; only the member
+in front of that link says that it is held up.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ from replicas.sidecar.wire import Moved
 __all__ = ["Traffic"]
 
 TRIES = 2
-"""Retransmissions in a row without an answer, from which on a connection counts as held up."""
+"""Retransmissions in a row without an answer, from which on a connection counts as held
+up."""
 SHARE = 0.5
 """Of the time between two looks, in which the network was the limit."""
 MIN_LOOK_S = 0.2
@@ -63,7 +67,8 @@ class _Connection(NamedTuple):
 
 
 class Traffic:
-    """Of the request that the process works on. Every method may be called on any thread."""
+    """Of the request that the process works on. Every method may be called on any
+    thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -71,7 +76,8 @@ class Traffic:
         self._paused = 0
         self._worked = 0
         self._sockets: dict[int, _Key] = {}
-        """Descriptors of connections, as of the last look: to go through all of the process takes longer than a barrier."""
+        """Descriptors of connections, as of the last look: to go through all of the
+        process takes longer than a barrier."""
         self._first: dict[_Key, tuple[int, int]] = {}
         self._last: dict[_Key, _Connection] = {}
         self._seen: tuple[int, int, int] | None = None
@@ -136,7 +142,8 @@ class Traffic:
         return self._read()
 
     def _read(self) -> dict[_Key, _Connection]:
-        """Those that are known; one that was closed meanwhile is found out by the next look."""
+        """Those that are known; one that was closed meanwhile is found out by the next
+        look."""
         read = ((key, _counts(fd, key)) for fd, key in self._sockets.items())
         return {key: counts for key, counts in read if counts is not None}
 

@@ -1,56 +1,70 @@
-"""Moving one version within a group: chains of members, buckets, a short window, and digests on the way.
+"""Moving one version within a group: chains of members, buckets, a short window, and
+digests on the way.
 
 Theory of operation
 ===================
 
-Each part (an image is one part) has a *route*: lane ranks, its owner first. The bytes go through it as through a chain: each
-member receives a bucket from the one before it while it sends the bucket before to the one after it. A member that is not in
-a route has nothing to do with that part. So every link carries the bytes once each way, however many members there are.
-:mod:`replicas.sidecar.buckets` says what the buckets are, and in which order all members take them.
+Each part (an image is one part) has a *route*: lane ranks, its owner first. The bytes
+go through it as through a chain: each member receives a bucket from the one before it
+while it sends the bucket before to the one after it. A member that is not in a route
+has nothing to do with that part. So every link carries the bytes once each way, however
+many members there are. :mod:`replicas.sidecar.buckets` says what the buckets are, and
+in which order all members take them.
 
-A receiver takes a bucket straight into the image where it is one run of bytes there too, else into staging memory, from which
-its pieces are scattered. A member that passes on what it does not need receives it into staging memory and forgets it.
+A receiver takes a bucket straight into the image where it is one run of bytes there
+too, else into staging memory, from which its pieces are scattered. A member that passes
+on what it does not need receives it into staging memory and forgets it.
 
-Each member begins its receives and sends in the order of the buckets, which is the same for all, and before it waits for
-anything that comes later in that order. Therefore the first bucket that is not everywhere yet never waits for a later one:
-there is no deadlock, whatever the routes are, and what goes between two members arrives in the order in which it was sent.
+Each member begins its receives and sends in the order of the buckets, which is the same
+for all, and before it waits for anything that comes later in that order. Therefore the
+first bucket that is not everywhere yet never waits for a later one: there is no
+deadlock, whatever the routes are, and what goes between two members arrives in the
+order in which it was sent.
 
-A second thread digests what has arrived (and scatters what was staged) while the next buckets are on their way. It goes
-through the image from its start to the end, up to where nothing will change any more, so that little is left to do after the
-last bucket. A sender whose digest is known already reads nothing.
+A second thread digests what has arrived (and scatters what was staged) while the next
+buckets are on their way. It goes through the image from its start to the end, up to
+where nothing will change any more, so that little is left to do after the last bucket.
+A sender whose digest is known already reads nothing.
 
-A *streaming* sender begins while its rank still packs the image: before it sends a bucket it waits until its rank has said
-that the image is there up to the bucket's end. It digests nothing, as its rank does that beside the copy; so packing,
-sending, and verifying at the receivers overlap. Nobody else notices.
+A *streaming* sender begins while its rank still packs the image: before it sends a
+bucket it waits until its rank has said that the image is there up to the bucket's end.
+It digests nothing, as its rank does that beside the copy; so packing, sending, and
+verifying at the receivers overlap. Nobody else notices.
 
-Nothing is tried again here: a failed or late operation is the end of the group. (Gloo fails what is queued to or from a
-peer that has died at once, but not the one operation that was half done: that ends at its timeout, or when the sidecar is
-killed, because the coordinator has dropped the lane.)
+Nothing is tried again here: a failed or late operation is the end of the group. (Gloo
+fails what is queued to or from a peer that has died at once, but not the one operation
+that was half done: that ends at its timeout, or when the sidecar is killed, because the
+coordinator has dropped the lane.)
 
 Why a chain
 -----------
 
-Measured between network namespaces of one machine with two cores that others used, too; medians. 64 MiB over links of
-800 Mbit/s each way, which take 671 ms for it; "Gloo" is its broadcast of one flat buffer, "tree" a binary one by 4 MiB:
+Measured between network namespaces of one machine with two cores that others used, too;
+medians. 64 MiB over links of 800 Mbit/s each way, which take 671 ms for it; "Gloo" is
+its broadcast of one flat buffer, "tree" a binary one by 4 MiB:
 
     hosts     Gloo      tree   chain of buckets of 1 MiB     2 MiB     4 MiB     8 MiB
         2   693 ms                                700 ms    701 ms    701 ms    697 ms
         3  1402 ms   1395 ms                      710 ms    710 ms    730 ms    788 ms
         4  2085 ms   1436 ms                      706 ms    721 ms    767 ms    900 ms
 
-Without such a limit the CPU is the limit, and all ways cost about the same (2 hosts, 128 MiB: Gloo 134 ms; send and receive
-by buckets of 1, 2, 4, 8, 16 MiB: 182, 162, 135, 139, 133 ms). Hence the sizes in :mod:`replicas.sidecar.buckets`.
+Without such a limit the CPU is the limit, and all ways cost about the same (2 hosts,
+128 MiB: Gloo 134 ms; send and receive by buckets of 1, 2, 4, 8, 16 MiB: 182, 162, 135,
+139, 133 ms). Hence the sizes in :mod:`replicas.sidecar.buckets`.
 
-NCCL pipelines its own broadcast, and does what one member asks of it one after another: a chain would wait in circles. So its
-buckets (larger ones: an operation costs more than its bytes) go from their owner to all others of the route at once
+NCCL pipelines its own broadcast, and does what one member asks of it one after another:
+a chain would wait in circles. So its buckets (larger ones: an operation costs more than
+its bytes) go from their owner to all others of the route at once
 (:meth:`replicas.sidecar.groups.Group.spread`), in the one order that all members have.
 
 On a GPU
 --------
 
-The image may be in device memory: NCCL works on it in place, as everything else does. Digests are then those of
-:mod:`replicas.weights.devices.device_digest`, on every member. An operation that was waited for is done, for every stream; what
-the second thread enqueues on its own stream it waits for before anybody else may use that memory, and before the answer.
+The image may be in device memory: NCCL works on it in place, as everything else does.
+Digests are then those of :mod:`replicas.weights.devices.device_digest`, on every
+member. An operation that was waited for is done, for every stream; what the second
+thread enqueues on its own stream it waits for before anybody else may use that memory,
+and before the answer.
 """
 
 from __future__ import annotations
@@ -75,7 +89,8 @@ from replicas.weights.tensors import piece_view
 __all__ = ["WaitPacked", "check_routes", "run_transfer", "scatter"]
 
 WaitPacked = Callable[[int, float], None]
-"""Return when so many bytes of the image's data are there, or raise :class:`TimeoutError` at a deadline (monotonic)."""
+"""Return when so many bytes of the image's data are there, or raise
+:class:`TimeoutError` at a deadline (monotonic)."""
 
 WINDOW = 4
 """Buckets that a member has begun to receive, and as many that it has begun to send."""
@@ -86,7 +101,8 @@ SPREAD_NBYTES = 32 << 20
 
 
 def scatter(staged: torch.Tensor, bucket: Bucket, data: torch.Tensor, manifest: Manifest) -> None:
-    """Copy the pieces of a bucket (uint8, as they lie in their owner's memory) to their places in an image's data."""
+    """Copy the pieces of a bucket (uint8, as they lie in their owner's memory) to their
+    places in an image's data."""
     for piece in bucket.pieces:
         view = piece_view(data, manifest, piece)
         first = piece.source_offset - bucket.start
@@ -101,7 +117,8 @@ def _elements(staged: torch.Tensor, first: int, like: torch.Tensor) -> torch.Ten
 
 
 def check_routes(spec: TransferSpec, manifest: Manifest, size: int) -> None:
-    """Check that there is a route for each part, through members of a group of ``size``.
+    """Check that there is a route for each part, through members of a group of
+    ``size``.
 
     :raises ValueError: they do not fit the manifest or the group.
     """
@@ -127,7 +144,8 @@ class _Flight:
 
 
 class _Checker:
-    """What is done with bytes beside the network, on a thread of its own, in the order of the buckets."""
+    """What is done with bytes beside the network, on a thread of its own, in the order
+    of the buckets."""
 
     def __init__(
         self,
@@ -170,7 +188,8 @@ class _Checker:
             self._part(flight.bucket.owner).update(flight.tensor)
 
     def end(self) -> None:
-        """Other threads, whose streams know nothing of this one's, may use what was enqueued."""
+        """Other threads, whose streams know nothing of this one's, may use what was
+        enqueued."""
         if self._device is not None:
             with self._stream():
                 self._device.synchronize()
@@ -241,7 +260,8 @@ class _Mover:
         self.checker = _Checker(self._plan, manifest, self._memory, device, worked, by_part=by_part)
 
     def run(self, thread: ThreadPoolExecutor) -> None:
-        """Return when nothing moves any more; ``thread``, which digests, may still be at work."""
+        """Return when nothing moves any more; ``thread``, which digests, may still be
+        at work."""
         if self._receives:
             self._checks.append(thread.submit(self.checker.begin))
         arriving: deque[_Flight] = deque()
@@ -264,7 +284,8 @@ class _Mover:
             self._checks.popleft().result()
 
     def _take(self, number: int, bucket: Bucket) -> _Flight:
-        """Begin to receive a bucket that is not ours; where buckets are spread, to send our own."""
+        """Begin to receive a bucket that is not ours; where buckets are spread, to send
+        our own."""
         flight = _Flight(number, bucket, *self._place(bucket))
         if self._group.spreads:
             self._await_packing(bucket)
@@ -311,7 +332,8 @@ class _Mover:
             self._wait_packed(bucket.start + bucket.nbytes, self._deadline)
 
     def _place(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The memory that this member sends from or receives into, and the staging memory of which it is a part."""
+        """The memory that this member sends from or receives into, and the staging
+        memory of which it is a part."""
         if bucket.owner == self._group.rank:
             if bucket.start + bucket.nbytes > self._memory.numel():
                 raise ValueError(f"the slot has {self._memory.numel()} bytes, less than its part of the manifest")
@@ -337,11 +359,13 @@ def run_transfer(
 ) -> TransferResult:
     """Send or receive one version.
 
-    :param memory: uint8: an image slot, or the packed part of a sender in mode ``"parts"``. A sender's may be read-only.
+    :param memory: uint8: an image slot, or the packed part of a sender in mode
+        ``"parts"``. A sender's may be read-only.
     :param wait_packed: what a streaming sender asks before it sends.
     :param device: on which ``memory`` is; None: it is host memory.
     :param worked: told of bytes that were moved or digested, as they are.
-    :raises RuntimeError: a peer failed, or the timeout passed; ``memory`` of a receiver is undefined then.
+    :raises RuntimeError: a peer failed, or the timeout passed; ``memory`` of a receiver
+        is undefined then.
     :raises TimeoutError: the image of a streaming sender was not packed in time.
     :raises ValueError: ``spec`` does not fit the manifest, the group or the memory.
     """
@@ -360,7 +384,8 @@ def run_transfer(
 
 
 def _digests(rank: int, spec: TransferSpec, mover: _Mover) -> tuple[str, dict[int, str]]:
-    """Of the image, and of each part by its owner, as far as this member has seen or knows them."""
+    """Of the image, and of each part by its owner, as far as this member has seen or
+    knows them."""
     if spec.role == "receive":
         seen = {route[0] for route in spec.routes if rank in route} if spec.mode == "parts" else set()
         return mover.checker.image_digest(), {owner: mover.checker.part_digest(owner) for owner in seen}

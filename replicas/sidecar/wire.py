@@ -1,19 +1,23 @@
-"""What a rank, its forkserver and its sidecars say to each other, over Unix sockets of one machine.
+"""What a rank, its forkserver and its sidecars say to each other, over Unix sockets of
+one machine.
 
 Theory of operation
 ===================
 
-Messages are msgspec structs of closed unions in MessagePack; nothing is ever unpickled. File descriptors travel beside
-them (SCM_RIGHTS).
+Messages are msgspec structs of closed unions in MessagePack; nothing is ever unpickled.
+File descriptors travel beside them (SCM_RIGHTS).
 
-* A rank and a forkserver: SOCK_SEQPACKET, one message a packet. The rank opens with :class:`Attach` and a pidfd of
-  itself, answered by :class:`Attached` once torch is loaded. Each :class:`Fork` carries the sidecar's end of a fresh
-  socket pair and is answered by :class:`Forked` with a pidfd of the sidecar, or by :class:`ForkFailed`.
-* A rank and a sidecar: SOCK_STREAM, frames of a 5-byte head (length, number of descriptors) and a body. Requests carry
-  an ``id`` and are handled one after another; each is answered by exactly one reply with the same ``id``. Buffers are
-  sent once (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group has failed says so
-  (:class:`Failed`, ``over``) and exits: its closed connections tell its peers, as a rule. A :class:`Ping` is answered at
-  once, and a :class:`TransferProgress` noted at once, whatever is being handled.
+* A rank and a forkserver: SOCK_SEQPACKET, one message a packet. The rank opens with
+  :class:`Attach` and a pidfd of itself, answered by :class:`Attached` once torch is
+  loaded. Each :class:`Fork` carries the sidecar's end of a fresh socket pair and is
+  answered by :class:`Forked` with a pidfd of the sidecar, or by :class:`ForkFailed`.
+* A rank and a sidecar: SOCK_STREAM, frames of a 5-byte head (length, number of
+  descriptors) and a body. Requests carry an ``id`` and are handled one after another;
+  each is answered by exactly one reply with the same ``id``. Buffers are sent once
+  (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group has failed
+  says so (:class:`Failed`, ``over``) and exits: its closed connections tell its peers,
+  as a rule. A :class:`Ping` is answered at once, and a :class:`TransferProgress` noted
+  at once, whatever is being handled.
 
 The end of either socket, or of the rank's process, ends the sidecar.
 """
@@ -87,15 +91,21 @@ _HEAD = struct.Struct("<IB")
 class GroupSpec(msgspec.Struct, frozen=True):
     """A process group to form.
 
-    :param prefix: fresh key prefix on the store, the same for all ranks and never used before.
+    :param prefix: fresh key prefix on the store, the same for all ranks and never used
+        before.
     :param rank: of this sidecar in the group of ``size``.
     :param address: IP address to bind.
     :param timeout_s: the group is there by then, or the sidecar is killed.
-    :param device: UUID of the one GPU to use, for NCCL and for buffers; empty: NCCL takes the current one.
-    :param names: of the members, in the order of ranks, for messages; empty: ranks are named by their number.
-    :param addresses: of the members, in the order of ranks; empty: all have ``address``.
-    :param probe: move a few bytes each way, and look at them, before the group counts as formed.
-    :param nccl_env: the NCCL_* variables to work with (NCCL only); None: those of the forkserver.
+    :param device: UUID of the one GPU to use, for NCCL and for buffers; empty: NCCL
+        takes the current one.
+    :param names: of the members, in the order of ranks, for messages; empty: ranks are
+        named by their number.
+    :param addresses: of the members, in the order of ranks; empty: all have
+        ``address``.
+    :param probe: move a few bytes each way, and look at them, before the group counts
+        as formed.
+    :param nccl_env: the NCCL_* variables to work with (NCCL only); None: those of the
+        forkserver.
     :param secret: the members' own, by which they know what they wrote into the store.
     """
 
@@ -122,16 +132,19 @@ class GroupSpec(msgspec.Struct, frozen=True):
 class TransferSpec(msgspec.Struct, frozen=True):
     """One version to move within the group.
 
-    :param role: of this member. A sender's buffer is read, a receiver's is an image slot to fill.
-    :param mode: ``"image"``: the one owner has the whole image. ``"parts"``: each owner has a packed part.
+    :param role: of this member. A sender's buffer is read, a receiver's is an image
+        slot to fill.
+    :param mode: ``"image"``: the one owner has the whole image. ``"parts"``: each owner
+        has a packed part.
     :param manifest: :meth:`replicas.core.versions.manifest.Manifest.encode`.
-    :param routes: for each part (one for mode ``"image"``) the lane ranks that it goes through, its owner first. A member
-        that is not in a part's route has nothing to do with it (a receiver has its bytes in place already); a route
-        may be empty.
+    :param routes: for each part (one for mode ``"image"``) the lane ranks that it goes
+        through, its owner first. A member that is not in a part's route has nothing to
+        do with it (a receiver has its bytes in place already); a route may be empty.
     :param part: index of my part, when I send in mode ``"parts"``.
     :param digest: of what I send, if it is known: it is not computed again then.
-    :param streaming: I send an image that is still being packed: its bytes may go only as far as :class:`TransferProgress`
-        has said. It is not digested here: whoever packs it does that.
+    :param streaming: I send an image that is still being packed: its bytes may go only
+        as far as :class:`TransferProgress` has said. It is not digested here: whoever
+        packs it does that.
     """
 
     transfer: int
@@ -146,10 +159,12 @@ class TransferSpec(msgspec.Struct, frozen=True):
 
 
 class TransferResult(msgspec.Struct, frozen=True):
-    """``image_digest``: of the data section (senders of a whole image, every receiver; else empty).
+    """``image_digest``: of the data section (senders of a whole image, every receiver;
+    else empty).
 
-    ``part_digests``: by owner's lane rank, of each part sent or received (mode ``"parts"``).
-    ``transfer_s``: until the last byte had moved; ``verify_s``: from then until all was digested and in its place.
+    ``part_digests``: by owner's lane rank, of each part sent or received (mode
+    ``"parts"``). ``transfer_s``: until the last byte had moved; ``verify_s``: from then
+    until all was digested and in its place.
     """
 
     image_digest: str
@@ -159,9 +174,11 @@ class TransferResult(msgspec.Struct, frozen=True):
 
 
 class CollectiveSpec(msgspec.Struct, frozen=True):
-    """One operation. ``segments``: what each participant posted; ``me`` and ``root``: indices of participants, or -1.
+    """One operation. ``segments``: what each participant posted; ``me`` and ``root``:
+    indices of participants, or -1.
 
-    ``places``: index of each participant among those of the first attempt; empty: they are the same.
+    ``places``: index of each participant among those of the first attempt; empty: they
+    are the same.
     """
 
     operation: int
@@ -175,20 +192,23 @@ class CollectiveSpec(msgspec.Struct, frozen=True):
     places: tuple[int, ...] = ()
 
 
-# ---------------------------------------------------------------- a rank and a forkserver
+# -------------------------------------------------------------- a rank and a forkserver
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """First packet; descriptor: a pidfd of the rank. Its sidecars die with it. Answered by :class:`Attached`.
+    """First packet; descriptor: a pidfd of the rank. Its sidecars die with it. Answered
+    by :class:`Attached`.
 
-    :param secret: of the forkserver's door (:class:`replicas.linux.sockets.Door`); empty: the socket is the rank's own.
+    :param secret: of the forkserver's door (:class:`replicas.linux.sockets.Door`);
+        empty: the socket is the rank's own.
     """
 
     secret: str = ""
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """The forkserver is ready to fork; descriptor: a pidfd of it, as its socket tells who bound it, not who serves."""
+    """The forkserver is ready to fork; descriptor: a pidfd of it, as its socket tells
+    who bound it, not who serves."""
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
@@ -216,7 +236,8 @@ ForkserverReply = Attached | Forked | ForkFailed
 
 
 class MapBuffer(msgspec.Struct, frozen=True, tag=True):
-    """Descriptor: the buffer that ``key`` names from now on. ``device``: UUID of the GPU that has it; empty: host memory."""
+    """Descriptor: the buffer that ``key`` names from now on. ``device``: UUID of the
+    GPU that has it; empty: host memory."""
 
     key: int
     device: str = ""
@@ -227,7 +248,8 @@ class ForgetBuffer(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeBuffer(msgspec.Struct, frozen=True, tag=True):
-    """What is in this small buffer? Shows that the sidecar can open the memory that its rank allocates."""
+    """What is in this small buffer? Shows that the sidecar can open the memory that its
+    rank allocates."""
 
     id: int
     buffer: int
@@ -245,9 +267,11 @@ class RunTransfer(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransferProgress(msgspec.Struct, frozen=True, tag=True):
-    """The first ``nbytes`` of the data section of what ``transfer`` sends are there; the last one says all of them.
+    """The first ``nbytes`` of the data section of what ``transfer`` sends are there;
+    the last one says all of them.
 
-    Has no answer, may come before :class:`RunTransfer`, and is noted at once, before requests that came earlier.
+    Has no answer, may come before :class:`RunTransfer`, and is noted at once, before
+    requests that came earlier.
     """
 
     transfer: int
@@ -268,11 +292,13 @@ class Ping(msgspec.Struct, frozen=True, tag=True):
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """What has moved for the request that is being handled, by :mod:`replicas.sidecar.traffic`.
+    """What has moved for the request that is being handled, by
+    :mod:`replicas.sidecar.traffic`.
 
-    ``sent`` and ``received``: bytes over TCP, the former acknowledged. ``still_s``: for so long nothing has moved, though
-    the network was waited for. ``rtt_s``: the longest round trip to a peer. ``held_up``: addresses of peers to which
-    bytes are under way that the network does not take, or not as fast as they are there.
+    ``sent`` and ``received``: bytes over TCP, the former acknowledged. ``still_s``: for
+    so long nothing has moved, though the network was waited for. ``rtt_s``: the longest
+    round trip to a peer. ``held_up``: addresses of peers to which bytes are under way
+    that the network does not take, or not as fast as they are there.
     """
 
     sent: int
@@ -312,10 +338,11 @@ class Probed(msgspec.Struct, frozen=True, tag=True):
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """``over``: the group is of no use any more, and the sidecar exits; else the request was refused, nothing moved.
+    """``over``: the group is of no use any more, and the sidecar exits; else the
+    request was refused, nothing moved.
 
-    ``kind``, ``members``, ``hint``: of an error of :mod:`replicas.errors`; empty for any other. ``links``: pairs of
-    addresses between which members could not connect.
+    ``kind``, ``members``, ``hint``: of an error of :mod:`replicas.errors`; empty for
+    any other. ``links``: pairs of addresses between which members could not connect.
     """
 
     id: int
@@ -335,7 +362,8 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-# Made here and not at the first use: two threads must not meet a struct type for the first time at once.
+# Made here and not at the first use: two threads must not meet a struct type for the
+# first time at once.
 _forkserver_request = msgspec.msgpack.Decoder(ForkserverRequest)
 _forkserver_reply = msgspec.msgpack.Decoder(ForkserverReply)
 _request = msgspec.msgpack.Decoder(Request)
@@ -350,7 +378,8 @@ def _decode(data: bytes, decoder: Any) -> Any:
 
 
 def decode_forkserver_request(data: bytes) -> ForkserverRequest:
-    """What a rank sent to a forkserver; :class:`ConnectionError` for anything malformed, as in all of these."""
+    """What a rank sent to a forkserver; :class:`ConnectionError` for anything
+    malformed, as in all of these."""
     request: ForkserverRequest = _decode(data, _forkserver_request)
     return request
 
@@ -367,7 +396,8 @@ def decode_request(data: bytes) -> Request:
 
 
 def check_descriptors(request: Request, count: int) -> None:
-    """:class:`ConnectionError` when the request does not come with so many: one with a buffer, none with all others."""
+    """:class:`ConnectionError` when the request does not come with so many: one with a
+    buffer, none with all others."""
     if count != isinstance(request, MapBuffer):
         raise ConnectionError(f"a {type(request).__name__} came with {count} descriptors")
 
@@ -383,7 +413,8 @@ def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int
 
 
 def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive one packet; empty at the end of the connection. The caller owns the descriptors (close-on-exec)."""
+    """Receive one packet; empty at the end of the connection. The caller owns the
+    descriptors (close-on-exec)."""
     data, fds, flags = _receive(sock, MAX_PACKET_NBYTES, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(fds)
@@ -392,7 +423,8 @@ def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _receive(sock: socket.socket, nbytes: int, flags: int) -> tuple[bytes, list[int], int]:
-    """Data, descriptors, and flags. (:func:`socket.recv_fds` of Python 3.11 drops the flags that it is given.)"""
+    """Data, descriptors, and flags. (:func:`socket.recv_fds` of Python 3.11 drops the
+    flags that it is given.)"""
     fds = array.array("i")
     data, ancillary, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), flags)
     for level, kind, content in ancillary:
@@ -406,7 +438,8 @@ def frame_head(body: bytes, fds: Sequence[int]) -> bytes:
 
 
 def parse_head(head: bytes) -> tuple[int, int]:
-    """Length of the body, and number of descriptors; :class:`ConnectionError` when they cannot be right."""
+    """Length of the body, and number of descriptors; :class:`ConnectionError` when they
+    cannot be right."""
     length, count = _HEAD.unpack(head)
     if length > MAX_FRAME_NBYTES or count > _MAX_FDS:
         raise ConnectionError(f"a frame of {length} bytes with {count} descriptors")
@@ -428,7 +461,8 @@ class FrameReader:
         self._fds: list[int] = []
 
     def receive(self) -> list[tuple[bytes, list[int]]] | None:
-        """The frames that are complete now; None at the end of the connection. The caller owns their descriptors."""
+        """The frames that are complete now; None at the end of the connection. The
+        caller owns their descriptors."""
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         try:
             data, fds, _ = _receive(self._sock, _CHUNK_NBYTES, flags)

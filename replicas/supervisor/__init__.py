@@ -1,6 +1,8 @@
-"""The asyncio shell round the pure core: it starts replicas through shims, restarts them, and leaves nothing behind.
+"""The asyncio shell round the pure core: it starts replicas through shims, restarts
+them, and leaves nothing behind.
 
-``Supervisor`` is loaded when first used, so that the shim and the launcher, which live in this package too, stay small.
+``Supervisor`` is loaded when first used, so that the shim and the launcher, which live
+in this package too, stay small.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Lines for people on the supervisor's stderr, which must never hold up its event loop.
 
-A terminal that is stopped (Ctrl-S, the scroll mode of tmux), a paused pager or a journal that stalls takes no more, for as
-long as it likes. So a thread of its own writes, from a queue; what does not fit is left out, counted, and said once there is
+A terminal that is stopped (Ctrl-S, the scroll mode of tmux), a paused pager or a
+journal that stalls takes no more, for as long as it likes. So a thread of its own
+writes, from a queue; what does not fit is left out, counted, and said once there is
 room. It is all in the events.
 """
 
@@ -33,7 +34,8 @@ class Console:
         self._thread: threading.Thread | None = None
 
     def say(self, text: str) -> None:
-        """One line (or several, of which the others are indented), with the time of day. Never waits."""
+        """One line (or several, of which the others are indented), with the time of
+        day. Never waits."""
         self.write(f"{time.strftime('%H:%M:%S')} replicas: {hanging(text)}")
 
     def write(self, text: str) -> None:
@@ -51,13 +53,15 @@ class Console:
             self._dropped -= dropped
 
     def flush(self, timeout_s: float) -> bool:
-        """Wait until all is written, but no longer than that. False: something is left."""
+        """Wait until all is written, but no longer than that. False: something is
+        left."""
         with self._queue.all_tasks_done:
             return self._queue.all_tasks_done.wait_for(lambda: not self._queue.unfinished_tasks, timeout_s)
 
     @contextmanager
     def logging(self) -> Iterator[None]:
-        """Have it show what loggers say, unless this process has set up something else for that."""
+        """Have it show what loggers say, unless this process has set up something else
+        for that."""
         root = logging.getLogger()
         handler = _Handler(self) if not root.handlers else None
         if handler is not None:
@@ -79,7 +83,8 @@ class Console:
                 self._queue.task_done()
 
     def _put(self, data: bytes) -> None:
-        """Not by :data:`sys.stderr`: a thread that hangs in it would have the interpreter fail at its end."""
+        """Not by :data:`sys.stderr`: a thread that hangs in it would have the
+        interpreter fail at its end."""
         while data:
             try:
                 data = data[os.write(self._descriptor, data) :]

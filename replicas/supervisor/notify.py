@@ -1,18 +1,24 @@
-"""sd_notify: telling systemd (or whoever listens at ``NOTIFY_SOCKET``) how the supervisor fares.
+"""sd_notify: telling systemd (or whoever listens at ``NOTIFY_SOCKET``) how the
+supervisor fares.
 
 Theory of operation
 ===================
 
-The protocol is one datagram of ``NAME=value`` lines for each message, to the Unix socket that ``NOTIFY_SOCKET`` names
-(``@`` first: an abstract one); see sd_notify(3). :class:`Notifier` speaks it and never waits: a datagram that the
-receiver's full buffer does not take is sent again with the next one. Without ``NOTIFY_SOCKET`` nothing is sent.
+The protocol is one datagram of ``NAME=value`` lines for each message, to the Unix
+socket that ``NOTIFY_SOCKET`` names (``@`` first: an abstract one); see sd_notify(3).
+:class:`Notifier` speaks it and never waits: a datagram that the receiver's full buffer
+does not take is sent again with the next one. Without ``NOTIFY_SOCKET`` nothing is
+sent.
 
-:class:`Watcher` is the supervisor's task that has something to say: ``READY=1`` when the control port answers and the
-replicas are being started (whether they are ready is what ``STATUS`` and ``/readyz`` tell: a start must not fail because a
-model loads for longer than systemd waits), ``STATUS`` at each change, ``STOPPING=1`` once it drains, with
-``EXTEND_TIMEOUT_USEC`` as long as the drain goes on, as its own deadlines bound it. ``WATCHDOG=1`` is sent at a third of
-the watchdog's time, but only when the control loop has come round since: one that hangs is killed by systemd, and the
-shims then end what it ran. Around a reload on SIGHUP come ``RELOADING=1`` with ``MONOTONIC_USEC`` and ``READY=1``.
+:class:`Watcher` is the supervisor's task that has something to say: ``READY=1`` when
+the control port answers and the replicas are being started (whether they are ready is
+what ``STATUS`` and ``/readyz`` tell: a start must not fail because a model loads for
+longer than systemd waits), ``STATUS`` at each change, ``STOPPING=1`` once it drains,
+with ``EXTEND_TIMEOUT_USEC`` as long as the drain goes on, as its own deadlines bound
+it. ``WATCHDOG=1`` is sent at a third of the watchdog's time, but only when the control
+loop has come round since: one that hangs is killed by systemd, and the shims then end
+what it ran. Around a reload on SIGHUP come ``RELOADING=1`` with ``MONOTONIC_USEC`` and
+``READY=1``.
 """
 
 from __future__ import annotations
@@ -59,7 +65,8 @@ class Notifier:
 
     @classmethod
     def take(cls, environ: MutableMapping[str, str]) -> Notifier:
-        """The one that the environment names, whose variables are removed: replicas are not to speak for us."""
+        """The one that the environment names, whose variables are removed: replicas are
+        not to speak for us."""
         address = environ.pop("NOTIFY_SOCKET", "")
         usec, pid = environ.pop("WATCHDOG_USEC", ""), environ.pop("WATCHDOG_PID", "")
         ours = not pid or pid == str(os.getpid())
@@ -95,7 +102,8 @@ class Notifier:
 
     @contextmanager
     def reloading(self) -> Iterator[None]:
-        """Say that the config is being read again, and at the end of the block that it was: also when it was refused."""
+        """Say that the config is being read again, and at the end of the block that it
+        was: also when it was refused."""
         self.send(RELOADING="1", MONOTONIC_USEC=str(time.clock_gettime_ns(time.CLOCK_MONOTONIC) // 1000))
         try:
             yield
@@ -133,7 +141,8 @@ class Watcher:
         self._loop_at: float | None = None
 
     async def run(self) -> None:
-        """Say that we are ready, then look every second, or as often as the watchdog needs."""
+        """Say that we are ready, then look every second, or as often as the watchdog
+        needs."""
         if not self._notifier.wanted:
             return
         watchdog_s = self._notifier.watchdog_s
@@ -166,7 +175,8 @@ class Watcher:
             self._notifier.send(**fields)
 
     def _is_alive(self, now: float) -> bool:
-        """Whether a WATCHDOG=1 is due, and true: the control loop has come round since the last one."""
+        """Whether a WATCHDOG=1 is due, and true: the control loop has come round since
+        the last one."""
         watchdog_s = self._notifier.watchdog_s
         came_round = self._watched.looked_at
         due = watchdog_s is not None and now - self._alive_at >= watchdog_s / _WATCHDOG_SHARE * 0.9
@@ -177,7 +187,8 @@ class Watcher:
 
 
 def status_line(status: RunStatus) -> str:
-    """One line for ``systemctl status``: ``rollout 3/4, trainer 1/1 ready; policy at version 17``."""
+    """One line for ``systemctl status``: ``rollout 3/4, trainer 1/1 ready; policy at
+    version 17``."""
     groups = ", ".join(
         f"{group.name} {sum(one.state in ('ready', 'finished') for one in group.replicas)}/{len(group.replicas)}"
         for group in status.groups

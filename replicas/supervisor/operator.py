@@ -1,8 +1,9 @@
 """Supervise one run in this process until it is over, as its operator asks by signals.
 
-Signals: TERM and INT drain, a second one of them kills what is left at once; USR1 is the notice of a preemption: drain, and
-exit with 75; HUP reads the config file again. A start is given up at the first of these. A terminal that goes away sends HUP
-too: then, too, it drains, unless it was started by nohup.
+Signals: TERM and INT drain, a second one of them kills what is left at once; USR1 is
+the notice of a preemption: drain, and exit with 75; HUP reads the config file again. A
+start is given up at the first of these. A terminal that goes away sends HUP too: then,
+too, it drains, unless it was started by nohup.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def supervise(config: Config) -> int:
 
     :return: one of :mod:`replicas.control.exit_codes`: ``DONE``, ``FAILED``, ``USAGE``,
         ``SUPERVISED`` or ``PREEMPTED``.
-    :raises replicas.errors.UsageError: it cannot be started so; a BadConfig if its plan does not fit the machine.
+    :raises replicas.errors.UsageError: it cannot be started so; a BadConfig if its plan
+        does not fit the machine.
     """
     inherited.put_in_order()
     _allow_files()
@@ -59,7 +61,8 @@ def supervise(config: Config) -> int:
 
 
 def _allow_files() -> None:
-    """Each replica takes some descriptors here, and the soft limit is often 1024. What is started inherits the limit."""
+    """Each replica takes some descriptors here, and the soft limit is often 1024. What
+    is started inherits the limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, min(hard, _FILES)), hard))
 
@@ -90,7 +93,8 @@ async def _supervise(config: Config, console: Console) -> int:
 
 
 class _Terminal:
-    """The terminal that this process was started on, if it was, and is to end with it."""
+    """The terminal that this process was started on, if it was, and is to end with
+    it."""
 
     def __init__(self) -> None:
         stays = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN  # nohup
@@ -99,7 +103,8 @@ class _Terminal:
 
     @property
     def gone(self) -> bool:
-        """Whether there was one, and it is no more. Standard error says little: it may be a pipe, as into ``tee``."""
+        """Whether there was one, and it is no more. Standard error says little: it may
+        be a pipe, as into ``tee``."""
         return (self._controls and not _has_controlling_terminal()) or (self._shown and not os.isatty(2))
 
 
@@ -128,7 +133,8 @@ class _Operator:
         self._reload_again = False
         self._reloading: asyncio.Task[None] | None = None
         self._changing: set[asyncio.Task[None]] = set()
-        """Reloads whose config is in use, and that are not at the end of what it changes."""
+        """Reloads whose config is in use, and that are not at the end of what it
+        changes."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @contextmanager
@@ -150,8 +156,9 @@ class _Operator:
         try:
             yield
         finally:
-            # The run is over: nothing may replace its exit code. (A handler of the loop's own could not be taken away without
-            # a moment in which the signal kills.)
+            # The run is over: nothing may replace its exit code. (A handler of the
+            # loop's own could not be taken away without a moment in which the signal
+            # kills.)
             for signum in signals:
                 signal.signal(signum, signal.SIG_IGN)
 
@@ -248,7 +255,8 @@ class _Operator:
             rest.add_done_callback(self._changing.discard)
 
     async def _change(self, name: str, accepted: asyncio.Task[bool], work: asyncio.Task[Reloaded]) -> None:
-        """What a new config changes may take long, or never come to an end: another one may be read meanwhile."""
+        """What a new config changes may take long, or never come to an end: another one
+        may be read meanwhile."""
         try:
             await work
             await accepted
@@ -259,7 +267,8 @@ class _Operator:
             work.cancel()
 
     async def _accepted(self, name: str, after: int) -> bool:
-        """Wait until the new config is in use: what it changes may take long after that."""
+        """Wait until the new config is in use: what it changes may take long after
+        that."""
         async for record in self._supervisor.events(after):
             event = record.event
             if isinstance(event, Reloaded):
@@ -276,7 +285,8 @@ class _Operator:
         return task
 
     async def _reporting(self, work: Coroutine[object, object, object]) -> None:
-        """Nobody waits for this work before the end of the run: its error must not wait for that."""
+        """Nobody waits for this work before the end of the run: its error must not wait
+        for that."""
         try:
             await work
         except errors.ReplicasError as error:

@@ -1,12 +1,16 @@
-"""Another config for a run that lives: validated first, then only what differs is touched.
+"""Another config for a run that lives: validated first, then only what differs is
+touched.
 
-What is wrong with a config, or cannot change while the run lives, refuses all of it. New groups start; those that are gone
-drain; those whose processes would be started differently restart, rolling; sizes change; all other settings apply from now
-on. These steps go on side by side: one that fails does not stop the others.
+What is wrong with a config, or cannot change while the run lives, refuses all of it.
+New groups start; those that are gone drain; those whose processes would be started
+differently restart, rolling; sizes change; all other settings apply from now on. These
+steps go on side by side: one that fails does not stop the others.
 
-Configs are taken one after the other, but what one changes may take long, or never come to an end (replicas that do not
-become ready). So the next one does not wait for that: it takes the place of the rolling restarts of those groups that it
-restarts or removes, and the reload that had begun them says so. Removals go on; a group that comes back waits for its own.
+Configs are taken one after the other, but what one changes may take long, or never come
+to an end (replicas that do not become ready). So the next one does not wait for that:
+it takes the place of the rolling restarts of those groups that it restarts or removes,
+and the reload that had begun them says so. Removals go on; a group that comes back
+waits for its own.
 """
 
 from __future__ import annotations
@@ -100,7 +104,8 @@ class Reloading:
         return found
 
     def _as_scaled(self, new: Config, found: ConfigDiff) -> Config:
-        """The new plan with the sizes that groups have by now, unless it changes them."""
+        """The new plan with the sizes that groups have by now, unless it changes
+        them."""
         groups = self._site.fleet.groups
         kept = new.groups.keys() - found.resized.keys() - self._sizes.keys()
         return with_sizes(new, {name: group.size for name, group in groups.items() if name in kept})
@@ -145,7 +150,8 @@ class Reloading:
         await asyncio.shield(task)
 
     async def _change(self, name: str, *, again: bool) -> None:
-        """Restart what there is, then come to the new size: nothing new is started twice."""
+        """Restart what there is, then come to the new size: nothing new is started
+        twice."""
         fleet = self._site.fleet
         group = fleet.groups[name]
         if again:
@@ -155,7 +161,8 @@ class Reloading:
             await fleet.scale(name, size)
 
     async def _roll(self, group: Group) -> None:
-        """:raises replicas.errors.WorldError: a replica failed, the run ended, or a newer reload is about this group, too."""
+        """:raises replicas.errors.WorldError: a replica failed, the run ended, or a
+        newer reload is about this group, too."""
         fleet, name = self._site.fleet, group.config.name
         chosen = [one for one in fleet.targets(name) if one.life.state != "finished" and not one.unwanted]
         task = self._rolls[name] = asyncio.create_task(fleet.roll(group, chosen, _CHANGED))

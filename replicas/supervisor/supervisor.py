@@ -1,16 +1,21 @@
-"""The supervisor of a run: groups of replicas, the coordinator between them, and one place to ask for their state.
+"""The supervisor of a run: groups of replicas, the coordinator between them, and one
+place to ask for their state.
 
 Theory of operation
 ===================
 
-One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events and the coordinator (store, sessions,
-control port) and the control socket, and gives the groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`, which starts,
-watches and ends them. All commands come here, from an embedding program, the control port, the socket or a signal.
+One asyncio loop. :class:`Supervisor` takes the state folder's lock, opens the events
+and the coordinator (store, sessions, control port) and the control socket, and gives
+the groups to a :class:`~replicas.supervisor.fleet.fleet.Fleet`, which starts, watches
+and ends them. All commands come here, from an embedding program, the control port, the
+socket or a signal.
 
-What happens goes through one place (:meth:`Supervisor.emit`) to the file of events, those who follow it, and the counters.
-What must not be forgotten is written down (:meth:`Supervisor.save`) before it happens; a supervisor that finds the state of
-a dead one goes on from it. At the end the replicas go first, then the events close, and the coordinator and its port go last,
-so that ranks can say goodbye. torch is never imported here.
+What happens goes through one place (:meth:`Supervisor.emit`) to the file of events,
+those who follow it, and the counters. What must not be forgotten is written down
+(:meth:`Supervisor.save`) before it happens; a supervisor that finds the state of a dead
+one goes on from it. At the end the replicas go first, then the events close, and the
+coordinator and its port go last, so that ranks can say goodbye. torch is never imported
+here.
 """
 
 from __future__ import annotations
@@ -76,9 +81,11 @@ _REFUSALS_INTERVAL_S = 10.0
 async def _to_its_end(
     work: Callable[[], T], *, given_up: Callable[[], None] = lambda: None, undo: Callable[[], None] = lambda: None
 ) -> T:
-    """``work`` in a thread. A cancellation ends when the thread does: it must not go on behind what is undone meanwhile.
+    """``work`` in a thread. A cancellation ends when the thread does: it must not go on
+    behind what is undone meanwhile.
 
-    :param given_up: called at a cancellation; :param undo: then called if the work was done all the same.
+    :param given_up: called at a cancellation; :param undo: then called if the work was
+        done all the same.
     """
     task = asyncio.ensure_future(anyio.to_thread.run_sync(work))
     try:
@@ -101,14 +108,17 @@ class Supervisor:
             await supervisor.wait_ready("rollout")
             code = await supervisor.run_until_done()
 
-    Leaving the block drains what still runs. Runs on asyncio (anyio on the asyncio backend included), best in the main
-    thread; takes no torch into this process.
+    Leaving the block drains what still runs. Runs on asyncio (anyio on the asyncio
+    backend included), best in the main thread; takes no torch into this process.
 
-    :param config: a :class:`~replicas.config.structs.Config`, the path of its TOML file, or a mapping of the same shape (its
-        relative folders are relative to the current one).
-    :param report: called with one line for people at each step of a replica. Default: the logger ``replicas.supervisor``.
+    :param config: a :class:`~replicas.config.structs.Config`, the path of its TOML
+        file, or a mapping of the same shape (its relative folders are relative to the
+        current one).
+    :param report: called with one line for people at each step of a replica. Default:
+        the logger ``replicas.supervisor``.
     :raises replicas.errors.BadConfig: with every problem of the config.
-    :raises replicas.errors.UsageError: ``/proc`` is not the one of this process's pid namespace.
+    :raises replicas.errors.UsageError: ``/proc`` is not the one of this process's pid
+        namespace.
     """
 
     def __init__(
@@ -167,11 +177,14 @@ class Supervisor:
     # ------------------------------------------------------------ from start to end
 
     async def __aenter__(self) -> Self:
-        """Take the run, open its ports, end what a dead supervisor left, start the replicas (without waiting for any).
+        """Take the run, open its ports, end what a dead supervisor left, start the
+        replicas (without waiting for any).
 
-        :raises replicas.supervisor.state.state.AlreadySupervised: another supervisor has it.
+        :raises replicas.supervisor.state.state.AlreadySupervised: another supervisor
+            has it.
         :raises replicas.errors.BadConfig: the plan does not fit this machine.
-        :raises replicas.errors.ReplicasError: a port is in use, the store does not start, the state folder is no good.
+        :raises replicas.errors.ReplicasError: a port is in use, the store does not
+            start, the state folder is no good.
         """
         inherited.open_streams()
         config = self.config
@@ -181,7 +194,8 @@ class Supervisor:
             stack.callback(self._release)
             self._events = self.state.open_events(config.run.events_max_nbytes)
             stack.callback(self._events.close)
-            # Before any other process is started: it may have to move this one, alone, to another control group.
+            # Before any other process is started: it may have to move this one, alone,
+            # to another control group.
             containment = await stack.enter_async_context(self._make_containment())
             self._containment = containment
             coordinator = self._coordinator = self._make_coordinator()  # it opens the decision log: not before the lock
@@ -215,7 +229,8 @@ class Supervisor:
             if self._tasks is not None:
                 self._tasks.cancel_scope.cancel()
             self.coordinator.keep_decisions = self._preempted
-            # Without the block's own error: it must come out as it is, and not in the task group's ExceptionGroup.
+            # Without the block's own error: it must come out as it is, and not in the
+            # task group's ExceptionGroup.
             await self._stack.__aexit__(None, None, None)
 
     def _token(self) -> str:
@@ -240,7 +255,7 @@ class Supervisor:
         refuse_unfit(config, found)
         return found
 
-    # ------------------------------------------------------------ what an embedder asks for
+    # -------------------------------------------------------- what an embedder asks for
 
     async def run_until_done(self) -> int:
         """Wait until the run is over or drained, and end what still runs.
@@ -258,10 +273,13 @@ class Supervisor:
         return PREEMPTED if self._preempted else code or DONE
 
     async def wait_ready(self, group: str | None = None, timeout: float | None = None) -> None:
-        """Wait until every replica of ``group`` (of all groups by default) is ready or has finished.
+        """Wait until every replica of ``group`` (of all groups by default) is ready or
+        has finished.
 
-        :param timeout: seconds; the default waits as long as the groups' start timeouts let it.
-        :raises TimeoutError: not in time. :raises replicas.errors.WorldError: a replica failed, or the run ended.
+        :param timeout: seconds; the default waits as long as the groups' start timeouts
+            let it.
+        :raises TimeoutError: not in time. :raises replicas.errors.WorldError: a replica
+            failed, or the run ended.
         """
         fleet = self.fleet
         timeout_s = arguments.patience("wait_ready: timeout", timeout)
@@ -270,9 +288,11 @@ class Supervisor:
             await fleet.wait_ready(groups)
 
     async def scale(self, group: str, replicas: int) -> None:
-        """Have ``replicas`` replicas of ``group``: start more (without waiting), or drain the highest and wait for that.
+        """Have ``replicas`` replicas of ``group``: start more (without waiting), or
+        drain the highest and wait for that.
 
-        :raises replicas.errors.UsageError: no such group, a negative number, or the run is being drained.
+        :raises replicas.errors.UsageError: no such group, a negative number, or the run
+            is being drained.
         :raises replicas.errors.BadConfig: so many do not fit this machine.
         """
         fleet = self.fleet
@@ -285,29 +305,36 @@ class Supervisor:
         await fleet.scale(group, replicas)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
-        """End a replica (``group/index``) or all of a ``group``, when they have finished their sync, and start their next
-        generation. Spends no budget. Waits until that is being started.
+        """End a replica (``group/index``) or all of a ``group``, when they have
+        finished their sync, and start their next generation. Spends no budget. Waits
+        until that is being started.
 
-        :param rolling: only ``max_unavailable`` replicas at a time; waits until all are ready.
-        :raises replicas.errors.UsageError: no such group or replica, or it is being stopped.
-        :raises replicas.errors.WorldError: a replica failed in a rolling restart, which has stopped there.
+        :param rolling: only ``max_unavailable`` replicas at a time; waits until all are
+            ready.
+        :raises replicas.errors.UsageError: no such group or replica, or it is being
+            stopped.
+        :raises replicas.errors.WorldError: a replica failed in a rolling restart, which
+            has stopped there.
         """
         target = arguments.text("restart: target", target)
         await self.fleet.restart(target, rolling=arguments.flag("restart: rolling", rolling))
 
     async def drain(self, target: str | None = None, *, hurry: bool = False) -> None:
-        """End replicas when they have finished their sync, and wait until no process of them is left.
+        """End replicas when they have finished their sync, and wait until no process of
+        them is left.
 
-        :param target: a group, or a replica (``group/index``), which then rests until it is restarted. Default: the whole
-            run, those that depend on others first; it is over then.
+        :param target: a group, or a replica (``group/index``), which then rests until
+            it is restarted. Default: the whole run, those that depend on others first;
+            it is over then.
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
         :raises replicas.errors.UsageError: no such group or replica.
         """
         await self.fleet.drain(target, hurry=arguments.flag("drain: hurry", hurry))
 
     async def preempt(self) -> None:
-        """The machine is about to be taken away: drain the run, which ends with exit code 75. Its budgets, sizes and
-        version numbers are kept for the next supervisor; nothing of a budget is spent. A run that is over stays what it is.
+        """The machine is about to be taken away: drain the run, which ends with exit
+        code 75. Its budgets, sizes and version numbers are kept for the next
+        supervisor; nothing of a budget is spent. A run that is over stays what it is.
         """
         fleet = self.fleet
         if fleet.over.is_set():
@@ -316,35 +343,39 @@ class Supervisor:
         await fleet.drain(reason="preempted")
 
     async def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
-        """What made replicas fail is mended: those that have failed, or wait after a failure, start at once, and their
-        groups have a full restart budget.
+        """What made replicas fail is mended: those that have failed, or wait after a
+        failure, start at once, and their groups have a full restart budget.
 
         :return: names of the replicas that start.
         """
         return self.fleet.reset_failed(target)
 
     async def reload(self, config: Config | Path | str | Mapping[str, Any] | None = None) -> Reloaded:
-        """Put another config in the place of the present one: it is validated first, and a bad one changes nothing. New
-        groups start, those that are gone drain, and those whose processes would be started differently restart, rolling;
-        all others are left alone.
+        """Put another config in the place of the present one: it is validated first,
+        and a bad one changes nothing. New groups start, those that are gone drain, and
+        those whose processes would be started differently restart, rolling; all others
+        are left alone.
 
         :param config: default: the file of the present one, read again.
-        :raises replicas.errors.BadConfig: it is no good, or changes what cannot change while the run lives.
+        :raises replicas.errors.BadConfig: it is no good, or changes what cannot change
+            while the run lives.
         """
         return await self._reloading.reload(config)
 
     async def stacks(self, target: str | None = None) -> dict[str, str]:
-        """What the ranks of a group, of a replica (``group/index``), or of all are doing, by ``group/replica/rank``."""
+        """What the ranks of a group, of a replica (``group/index``), or of all are
+        doing, by ``group/replica/rank``."""
         found: dict[str, str] = {}
         for one in await asyncio.gather(*(replica.stacks() for replica in self.fleet.targets(target))):
             found |= one
         return found
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Everything that happens, as numbered :class:`~replicas.telemetry.events.Record`, until the run is over.
+        """Everything that happens, as numbered
+        :class:`~replicas.telemetry.events.Record`, until the run is over.
 
-        :param after: begin behind the record with this number, as far back as the file of events goes; 0: with the oldest.
-            Default: from now on.
+        :param after: begin behind the record with this number, as far back as the file
+            of events goes; 0: with the oldest. Default: from now on.
         """
         return self._events.follow(None if after is None else arguments.integer("events: after", after, least=0))
 
@@ -415,7 +446,7 @@ class Supervisor:
         """Whether the supervisor itself works."""
         return self.coordinator.store_up and self.coordinator.loop_lag_s < _STUCK_LOOP_S
 
-    # ------------------------------------------------------------ what the fleet stands on (fleet.Ground)
+    # ------------------------------------------ what the fleet stands on (fleet.Ground)
 
     @property
     def overseer(self) -> Overseer:
@@ -442,7 +473,8 @@ class Supervisor:
             self._report(text)
 
     def emit(self, event: Event) -> None:
-        """Everything that happens goes through here: to the file, to those who follow, and into the counters."""
+        """Everything that happens goes through here: to the file, to those who follow,
+        and into the counters."""
         self._events.emit(event)
         if text := self._failures.text(event):
             self._report(text)
@@ -467,7 +499,8 @@ class Supervisor:
         )
 
     def _helper_records(self) -> tuple[ProcessRecord, ...]:
-        """Of the processes of the run that are nobody's replica. What is known already is not looked up again."""
+        """Of the processes of the run that are nobody's replica. What is known already
+        is not looked up again."""
         janitor = self._containment.janitor_pid if self._containment is not None else None
         known, self._helpers = self._helpers, {}
         for pid in (self.coordinator.store_pid, janitor):
@@ -492,8 +525,9 @@ class Supervisor:
             self.fleet.idle(event.group, event.replica)
 
     def _count_refused(self, now: float | None = None) -> None:
-        """What was turned away at the control port since the last look, as few events: a flood there is none here, and who
-        may look at pages cannot push older events out of the file.
+        """What was turned away at the control port since the last look, as few events:
+        a flood there is none here, and who may look at pages cannot push older events
+        out of the file.
         """
         for reason, count in self._refusals.since(self.coordinator.refused(), now):
             self.emit(ConnectionsRefused(reason=reason, count=count))

@@ -1,19 +1,23 @@
-"""The events of a run on disk and in memory: numbered, counted, appended to a file, and passed on to whoever follows.
+"""The events of a run on disk and in memory: numbered, counted, appended to a file, and
+passed on to whoever follows.
 
 Theory of operation
 ===================
 
-``<state_dir>/events.jsonl`` has one line for each record, written with one call each, so that a killed supervisor leaves
-whole lines; a torn last line (the machine died, the disk was full) is cut off at the next start. Numbers strictly grow, in
-the file and over all supervisors of the run, which makes any record findable by bisection. A file that has reached its size
-becomes ``events.jsonl.1``, in the place of the one before.
+``<state_dir>/events.jsonl`` has one line for each record, written with one call each,
+so that a killed supervisor leaves whole lines; a torn last line (the machine died, the
+disk was full) is cut off at the next start. Numbers strictly grow, in the file and over
+all supervisors of the run, which makes any record findable by bisection. A file that
+has reached its size becomes ``events.jsonl.1``, in the place of the one before.
 
-Followers share one ring of the newest records in memory; one that is behind the ring reads from the files until it has
-caught up, so that a slow one costs no memory and loses nothing but what was rotated away (which it sees by a gap in the
-numbers). A disk that takes nothing never stops the run: the events are counted and told, said once, and the first line that
-is taken again says how many are missing.
+Followers share one ring of the newest records in memory; one that is behind the ring
+reads from the files until it has caught up, so that a slow one costs no memory and
+loses nothing but what was rotated away (which it sees by a gap in the numbers). A disk
+that takes nothing never stops the run: the events are counted and told, said once, and
+the first line that is taken again says how many are missing.
 
-Everything but :func:`read` runs on one event loop, and nothing waits for the disk longer than a write does.
+Everything but :func:`read` runs on one event loop, and nothing waits for the disk
+longer than a write does.
 """
 
 from __future__ import annotations
@@ -53,8 +57,10 @@ class EventLog:
 
     :param path: the file; None keeps nothing on disk.
     :param max_nbytes: size at which the file is rotated.
-    :param tally: the counters so far, up to the record ``seq``; what the file has beyond it is counted here.
-    :param seq: number of the last record that ``tally`` knows. Default: the counters begin now, whatever the file has.
+    :param tally: the counters so far, up to the record ``seq``; what the file has
+        beyond it is counted here.
+    :param seq: number of the last record that ``tally`` knows. Default: the counters
+        begin now, whatever the file has.
     :param now: the time of day, in seconds since 1970.
     """
 
@@ -71,7 +77,8 @@ class EventLog:
         self.tally = Tally() if tally is None else tally
         self.seq = 0 if seq is None else seq
         self.on_rotate: Callable[[], None] | None = None
-        """Called before a new file is begun: time to write down the counters, while all is there to make them anew."""
+        """Called before a new file is begun: time to write down the counters, while all
+        is there to make them anew."""
         self._max_nbytes = max_nbytes
         self._now = now
         self._ring: deque[Record] = deque(maxlen=_RING)
@@ -98,10 +105,11 @@ class EventLog:
         return record
 
     def follow(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Each record with a number above ``after``, then those to come, until the log is closed.
+        """Each record with a number above ``after``, then those to come, until the log
+        is closed.
 
-        :param after: number of the last record that the reader has; 0: from the oldest that is kept. None, or a number that
-            was never given: from now on.
+        :param after: number of the last record that the reader has; 0: from the oldest
+            that is kept. None, or a number that was never given: from now on.
         """
         return self._follow(self.seq if after is None else min(after, self.seq))
 
@@ -170,8 +178,9 @@ class EventLog:
             self.seq = record.seq
 
     def _make_room(self, nbytes: int) -> None:
-        """Rotate when so much would not fit. To be called before the next event is counted: the counters are saved here, and
-        an event that is counted in the state, and not in the file when we are killed, would be nowhere.
+        """Rotate when so much would not fit. To be called before the next event is
+        counted: the counters are saved here, and an event that is counted in the state,
+        and not in the file when we are killed, would be nowhere.
         """
         full = bool(self._size) and self._size + nbytes > self._max_nbytes
         if full and self.path is not None and self._fd >= 0 and not self._closed:
@@ -201,7 +210,8 @@ class EventLog:
             log.error("events cannot be written to %s: %s; the run goes on without", self.path, words)
 
     def _tell_lost(self) -> None:
-        """See whether the disk takes lines again; the first one says how many are missing (they have been counted)."""
+        """See whether the disk takes lines again; the first one says how many are
+        missing (they have been counted)."""
         lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
         record = Record(self.seq + 1, self._now(), lost)
         line = encode(record) + b"\n"
@@ -233,7 +243,8 @@ class EventLog:
 
     @staticmethod
     def _put_in_place(beside: Path, path: Path) -> None:
-        """:raises OSError: it does not work; the file that we write to has its name back, if that works."""
+        """:raises OSError: it does not work; the file that we write to has its name
+        back, if that works."""
         try:
             private.rename(beside, path.name)
         except OSError:
@@ -243,7 +254,8 @@ class EventLog:
 
 
 def read(path: Path, after: int = 0) -> Iterator[Record]:
-    """The records of a file and its rotated one, above a number; also of a run that nobody supervises. Blocks.
+    """The records of a file and its rotated one, above a number; also of a run that
+    nobody supervises. Blocks.
 
     Lines that this version does not understand are left out.
     """
@@ -282,7 +294,8 @@ def _chunk(path: Path, after: int) -> list[Record]:
 
 
 def _whole_lines(file: BinaryIO) -> bytes:
-    """About a chunk of whole lines from here; empty at the end. A line without an end is left for later."""
+    """About a chunk of whole lines from here; empty at the end. A line without an end
+    is left for later."""
     data = file.read(_CHUNK_NBYTES)
     if data and not data.endswith(b"\n"):
         data += file.readline()
@@ -297,7 +310,8 @@ def _decoded(line: bytes) -> Record | None:
 
 
 def _offset(file: BinaryIO, after: int) -> int:
-    """Where to begin to read for the records above ``after``: at most a window before the first of them."""
+    """Where to begin to read for the records above ``after``: at most a window before
+    the first of them."""
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > _WINDOW_NBYTES:
         middle = (low + high) // 2
@@ -310,7 +324,8 @@ def _offset(file: BinaryIO, after: int) -> int:
 
 
 def _line_from(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
-    """Start and number of the first line that begins after ``offset`` and before ``end``."""
+    """Start and number of the first line that begins after ``offset`` and before
+    ``end``."""
     file.seek(offset)
     file.readline()
     while (start := file.tell()) < end:

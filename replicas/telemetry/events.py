@@ -1,8 +1,11 @@
-"""What happens in a run, as typed values: the one stream from which logs for machines and all counters are made.
+"""What happens in a run, as typed values: the one stream from which logs for machines
+and all counters are made.
 
-Whoever makes something happen says it once, as one of the structs below (:data:`Event`); :class:`replicas.telemetry.event_log.EventLog`
-numbers it, writes it down as a line of JSON, counts it (:mod:`replicas.telemetry.tally`) and passes it on. Fields are only ever
-added, with a default. Times are seconds since 1970 (``at``) or durations (``*_s``).
+Whoever makes something happen says it once, as one of the structs below
+(:data:`Event`); :class:`replicas.telemetry.event_log.EventLog` numbers it, writes it
+down as a line of JSON, counts it (:mod:`replicas.telemetry.tally`) and passes it on.
+Fields are only ever added, with a default. Times are seconds since 1970 (``at``) or
+durations (``*_s``).
 """
 
 from __future__ import annotations
@@ -68,8 +71,8 @@ class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class Draining(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A drain has begun.
 
-    ``target``: a group, a replica (``group/index``), or empty for the whole run. ``hurry``:
-    its processes are killed at once.
+    ``target``: a group, a replica (``group/index``), or empty for the whole run.
+    ``hurry``: its processes are killed at once.
     """
 
     target: str
@@ -116,7 +119,8 @@ class FailedReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Reloaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The config was read again and is in use; the fields name the groups it changed."""
+    """The config was read again and is in use; the fields name the groups it
+    changed."""
 
     changed: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
@@ -132,9 +136,9 @@ class ReloadRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 class RankEnd(msgspec.Struct, frozen=True, kw_only=True):
     """The end of one rank.
 
-    ``code``: its exit code; negative: minus the signal that killed it. ``text``: its last
-    words. The rank that failed first also has ``lines``, the last ones of its log, and
-    ``error``, the traceback that torchelastic wrote, if those lines lack it.
+    ``code``: its exit code; negative: minus the signal that killed it. ``text``: its
+    last words. The rank that failed first also has ``lines``, the last ones of its log,
+    and ``error``, the traceback that torchelastic wrote, if those lines lack it.
     """
 
     rank: int
@@ -160,7 +164,8 @@ class ReplicaExited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A replica waits for what its previous generation still holds before it starts again.
+    """A replica waits for what its previous generation still holds before it starts
+    again.
 
     ``what``: a port, GPU memory, or a process that does not die: then
     ``pid`` names it, and ``since`` is when it was killed (seconds since 1970).
@@ -206,8 +211,9 @@ class LogLinesDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 How = Literal["record", "cgroup", "mark", "identity", "token"]
-"""By what a leftover was found: a shim's record, the control group of one, its mark, the id of the state folder. Earlier
-versions went by the path of the token file, and their events say so."""
+"""By what a leftover was found: a shim's record, the control group of one, its mark,
+the id of the state folder. Earlier versions went by the path of the token file, and
+their events say so."""
 
 
 class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -227,8 +233,8 @@ class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A state file could not be read and was moved to ``path``; budgets and counters start
-    from zero.
+    """A state file could not be read and was moved to ``path``; budgets and counters
+    start from zero.
     """
 
     path: str
@@ -236,8 +242,8 @@ class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ConnectionsRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The control port has refused ``count`` connections and messages since the last such
-    event.
+    """The control port has refused ``count`` connections and messages since the last
+    such event.
     """
 
     reason: str
@@ -278,7 +284,8 @@ Event = (
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One event with its number, which strictly grows over all supervisors of a run, and the time of day."""
+    """One event with its number, which strictly grows over all supervisors of a run,
+    and the time of day."""
 
     seq: int
     at: float

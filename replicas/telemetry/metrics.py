@@ -1,11 +1,13 @@
 """What a run tells Prometheus. The only importer of prometheus_client.
 
-Nothing is kept here: at scrape time gauges are made from one :class:`replicas.status.RunStatus`, counters and histograms
-from the fold of the run's events (:class:`replicas.telemetry.tally.Tally`). A metric therefore cannot disagree with ``GET
-/status`` or with ``GET /events``, counters go on when a new supervisor does, and the series of a removed replica are gone
-with it. The registry is private: an embedding program's own metrics are neither touched nor shown. Labels are bounded:
-``group``, ``replica``, ``channel``, ``phase``, ``reason``, ``state`` and ``outcome``; never a rank, pid, host, version or
-error text.
+Nothing is kept here: at scrape time gauges are made from one
+:class:`replicas.status.RunStatus`, counters and histograms from the fold of the run's
+events (:class:`replicas.telemetry.tally.Tally`). A metric therefore cannot disagree
+with ``GET /status`` or with ``GET /events``, counters go on when a new supervisor does,
+and the series of a removed replica are gone with it. The registry is private: an
+embedding program's own metrics are neither touched nor shown. Labels are bounded:
+``group``, ``replica``, ``channel``, ``phase``, ``reason``, ``state`` and ``outcome``;
+never a rank, pid, host, version or error text.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ _MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
 class Metrics(Collector):
     """The metrics of one run.
 
-    :param status: gives the run's present state, with the counters of ``tally`` in it; called once for each scrape.
+    :param status: gives the run's present state, with the counters of ``tally`` in it;
+        called once for each scrape.
     :param tally: gives the counters.
     """
 

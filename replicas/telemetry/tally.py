@@ -1,7 +1,8 @@
 """The counters of a run, as a fold of its events. Pure.
 
-Metrics, ``status`` and the state file all show the numbers of one :class:`Tally`; nothing else counts. Whoever has the
-events can make it anew: :meth:`Tally.count` of each, in order, from the last :class:`~replicas.telemetry.events.RunStarted` that was
+Metrics, ``status`` and the state file all show the numbers of one :class:`Tally`;
+nothing else counts. Whoever has the events can make it anew: :meth:`Tally.count` of
+each, in order, from the last :class:`~replicas.telemetry.events.RunStarted` that was
 not a resumption, which begins at zero.
 """
 
@@ -35,7 +36,8 @@ Counts = dict[str, int]
 
 
 class Spread(msgspec.Struct):
-    """A histogram. ``counts``: observations up to each bound and above the one before; the last: above all bounds."""
+    """A histogram. ``counts``: observations up to each bound and above the one before;
+    the last: above all bounds."""
 
     counts: list[int] = []
     total_s: float = 0.0
@@ -54,8 +56,9 @@ class Spread(msgspec.Struct):
 class Tally(msgspec.Struct):
     """Counts by name of the group or channel, then by reason, outcome or phase.
 
-    ``events_lost``: those that the disk did not take; of these, no event has said so yet of ``events_untold``.
-    ``epochs``: the newest epoch of each channel. ``reload_ok``: whether the config that was last read is in use.
+    ``events_lost``: those that the disk did not take; of these, no event has said so
+    yet of ``events_untold``. ``epochs``: the newest epoch of each channel.
+    ``reload_ok``: whether the config that was last read is in use.
     """
 
     restarts: dict[str, Counts] = {}
@@ -102,7 +105,8 @@ class Tally(msgspec.Struct):
                 pass
 
     def lost_event(self) -> None:
-        """The disk has not taken an event. It counts at once; the event that tells of it adds nothing then."""
+        """The disk has not taken an event. It counts at once; the event that tells of
+        it adds nothing then."""
         self.events_lost += 1
         self.events_untold += 1
 
@@ -157,7 +161,8 @@ class Tally(msgspec.Struct):
 
 
 class Growth:
-    """Turns counters that somebody else keeps, from zero, into what was added since the last look.
+    """Turns counters that somebody else keeps, from zero, into what was added since the
+    last look.
 
     :param interval_s: growth is told no more often than that.
     """

@@ -3,14 +3,17 @@
 Theory of operation
 ===================
 
-A :class:`Crew` lives as long as one job: a thread costs 0.1 ms to start, nothing is left behind, and a fork meets none of
-them. The caller's thread and the helpers take tasks from one queue until it is empty, so that nobody waits for a slow one.
+A :class:`Crew` lives as long as one job: a thread costs 0.1 ms to start, nothing is
+left behind, and a fork meets none of them. The caller's thread and the helpers take
+tasks from one queue until it is empty, so that nobody waits for a slow one.
 
-torch's own threads would be in the way. Each copy of more than 32,768 elements is divided among all cores by OpenMP, ends
-with a barrier, and its threads spin for a while afterwards: with one core taken by anything else (a digest, another process
-that loads) every barrier waits for the thread that was put off (measured: 2.5 times slower). Hence each thread of a crew
-works alone, under :func:`one_thread`, which sets OpenMP's number of threads *for this thread only*;
-``torch.set_num_threads`` would change it for the user, too.
+torch's own threads would be in the way. Each copy of more than 32,768 elements is
+divided among all cores by OpenMP, ends with a barrier, and its threads spin for a while
+afterwards: with one core taken by anything else (a digest, another process that loads)
+every barrier waits for the thread that was put off (measured: 2.5 times slower). Hence
+each thread of a crew works alone, under :func:`one_thread`, which sets OpenMP's number
+of threads *for this thread only*; ``torch.set_num_threads`` would change it for the
+user, too.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from replicas.common.waits import Latch, locked
 __all__ = ["ALONE_NBYTES", "Crew", "cores", "helpers_for", "one_thread"]
 
 ALONE_NBYTES = 8 << 20
-"""Less than this is done by the caller's thread alone: a helper would cost as much as it saves."""
+"""Less than this is done by the caller's thread alone: a helper would cost as much as
+it saves."""
 MOST_HELPERS = 7
 OWNER_LOOKED_AT_S = 1.0
 """How often a helper with nothing to do looks whether its owner is still there."""
@@ -42,10 +46,12 @@ _set_omp_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within the block torch works alone on this thread; other threads, and later ones, keep their number.
+    """Within the block torch works alone on this thread; other threads, and later ones,
+    keep their number.
 
-    OpenMP keeps the number for each thread, and torch asks OpenMP. Where that is not so (a torch without it, or with another
-    OpenMP than the one found), the block changes nothing.
+    OpenMP keeps the number for each thread, and torch asks OpenMP. Where that is not so
+    (a torch without it, or with another OpenMP than the one found), the block changes
+    nothing.
     """
     before = torch.get_num_threads()  # torch sets up the number of a new thread with this call
     if _set_omp_threads is None or before == 1:
@@ -66,18 +72,24 @@ def cores() -> int:
 def helpers_for(nbytes: int, sharing: int = 1) -> int:
     """How many threads should help the caller's to copy ``nbytes``.
 
-    :param sharing: how many processes of this machine are known to do such work at the same time.
+    :param sharing: how many processes of this machine are known to do such work at the
+        same time.
     """
     return max(0, min(cores() // max(1, sharing) - 1, MOST_HELPERS, nbytes // ALONE_NBYTES))
 
 
 class Crew:
-    """The caller's thread and ``helpers`` more. Close it in the end; helpers end when nothing is left to do.
+    """The caller's thread and ``helpers`` more. Close it in the end; helpers end when
+    nothing is left to do.
 
-    :param helpers: as many as can be had: where no thread can be started, the caller does more.
-    :param chores: asked, with ``lock`` held, for something that a helper does rather than a task; None: nothing now.
-    :param owner: when there is nothing left of it helpers end, too; for callers that were kept from closing the crew.
-    :ivar lock: guards the queue and whatever ``chores`` looks at; notify ``changed`` when that has changed.
+    :param helpers: as many as can be had: where no thread can be started, the caller
+        does more.
+    :param chores: asked, with ``lock`` held, for something that a helper does rather
+        than a task; None: nothing now.
+    :param owner: when there is nothing left of it helpers end, too; for callers that
+        were kept from closing the crew.
+    :ivar lock: guards the queue and whatever ``chores`` looks at; notify ``changed``
+        when that has changed.
     """
 
     def __init__(
@@ -114,7 +126,8 @@ class Crew:
         return self.helpers
 
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Do all tasks; returns when the last has ended. Raises what one of them raised; the others are left out then."""
+        """Do all tasks; returns when the last has ended. Raises what one of them
+        raised; the others are left out then."""
         self._queue.extend(tasks)
         locked(self.lock, self.changed.notify_all)
         try:
@@ -127,7 +140,8 @@ class Crew:
             raise self._error
 
     def close(self) -> None:
-        """No more tasks. Those under way have ended on return, whatever interrupts the wait; a chore may still go on."""
+        """No more tasks. Those under way have ended on return, whatever interrupts the
+        wait; a chore may still go on."""
         interrupt: BaseException | None = None
         for _ in range(PATIENCE):
             try:
@@ -140,7 +154,8 @@ class Crew:
             raise interrupt
 
     def _rest(self) -> None:
-        """Forget tasks that nobody has begun (there are some only after a failure) and wait for the others."""
+        """Forget tasks that nobody has begun (there are some only after a failure) and
+        wait for the others."""
         self._queue.clear()
         at_rest = Latch()
         locked(self.lock, self._tell, at_rest)

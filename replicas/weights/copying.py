@@ -3,22 +3,27 @@ r"""Copying tensors into one run of bytes, and the digest of them.
 Theory of operation
 ===================
 
-The work is cut into :class:`Step`\ s of about :data:`STEP_NBYTES`, each of which fills one run of bytes, and done by a
-:class:`~replicas.weights.copy_pool.Crew`. Every block (of the digest) of which all bytes are filled may be hashed, by any helper
-and in any order. The caller's thread hashes nothing (but a few MiB, which need no helper): it goes on when the last byte is
-copied, and the digest follows.
+The work is cut into :class:`Step`\ s of about :data:`STEP_NBYTES`, each of which fills
+one run of bytes, and done by a :class:`~replicas.weights.copy_pool.Crew`. Every block
+(of the digest) of which all bytes are filled may be hashed, by any helper and in any
+order. The caller's thread hashes nothing (but a few MiB, which need no helper): it goes
+on when the last byte is copied, and the digest follows.
 
-Where there are three cores or more, a helper hashes a block as soon as it is filled. Two cores copy at twice the speed of
-one, so that a helper which hashes meanwhile holds the caller: on two quiet cores, 269 MB that a plain copy moves in 17 ms
-held it for 32 ms with the digest beside them, and for 20 ms with the digest behind them. There the digest waits until the
-last byte is copied; then as many threads as there are cores hash, and the caller need not wait for them.
+Where there are three cores or more, a helper hashes a block as soon as it is filled.
+Two cores copy at twice the speed of one, so that a helper which hashes meanwhile holds
+the caller: on two quiet cores, 269 MB that a plain copy moves in 17 ms held it for 32
+ms with the digest beside them, and for 20 ms with the digest behind them. There the
+digest waits until the last byte is copied; then as many threads as there are cores
+hash, and the caller need not wait for them.
 
-Tensors on a device go another way (:mod:`replicas.weights.devices.device_copies`); here only :func:`copy_pairs` copies them, on the
-caller's current stream, and waits. On a kind of device that is no :class:`~replicas.weights.devices.accelerator.Accelerator` they are
-copied by the caller's thread, with one synchronisation for each batch.
+Tensors on a device go another way (:mod:`replicas.weights.devices.device_copies`); here
+only :func:`copy_pairs` copies them, on the caller's current stream, and waits. On a
+kind of device that is no :class:`~replicas.weights.devices.accelerator.Accelerator`
+they are copied by the caller's thread, with one synchronisation for each batch.
 
-The steps are begun in the order of their bytes, so that what is filled grows from the start: whoever sends it meanwhile is
-told how far it goes without a hole (:class:`Prefix`).
+The steps are begun in the order of their bytes, so that what is filled grows from the
+start: whoever sends it meanwhile is told how far it goes without a hole
+(:class:`Prefix`).
 """
 
 from __future__ import annotations
@@ -51,21 +56,24 @@ __all__ = [
 ]
 
 STEP_NBYTES = 4 << 20
-"""About how much one step copies: with 1 MiB two threads were a fifth slower, with 16 MiB no faster."""
+"""About how much one step copies: with 1 MiB two threads were a fifth slower, with 16
+MiB no faster."""
 DEVICE_NBYTES = 64 << 20
-"""Copies from a device are waited for when this much is under way, or a quarter of it when somebody is told of progress;
-copies within a device only when somebody is told."""
+"""Copies from a device are waited for when this much is under way, or a quarter of it
+when somebody is told of progress; copies within a device only when somebody is told."""
 PROGRESS_NBYTES = 8 << 20
 """Progress is told when it is this much: as much as a sender sends at once."""
 
 Progress = Callable[[int], None]
-"""Told from time to time how many bytes are filled from the start on, and in the end that all are. On whatever thread copies,
-one call at a time, with a lock held: it must not wait."""
+"""Told from time to time how many bytes are filled from the start on, and in the end
+that all are. On whatever thread copies, one call at a time, with a lock held: it must
+not wait."""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Copy ``sources`` to ``destinations``, one to one; together they fill the bytes from ``start`` to ``end``."""
+    """Copy ``sources`` to ``destinations``, one to one; together they fill the bytes
+    from ``start`` to ``end``."""
 
     start: int
     end: int
@@ -73,18 +81,21 @@ class Step:
     sources: list[torch.Tensor]
 
     def run(self, *, past_caches: bool = False) -> None:
-        """On the CPU; values are cast where dtypes differ. ``past_caches``: as :func:`streaming.pays` says of the whole."""
+        """On the CPU; values are cast where dtypes differ. ``past_caches``: as
+        :func:`streaming.pays` says of the whole."""
         streaming.copy_all(self.destinations, self.sources, past_caches=past_caches)
 
     def begin(self) -> None:
-        """From or to a device, on the current stream; values are cast where dtypes differ."""
+        """From or to a device, on the current stream; values are cast where dtypes
+        differ."""
         with torch.no_grad():
             torch._foreach_copy_(self.destinations, self.sources, True)
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Copy runs of bytes of host memory, which are just the bytes from ``start`` to ``end``."""
+    """Copy runs of bytes of host memory, which are just the bytes from ``start`` to
+    ``end``."""
 
     start: int
     end: int
@@ -98,7 +109,8 @@ class Runs:
 
 
 def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for what the current streams of this thread have under way, on the devices of these tensors."""
+    """Wait for what the current streams of this thread have under way, on the devices
+    of these tensors."""
     for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
         torch.accelerator.current_stream(device).synchronize()
 
@@ -109,13 +121,16 @@ def copy_pairs(
     sharing: int = 1,
     on_device: Callable[[], object] = lambda: None,
 ) -> None:
-    """Copy to the first tensor of each pair the second, of the same shape; values are cast where dtypes differ.
+    """Copy to the first tensor of each pair the second, of the same shape; values are
+    cast where dtypes differ.
 
-    As many threads as pay copy what lies on the CPU; this one alone, on its current streams, what lies on a device. All is
-    copied on return.
+    As many threads as pay copy what lies on the CPU; this one alone, on its current
+    streams, what lies on a device. All is copied on return.
 
-    :param sharing: how many processes of this machine are known to do this at the same time.
-    :param on_device: called before the first copy from or to a device: to pin host memory.
+    :param sharing: how many processes of this machine are known to do this at the same
+        time.
+    :param on_device: called before the first copy from or to a device: to pin host
+        memory.
     """
     device = accelerator()
     enqueued: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -186,7 +201,8 @@ def _parts(destination: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[to
 
 
 class Prefix:
-    """How many of ``nbytes`` bytes are filled from the start on without a hole; tells ``progress``. One call at a time."""
+    """How many of ``nbytes`` bytes are filled from the start on without a hole; tells
+    ``progress``. One call at a time."""
 
     def __init__(self, nbytes: int, progress: Progress) -> None:
         self._nbytes = nbytes
@@ -212,18 +228,23 @@ class Prefix:
 
 
 class Copier:
-    """Fills one run of bytes. Use it in a ``with`` block: an exception stops the helpers and cancels the digest.
+    """Fills one run of bytes. Use it in a ``with`` block: an exception stops the
+    helpers and cancels the digest.
 
-    One whose block was left without a word (an interrupt at its very end) is to be stopped by :meth:`close`, from any thread,
-    before its memory is given away.
+    One whose block was left without a word (an interrupt at its very end) is to be
+    stopped by :meth:`close`, from any thread, before its memory is given away.
 
-    :param data: uint8, one-dimensional, contiguous, on the CPU: what the steps fill, each byte once.
-    :param helpers: threads beside the caller's; None: what :func:`helpers_for` says, and at least one for the digest.
-    :param beside: hash while the copying goes on; None: when there are two helpers or more.
+    :param data: uint8, one-dimensional, contiguous, on the CPU: what the steps fill,
+        each byte once.
+    :param helpers: threads beside the caller's; None: what :func:`helpers_for` says,
+        and at least one for the digest.
+    :param beside: hash while the copying goes on; None: when there are two helpers or
+        more.
     :param progress: told how far ``data`` is filled from its start.
     :param begun: called with it before the first helper is there.
     :ivar step_nbytes: how large steps should be.
-    :ivar digest: of all of ``data``, once :meth:`finish` was called; set on a helper's thread.
+    :ivar digest: of all of ``data``, once :meth:`finish` was called; set on a helper's
+        thread.
     """
 
     step_nbytes = STEP_NBYTES
@@ -242,7 +263,8 @@ class Copier:
             helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))
         self.digest: Future[str] = Future()
         self._bytes: memoryview | None = data.numpy().data
-        """Until nobody asks for more of it: the crew and this one refer to each other, and would keep it alive."""
+        """Until nobody asks for more of it: the crew and this one refer to each other,
+        and would keep it alive."""
         self._past_caches = streaming.pays(nbytes)
         self._beside = helpers > 1 if beside is None else beside
         self._unfilled = [min(BLOCK_NBYTES, nbytes - start) for start in range(0, nbytes, BLOCK_NBYTES)]
@@ -264,7 +286,8 @@ class Copier:
         self.close()
 
     def close(self) -> None:
-        """Nobody writes to the memory any more on return. What is finished goes on; the rest is given up."""
+        """Nobody writes to the memory any more on return. What is finished goes on; the
+        rest is given up."""
         locked(self._crew.lock, self._give_up)
         self._crew.close()
 
@@ -275,11 +298,13 @@ class Copier:
             self._bytes = None
 
     def run(self, steps: Iterable[Step | Runs]) -> None:
-        """Do all steps, begun in this order; returns when they are copied. CPU tensors only."""
+        """Do all steps, begun in this order; returns when they are copied. CPU tensors
+        only."""
         self._crew.run([functools.partial(self._copy, step) for step in steps])
 
     def run_here(self, steps: Iterable[Step]) -> None:
-        """Like :meth:`run`, on this thread alone and in order: for tensors of a device."""
+        """Like :meth:`run`, on this thread alone and in order: for tensors of a
+        device."""
         waiting: list[Step] = []
         nbytes, most = 0, DEVICE_NBYTES if self._prefix is None else DEVICE_NBYTES // 4
         for step in steps:
@@ -292,7 +317,8 @@ class Copier:
         self._arrived(waiting)
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
-        """Copy one tensor here and now, from wherever it is; it fills the bytes from ``start`` to ``end``."""
+        """Copy one tensor here and now, from wherever it is; it fills the bytes from
+        ``start`` to ``end``."""
         destination.copy_(source)
         self.filled(start, end)
 
@@ -356,7 +382,8 @@ class Copier:
         return None
 
     def _grow(self) -> None:
-        """The caller is gone: one more helper may use its core. Not started by the caller, who would wait for it."""
+        """The caller is gone: one more helper may use its core. Not started by the
+        caller, who would wait for it."""
         more = locked(self._crew.lock, self._idle_cores)
         if more > 0:
             self._crew.grow(more)

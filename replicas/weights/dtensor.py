@@ -1,13 +1,18 @@
-"""DTensors: which of them is one, and where a rank's local tensor lies in the global one.
+"""DTensors: which of them is one, and where a rank's local tensor lies in the global
+one.
 
-Importing ``torch.distributed.tensor`` takes as long as importing torch, so it is only done where a DTensor can exist.
+Importing ``torch.distributed.tensor`` takes as long as importing torch, so it is only
+done where a DTensor can exist.
 
-Where a shard lies is asked of torch.distributed.checkpoint's planning (``__create_chunk_list__``, by which its planner learns
-what each rank saves), and not computed here. The rest of that planner is of no use: its public overlap arithmetic
-(``planner_helpers.create_read_items_for_chunk_list``) pairs the chunks of a file with those of a reader, while here each box
-of an update goes to its place in a whole image, and a DTensor parameter takes its own box out of that image by ``narrow``.
-Nothing overlaps but identical boxes, of which one is taken (:func:`replicas.core.versions.manifest.merge_parts`, which has no torch).
-Its deduplication of replicas needs all SavePlans in one place: a collective that pickles.
+Where a shard lies is asked of torch.distributed.checkpoint's planning
+(``__create_chunk_list__``, by which its planner learns what each rank saves), and not
+computed here. The rest of that planner is of no use: its public overlap arithmetic
+(``planner_helpers.create_read_items_for_chunk_list``) pairs the chunks of a file with
+those of a reader, while here each box of an update goes to its place in a whole image,
+and a DTensor parameter takes its own box out of that image by ``narrow``. Nothing
+overlaps but identical boxes, of which one is taken
+(:func:`replicas.core.versions.manifest.merge_parts`, which has no torch). Its
+deduplication of replicas needs all SavePlans in one place: a collective that pickles.
 """
 
 from __future__ import annotations
@@ -35,9 +40,11 @@ def is_dtensor(value: object) -> TypeGuard[DTensor]:
 
 
 def local_box(tensor: DTensor, name: str) -> Box | None:
-    """Where this rank's local tensor lies in the global one, without communication; None when it has no elements.
+    """Where this rank's local tensor lies in the global one, without communication;
+    None when it has no elements.
 
-    :raises ManifestMismatch: the local tensor is no box of the global one (partial sums, strided shards).
+    :raises ManifestMismatch: the local tensor is no box of the global one (partial
+        sums, strided shards).
     """
     from torch.distributed.tensor import Replicate
 
@@ -61,7 +68,8 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
 
 
 def _is_contiguous_block(tensor: DTensor) -> bool:
-    """Strided shards (FSDP over tensor parallel) are a block only in some orders: follow one index through them."""
+    """Strided shards (FSDP over tensor parallel) are a block only in some orders:
+    follow one index through them."""
     from torch.distributed.tensor.placement_types import _StridedShard
 
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())

@@ -1,9 +1,10 @@
 """One walk over the user's weights.
 
-A walk may be made of collectives of the user's own group: a generator that gathers, or ``DTensor.full_tensor()`` here.
-So every rank must walk to the end, whatever goes wrong on our side, and in the same order. A :class:`Feed` keeps the two
-kinds of failure apart: after the user's own exception there is nothing left to walk; after one of ours, :meth:`Feed.drain`
-walks on and throws the rest away.
+A walk may be made of collectives of the user's own group: a generator that gathers, or
+``DTensor.full_tensor()`` here. So every rank must walk to the end, whatever goes wrong
+on our side, and in the same order. A :class:`Feed` keeps the two kinds of failure
+apart: after the user's own exception there is nothing left to walk; after one of ours,
+:meth:`Feed.drain` walks on and throws the rest away.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ Mode = Literal["image", "parts"]
 class Shard:
     """A part of a tensor, for sources with ``ranks = "all"``.
 
-    :param tensor: the local elements, a box of the global tensor; any dtype, strides and device.
+    :param tensor: the local elements, a box of the global tensor; any dtype, strides
+        and device.
     :param offsets: where the box starts, one number a dimension.
     :param shape: shape of the global tensor.
     :raises UsageError: the box does not lie in the tensor.
@@ -64,7 +66,8 @@ class Shard:
 class Sources:
     """What to copy at once, in the order of the bytes.
 
-    :ivar addresses: where the bytes of each lie together, just as they are to be; None: some have to be gathered or cast.
+    :ivar addresses: where the bytes of each lie together, just as they are to be; None:
+        some have to be gathered or cast.
     """
 
     tensors: list[torch.Tensor]
@@ -74,15 +77,21 @@ class Sources:
 class Feed:
     """Walks weights once, in order.
 
-    :param weights: a module, a mapping, an iterable of pairs, or an object with ``metadata()`` and iteration; values are
-        Tensor, DTensor, :class:`Shard`, or None (skipped).
-    :param dtype: cast plain floating tensors (float16, bfloat16, float32, float64) to this; others stay as they are.
-    :param mode: ``"image"``: DTensors are gathered, Shards refused. ``"parts"``: the rank's own pieces, no communication.
-    :ivar finished: the end was reached, or the user's code raised: there is nothing left to drain.
-    :ivar user_failed: the user's own code raised. (Not what: its frames hold this feed, and slots.)
-    :ivar device: type of the device on which tensors were seen so far: ``"cpu"`` as long as all were there.
-    :ivar sources: all tensors to copy, in the order of their bytes, when a :class:`~replicas.weights.packing.Packer` found
-        that they are all there already.
+    :param weights: a module, a mapping, an iterable of pairs, or an object with
+        ``metadata()`` and iteration; values are Tensor, DTensor, :class:`Shard`, or
+        None (skipped).
+    :param dtype: cast plain floating tensors (float16, bfloat16, float32, float64) to
+        this; others stay as they are.
+    :param mode: ``"image"``: DTensors are gathered, Shards refused. ``"parts"``: the
+        rank's own pieces, no communication.
+    :ivar finished: the end was reached, or the user's code raised: there is nothing
+        left to drain.
+    :ivar user_failed: the user's own code raised. (Not what: its frames hold this feed,
+        and slots.)
+    :ivar device: type of the device on which tensors were seen so far: ``"cpu"`` as
+        long as all were there.
+    :ivar sources: all tensors to copy, in the order of their bytes, when a
+        :class:`~replicas.weights.packing.Packer` found that they are all there already.
     """
 
     def __init__(self, weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> None:
@@ -108,9 +117,11 @@ class Feed:
         self.dtype = dtype
 
     def plan(self) -> PartManifest | None:
-        """What the walk will give, without walking; None when that cannot be known (a plain iterable).
+        """What the walk will give, without walking; None when that cannot be known (a
+        plain iterable).
 
-        :raises ManifestMismatch: a value cannot be published. The feed still has to be drained.
+        :raises ManifestMismatch: a value cannot be published. The feed still has to be
+            drained.
         """
         entries = self.known_entries()
         if entries is not None:
@@ -130,14 +141,17 @@ class Feed:
             raise
 
     def known(self) -> dict[str, object] | None:
-        """All names and values, when they are all there (a module or a mapping); None for a stream."""
+        """All names and values, when they are all there (a module or a mapping); None
+        for a stream."""
         self._open()
         return self._known
 
     def known_entries(self) -> list[Entry] | None:
-        """What :meth:`known` gives as entries, without any gather: the ``tensor`` of a DTensor may be missing.
+        """What :meth:`known` gives as entries, without any gather: the ``tensor`` of a
+        DTensor may be missing.
 
-        :raises ManifestMismatch: a value cannot be published. The feed still has to be drained.
+        :raises ManifestMismatch: a value cannot be published. The feed still has to be
+            drained.
         """
         known = self.known()
         if known is None:
@@ -150,7 +164,8 @@ class Feed:
         self._end(failed=False)
 
     def __iter__(self) -> Iterator[Entry]:
-        """The entries. Raises what the user's code raises, and :class:`ManifestMismatch` for a value of no use."""
+        """The entries. Raises what the user's code raises, and
+        :class:`ManifestMismatch` for a value of no use."""
         while True:
             step = self._step()
             if step is None:
@@ -160,7 +175,8 @@ class Feed:
                 yield self._entry(name, value, self._ties, gather=True)
 
     def drain(self) -> None:
-        """Walk to the end and throw everything away; gathers take part. Raises only what the user's code raises."""
+        """Walk to the end and throw everything away; gathers take part. Raises only
+        what the user's code raises."""
         try:
             while (step := self._step()) is not None:
                 name, value = step
@@ -211,7 +227,8 @@ class Feed:
         self.finished, self.user_failed = True, failed
 
     def _gather(self, value: Any) -> torch.Tensor:
-        """A collective of the user's own group: when it fails, that is the user's error and the walk is over."""
+        """A collective of the user's own group: when it fails, that is the user's error
+        and the walk is over."""
         try:
             with torch.no_grad():
                 gathered: torch.Tensor = value.detach().full_tensor()
@@ -221,7 +238,8 @@ class Feed:
         return gathered
 
     def _entry(self, name: Any, value: Any, ties: Ties | None, *, gather: bool) -> Entry:
-        """One value as an entry. The gather comes before any check: this rank's peers are in it already."""
+        """One value as an entry. The gather comes before any check: this rank's peers
+        are in it already."""
         try:
             alias = ties.alias(name, value) if ties is not None else None
             gathered = None

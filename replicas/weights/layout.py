@@ -22,8 +22,8 @@ __all__ = ["Entry", "copy_elements", "layout"]
 class Entry:
     """One step of a walk.
 
-    :param tensor: the elements that this rank writes, detached, in the dtype they came with; None for an alias, for no
-        elements, and while only planning a gather.
+    :param tensor: the elements that this rank writes, detached, in the dtype they came
+        with; None for an alias, for no elements, and while only planning a gather.
     :param dtype: torch's name of the dtype that is published.
     :param shape: the global shape.
     :param box: where the elements lie in it; None when there are none.
@@ -39,9 +39,11 @@ class Entry:
 
 
 def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartManifest:
-    """The manifest of these entries. A part's pieces are packed without holes, by falling item size.
+    """The manifest of these entries. A part's pieces are packed without holes, by
+    falling item size.
 
-    :raises ManifestMismatch: a name came twice, or shards of one tensor disagree about it.
+    :raises ManifestMismatch: a name came twice, or shards of one tensor disagree about
+        it.
     """
     specs: dict[str, TensorSpec] = {}
     aliases: list[tuple[str, str]] = []
@@ -77,7 +79,8 @@ def _nbytes(dtype: str, box: Box) -> int:
 
 
 def copy_elements(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values, cast where dtypes differ; every dtype, device and stride. Host memory is filled on return."""
+    """Copy values, cast where dtypes differ; every dtype, device and stride. Host
+    memory is filled on return."""
     device = accelerator()
     with torch.no_grad():
         if destination.dtype == source.dtype:

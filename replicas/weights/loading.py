@@ -19,9 +19,11 @@ __all__ = ["load_into", "views"]
 
 
 def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, torch.Tensor]:
-    """The tensors of an image by name, in the publisher's order, as views of it (aliases left out).
+    """The tensors of an image by name, in the publisher's order, as views of it
+    (aliases left out).
 
-    :param image: uint8 of shape ``[manifest.image_nbytes]``, header included: ``slot.buffer.tensor()`` or ``.private()``.
+    :param image: uint8 of shape ``[manifest.image_nbytes]``, header included:
+        ``slot.buffer.tensor()`` or ``.private()``.
     """
     whole = manifest.whole if isinstance(manifest, PartManifest) else manifest
     places = Places(PartManifest(whole.tensors, whole.aliases))
@@ -42,15 +44,20 @@ def load_into(
     sharing: int = 1,
     on_device: Callable[[], object] = lambda: None,
 ) -> None:
-    """Copy ``tensors`` into the parameters and persistent buffers of ``model``, in place.
+    """Copy ``tensors`` into the parameters and persistent buffers of ``model``, in
+    place.
 
-    Names and shapes must match exactly; a plain floating dtype may differ and is cast. Tied parameters are written once
-    and may come under any of their names. A DTensor parameter gets its local part, without communication. Everything is
-    checked before the first byte is written.
+    Names and shapes must match exactly; a plain floating dtype may differ and is cast.
+    Tied parameters are written once and may come under any of their names. A DTensor
+    parameter gets its local part, without communication. Everything is checked before
+    the first byte is written.
 
-    :param sharing: how many processes of this machine are known to load at the same time.
-    :param on_device: called before the first copy from or to a device: to pin the host memory where ``tensors`` are.
-    :raises ManifestMismatch: naming what is missing, unknown, or of another shape or dtype; ``model`` is unchanged.
+    :param sharing: how many processes of this machine are known to load at the same
+        time.
+    :param on_device: called before the first copy from or to a device: to pin the host
+        memory where ``tensors`` are.
+    :raises ManifestMismatch: naming what is missing, unknown, or of another shape or
+        dtype; ``model`` is unchanged.
     """
     given = dict(tensors)
     given.update({alias: given[target] for alias, target in aliases if target in given})

@@ -3,29 +3,36 @@
 Theory of operation
 ===================
 
-A publish walks the weights once (:class:`replicas.weights.feed.Feed`). What is known before the first step
-(:meth:`Feed.plan`: a module, a mapping, an object with ``metadata()``) is written straight into
-the slot by :meth:`Packer.pack`. A plain iterable tells nothing beforehand: give the manifest of
-the last publish of the same channel, or keep private copies of everything with :func:`stage`,
-which then knows its manifest.
+A publish walks the weights once (:class:`replicas.weights.feed.Feed`). What is known
+before the first step (:meth:`Feed.plan`: a module, a mapping, an object with
+``metadata()``) is written straight into the slot by :meth:`Packer.pack`. A plain
+iterable tells nothing beforehand: give the manifest of the last publish of the same
+channel, or keep private copies of everything with :func:`stage`, which then knows its
+manifest.
 
-A module or a mapping of which nothing has to be gathered is copied *at once*: all its tensors exist, so they are taken in
-the order of their bytes, in large steps, by several threads (:mod:`replicas.weights.copying`). A :class:`Packer` remembers
-from one publish to the next what it looked like (:mod:`replicas.weights.planned`) and the views of each slot, so that a
-repeated publish of many small tensors costs little beside the copy. Anything else is copied step by step, before the next
-step is asked for. What is copied at once may be sent meanwhile: no code of the user's can come in between
+A module or a mapping of which nothing has to be gathered is copied *at once*: all its
+tensors exist, so they are taken in the order of their bytes, in large steps, by several
+threads (:mod:`replicas.weights.copying`). A :class:`Packer` remembers from one publish
+to the next what it looked like (:mod:`replicas.weights.planned`) and the views of each
+slot, so that a repeated publish of many small tensors costs little beside the copy.
+Anything else is copied step by step, before the next step is asked for. What is copied
+at once may be sent meanwhile: no code of the user's can come in between
 (:meth:`Packer.knows`), and whoever sends it is told how far it is there from its start.
 
-Either way the digest of the bytes is made beside the copy, by another thread: :class:`Packing` has it a moment later.
+Either way the digest of the bytes is made beside the copy, by another thread:
+:class:`Packing` has it a moment later.
 
-What lies on a device, and what goes there, is not copied by the caller's thread: that only enqueues the copies, and goes on
-(:mod:`replicas.weights.devices.device_copies`). The packing tells when they are done.
+What lies on a device, and what goes there, is not copied by the caller's thread: that
+only enqueues the copies, and goes on (:mod:`replicas.weights.devices.device_copies`).
+The packing tells when they are done.
 
-Both drain the feed to its end before they raise an error of ours, because its steps may be collectives of the user's
-group; the user's own exceptions (``feed.user_failed``) come through as they are.
+Both drain the feed to its end before they raise an error of ours, because its steps may
+be collectives of the user's group; the user's own exceptions (``feed.user_failed``)
+come through as they are.
 
-Mode ``"image"``: this rank writes all tensors into one image; DTensors are gathered, on every rank of the replica (the
-others only call :meth:`Feed.drain`). Mode ``"parts"``: each rank writes its own pieces and nothing is gathered.
+Mode ``"image"``: this rank writes all tensors into one image; DTensors are gathered, on
+every rank of the replica (the others only call :meth:`Feed.drain`). Mode ``"parts"``:
+each rank writes its own pieces and nothing is gathered.
 """
 
 from __future__ import annotations
@@ -104,8 +111,8 @@ def _filled(
 def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
     """The digest of a slot that is filled already. Returns at once.
 
-    What was written to it on a device, or from one to pinned memory, is waited for first, as far as it is on the current
-    stream; see :class:`Manner` for ``begun``.
+    What was written to it on a device, or from one to pinned memory, is waited for
+    first, as far as it is on the current stream; see :class:`Manner` for ``begun``.
     """
     buffer = slot.buffer
     device = accelerator() if buffer.device or buffer.pinned else None
@@ -148,7 +155,8 @@ def _copy(
 def _copy_runs(
     places: Places, sources: Addresses, data: torch.Tensor, manner: Manner, progress: Progress | None
 ) -> Packing:
-    """Copy bytes of host memory as they are, by their addresses in the order of the places."""
+    """Copy bytes of host memory as they are, by their addresses in the order of the
+    places."""
 
     def copy(copies: Copier | DeviceCopies) -> None:
         assert isinstance(copies, Copier)
@@ -158,7 +166,8 @@ def _copy_runs(
 
 
 class Packer:
-    """Packs one publish after the other, and remembers what they have in common. One thread at a time."""
+    """Packs one publish after the other, and remembers what they have in common. One
+    thread at a time."""
 
     def __init__(self) -> None:
         self._planned: Planned | None = None
@@ -167,9 +176,11 @@ class Packer:
         """By the key of a buffer, until it is closed."""
 
     def plan(self, feed: Feed) -> PartManifest | None:
-        """Like :meth:`Feed.plan`; cheap when the weights look like those of the last call.
+        """Like :meth:`Feed.plan`; cheap when the weights look like those of the last
+        call.
 
-        :raises ManifestMismatch: a value cannot be published. The feed still has to be drained.
+        :raises ManifestMismatch: a value cannot be published. The feed still has to be
+            drained.
         """
         planned = self._planned
         if planned is not None and (sources := planned.sources(feed)) is not None:
@@ -186,7 +197,8 @@ class Packer:
         return manifest
 
     def knows(self, feed: Feed, manifest: PartManifest) -> bool:
-        """Whether :meth:`pack` will copy at once: all tensors are there, and no code of the user's runs before the end."""
+        """Whether :meth:`pack` will copy at once: all tensors are there, and no code of
+        the user's runs before the end."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
     def pack(
@@ -199,13 +211,18 @@ class Packer:
         hold: bool = True,
         begun: Begun = lambda copies: None,
     ) -> Packing:
-        """Copy everything to its place in ``slot``. What has to be walked is copied step by step, before the next one.
+        """Copy everything to its place in ``slot``. What has to be walked is copied
+        step by step, before the next one.
 
-        :param manifest: from :meth:`plan`, or of an earlier publish of the same weights.
-        :param progress: told how far the slot's data is there from its start. The last call says that all is, and comes
-            before this returns, or after :attr:`Packing.copies` are done; it does not come when this raises or those fail.
+        :param manifest: from :meth:`plan`, or of an earlier publish of the same
+            weights.
+        :param progress: told how far the slot's data is there from its start. The last
+            call says that all is, and comes before this returns, or after
+            :attr:`Packing.copies` are done; it does not come when this raises or those
+            fail.
         :param hold: see :class:`Manner`, as for ``begun``.
-        :raises ManifestMismatch: the feed gave something else than ``manifest`` says; the feed has been drained.
+        :raises ManifestMismatch: the feed gave something else than ``manifest`` says;
+            the feed has been drained.
         """
         manner = Manner(slot.buffer, hold, begun)
         known = self.knows(feed, manifest)
@@ -249,7 +266,8 @@ class Packer:
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Private copies of a whole feed, for weights of which nothing was known beforehand."""
+    """Private copies of a whole feed, for weights of which nothing was known
+    beforehand."""
 
     manifest: PartManifest
     entries: tuple[Entry, ...]
@@ -266,7 +284,8 @@ class Staged:
 
 
 def stage(feed: Feed) -> Staged:
-    """Walk ``feed`` and keep private CPU copies: a yielded tensor may be freed when its iterator goes on.
+    """Walk ``feed`` and keep private CPU copies: a yielded tensor may be freed when its
+    iterator goes on.
 
     :raises ManifestMismatch: a value cannot be published; the feed has been drained.
     """

@@ -27,10 +27,13 @@ PlaceKey = tuple[int, tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Cut:
-    """Some pieces that are copied in one step, or some rows of one: bytes from ``start`` to ``end``.
+    """Some pieces that are copied in one step, or some rows of one: bytes from
+    ``start`` to ``end``.
 
-    :param first: the first piece, ``last`` the one behind the last, in the order of their bytes.
-    :param axis: -1: whole pieces; else ``rows`` indices of this axis of piece ``first``, from ``row`` on.
+    :param first: the first piece, ``last`` the one behind the last, in the order of
+        their bytes.
+    :param axis: -1: whole pieces; else ``rows`` indices of this axis of piece
+        ``first``, from ``row`` on.
     """
 
     start: int
@@ -49,10 +52,11 @@ class Cut:
 
 
 class Places:
-    """Where the pieces of a manifest lie, in the order of their bytes; pieces without elements are left out.
+    """Where the pieces of a manifest lie, in the order of their bytes; pieces without
+    elements are left out.
 
-    :ivar order: of each piece, its place in the order in which they were given: among the tensors of an image, or among
-        the pieces of a part.
+    :ivar order: of each piece, its place in the order in which they were given: among
+        the tensors of an image, or among the pieces of a part.
     """
 
     def __init__(self, manifest: PartManifest) -> None:
@@ -74,12 +78,14 @@ class Places:
 
     @cached_property
     def index(self) -> dict[PlaceKey, int]:
-        """Number of each piece in this order, by its tensor's number, offsets and shape."""
+        """Number of each piece in this order, by its tensor's number, offsets and
+        shape."""
         return {self._keys[number]: index for index, number in enumerate(self.order)}
 
     @cached_property
     def odd(self) -> tuple[int, ...]:
-        """Pieces of dtypes that not every torch can copy: they are copied as integers."""
+        """Pieces of dtypes that not every torch can copy: they are copied as
+        integers."""
         return tuple(index for index, dtype in enumerate(self._dtypes) if not is_copied(torch_dtype(dtype)))
 
     @cached_property
@@ -88,7 +94,8 @@ class Places:
         return self.cuts_of(STEP_NBYTES)
 
     def cuts_of(self, nbytes: int) -> list[Cut]:
-        """Steps of about ``nbytes``, which together copy everything; kept for the next time."""
+        """Steps of about ``nbytes``, which together copy everything; kept for the next
+        time."""
         found = self._cuts.get(nbytes)
         if found is None:
             found = self._cuts[nbytes] = self._cut(nbytes)
@@ -120,7 +127,8 @@ class Places:
         return items * np.array(self._counts, dtype=np.uintp)
 
     def runs(self, data: torch.Tensor, sources: Addresses) -> Iterator[Runs]:
-        """All steps that copy to ``data``, from where the bytes of each piece lie together."""
+        """All steps that copy to ``data``, from where the bytes of each piece lie
+        together."""
         to = self._first_bytes + np.uintp(data.data_ptr())
         for cut in self.cuts:
             if cut.axis < 0:
@@ -138,7 +146,8 @@ class Places:
 
     @torch.inference_mode(False)  # any thread may write to them, whatever mode this one is in
     def views(self, data: torch.Tensor, *, as_bits: bool = True) -> list[torch.Tensor]:
-        """All pieces, as views of ``data`` (uint8: the data section of an image, or a packed part).
+        """All pieces, as views of ``data`` (uint8: the data section of an image, or a
+        packed part).
 
         :param as_bits: :attr:`odd` ones as integers.
         """
@@ -156,7 +165,8 @@ class Places:
 
 
 def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
-    """One piece, cut along its first axis that has more than one index: each cut is one run of bytes."""
+    """One piece, cut along its first axis that has more than one index: each cut is one
+    run of bytes."""
     axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
     row_nbytes = nbytes // shape[axis]
     rows = max(1, step_nbytes // row_nbytes)
@@ -167,7 +177,8 @@ def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbyt
 
 
 def steps(places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> Iterator[Step]:
-    """Steps of about ``nbytes`` that copy ``sources`` to ``destinations``; both in the order of the bytes."""
+    """Steps of about ``nbytes`` that copy ``sources`` to ``destinations``; both in the
+    order of the bytes."""
     for cut in places.cuts_of(nbytes):
         yield Step(cut.start, cut.end, cut.of(destinations), cut.of(sources))
 
@@ -224,7 +235,8 @@ class Writer:
         filler.put(self._destinations[index], source, *self._places.extent(index))
 
     def finish(self) -> None:
-        """Check that everything came; :class:`ManifestMismatch` names the first that did not."""
+        """Check that everything came; :class:`ManifestMismatch` names the first that
+        did not."""
         absent = self._unseen | {self._manifest.tensors[key[0]].name for key in self._missing}
         if absent:
             first = next(spec.name for spec in self._manifest.tensors if spec.name in absent)

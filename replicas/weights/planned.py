@@ -3,15 +3,19 @@
 Theory of operation
 ===================
 
-A module or a mapping mostly gives the same tensors each time: the same names, shapes, dtypes and ties, with other values.
-Then the manifest is the same, too, and so is the place of each tensor. :class:`Planned` remembers how the last set looked,
-and :meth:`Planned.sources` compares a new one with it by whole lists, which costs half a microsecond a tensor. Whatever
-differs makes it answer None, and so does whatever is of an unusual kind: then the set is looked at anew, with all checks.
+A module or a mapping mostly gives the same tensors each time: the same names, shapes,
+dtypes and ties, with other values. Then the manifest is the same, too, and so is the
+place of each tensor. :class:`Planned` remembers how the last set looked, and
+:meth:`Planned.sources` compares a new one with it by whole lists, which costs half a
+microsecond a tensor. Whatever differs makes it answer None, and so does whatever is of
+an unusual kind: then the set is looked at anew, with all checks.
 
-Ties are compared by address: tied tensors must have one again, and all others different ones. No tensor is kept.
+Ties are compared by address: tied tensors must have one again, and all others different
+ones. No tensor is kept.
 
-When each tensor is one run of bytes in host memory, and they are just those of its place, they are copied by their addresses,
-and no view of either side is made (:attr:`~replicas.weights.feed.Sources.addresses`).
+When each tensor is one run of bytes in host memory, and they are just those of its
+place, they are copied by their addresses, and no view of either side is made
+(:attr:`~replicas.weights.feed.Sources.addresses`).
 """
 
 from __future__ import annotations
@@ -45,7 +49,8 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """Where tensors begin in memory, one that is not on the CPU, and whether each is one run of the bytes to be copied."""
+    """Where tensors begin in memory, one that is not on the CPU, and whether each is
+    one run of the bytes to be copied."""
 
     addresses: Addresses
     elsewhere: torch.Tensor | None
@@ -90,11 +95,13 @@ class Planned:
         self._usable = tensors is not None and seen is not None and self._tied_alike(tensors, seen.addresses)
 
     def first_sources(self, entries: Sequence[Entry]) -> Sources | None:
-        """What to copy of the entries of which this was made; None when something has to be gathered first."""
+        """What to copy of the entries of which this was made; None when something has
+        to be gathered first."""
         return None if self._gathers else Sources(self._ordered([entry.tensor for entry in entries]), None)
 
     def sources(self, feed: Feed) -> Sources | None:
-        """What to copy, in the order of the bytes; None when ``feed`` does not give just what was given then."""
+        """What to copy, in the order of the bytes; None when ``feed`` does not give
+        just what was given then."""
         known = feed.known()
         if known is None or not self._usable or self._how != (feed.dtype, feed.mode):
             return None
@@ -114,7 +121,8 @@ class Planned:
         return Sources(self._ordered(tensors), None)
 
     def _tensors(self, values: Sequence[object]) -> list[torch.Tensor] | None:
-        """The memory of each value; None when one of them is of a kind that this does not know."""
+        """The memory of each value; None when one of them is of a kind that this does
+        not know."""
         if not self._special:
             return values  # type: ignore[return-value]  # their types are plain tensors, all of them
         found: list[torch.Tensor] = []
@@ -127,9 +135,11 @@ class Planned:
         return found
 
     def _look(self, tensors: Sequence[torch.Tensor]) -> _Seen | None:
-        """What cannot be known from the last time; None when a tensor is not what it was then.
+        """What cannot be known from the last time; None when a tensor is not what it
+        was then.
 
-        A few tensors at a time: what one look has brought into the caches is there for the next one.
+        A few tensors at a time: what one look has brought into the caches is there for
+        the next one.
         """
         addresses = np.empty(len(tensors), dtype=np.uintp)
         elsewhere: torch.Tensor | None = None
@@ -182,7 +192,8 @@ class Planned:
 
 
 def _form(value: object) -> object:
-    """What else must be the same of a value that is no plain tensor; None for a kind that is not known here."""
+    """What else must be the same of a value that is no plain tensor; None for a kind
+    that is not known here."""
     if isinstance(value, Shard):
         return value.offsets, value.shape
     if is_dtensor(value):

@@ -19,7 +19,8 @@ Declared = tuple[str, torch.dtype, tuple[int, ...]]
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, whose names have no prefix of the wrapper."""
+    """The model inside DistributedDataParallel and torch.compile, whose names have no
+    prefix of the wrapper."""
     while True:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             module = module.module
@@ -30,7 +31,8 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def known_values(weights: object) -> dict[str, object] | None:
-    """All values of a module (parameters and persistent buffers) or a mapping; None for anything that is a stream."""
+    """All values of a module (parameters and persistent buffers) or a mapping; None for
+    anything that is a stream."""
     if isinstance(weights, torch.nn.Module):
         state = unwrapped(weights).state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if name.rpartition(".")[2] != "_extra_state"}
@@ -50,10 +52,12 @@ def streamed_values(weights: object) -> Iterator[tuple[str, object]]:
 
 
 def declared(weights: object) -> list[Declared] | None:
-    """What an object with ``metadata()`` says about the tensors that its iteration will give; None for others.
+    """What an object with ``metadata()`` says about the tensors that its iteration will
+    give; None for others.
 
-    ``metadata()`` gives a mapping of names to tensors (meta tensors will do) or ``(dtype, shape)``, or an iterable of
-    ``(name, tensor)``, ``(name, dtype, shape)`` or objects with these three as attributes (vLLM's ``ParamMeta``).
+    ``metadata()`` gives a mapping of names to tensors (meta tensors will do) or
+    ``(dtype, shape)``, or an iterable of ``(name, tensor)``, ``(name, dtype, shape)``
+    or objects with these three as attributes (vLLM's ``ParamMeta``).
     """
     metadata = getattr(weights, "metadata", None)
     if isinstance(weights, (torch.nn.Module, Mapping)) or not callable(metadata):
@@ -79,13 +83,15 @@ def _declared_row(row: object) -> Declared:
 
 
 class Ties:
-    """Finds tensors that are one and the same storage. Only for values that all exist at once: a stream may reuse memory."""
+    """Finds tensors that are one and the same storage. Only for values that all exist
+    at once: a stream may reuse memory."""
 
     def __init__(self) -> None:
         self._first: dict[object, str] = {}
 
     def alias(self, name: str, value: object) -> str | None:
-        """The name under which this same tensor came before, if it did. The answer is the same on all ranks."""
+        """The name under which this same tensor came before, if it did. The answer is
+        the same on all ranks."""
         if not isinstance(value, torch.Tensor) or is_lazy(value):
             return None
         if is_dtensor(value):
@@ -99,7 +105,8 @@ class Ties:
 
     @staticmethod
     def _key(tensor: torch.Tensor) -> object:
-        # The storage object rather than its address: also a rank whose shard is empty must see the tie.
+        # The storage object rather than its address: also a rank whose shard is empty
+        # must see the tie.
         storage = tensor.untyped_storage()._cdata
         lazy = tensor.is_conj(), tensor.is_neg()
         return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, lazy

@@ -1,18 +1,23 @@
-"""Copies without torch: of large tensors past the caches of the processor, of many small ones without a look at each.
+"""Copies without torch: of large tensors past the caches of the processor, of many
+small ones without a look at each.
 
 Theory of operation
 ===================
 
-torch copies with ordinary stores, and so does memcpy for anything smaller than most of the cache: each line is read from
-memory before it is overwritten. Weights are larger than any cache, and nobody reads what was just copied while it is still
-there. ``streaming.c``, compiled when the package is installed (``hatch_build.py``), uses non-temporal stores for them: on two
-cores 269 MB were copied in 13 ms in place of 18, by one thread in 18 ms in place of 28.
+torch copies with ordinary stores, and so does memcpy for anything smaller than most of
+the cache: each line is read from memory before it is overwritten. Weights are larger
+than any cache, and nobody reads what was just copied while it is still there.
+``streaming.c``, compiled when the package is installed (``hatch_build.py``), uses
+non-temporal stores for them: on two cores 269 MB were copied in 13 ms in place of 18,
+by one thread in 18 ms in place of 28.
 
-torch also takes a microsecond for each tensor, however small. Who knows that both sides are runs of the same bytes has all of
-them copied by one call (:func:`copy_runs`): 100,000 tensors of 256 bytes in 4 ms in place of 90.
+torch also takes a microsecond for each tensor, however small. Who knows that both sides
+are runs of the same bytes has all of them copied by one call (:func:`copy_runs`):
+100,000 tensors of 256 bytes in 4 ms in place of 90.
 
-Where it was not compiled (no C compiler at hand), or the tensors are not of the simplest kind (other dtypes, strides, lazy
-conjugation, subclasses), torch copies, with the same result. Small pieces go to torch as well, all at once.
+Where it was not compiled (no C compiler at hand), or the tensors are not of the
+simplest kind (other dtypes, strides, lazy conjugation, subclasses), torch copies, with
+the same result. Small pieces go to torch as well, all at once.
 """
 
 from __future__ import annotations
@@ -36,7 +41,8 @@ Addresses = npt.NDArray[np.uintp]
 PIECE_NBYTES = 64 << 10
 """Smaller pieces gain nothing: torch copies them."""
 MOST_PIECES = 128
-"""Of so many in one call most are small: torch copies all of them, and nobody looks at each."""
+"""Of so many in one call most are small: torch copies all of them, and nobody looks at
+each."""
 _CACHE_NBYTES = 32 << 20
 """Of a machine that does not say it."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -68,7 +74,8 @@ def _cache_nbytes() -> int:
 
 
 def pays(nbytes: int) -> bool:
-    """Whether ``nbytes`` that are copied in one go should not go through the caches: they are larger than those."""
+    """Whether ``nbytes`` that are copied in one go should not go through the caches:
+    they are larger than those."""
     return available and nbytes > _cache_nbytes()
 
 
@@ -76,8 +83,8 @@ def pays(nbytes: int) -> bool:
 def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
     """Within the block these tensors can be written in place, on this thread.
 
-    Those that were made in inference mode, as an engine's parameters may be, can be written in that mode only, which is each
-    thread's own; the others in either.
+    Those that were made in inference mode, as an engine's parameters may be, can be
+    written in that mode only, which is each thread's own; the others in either.
     """
     inference = any(map(torch.Tensor.is_inference, destinations))
     with torch.inference_mode() if inference else torch.no_grad():
@@ -85,7 +92,8 @@ def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def copy_runs(to: Addresses, sources: Addresses, sizes: Addresses, *, past_caches: bool = False) -> None:
-    """Copy runs of bytes, none of which may overlap another; only where :data:`available`. Others may run Python meanwhile.
+    """Copy runs of bytes, none of which may overlap another; only where
+    :data:`available`. Others may run Python meanwhile.
 
     :param past_caches: as :func:`pays` says of the whole of which this is a part.
     """
@@ -100,10 +108,12 @@ def copy_all(
     past_caches: bool = False,
     inference: bool = False,
 ) -> None:
-    """Copy each source to the destination of the same shape, on the CPU; values are cast where dtypes differ.
+    """Copy each source to the destination of the same shape, on the CPU; values are
+    cast where dtypes differ.
 
     :param past_caches: as :func:`pays` says of the whole of which this is a part.
-    :param inference: some destinations were made in inference mode (see :func:`writing`).
+    :param inference: some destinations were made in inference mode (see
+        :func:`writing`).
     """
     if past_caches and _stream is not None and len(destinations) <= MOST_PIECES:
         pairs = list(zip(destinations, sources, strict=True))

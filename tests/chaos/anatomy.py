@@ -19,7 +19,8 @@ class Unfinished(Exception):
 
 @dataclass
 class Body:
-    """The processes of one replica, 0 for what there is none of. ``launcher``: torchrun's; ``ranks`` in order."""
+    """The processes of one replica, 0 for what there is none of. ``launcher``:
+    torchrun's; ``ranks`` in order."""
 
     name: str
     shim: int
@@ -36,9 +37,11 @@ class Body:
 
 
 class Anatomy:
-    """A picture of the run; ``orphans`` are processes of it that have no place in the picture.
+    """A picture of the run; ``orphans`` are processes of it that have no place in the
+    picture.
 
-    :param guests: processes that are known to be there besides. :param channels: whether the replicas have sidecars.
+    :param guests: processes that are known to be there besides. :param channels:
+        whether the replicas have sidecars.
     :param whole: False leaves out replicas of which something is missing.
     :raises Unfinished: some part is missing.
     """

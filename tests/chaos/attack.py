@@ -1,4 +1,5 @@
-"""From a fault to its deeds: who is hit, how the moment is brought about, and what is done besides signals."""
+"""From a fault to its deeds: who is hit, how the moment is brought about, and what is
+done besides signals."""
 
 from __future__ import annotations
 
@@ -34,14 +35,16 @@ HEADROOM_NBYTES = 2**20
 
 @dataclass(frozen=True)
 class Victim:
-    """``replica``: to which it belongs, or the guest; empty for store, supervisor and ports."""
+    """``replica``: to which it belongs, or the guest; empty for store, supervisor and
+    ports."""
 
     replica: str
     deeds: list[dict[str, Any]] = field(default_factory=list)
 
 
 def choose(fault: Fault, world: World, anatomy: Anatomy, spared: Set[str]) -> Victim | None:
-    """Whom the fault hits, but none of the replicas ``spared``; None when those are all that it could."""
+    """Whom the fault hits, but none of the replicas ``spared``; None when those are all
+    that it could."""
     if fault.target == "supervisor":
         return Victim("", [_deed(fault, pid=world.run.pid)])
     if fault.target == "store":
@@ -86,7 +89,8 @@ def _deed(fault: Fault, **whom: float) -> dict[str, Any]:
 
 
 class Attack:
-    """One fault on its way. ``undo`` gets what must be taken back at the end of the round."""
+    """One fault on its way. ``undo`` gets what must be taken back at the end of the
+    round."""
 
     def __init__(self, fault: Fault, victim: Victim, world: World, anatomy: Anatomy, undo: ExitStack) -> None:
         self.fault = fault
@@ -135,13 +139,15 @@ class Attack:
         self.since = time.monotonic()
 
     def _replace_guest(self) -> None:
-        """Half of those that are frozen are lost by their lease, the others to the new one."""
+        """Half of those that are frozen are lost by their lease, the others to the new
+        one."""
         if self.fault.kind == "freeze" and self._rng.random() < 0.5:
             time.sleep(LEASE_S + 1.0)
         self._world.guest.start()
 
     def _bring_about(self, *, wait: bool = False) -> None:
-        """A lane is formed, or somebody caught up, only when the members change: have one of them join again.
+        """A lane is formed, or somebody caught up, only when the members change: have
+        one of them join again.
 
         So does the coordinator hear of collectives only then.
         """
@@ -160,7 +166,7 @@ class Attack:
         if wait:
             eventually(joined, f"{name} to join again")
 
-    # ------------------------------------------------------------ what is more than a signal
+    # ------------------------------------------------------- what is more than a signal
 
     def _pause(self) -> None:
         time.sleep(self.fault.pause_s)  # the fault itself, not a wait for anything

@@ -1,11 +1,14 @@
-"""``crew.py KIND OUT``: a program without torch, for chaos of processes only. Standard library, no site packages.
+"""``crew.py KIND OUT``: a program without torch, for chaos of processes only. Standard
+library, no site packages.
 
-``plain`` waits. ``deaf`` ignores SIGTERM. ``breeds`` has three daemons, all deaf: a child in a session of its own, one that
-was forked twice and keeps our output open, and one that was forked twice with nothing of ours: no environment, no open file.
+``plain`` waits. ``deaf`` ignores SIGTERM. ``breeds`` has three daemons, all deaf: a
+child in a session of its own, one that was forked twice and keeps our output open, and
+one that was forked twice with nothing of ours: no environment, no open file.
 
-It tells by JSON lines in ``OUT/GROUP-REPLICA.RANK.jsonl`` when it is up, with the pids of its daemons, and obeys two signals:
-``USR1`` writes ``FLOOD`` numbered lines to its standard output at once, and tells when the last one is written; ``USR2``
-exits with code 3.
+It tells by JSON lines in ``OUT/GROUP-REPLICA.RANK.jsonl`` when it is up, with the pids
+of its daemons, and obeys two signals: ``USR1`` writes ``FLOOD`` numbered lines to its
+standard output at once, and tells when the last one is written; ``USR2`` exits with
+code 3.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""The coordinator of a :mod:`tests.chaos.far_world`, on one of its hosts, and what shows of it.
+"""The coordinator of a :mod:`tests.chaos.far_world`, on one of its hosts, and what
+shows of it.
 
-Run as a program with the JSON of its settings. It prints a line when it serves, appends each event of its channels to
-``events.jsonl``, and answers each line that it reads with what it says of its members. At the end of its input it stops.
+Run as a program with the JSON of its settings. It prints a line when it serves, appends
+each event of its channels to ``events.jsonl``, and answers each line that it reads with
+what it says of its members. At the end of its input it stops.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""A world of several hosts on a switch: the coordinator on A, a trainer on B, two targets each on C and D.
+"""A world of several hosts on a switch: the coordinator on A, a trainer on B, two
+targets each on C and D.
 
-Or, for collectives alone, a peer each on B, C and D. All of them run by themselves until the end, write down what they see,
-and join again when they are fenced. A process that ends is noted, and started again by :meth:`FarWorld.tend`.
+Or, for collectives alone, a peer each on B, C and D. All of them run by themselves
+until the end, write down what they see, and join again when they are fenced. A process
+that ends is noted, and started again by :meth:`FarWorld.tend`.
 """
 
 from __future__ import annotations
@@ -39,7 +41,8 @@ LAN = Shape(rate_nbytes_s=200 * MBIT_NBYTES)
 
 @dataclass(frozen=True)
 class Scene:
-    """What a world is made of. ``places``: the host of each replica, by ``group-replica``."""
+    """What a world is made of. ``places``: the host of each replica, by
+    ``group-replica``."""
 
     nbytes: int = 32 << 20
     deadline_s: float = 40.0
@@ -119,7 +122,8 @@ class _Process:
 
 
 class FarWorld:
-    """The world from the test's side. What its programs write shows here as :class:`tests.chaos.written.Writes` says."""
+    """The world from the test's side. What its programs write shows here as
+    :class:`tests.chaos.written.Writes` says."""
 
     def __init__(self, scene: Scene, switch: Switch, out: Path) -> None:
         self.scene = scene
@@ -179,7 +183,8 @@ class FarWorld:
                 member.start()
 
     def kill(self, *names: str) -> None:
-        """SIGKILL to these members, which are started again; their deaths are asked for."""
+        """SIGKILL to these members, which are started again; their deaths are asked
+        for."""
         for name in names:
             os.kill(self.members[name].pid, signal.SIGKILL)
         for name in names:
@@ -235,12 +240,13 @@ class FarWorld:
         return [line["version"] for line in lines if line["channel"] == "policy" and line["kind"] == "commit"]
 
     def runs(self, name: str, pid: int) -> bool:
-        """``pid``: in the namespace of its host, where no other process gets it again so soon."""
+        """``pid``: in the namespace of its host, where no other process gets it again
+        so soon."""
         member = self.members[name.partition(".")[0]]
         lines = self.log(name)
         return member.ended is None and lines[-1]["pid"] == pid
 
-    # ------------------------------------------------------------ what has happened since
+    # ---------------------------------------------------------- what has happened since
 
     def commits(self, since: float) -> list[Line]:
         """Ends of publishes that were committed after this time."""
@@ -252,7 +258,8 @@ class FarWorld:
         return [line for line in self.log("trainer-0.0") if "error" in line and line["at"] > since]
 
     def served(self, name: str, version: int) -> float:
-        """When this target first served that version or a newer one; 0 if it has not."""
+        """When this target first served that version or a newer one; 0 if it has
+        not."""
         lines = self.log(f"{name}.0")
         return next((line["at"] for line in lines if "stamp" in line and line.get("version", 0) >= version), 0.0)
 
@@ -273,7 +280,8 @@ class FarWorld:
         }
 
     def whole_at(self, since: float) -> float:
-        """When, after this time, all had served a version of which nobody was missing, and all peers had met; 0: not yet."""
+        """When, after this time, all had served a version of which nobody was missing,
+        and all peers had met; 0: not yet."""
         found: list[float] = [self._met_at(since)] if self.peers else []
         for line in self.commits(since):
             if not line["lost"]:
@@ -288,7 +296,8 @@ class FarWorld:
         return min((at for at, _, members in self.reduced(since) if set(members) == set(self.peers)), default=0.0)
 
     def story(self, since: float) -> str:
-        """What the programs said from a little before this time on, by seconds from it, and what the coordinator says now."""
+        """What the programs said from a little before this time on, by seconds from it,
+        and what the coordinator says now."""
         names = [*(f"{name}.0" for name in self.scene.places), *(f"{peer}.0.outer" for peer in self.peers)]
         lines = [{**line, "from": name} for name in names for line in self.log(name) if line["at"] > since - 3.0]
         telling = {"ended", "error", "members", "apart", "joined", "version"}
@@ -309,7 +318,8 @@ class FarWorld:
         )
 
     def reduced(self, since: float) -> list[tuple[float, str, list[str]]]:
-        """When, who and with whom: collectives that began after this time and succeeded, by time."""
+        """When, who and with whom: collectives that began after this time and
+        succeeded, by time."""
         found = [
             (line["at"], peer, line["members"])
             for peer in self.scene.peers
@@ -321,7 +331,8 @@ class FarWorld:
 
 @contextmanager
 def far_world(folder: Path, scene: Scene) -> Iterator[FarWorld]:
-    """A world in which everybody has joined and a version is served by all; nothing of it is left after the block."""
+    """A world in which everybody has joined and a version is served by all; nothing of
+    it is left after the block."""
     out = folder / "out"
     out.mkdir(parents=True)
     with switched_hosts(4) as switch, ExitStack() as stack:

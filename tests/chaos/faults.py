@@ -1,9 +1,11 @@
 """The faults, the deck that a seed deals, and what each may cost.
 
-``kill``, ``pause`` (SIGSTOP, and SIGCONT 0.5-1.5 s later), ``freeze`` (SIGSTOP until the round is over) and ``abort`` are
-done *to* a process by a signal; ``exception`` and ``exit 0`` are ordered and done *by* it; ``memory full`` takes away the
-address space beyond what it has; ``half-close``, ``delay`` and ``garbage`` are done to a session, or to an open port;
-``usurp``: another process joins with the identity of the guest (a target that no supervisor watches over).
+``kill``, ``pause`` (SIGSTOP, and SIGCONT 0.5-1.5 s later), ``freeze`` (SIGSTOP until
+the round is over) and ``abort`` are done *to* a process by a signal; ``exception`` and
+``exit 0`` are ordered and done *by* it; ``memory full`` takes away the address space
+beyond what it has; ``half-close``, ``delay`` and ``garbage`` are done to a session, or
+to an open port; ``usurp``: another process joins with the identity of the guest (a
+target that no supervisor watches over).
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ PAIRS: tuple[tuple[str, str], ...] = (
 )
 
 LASTING = ("forming", "packing", "mapping", "mid-bucket", "catching up", "idle")
-"""Moments that last for some milliseconds, of which any may be chosen; the others are there and gone."""
+"""Moments that last for some milliseconds, of which any may be chosen; the others are
+there and gone."""
 
 LONG_PAUSE_S = 5.0
 """More than the lease of a member."""
@@ -48,7 +51,8 @@ Cost = Literal["restart", "maybe", "nothing"]
 
 @dataclass(frozen=True)
 class Fault:
-    """``pick``: which of several possible victims, from 0 to 1. ``noise``: seed of random bytes."""
+    """``pick``: which of several possible victims, from 0 to 1. ``noise``: seed of
+    random bytes."""
 
     kind: str
     target: str
@@ -77,9 +81,11 @@ class Fault:
 
 
 def deck(rng: random.Random, of_weights: Sequence[str], *, torchrun: bool, only: str = "") -> Iterator[Fault]:
-    """Faults without end: each pair comes before any comes again, each moment of a pair before that one comes again.
+    """Faults without end: each pair comes before any comes again, each moment of a pair
+    before that one comes again.
 
-    ``of_weights``: those of weights. ``only``: pairs and moments with this in their text.
+    ``of_weights``: those of weights. ``only``: pairs and moments with this in their
+    text.
     """
     pairs = [pair for pair in PAIRS if torchrun or pair[1] != "torchrun"]
     moments: dict[tuple[str, str], list[tuple[str, str]]] = {}

@@ -1,4 +1,5 @@
-"""The way of all sessions: one proxy for each replica, in a thread of its own, with what can be done to them."""
+"""The way of all sessions: one proxy for each replica, in a thread of its own, with
+what can be done to them."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ T = TypeVar("T")
 
 
 class Gateway:
-    """Proxies by ``group-replica``; the coordinator's address is asked for with each connection."""
+    """Proxies by ``group-replica``; the coordinator's address is asked for with each
+    connection."""
 
     def __init__(self, names: Sequence[str], target: Callable[[], str]) -> None:
         self.proxies = {name: Proxy(target) for name in names}

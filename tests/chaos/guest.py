@@ -1,7 +1,9 @@
-"""A target that the supervisor did not start: a process of somebody else that joined the run by its endpoint and token.
+"""A target that the supervisor did not start: a process of somebody else that joined
+the run by its endpoint and token.
 
-Nobody ends it when the coordinator has declared it lost, so that it can wake up afterwards, or find that another process
-has taken its place: it must be refused, and harm nothing.
+Nobody ends it when the coordinator has declared it lost, so that it can wake up
+afterwards, or find that another process has taken its place: it must be refused, and
+harm nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ __all__ = ["Guest"]
 
 
 class Guest:
-    """One such process at a time, plus those that were replaced and have not ended yet."""
+    """One such process at a time, plus those that were replaced and have not ended
+    yet."""
 
     def __init__(self, run: Run, group: str, replica: int, env: Mapping[str, str]) -> None:
         self.name = f"{group}-{replica}"

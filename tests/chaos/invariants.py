@@ -1,4 +1,5 @@
-"""The invariants, checked on what the processes themselves wrote (:mod:`tests.chaos.written`) and on what the machine shows.
+"""The invariants, checked on what the processes themselves wrote
+(:mod:`tests.chaos.written`) and on what the machine shows.
 
 The numbers are those of ARCHITECTURE.md.
 """
@@ -20,7 +21,8 @@ __all__ = ["Invariants"]
 
 SETTLE_S = 15.0
 LET_GO_S = LOAD_DEADLINE_S + SETTLE_S
-"""A reader may take its load deadline for what it has mapped, whoever made it; then it is ended."""
+"""A reader may take its load deadline for what it has mapped, whoever made it; then it
+is ended."""
 FDS_GROWTH = 30
 STORE_KEYS = 600
 MEMORIES = 3 * SLOTS
@@ -42,7 +44,8 @@ class Invariants(Written):
     # ------------------------------------------------------------ I5, I6
 
     def nothing_piles_up(self, what: str) -> Anatomy:
-        """The processes are what they were, by number and kind; descriptors and store keys are bounded."""
+        """The processes are what they were, by number and kind; descriptors and store
+        keys are bounded."""
         sizes = self.world.shape.sizes
 
         def settled() -> Anatomy | None:
@@ -66,7 +69,8 @@ class Invariants(Written):
         return found
 
     def _memory_is_bounded(self, what: str) -> None:
-        """Nobody keeps the memory of a process that has ended, and nobody has more than the slots that it may have."""
+        """Nobody keeps the memory of a process that has ended, and nobody has more than
+        the slots that it may have."""
         run = self.world.run
         try:
             eventually(
@@ -88,7 +92,8 @@ class Invariants(Written):
         assert mapped_anywhere(self._memory) == {}, "I5: memory of the run is still there"
 
     def only_these(self, expected: Mapping[str, int], hit: set[str], before: Anatomy, now: Anatomy, what: str) -> None:
-        """I6: restarts by status, generation and metrics tell one story, and nobody else was touched."""
+        """I6: restarts by status, generation and metrics tell one story, and nobody
+        else was touched."""
         after = self.world.replicas()
         for name, one in after.items():
             assert one.restarts == one.generation - 1 == expected[name], (what, "I6: restarts", one, dict(expected))

@@ -1,9 +1,12 @@
-"""Faults of links between hosts, alone and beside one of a process: what a seed deals, and how it is done to a world.
+"""Faults of links between hosts, alone and beside one of a process: what a seed deals,
+and how it is done to a world.
 
-By pair and direction: ``cut`` and ``cut one way``; ``cut host`` (from all others); ``flap`` (cut and healed again and again);
-``loss`` up to 30 %; ``delay`` up to 300 ms each way; ``rate`` and ``rate one way`` from 10 kB/s to 200 Mbit/s;
-``slow host``: a rate and a delay on all its ways. Of processes: SIGKILL of a rank, a sidecar, the store or the coordinator
-(which is started again), and SIGSTOP of a rank for as long as the links are broken.
+By pair and direction: ``cut`` and ``cut one way``; ``cut host`` (from all others);
+``flap`` (cut and healed again and again); ``loss`` up to 30 %; ``delay`` up to 300 ms
+each way; ``rate`` and ``rate one way`` from 10 kB/s to 200 Mbit/s; ``slow host``: a
+rate and a delay on all its ways. Of processes: SIGKILL of a rank, a sidecar, the store
+or the coordinator (which is started again), and SIGSTOP of a rank for as long as the
+links are broken.
 """
 
 from __future__ import annotations
@@ -80,7 +83,8 @@ class LinkFault:
 
 @dataclass(frozen=True)
 class ProcessFault:
-    """``pick``: which of several, from 0 to 1. ``after_s``: from the faults of links."""
+    """``pick``: which of several, from 0 to 1. ``after_s``: from the faults of
+    links."""
 
     kind: str
     pick: float
@@ -115,7 +119,8 @@ class ProcessFault:
 
 @dataclass(frozen=True)
 class Trouble:
-    """What a round has. ``waits_s``: before it; ``lasts_s``: until all links are as they were."""
+    """What a round has. ``waits_s``: before it; ``lasts_s``: until all links are as
+    they were."""
 
     links: tuple[LinkFault, ...]
     process: ProcessFault | None
@@ -130,7 +135,8 @@ class Trouble:
 
 
 def troubles(rng: random.Random, only: str = "") -> Iterator[Trouble]:
-    """Without end: each kind of link fault comes before any comes again. ``only``: of kinds with this in their name."""
+    """Without end: each kind of link fault comes before any comes again. ``only``: of
+    kinds with this in their name."""
     kinds = [kind for kind in LINKS if only in kind] or list(LINKS)
     hands: list[str] = []
     processes: list[str] = []
@@ -162,7 +168,8 @@ def _link(rng: random.Random, kind: str) -> LinkFault:
 
 
 def done(trouble: Trouble, world: FarWorld, each: Callable[[], None]) -> str:
-    """All of it, one after the other, and healed at the end; which member the fault of a process was done to.
+    """All of it, one after the other, and healed at the end; which member the fault of
+    a process was done to.
 
     ``each`` is called many times a second meanwhile.
     """

@@ -1,7 +1,9 @@
-"""What the programs of a chaos run share: who they are, what they write down, and the orders to fail that they obey.
+"""What the programs of a chaos run share: who they are, what they write down, and the
+orders to fail that they obey.
 
-A fault that a process does to itself is ordered by a signal. Its handler only notes the order; the program carries it out
-at its next :meth:`Orders.obey`: in the iterable that it publishes, in its loading code, or while it waits.
+A fault that a process does to itself is ordered by a signal. Its handler only notes the
+order; the program carries it out at its next :meth:`Orders.obey`: in the iterable that
+it publishes, in its loading code, or while it waits.
 """
 
 from __future__ import annotations
@@ -41,12 +43,14 @@ class Ordered(Exception):
 
 
 class Orders:
-    """Signals that order this program to fail. Made in the main thread; obeyed wherever the program says so."""
+    """Signals that order this program to fail. Made in the main thread; obeyed wherever
+    the program says so."""
 
     def __init__(self) -> None:
         self._given: set[int] = set()
         self.ending = False
-        """The main thread is on its way out; what other threads meet then is no news."""
+        """The main thread is on its way out; what other threads meet then is no
+        news."""
         for signum in (RAISE, EXIT, REJOIN, REJOIN_OUTER):
             signal.signal(signum, self._note)
 
@@ -75,7 +79,8 @@ class Orders:
 
 
 class Log:
-    """JSON lines with the time of ``CLOCK_MONOTONIC``, which all processes of the machine share."""
+    """JSON lines with the time of ``CLOCK_MONOTONIC``, which all processes of the
+    machine share."""
 
     def __init__(self, suffix: str = "") -> None:
         self._file = (OUT / f"{NAME}.{RANK}{suffix}.jsonl").open("a", buffering=1)
@@ -103,7 +108,8 @@ def joined(work: Callable[[replicas.Channel], None], log: Log) -> NoReturn:
 
 
 def wait(pending: replicas.Pending[T], orders: Orders) -> T:
-    """Its result. The wait is given up and begun again many times, which must harm nothing."""
+    """Its result. The wait is given up and begun again many times, which must harm
+    nothing."""
     while True:
         orders.obey()
         try:
@@ -113,7 +119,8 @@ def wait(pending: replicas.Pending[T], orders: Orders) -> T:
 
 
 def agreed(value: int) -> int:
-    """Rank 0's value, by a collective of the program's own group, which no fault of ours may ever break."""
+    """Rank 0's value, by a collective of the program's own group, which no fault of
+    ours may ever break."""
     if not dist.is_initialized():
         return value
     own = torch.tensor([value if RANK == 0 else 0])

@@ -1,4 +1,5 @@
-"""At which moment of a version's way a channel is, told from what passes through the coordinator's engine.
+"""At which moment of a version's way a channel is, told from what passes through the
+coordinator's engine.
 
 ::
 
@@ -13,9 +14,9 @@
              PublishEnd     idle
              either of a catch-up: catching up
 
-Over process groups nothing is mapped; on one host no lane is formed for weights, and buckets are only copied where a version
-comes in parts (:func:`moments_of`).
-"""
+Over process groups nothing is mapped; on one host no lane is formed for weights, and
+buckets are only copied where a version comes in parts (:func:`moments_of`).
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 

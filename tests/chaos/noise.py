@@ -1,4 +1,5 @@
-"""Bytes that mean harm: nothing of them may be unpickled or evaluated, and nobody else may notice (invariant I7)."""
+"""Bytes that mean harm: nothing of them may be unpickled or evaluated, and nobody else
+may notice (invariant I7)."""
 
 from __future__ import annotations
 
@@ -52,7 +53,8 @@ def framed(payload: bytes, *, masked: bool) -> bytes:
 
 
 def attack_port(address: tuple[str, int], rng: random.Random, trap: Path, token: str) -> str:
-    """Speak nonsense to a port, as an HTTP client would or worse; which kind, in a word. Never waits for long."""
+    """Speak nonsense to a port, as an HTTP client would or worse; which kind, in a
+    word. Never waits for long."""
     upgrade = (
         "GET /session HTTP/1.1\r\nHost: x\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
         f"Sec-WebSocket-Key: {base64.b64encode(rng.randbytes(16)).decode()}\r\nAuthorization: Bearer %s\r\n\r\n"

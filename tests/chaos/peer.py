@@ -1,7 +1,9 @@
-"""A peer of the channel ``outer``: means over all peers, one step after the other, in a thread of its own.
+"""A peer of the channel ``outer``: means over all peers, one step after the other, in a
+thread of its own.
 
-What each one gives names it: the power of two of its place, so that a result tells who took part. Peers that were lost
-find the step again in what the others have written down.
+What each one gives names it: the power of two of its place, so that a result tells who
+took part. Peers that were lost find the step again in what the others have written
+down.
 """
 
 from __future__ import annotations
@@ -19,12 +21,14 @@ from tests.chaos.signals import REJOIN_OUTER
 __all__ = ["PEERS", "start_peer"]
 
 PEERS = os.environ.get("CHAOS_PEERS", "").split()
-"""Replicas that are peers, as ``group-replica``; the place in this list is the power of two that they give."""
+"""Replicas that are peers, as ``group-replica``; the place in this list is the power of
+two that they give."""
 
 ELEMENTS = 50_000
 PAUSE_S = 0.05
 CATCH_UP_S = 0.005
-"""Before the next try: less than the pause of the others, who are to be caught up with."""
+"""Before the next try: less than the pause of the others, who are to be caught up
+with."""
 
 
 def start_peer(orders: Orders) -> None:

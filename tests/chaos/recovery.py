@@ -11,10 +11,11 @@ __all__ = ["Recovery"]
 
 
 class Recovery:
-    """A version whose publish began at ``since`` or later is committed, and served by everyone; all peers have met; who had
-    to start again did so; and the run is ready.
+    """A version whose publish began at ``since`` or later is committed, and served by
+    everyone; all peers have met; who had to start again did so; and the run is ready.
 
-    :param restarts: how often each replica must have been started again by now; ``maybe``: or once more.
+    :param restarts: how often each replica must have been started again by now;
+        ``maybe``: or once more.
     """
 
     def __init__(self, world: World, since: float, restarts: Mapping[str, int], maybe: Set[str]) -> None:

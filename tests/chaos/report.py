@@ -10,7 +10,8 @@ __all__ = ["Report"]
 
 
 class Report:
-    """Times to recover, by fault and by moment; or another table than the one by moment, called ``second``."""
+    """Times to recover, by fault and by moment; or another table than the one by
+    moment, called ``second``."""
 
     def __init__(self, second: str = "moment") -> None:
         self._second = second

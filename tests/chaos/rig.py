@@ -1,4 +1,5 @@
-"""The run under chaos: its config, its processes, what shows of it outside, and the hands that reach into it."""
+"""The run under chaos: its config, its processes, what shows of it outside, and the
+hands that reach into it."""
 
 from __future__ import annotations
 
@@ -28,17 +29,20 @@ __all__ = ["DEADLINE_S", "GUEST", "LEASE_S", "Shape", "Tail", "World", "open_wor
 DEADLINE_S = 8.0
 LEASE_S = 4.0
 LOAD_DEADLINE_S = 15.0
-"""More than a replica needs to be ready again, on a machine that is busy with other things, too."""
+"""More than a replica needs to be ready again, on a machine that is busy with other
+things, too."""
 HERE = Path(__file__).parent
 HOLDS = {"serve-1": 1.0, GUEST: 2.5}
-"""Slow readers: up to how many seconds these keep some updates open, and then read them again."""
+"""Slow readers: up to how many seconds these keep some updates open, and then read them
+again."""
 SLOTS = 3
 """So many that a reader which keeps one of them open holds up no publish."""
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What a run is made of. ``torchrun``: the trainer and one group of targets have two ranks under torchrun each.
+    """What a run is made of. ``torchrun``: the trainer and one group of targets have
+    two ranks under torchrun each.
 
     ``transport``: of weights; ``auto`` maps them, as all are on one host.
     """
@@ -180,7 +184,8 @@ class World:
         return found
 
     def log(self, name: str) -> list[dict[str, Any]]:
-        """The whole lines of ``out/name.jsonl`` so far, such as ``trainer-0.1`` (rank 1) or ``serve-0.0.outer``."""
+        """The whole lines of ``out/name.jsonl`` so far, such as ``trainer-0.1`` (rank
+        1) or ``serve-0.0.outer``."""
         return self._tail(self.out / f"{name}.jsonl")
 
     def _tail(self, path: Path) -> list[dict[str, Any]]:
@@ -222,7 +227,8 @@ class World:
         return self._orders
 
     def done(self, number: int, patience_s: float) -> dict[str, Any]:
-        """What was done, at the moment or, when it did not come for so long, now (``landed`` is empty then)."""
+        """What was done, at the moment or, when it did not come for so long, now
+        (``landed`` is empty then)."""
         answer = self._answer("done", patience_s)
         late = answer is None
         if answer is None:
@@ -249,7 +255,8 @@ class World:
         return answer
 
     def signal(self, pid: int, signum: int) -> None:
-        """By a pidfd, and only a process that is certainly of this run; nothing when it is gone."""
+        """By a pidfd, and only a process that is certainly of this run; nothing when it
+        is gone."""
         with suppress(ProcessLookupError):
             pidfd = os.pidfd_open(pid)
             try:

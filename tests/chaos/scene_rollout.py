@@ -1,6 +1,7 @@
 """``scene_rollout.py OUT``: looks at each tensor of each version, and serves nothing.
 
-Appends a JSON line for each version to ``OUT/rollout-N.PID.jsonl``: its number, and the tensors that were not as published.
+Appends a JSON line for each version to ``OUT/rollout-N.PID.jsonl``: its number, and the
+tensors that were not as published.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""``scene_trainer.py OUT``: an FSDP2 trainer that really trains, and publishes its shards after each step.
+"""``scene_trainer.py OUT``: an FSDP2 trainer that really trains, and publishes its
+shards after each step.
 
-``meta`` has the digest of each whole tensor. Rank 0 appends a JSON line for each publish to ``OUT/trainer.jsonl``. It goes
-on after errors of a sync, as they harm nothing; a process that has lost its place ends, and is started again.
+``meta`` has the digest of each whole tensor. Rank 0 appends a JSON line for each
+publish to ``OUT/trainer.jsonl``. It goes on after errors of a sync, as they harm
+nothing; a process that has lost its place ends, and is started again.
 """
 
 from __future__ import annotations

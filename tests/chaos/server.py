@@ -1,10 +1,12 @@
-"""A target: receives for ever, and writes down each version with all values that occur in it.
+"""A target: receives for ever, and writes down each version with all values that occur
+in it.
 
-A slow reader keeps some of its updates open for a while, reads the same tensors again, and then writes into them, of which
-nobody else may ever see anything.
+A slow reader keeps some of its updates open for a while, reads the same tensors again,
+and then writes into them, of which nobody else may ever see anything.
 
-The ranks of a replica compare what they serve by a collective of their own process group. Ordered to rejoin, it leaves the
-channel and joins it again, which makes a new epoch, a new lane and a catch-up without the start of any process.
+The ranks of a replica compare what they serve by a collective of their own process
+group. Ordered to rejoin, it leaves the channel and joins it again, which makes a new
+epoch, a new lane and a catch-up without the start of any process.
 """
 
 from __future__ import annotations
@@ -26,7 +28,8 @@ WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 HOLDS_S = float(dict(hold.split("=") for hold in os.environ.get("CHAOS_HOLDS", "").split()).get(NAME, 0.0))
 
 HOLD_RATE = 0.3
-"""Not all: a replica is ready when it serves the newest, which a reader that is always slow never does."""
+"""Not all: a replica is ready when it serves the newest, which a reader that is always
+slow never does."""
 
 
 def read(tensors: Sequence[torch.Tensor], orders: Orders) -> list[int]:

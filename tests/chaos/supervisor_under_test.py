@@ -1,18 +1,21 @@
-"""``python -m tests.chaos.supervisor_under_test FD DECISIONS CONFIG``: ``replicas run CONFIG``, with a finger on its pulse.
+"""``python -m tests.chaos.supervisor_under_test FD DECISIONS CONFIG``: ``replicas run
+CONFIG``, with a finger on its pulse.
 
-Every decision that its log has taken is appended to the file ``DECISIONS``, too: the log itself is written anew now and then.
-Over the socket ``FD`` come orders as JSON, one in each packet; answers go back the same way::
+Every decision that its log has taken is appended to the file ``DECISIONS``, too: the
+log itself is written anew now and then. Over the socket ``FD`` come orders as JSON, one
+in each packet; answers go back the same way::
 
     {"arm": 7, "channel": "policy", "moment": "mid-bucket", "delay_s": 0.002, "deeds": [...]}
     {"fire": 7}                          now, as the moment did not come
     {"ask": "refusals"}                  how many connections and messages were turned away, by reason
 
-The engine's ``tap`` sees each effect and message; at the armed moment the deeds are done from the supervisor's own loop,
-``delay_s`` later, and told: ``{"done": 7, "at": ..., "landed": ..., "hit": [pids]}``. A deed is a signal or a memory limit::
+The engine's ``tap`` sees each effect and message; at the armed moment the deeds are
+done from the supervisor's own loop, ``delay_s`` later, and told: ``{"done": 7, "at":
+..., "landed": ..., "hit": [pids]}``. A deed is a signal or a memory limit::
 
     {"signal": 9, "pid": 123}            {"signal": 9, "child_of": 123, "pick": 0.5}   one of its sidecars
     {"limit_nbytes": 0, "pid": 123}      address space beyond what it has now; null: no limit
-"""
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -45,7 +48,8 @@ __all__ = ["main"]
 
 
 class Armed:
-    """An order that waits for its moment. Processes are held by pidfd from the start: a pid may be used again."""
+    """An order that waits for its moment. Processes are held by pidfd from the start: a
+    pid may be used again."""
 
     def __init__(self, order: dict[str, Any]) -> None:
         self.number = int(order["arm"])
@@ -77,7 +81,8 @@ def hit(pid: int, pidfd: int, deed: dict[str, Any]) -> None:
 
 
 def limit_memory(pid: int, more_nbytes: int | None) -> None:
-    """Let a process map ``more_nbytes`` more than it has now; None: as much as it likes."""
+    """Let a process map ``more_nbytes`` more than it has now; None: as much as it
+    likes."""
     if more_nbytes is None:
         resource.prlimit(pid, resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         return
@@ -94,7 +99,8 @@ def _pidfd(pid: int) -> int:
 
 
 def _sidecar(pid: int, pick: float) -> int:
-    """One of a forkserver's sidecars that have a lane; 0, which no process has, when there is none."""
+    """One of a forkserver's sidecars that have a lane; 0, which no process has, when
+    there is none."""
     used = sorted(child for child in children(pid) if name_of(child) != "replica-spare")
     return used[int(pick * len(used))] if used else 0
 

@@ -1,10 +1,13 @@
 """Faults by seed, one round after the other, on one run; after each, the invariants.
 
-Without more it goes on for some 100 seconds, in two worlds. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or a
-longer one (``make chaos ROUNDS=500 SEED=3``): the same seed deals the same faults, targets, moments and delays.
-``CHAOS_WORLD``: ``exec``, ``torchrun`` or ``torchrun-all`` in place of the seed's choice. ``CHAOS_TRANSPORT``: ``auto`` or
-``group``; without it the weights are mapped (``auto``) with even seeds, and sent with odd ones. ``CHAOS_AT_ONCE``: up to so
-many faults in a round; ``CHAOS_ONLY="freeze store"``: only such. ``pytest -s`` shows each round and a table at the end.
+Without more it goes on for some 100 seconds, in two worlds. ``CHAOS_SEED`` and
+``CHAOS_ROUNDS`` choose another history or a longer one (``make chaos ROUNDS=500
+SEED=3``): the same seed deals the same faults, targets, moments and delays.
+``CHAOS_WORLD``: ``exec``, ``torchrun`` or ``torchrun-all`` in place of the seed's
+choice. ``CHAOS_TRANSPORT``: ``auto`` or ``group``; without it the weights are mapped
+(``auto``) with even seeds, and sent with odd ones. ``CHAOS_AT_ONCE``: up to so many
+faults in a round; ``CHAOS_ONLY="freeze store"``: only such. ``pytest -s`` shows each
+round and a table at the end.
 """
 
 from __future__ import annotations
@@ -41,8 +44,9 @@ WORLDS = {
     "torchrun-all": Shape(torchrun=True, source_ranks="all"),
 }
 RECOVERY_S = 60.0
-"""From a fault to a newer version that every target serves, a collective of all peers, and all replicas ready, on a machine
-that is busy with other things, too. The tables show what it really took."""
+"""From a fault to a newer version that every target serves, a collective of all peers,
+and all replicas ready, on a machine that is busy with other things, too. The tables
+show what it really took."""
 
 
 SLOW_S = 10.0
@@ -136,7 +140,8 @@ class Chaos:
 
 
 def worlds() -> list[tuple[str, str]]:
-    """Those to be run through, and how weights go: of a long run one, by the seed if it is not named."""
+    """Those to be run through, and how weights go: of a long run one, by the seed if it
+    is not named."""
     named, transport = os.environ.get("CHAOS_WORLD"), os.environ.get("CHAOS_TRANSPORT")
     if not ROUNDS and not named:
         return [("exec", transport or "group"), ("torchrun-all", transport or "auto")]

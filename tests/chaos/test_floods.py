@@ -1,4 +1,5 @@
-"""A real run under floods of connections of a stranger: joins, probes and recovery go on.
+"""A real run under floods of connections of a stranger: joins, probes and recovery go
+on.
 
 Here, and not beside other tests: a flood takes all the processors that it can get.
 """
@@ -96,7 +97,8 @@ def test_a_flood_delays_joins_and_probes_by_a_second_at_most(
 
 
 def recovers(folder: Path, kind: str) -> float:
-    """Seconds from the death of the rollout's rank to its readiness, in a run of its own: who dies again waits longer."""
+    """Seconds from the death of the rollout's rank to its readiness, in a run of its
+    own: who dies again waits longer."""
     folder.mkdir()
     with running(folder, CONFIG) as run:
         eventually(lambda: ready(run), "the members", timeout_s=90)
@@ -117,7 +119,8 @@ def _is_back(run: Run) -> bool:
 
 @pytest.mark.parametrize("kind", ["touch", "page"])
 def test_recovery_goes_on_in_a_flood(tmp_path: Path, kind: str, record_property: Callable[[str, object], None]) -> None:
-    """Compared with a process that takes as much of the processors, and leaves the port alone; the medians of three."""
+    """Compared with a process that takes as much of the processors, and leaves the port
+    alone; the medians of three."""
     found: dict[str, list[float]] = {"busy": [], kind: []}
     for turn, name in enumerate(["busy", kind, kind, "busy", "busy", kind]):
         found[name].append(recovers(tmp_path / str(turn), name))

@@ -1,14 +1,18 @@
-"""Faults of links between hosts by seed, one round after the other, in one world; after each, the invariants.
+"""Faults of links between hosts by seed, one round after the other, in one world; after
+each, the invariants.
 
-A coordinator on A, a trainer on B, two targets each on C and D, all of them peers of ``outer``; see
-:mod:`tests.chaos.link_faults` for what is done to them. Without more it goes on for half a minute. ``CHAOS_SEED`` and
-``CHAOS_ROUNDS`` choose another history or a longer one (``make chaos ROUNDS=500 SEED=3``): the same seed deals the same
-faults, ways, rates and times. ``CHAOS_LINK_ONLY="cut"``: only such.
+A coordinator on A, a trainer on B, two targets each on C and D, all of them peers of
+``outer``; see :mod:`tests.chaos.link_faults` for what is done to them. Without more it
+goes on for half a minute. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or
+a longer one (``make chaos ROUNDS=500 SEED=3``): the same seed deals the same faults,
+ways, rates and times. ``CHAOS_LINK_ONLY="cut"``: only such.
 
-What is checked besides I1 to I3 and I7 (:mod:`tests.chaos.written`): I4: targets on hosts that no fault touches serve new
-versions while it lasts, and all are whole again after it; nobody is fenced whose way to the coordinator is as it was; no
-process ends but those that are killed. I5: sidecars, descriptors and store keys are bounded, and nothing is left at the end.
-I6: the coordinator's events name the versions that were committed, each once.
+What is checked besides I1 to I3 and I7 (:mod:`tests.chaos.written`): I4: targets on
+hosts that no fault touches serve new versions while it lasts, and all are whole again
+after it; nobody is fenced whose way to the coordinator is as it was; no process ends
+but those that are killed. I5: sidecars, descriptors and store keys are bounded, and
+nothing is left at the end. I6: the coordinator's events name the versions that were
+committed, each once.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ SEED = int(os.environ.get("CHAOS_SEED", "7"))
 ONLY = os.environ.get("CHAOS_LINK_ONLY", "")
 REACH_S = 8.0
 RECOVERY_S = 30.0
-"""On a machine that has time for it (:meth:`tests.support.load.Load.bar_s`). The table shows what it really took."""
+"""On a machine that has time for it (:meth:`tests.support.load.Load.bar_s`). The table
+shows what it really took."""
 STORE_KEYS = 600
 SIDECARS = 3
 """Of each rank on a channel, at most, once all is whole."""

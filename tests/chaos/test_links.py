@@ -1,14 +1,17 @@
-"""Broken and slow links between hosts: who can be reached goes on, nobody healthy is lost, and all are whole again soon.
+"""Broken and slow links between hosts: who can be reached goes on, nobody healthy is
+lost, and all are whole again soon.
 
-A coordinator on A, a trainer on B, two targets each on C and D; 32 MiB over 200 Mbit/s, published without a pause, so that a
-fault nearly always hits in the middle of a transfer. Every element of a version is checked (:mod:`tests.chaos.written`).
+A coordinator on A, a trainer on B, two targets each on C and D; 32 MiB over 200 Mbit/s,
+published without a pause, so that a fault nearly always hits in the middle of a
+transfer. Every element of a version is checked (:mod:`tests.chaos.written`).
 
-The bars: whoever still can be reached serves a version that was decided after the fault within ``REACH_S`` of it, and again
-and again while it lasts; within ``WHOLE_S`` of the heal a version is committed that nobody is missing from, and served by
-all. On a machine that is busy with other things they are multiplied by the root of how many times longer than on a quiet one
-what computes takes meanwhile (:mod:`tests.support.load`).
-``make chaos-links`` runs all cases and shows what each took; ``ONLY="host A"`` those with these words in their names; without
-``CHAOS_LINKS=all`` a few are run.
+The bars: whoever still can be reached serves a version that was decided after the fault
+within ``REACH_S`` of it, and again and again while it lasts; within ``WHOLE_S`` of the
+heal a version is committed that nobody is missing from, and served by all. On a machine
+that is busy with other things they are multiplied by the root of how many times longer
+than on a quiet one what computes takes meanwhile (:mod:`tests.support.load`). ``make
+chaos-links`` runs all cases and shows what each took; ``ONLY="host A"`` those with
+these words in their names; without ``CHAOS_LINKS=all`` a few are run.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ pytestmark = pytest.mark.timeout(400)
 REACH_S = 8.0
 WHOLE_S = 5.0
 STARVED = 8.0
-"""Held up so many times, whoever could not be reached for a part of its lease may have no time to speak in the rest of it."""
+"""Held up so many times, whoever could not be reached for a part of its lease may have
+no time to speak in the rest of it."""
 GIVES_UP_S = 60.0
 """After which a case no longer waits to see what it takes."""
 
@@ -50,10 +54,12 @@ Fault = Callable[[FarWorld], None]
 
 @dataclass(frozen=True)
 class Case:
-    """``bad``: the hosts that cannot be reached, or are slow: their members may be in ``lost``.
+    """``bad``: the hosts that cannot be reached, or are slow: their members may be in
+    ``lost``.
 
-    ``fences``: whose members may be fenced. ``reach``: False where nothing can be committed while it lasts. ``starts``: hosts
-    whose targets have to join again before all can be whole.
+    ``fences``: whose members may be fenced. ``reach``: False where nothing can be
+    committed while it lasts. ``starts``: hosts whose targets have to join again before
+    all can be whole.
     """
 
     name: str
@@ -166,7 +172,8 @@ def _switch() -> None:
 
 
 class Worlds:
-    """One world serves all cases of its scene in a row; after a case that failed the next one gets a new one."""
+    """One world serves all cases of its scene in a row; after a case that failed the
+    next one gets a new one."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -217,7 +224,8 @@ def test_a_broken_link(case: Case, worlds: Worlds) -> None:
 
 
 class Trial:
-    """A case in a world, and what it took. ``floor``: the newest version that was decided before the fault."""
+    """A case in a world, and what it took. ``floor``: the newest version that was
+    decided before the fault."""
 
     def __init__(self, world: FarWorld, case: Case) -> None:
         self.world = world
@@ -244,10 +252,11 @@ class Trial:
             self.world.tend()
             time.sleep(0.05)
 
-    # ------------------------------------------------------------ what it took; 0: it has not come about
+    # ------------------------------------------- what it took; 0: it has not come about
 
     def reached_s(self) -> float:
-        """From the fault until all that can be reached serve a newer version; of peers, until some have met again."""
+        """From the fault until all that can be reached serve a newer version; of peers,
+        until some have met again."""
         if self.world.peers:
             return min(
                 (at - self.began for at, _, them in self.world.reduced(self.began) if len(them) > 1), default=0.0
@@ -265,7 +274,8 @@ class Trial:
         return max((later - earlier for earlier, later in itertools.pairwise(times)), default=0.0)
 
     def whole_s(self) -> float:
-        """From the heal until a version is served by all, of which nobody was missing, and all peers have met."""
+        """From the heal until a version is served by all, of which nobody was missing,
+        and all peers have met."""
         at = self.world.whole_at(self.healed)
         return at - self.healed if at else 0.0
 

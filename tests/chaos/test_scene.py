@@ -1,9 +1,11 @@
-"""A training run as people have it, under an operator who does anything at any time: no run ends that should not.
+"""A training run as people have it, under an operator who does anything at any time: no
+run ends that should not.
 
-An FSDP2 trainer of two ranks publishes its shards, rollouts check each tensor, and a few times a minute a random thing
-happens: a process is killed or frozen, the group is scaled, restarted, drained, the config reloaded, also a broken one.
-``SCENE_MINUTES`` and ``SCENE_SEED`` choose how long and which history (``make scene MINUTES=30 SEED=2``); ``pytest -s``
-shows what happens.
+An FSDP2 trainer of two ranks publishes its shards, rollouts check each tensor, and a
+few times a minute a random thing happens: a process is killed or frozen, the group is
+scaled, restarted, drained, the config reloaded, also a broken one. ``SCENE_MINUTES``
+and ``SCENE_SEED`` choose how long and which history (``make scene MINUTES=30 SEED=2``);
+``pytest -s`` shows what happens.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ A_MINUTE = 20
 HERE = Path(__file__).parent
 CLI = [sys.executable, "-c", "import sys; from replicas.cli.main import main; sys.exit(main())"]
 PATIENCE_S = 120.0
-"""Until all serve the newest version again, on a machine that is busy with other things, too."""
+"""Until all serve the newest version again, on a machine that is busy with other
+things, too."""
 
 
 def config(out: Path, *, load_deadline_s: int = 60) -> str:

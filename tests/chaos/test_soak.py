@@ -1,8 +1,11 @@
-"""Nothing piles up: many epochs and many publishes on one store leave every process as it was.
+"""Nothing piles up: many epochs and many publishes on one store leave every process as
+it was.
 
-A trainer publishes, and reduces with a rollout that receives; beside them members come and go, by closing or by SIGKILL,
-each a new epoch with lanes of its own. After a warm-up and at the end everything is held still and counted: store keys,
-and for each process its descriptors, threads, memory segments and anonymous memory. ``SOAK_ROUNDS`` sets the length.
+A trainer publishes, and reduces with a rollout that receives; beside them members come
+and go, by closing or by SIGKILL, each a new epoch with lanes of its own. After a
+warm-up and at the end everything is held still and counted: store keys, and for each
+process its descriptors, threads, memory segments and anonymous memory. ``SOAK_ROUNDS``
+sets the length.
 """
 
 from __future__ import annotations
@@ -22,9 +25,11 @@ ROUNDS = int(os.environ.get("SOAK_ROUNDS", "24"))
 """So many versions and so many epochs after the warm-up."""
 WARM_UP = max(16, ROUNDS // 10)
 RETIRED = 2
-"""As many as an arena has slots: buffers that are left to readers which were killed just now, or wait for a slot."""
+"""As many as an arena has slots: buffers that are left to readers which were killed
+just now, or wait for a slot."""
 SLACK_NBYTES = 6 * 2**20
-"""By how much the memory of a process may differ: what malloc and Python keep for later."""
+"""By how much the memory of a process may differ: what malloc and Python keep for
+later."""
 
 TRAINS = """
 import os, time

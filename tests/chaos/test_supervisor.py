@@ -1,9 +1,12 @@
-"""Faults by seed of the supervisor and its tree alone, without channels, one round after the other; after each, the facts.
+"""Faults by seed of the supervisor and its tree alone, without channels, one round
+after the other; after each, the facts.
 
-Without more it goes on for some 50 seconds, in two worlds. ``CHAOS_SEED`` and ``CHAOS_ROUNDS`` choose another history or a
-longer one (``make chaos-tree ROUNDS=300 SEED=3``): the same seed deals the same faults, victims and moments.
-``CHAOS_WORLD``: ``exec`` or ``torchrun`` in place of the seed's choice; ``CHAOS_AT_ONCE``: up to so many faults in a round;
-``CHAOS_ONLY="freeze shim,full disk"``: only such. ``pytest -s`` shows each round and a table at the end.
+Without more it goes on for some 50 seconds, in two worlds. ``CHAOS_SEED`` and
+``CHAOS_ROUNDS`` choose another history or a longer one (``make chaos-tree ROUNDS=300
+SEED=3``): the same seed deals the same faults, victims and moments. ``CHAOS_WORLD``:
+``exec`` or ``torchrun`` in place of the seed's choice; ``CHAOS_AT_ONCE``: up to so many
+faults in a round; ``CHAOS_ONLY="freeze shim,full disk"``: only such. ``pytest -s``
+shows each round and a table at the end.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ SEED = int(os.environ.get("CHAOS_SEED", "7"))
 AT_ONCE = int(os.environ.get("CHAOS_AT_ONCE", "2"))
 ONLY = os.environ.get("CHAOS_ONLY", "")
 GONE_S = 5.0
-"""From a fault to the end of the last process of what it has hit: promised. The table counts those that took longer."""
+"""From a fault to the end of the last process of what it has hit: promised. The table
+counts those that took longer."""
 PATIENCE_S = 30.0
 """After which a test fails, on a machine that is busy with other things, too."""
 
@@ -71,7 +75,8 @@ class TreeChaos:
         self._note(attack, seconds, gone_s)
 
     def _gone(self, attack: Attack, what: str) -> float | None:
-        """Everything that must end has ended: so long after the fault. None: there was nothing."""
+        """Everything that must end has ended: so long after the fault. None: there was
+        nothing."""
         doomed = attack.doomed - (attack.frozen if attack.ends is not None else set())
         if not doomed:
             return None

@@ -1,7 +1,9 @@
-"""A source: publishes for ever. Every element of a version is its *stamp*, the clock in microseconds when it was made, so
-that weights that mix two versions, or that nobody committed, show by themselves.
+"""A source: publishes for ever. Every element of a version is its *stamp*, the clock in
+microseconds when it was made, so that weights that mix two versions, or that nobody
+committed, show by themselves.
 
-The stamp, and each tensor on the way, are agreed on by collectives of the program's own process group.
+The stamp, and each tensor on the way, are agreed on by collectives of the program's own
+process group.
 """
 
 from __future__ import annotations

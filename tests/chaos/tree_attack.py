@@ -3,9 +3,11 @@
 Theory of operation
 ===================
 
-The faults of a round are put on one line of time with their ends (a stopped process goes on, the disk has room again), and
-done one after the other. A victim is found when its fault comes: those that come later hit a run that is recovering, and may
-find nobody. So what a replica must have paid is known by bounds: :attr:`Attack.least` restarts, and :attr:`Attack.most`.
+The faults of a round are put on one line of time with their ends (a stopped process
+goes on, the disk has room again), and done one after the other. A victim is found when
+its fault comes: those that come later hit a run that is recovering, and may find
+nobody. So what a replica must have paid is known by bounds: :attr:`Attack.least`
+restarts, and :attr:`Attack.most`.
 """
 
 from __future__ import annotations
@@ -42,7 +44,8 @@ SIGNALS = {
 
 
 class Attack:
-    """One round of faults on a run that is as in ``picture``. ``undo`` gets what lasts until the round is over."""
+    """One round of faults on a run that is as in ``picture``. ``undo`` gets what lasts
+    until the round is over."""
 
     def __init__(self, faults: list[Fault], world: TreeWorld, picture: Picture, undo: ExitStack) -> None:
         self.faults = faults
@@ -53,11 +56,13 @@ class Attack:
         self.doomed: set[Process] = set()
         """Processes that must be gone soon."""
         self.frozen: set[Process] = set()
-        """Those that only the next supervisor can end: of a shim that is frozen, or that was killed with all who look on."""
+        """Those that only the next supervisor can end: of a shim that is frozen, or
+        that was killed with all who look on."""
         self.hit: set[str] = set()
         """Replicas that were hit, in whatever way."""
         self.flooded: dict[str, tuple[int, int, int]] = {}
-        """Generation and pid of replicas of which a flood was asked, and how many lines they had told of before."""
+        """Generation and pid of replicas of which a flood was asked, and how many lines
+        they had told of before."""
         self.at = 0.0
         """When the last fault came."""
         self.words: list[str] = []
@@ -71,7 +76,8 @@ class Attack:
         self.ends = next((fault for fault in faults if fault.ends_run), None)
 
     def run(self) -> None:
-        """Do it all, with its ends; returns when nothing is paused any more, and the disk has room."""
+        """Do it all, with its ends; returns when nothing is paused any more, and the
+        disk has room."""
         began = time.monotonic()
         for fault in self.faults:
             self._plan(began + fault.at_s, lambda fault=fault: self._do(fault))  # type: ignore[misc]  # mypy cannot infer a lambda with a default
@@ -152,7 +158,8 @@ class Attack:
         self.doomed |= picture.all_of(name)
 
     def _victim(self, fault: Fault, picture: Picture) -> tuple[str, int]:
-        """Name of the replica, empty for what is the run's, and pid; 0: there is none."""
+        """Name of the replica, empty for what is the run's, and pid; 0: there is
+        none."""
         if fault.target in ("store", "janitor"):
             return "", picture.store if fault.target == "store" else picture.janitor
         names = sorted(picture.bodies)

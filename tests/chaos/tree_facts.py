@@ -1,6 +1,8 @@
-"""Invariants I5 and I6 of a supervisor alone, checked by facts: the process table, ports, files, and what counts what.
+"""Invariants I5 and I6 of a supervisor alone, checked by facts: the process table,
+ports, files, and what counts what.
 
-The numbers are those of ARCHITECTURE.md. Counts are kept by group for one *lineage*: the supervisors that resume one another.
+The numbers are those of ARCHITECTURE.md. Counts are kept by group for one *lineage*:
+the supervisors that resume one another.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ class Facts:
         self._world = world
         self.restarts: Counter[str] = Counter()
         self.certain = True
-        """Whether all that happened in this lineage could be written down: no disk was full when its supervisor died."""
+        """Whether all that happened in this lineage could be written down: no disk was
+        full when its supervisor died."""
         self._base = _usage(base.supervisor)
         self._shared = shared_memory()
         self._generations: dict[str, tuple[int, int]] = {}
@@ -44,7 +47,8 @@ class Facts:
     # ------------------------------------------------------------ a new supervisor
 
     def another(self, picture: Picture, *, resumed: bool, certain: bool) -> None:
-        """The run was started again. ``resumed``: after a death, of which the state tells what was spent."""
+        """The run was started again. ``resumed``: after a death, of which the state
+        tells what was spent."""
         self._base = _usage(picture.supervisor)
         if not resumed:
             self.restarts.clear()
@@ -52,14 +56,16 @@ class Facts:
         self.certain = certain if resumed else True
 
     def resumed(self) -> bool:
-        """Whether the present supervisor goes on where another one stopped, by its own word."""
+        """Whether the present supervisor goes on where another one stopped, by its own
+        word."""
         started = [event for event in self._events() if event["type"] == "RunStarted"]
         return bool(started) and bool(started[-1].get("resumed"))
 
     # ------------------------------------------------------------ I5
 
     def nothing_left(self, run: Run, ports: list[int], what: str, *, but: set[int]) -> None:
-        """Of a supervisor that has ended: no process (``but`` some that nobody could end), port, segment or socket."""
+        """Of a supervisor that has ended: no process (``but`` some that nobody could
+        end), port, segment or socket."""
 
         def left() -> dict[int, str]:
             return {pid: line for pid, line in processes_marked(run.mark).items() if pid not in but}
@@ -100,7 +106,8 @@ class Facts:
         return all(shown[group] >= self.restarts[group] + least for group, least in attack.least.items())
 
     def one_story(self, attack: Attack, before: Picture, now: Picture, what: str) -> None:
-        """Counters by the status, by the metrics and by the events are alike, within what the faults cost."""
+        """Counters by the status, by the metrics and by the events are alike, within
+        what the faults cost."""
         status = self._world.run.status()
         shown = {group.name: sum(group.restarts.values()) for group in status.groups}
         for group, count in shown.items():
@@ -144,7 +151,8 @@ class Facts:
         return [record["event"] for record in records]
 
     def _budgets(self, status: RunStatus, what: str) -> None:
-        """What is left of a budget is what was not spent; after the clock has jumped, at least that."""
+        """What is left of a budget is what was not spent; after the clock has jumped,
+        at least that."""
         for group in status.groups:
             spent = round((1.0 - group.restart_budget_remaining_ratio) * MAX_RESTARTS)
             due = sum(count for reason, count in group.restarts.items() if reason != "requested")
@@ -176,7 +184,8 @@ class Facts:
     # ------------------------------------------------------------ logs
 
     def floods(self, attack: Attack, what: str) -> None:
-        """What was written is in the logs: whole lines, in order, none missing, up to the last."""
+        """What was written is in the logs: whole lines, in order, none missing, up to
+        the last."""
         lossy = attack.ends is not None or any(
             fault.target == "disk" or (fault.target == "shim" and fault.kind != "pause") for fault in attack.faults
         )

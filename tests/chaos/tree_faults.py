@@ -1,10 +1,14 @@
-"""Faults for the supervisor alone: those of each process of its tree, of the disk, the clock, and what operators ask for.
+"""Faults for the supervisor alone: those of each process of its tree, of the disk, the
+clock, and what operators ask for.
 
-``kill``, ``pause`` (SIGSTOP, and SIGCONT ``pause_s`` later) and ``freeze`` (SIGSTOP until the round is over) are signals to
-one process; ``exit`` has a rank end with code 3; ``flood`` has it write 20,000 lines at once; ``full`` leaves no room on the
-disk of logs and state for ``pause_s``; ``jump`` sets the supervisor's wall clock. ``drain`` (SIGTERM), ``hurry`` (twice) and
-``preempt`` (USR1) end the run, which is then started again, as after ``kill supervisor``; ``stutter`` kills the next one too,
-``pause_s`` after its start. ``restart`` and ``scale`` are commands; ``reload`` (HUP) reads a config that is as before.
+``kill``, ``pause`` (SIGSTOP, and SIGCONT ``pause_s`` later) and ``freeze`` (SIGSTOP
+until the round is over) are signals to one process; ``exit`` has a rank end with code
+3; ``flood`` has it write 20,000 lines at once; ``full`` leaves no room on the disk of
+logs and state for ``pause_s``; ``jump`` sets the supervisor's wall clock. ``drain``
+(SIGTERM), ``hurry`` (twice) and ``preempt`` (USR1) end the run, which is then started
+again, as after ``kill supervisor``; ``stutter`` kills the next one too, ``pause_s``
+after its start. ``restart`` and ``scale`` are commands; ``reload`` (HUP) reads a config
+that is as before.
 """
 
 from __future__ import annotations
@@ -51,8 +55,9 @@ _JUMPS_S = (-86_400.0, -600.0, -5.0, 5.0, 600.0, 86_400.0)
 
 @dataclass(frozen=True)
 class Fault:
-    """``at_s``: how long after the round's begin it comes. ``pick``: which of several victims, from 0 to 1; with ``same``,
-    one of the replica that the fault before it has hit. ``jump_s``: of the clock.
+    """``at_s``: how long after the round's begin it comes. ``pick``: which of several
+    victims, from 0 to 1; with ``same``, one of the replica that the fault before it has
+    hit. ``jump_s``: of the clock.
     """
 
     kind: str
@@ -78,7 +83,8 @@ class Fault:
 
     @property
     def commands(self) -> bool:
-        """Whether it is a command, which needs a supervisor that is there to take it."""
+        """Whether it is a command, which needs a supervisor that is there to take
+        it."""
         return self.kind in ("restart", "scale", "reload")
 
     def __str__(self) -> str:
@@ -86,12 +92,15 @@ class Fault:
 
 
 def deck(rng: random.Random, *, at_once: int, torchrun: bool, disk: bool, only: str = "") -> Iterator[list[Fault]]:
-    """Rounds without end, of up to ``at_once`` faults: each pair comes before any comes again.
+    """Rounds without end, of up to ``at_once`` faults: each pair comes before any comes
+    again.
 
-    Of those that come together one at most ends the run, and then none is a command. Half of them come at the very same time,
-    the others while the run recovers from the first.
+    Of those that come together one at most ends the run, and then none is a command.
+    Half of them come at the very same time, the others while the run recovers from the
+    first.
 
-    :param disk: whether it can be filled. :param only: pairs with one of these, separated by commas, in their text.
+    :param disk: whether it can be filled. :param only: pairs with one of these,
+        separated by commas, in their text.
     """
     left_out = (set() if torchrun else {"torchrun"}) | (set() if disk else {"disk"})
     pairs = [

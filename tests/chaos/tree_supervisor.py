@@ -1,7 +1,9 @@
-"""``python -m tests.chaos.tree_supervisor CLOCK CONFIG``: ``replicas run CONFIG`` with a wall clock that a test can set.
+"""``python -m tests.chaos.tree_supervisor CLOCK CONFIG``: ``replicas run CONFIG`` with
+a wall clock that a test can set.
 
-``CLOCK`` is a file with one number (a C double): by how many seconds the wall clock is wrong. It is mapped, and read at each
-look at the clock, so that a jump takes effect at once. The monotonic clock is as it is: nothing can set that.
+``CLOCK`` is a file with one number (a C double): by how many seconds the wall clock is
+wrong. It is mapped, and read at each look at the clock, so that a jump takes effect at
+once. The monotonic clock is as it is: nothing can set that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The supervisor alone: replicas without torch or channels, on a disk of their own, under a clock that can be set.
+"""The supervisor alone: replicas without torch or channels, on a disk of their own,
+under a clock that can be set.
 
-Supervisors come and go in it, on the same state folder: each is a :class:`tests.support.runs.Run` with a mark of its own.
+Supervisors come and go in it, on the same state folder: each is a
+:class:`tests.support.runs.Run` with a mark of its own.
 """
 
 from __future__ import annotations
@@ -37,7 +39,8 @@ __all__ = [
 ]
 
 HEARTBEAT_S = 5.0
-"""After so much silence a shim is killed; long enough for a machine that is busy with other things."""
+"""After so much silence a shim is killed; long enough for a machine that is busy with
+other things."""
 MAX_RESTARTS = 100_000
 LOG_NBYTES = 1 << 20
 KEPT_LOGS = 16
@@ -88,7 +91,8 @@ Process = tuple[int, int]
 
 
 class Picture(Anatomy):
-    """All processes of a run. ``daemons``: by replica, what its present ranks have left to themselves.
+    """All processes of a run. ``daemons``: by replica, what its present ranks have left
+    to themselves.
 
     ``whole`` False: replicas of which something is missing may be left out.
     """
@@ -119,7 +123,8 @@ def alive(processes: Iterable[Process]) -> set[Process]:
 
 @contextmanager
 def open_tree(folder: Path, shape: TreeShape) -> Iterator[TreeWorld]:
-    """A world with a supervisor in it, and nothing of it left at the end of the block."""
+    """A world with a supervisor in it, and nothing of it left at the end of the
+    block."""
     out = folder / "out"
     out.mkdir()
     with ExitStack() as stack:
@@ -131,7 +136,8 @@ def open_tree(folder: Path, shape: TreeShape) -> Iterator[TreeWorld]:
 
 
 class TreeWorld:
-    """``run``: the present supervisor's. ``disk``: where the state lies, if that is a disk of its own."""
+    """``run``: the present supervisor's. ``disk``: where the state lies, if that is a
+    disk of its own."""
 
     def __init__(self, folder: Path, shape: TreeShape, out: Path, *, disk: bool) -> None:
         self.folder = folder
@@ -192,7 +198,8 @@ class TreeWorld:
         return "\n".join(f"{pid:8} {line}" for run in self.runs for pid, line in processes_marked(run.mark).items())
 
     def told(self, name: str, rank: int = 0) -> list[dict[str, Any]]:
-        """What a rank of ``group-replica`` has written down, over all its generations."""
+        """What a rank of ``group-replica`` has written down, over all its
+        generations."""
         path = self.out / f"{name}.{rank}.jsonl"
         return self._tails.setdefault(path, Tail(path)).lines()
 
@@ -202,7 +209,8 @@ class TreeWorld:
         return int(lines[-1]["written"]) if lines else 0
 
     def look(self, *, whole: bool = True) -> Picture | None:
-        """Everything, if it is there and every program is up; with ``whole`` False what there is."""
+        """Everything, if it is there and every program is up; with ``whole`` False what
+        there is."""
         if not (self.run.state_dir / "endpoint.json").exists():
             return None
         try:

@@ -1,6 +1,8 @@
-"""Invariants I1, I2, I3 and I7, checked on what the programs of a world wrote themselves. Each line is read once.
+"""Invariants I1, I2, I3 and I7, checked on what the programs of a world wrote
+themselves. Each line is read once.
 
-The numbers are those of ARCHITECTURE.md. What a world must show for it: :class:`Writes`.
+The numbers are those of ARCHITECTURE.md. What a world must show for it:
+:class:`Writes`.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ from typing import Any, Protocol
 __all__ = ["ALLOWED", "GUEST", "Line", "Writes", "Written"]
 
 MARGIN_S = 5.0 + 2.0 + 2.5
-"""Beyond its deadline: 5 s for the coordinator's word, up to 2 s that its process may be stopped for, a busy machine."""
+"""Beyond its deadline: 5 s for the coordinator's word, up to 2 s that its process may
+be stopped for, a busy machine."""
 ALLOWED = frozenset(
     {"PeersLost", "DeadlineExceeded", "OutcomeUnknown", "Busy", "Gone", "Disconnected", "NoCapacity", "SyncError"}
 )
 """Errors that a fault may cause; any other is a bug of ours."""
 GUEST = "serve-9"
-"""A target that nobody starts again; the next one may serve while this is still frozen."""
+"""A target that nobody starts again; the next one may serve while this is still
+frozen."""
 
 Line = dict[str, Any]
 
@@ -38,10 +42,12 @@ class Writes(Protocol):
 
     @property
     def peers(self) -> Sequence[str]:
-        """Replicas that are peers of ``outer``, in the order of the powers of two that they give."""
+        """Replicas that are peers of ``outer``, in the order of the powers of two that
+        they give."""
 
     def log(self, name: str) -> list[Line]:
-        """The whole lines of ``out/name.jsonl`` so far, such as ``trainer-0.1`` (rank 1) or ``serve-0.0.outer``."""
+        """The whole lines of ``out/name.jsonl`` so far, such as ``trainer-0.1`` (rank
+        1) or ``serve-0.0.outer``."""
 
     def sources(self) -> Sequence[str]:
         """The logs of everyone who publishes."""
@@ -88,7 +94,8 @@ class Written:
     # ------------------------------------------------------------ I1
 
     def _publishes(self, what: str) -> None:
-        """Each ended by its deadline, with a receipt or a typed error, the same on all ranks, unless its process died."""
+        """Each ended by its deadline, with a receipt or a typed error, the same on all
+        ranks, unless its process died."""
         for name in self._writes.sources():
             for line in self._new(name):
                 self._publish_line(name, line, what)
@@ -133,7 +140,8 @@ class Written:
     # ------------------------------------------------------------ I2
 
     def _weights(self, what: str) -> None:
-        """Nothing torn, nothing uncommitted, nothing older after something newer, the same on all ranks of a replica."""
+        """Nothing torn, nothing uncommitted, nothing older after something newer, the
+        same on all ranks of a replica."""
         fresh = {name: self._new(name) for name in self._writes.targets()}
         self._decided = self._writes.decided()
         assert self._decided == sorted(set(self._decided)), (what, "I2: decisions out of order", self._decided)
@@ -171,7 +179,8 @@ class Written:
     # ------------------------------------------------------------ I3
 
     def _collectives(self, what: str) -> None:
-        """A mean over exactly those that the receipt names, or an error and untouched tensors."""
+        """A mean over exactly those that the receipt names, or an error and untouched
+        tensors."""
         peers = self._writes.peers
         for name in peers:
             for line in self._new(f"{name}.0.outer"):
@@ -193,5 +202,6 @@ class Written:
 
 
 def _incarnation(name: str, line: Line) -> str:
-    """Two generations of a replica never run at once; of the guest, one may still be frozen while the next one serves."""
+    """Two generations of a replica never run at once; of the guest, one may still be
+    frozen while the next one serves."""
     return f"{name} {line['pid']}" if name.startswith(GUEST) else name

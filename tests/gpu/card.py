@@ -1,8 +1,10 @@
-"""The GPU that the tests in this folder use: a real one, or the fake of :mod:`tests.support.fake_accelerator`.
+"""The GPU that the tests in this folder use: a real one, or the fake of
+:mod:`tests.support.fake_accelerator`.
 
-A real one if ``GPU_TESTS=real``, as `make gpu` sets it: these tests count all memory that is in use on it, and so
-run alone there. On the fake every line runs but CUDA's and NCCL's own: device memory is memory that other processes open by a
-handle, all CPU tensors count as device tensors, and lanes are Gloo's.
+A real one if ``GPU_TESTS=real``, as `make gpu` sets it: these tests count all memory
+that is in use on it, and so run alone there. On the fake every line runs but CUDA's and
+NCCL's own: device memory is memory that other processes open by a handle, all CPU
+tensors count as device tensors, and lanes are Gloo's.
 """
 
 from __future__ import annotations
@@ -56,20 +58,23 @@ def has_gpu() -> bool:
 
 
 def environment() -> dict[str, str]:
-    """Of every process that takes part in a test, this one included. Fake devices have names of their own in each process
-    that runs tests: what others do on theirs is not counted as ours."""
+    """Of every process that takes part in a test, this one included. Fake devices have
+    names of their own in each process that runs tests: what others do on theirs is not
+    counted as ours."""
     if REAL:
         return {"GPU_TESTS": "real"}
     return {"REPLICAS_ACCELERATOR": NAME, "FAKE_GPUS": f"FAKE-{os.getpid()}"}
 
 
 def backend_of(staging: str) -> str:
-    """Of lanes for weights of the GPU. What is on the fake counts as host memory, unless it is a slot there."""
+    """Of lanes for weights of the GPU. What is on the fake counts as host memory,
+    unless it is a slot there."""
     return "nccl" if REAL or staging == "device" else "gloo"
 
 
 def as_host(name: str) -> dict[str, str]:
-    """For a rank: NCCL refuses two ranks on one GPU, unless it takes them for two hosts, or is new enough and told to."""
+    """For a rank: NCCL refuses two ranks on one GPU, unless it takes them for two
+    hosts, or is new enough and told to."""
     return {} if os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1" else {"NCCL_HOSTID": name}
 
 
@@ -101,7 +106,8 @@ def new_stream() -> object:
 
 
 def busy(seconds: float) -> None:
-    """Keep the current stream of this thread busy for about so long, from when it comes to it."""
+    """Keep the current stream of this thread busy for about so long, from when it comes
+    to it."""
     found = card()
     if isinstance(found, FakeAccelerator):
         found.launch(lambda: time.sleep(seconds))
@@ -131,7 +137,8 @@ def write(tensor: torch.Tensor, value: float) -> None:
 
 @contextlib.contextmanager
 def default_group() -> Iterator[None]:
-    """The user's own default process group in this process: it works before and after."""
+    """The user's own default process group in this process: it works before and
+    after."""
     dist.init_process_group(BACKEND, store=dist.HashStore(), rank=0, world_size=1)  # type: ignore[attr-defined]  # torch's annotations leave it out
     try:
         use_default_group()
@@ -153,7 +160,8 @@ def use_default_group() -> None:
 
 
 def used_nbytes() -> int:
-    """Memory of the GPU that is in use, by whomever: the driver's word. Of the fake: what any process has open."""
+    """Memory of the GPU that is in use, by whomever: the driver's word. Of the fake:
+    what any process has open."""
     if REAL:
         free, total = card().free_nbytes(uuid())
         return total - free
@@ -167,7 +175,8 @@ def used_nbytes() -> int:
 
 
 def given_back(limit_nbytes: int, what: str) -> None:
-    """Wait until no more than ``limit_nbytes`` are in use: a process that is dead has not yet given back all on the card."""
+    """Wait until no more than ``limit_nbytes`` are in use: a process that is dead has
+    not yet given back all on the card."""
     deadline = time.monotonic() + GIVEN_BACK_S
     while (used := used_nbytes()) > limit_nbytes:
         assert time.monotonic() < deadline, f"{what}: {used} bytes are in use, {used - limit_nbytes} too many"

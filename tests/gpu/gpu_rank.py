@@ -1,7 +1,9 @@
-"""Ranks of a channel that hold weights on the GPU, in processes of their own, which do what a test tells them.
+"""Ranks of a channel that hold weights on the GPU, in processes of their own, which do
+what a test tells them.
 
-The protocol is that of :mod:`tests.support.ranks`. A rank has a default process group of its own besides, which must go on
-whatever becomes of its sidecars. Every element of a published tensor is one number.
+The protocol is that of :mod:`tests.support.ranks`. A rank has a default process group
+of its own besides, which must go on whatever becomes of its sidecars. Every element of
+a published tensor is one number.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ NUMEL = 3 << 20
 """12 MiB of weights: several 2 MiB blocks of device memory."""
 WAIT_S = 90.0
 START_S = 60.0
-"""For torch, a first use of the GPU, and the join, before the patience of :meth:`RankProcess.answer` begins."""
+"""For torch, a first use of the GPU, and the join, before the patience of
+:meth:`RankProcess.answer` begins."""
 ALWAYS = {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"}
 
 
@@ -80,7 +83,8 @@ class JoinRefused(Exception):
 
 
 class GpuWorld:
-    """A coordinator in this process, and ranks in processes of their own; all end with the test."""
+    """A coordinator in this process, and ranks in processes of their own; all end with
+    the test."""
 
     def __init__(self, inside: ChannelWorld) -> None:
         self.inside = inside
@@ -140,8 +144,9 @@ class _Rank:
     def start_publish(
         self, value: float, side: bool = False, hold: bool = True, busy: float = 0.0, then: float | None = None
     ) -> bool:
-        """Write ``value`` into the weights and publish them, on a stream of one's own if ``side``, which is ``busy`` for so
-        many seconds before; write ``then`` into them as soon as that is allowed."""
+        """Write ``value`` into the weights and publish them, on a stream of one's own
+        if ``side``, which is ``busy`` for so many seconds before; write ``then`` into
+        them as soon as that is allowed."""
         self._on = self._side if side else None
         card.card().synchronize()
         with card.card().on_stream(self._on):
@@ -188,7 +193,8 @@ class _Rank:
         return {"version": update.version, "values": sorted(values), "on card": on_card}
 
     def load_many(self, version: int) -> list[int]:
-        """Load one version after the other, up to this one. Each must be whole, and its number in every element."""
+        """Load one version after the other, up to this one. Each must be whole, and its
+        number in every element."""
         versions: list[int] = []
         while self._channel.version < version:
             found = self.load()

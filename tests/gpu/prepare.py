@@ -1,10 +1,13 @@
-"""What `make gpu` does before the first test: says what this machine has, and unpacks the wheels that came with the tree.
+"""What `make gpu` does before the first test: says what this machine has, and unpacks
+the wheels that came with the tree.
 
     python3 tests/gpu/prepare.py --site FOLDER [--wheels FOLDER]
 
-It prints one line for each thing, and exits with 1 after all of them if something is missing. Nothing of the machine's own
-Python is changed: packages go into ``--site``, which the tests find through PYTHONPATH. A virtual environment would not do:
-one that is made by the Python of another virtual environment, as images have it, does not see that one's torch.
+It prints one line for each thing, and exits with 1 after all of them if something is
+missing. Nothing of the machine's own Python is changed: packages go into ``--site``,
+which the tests find through PYTHONPATH. A virtual environment would not do: one that is
+made by the Python of another virtual environment, as images have it, does not see that
+one's torch.
 
 Standard library only, besides torch, which is asked what it can do.
 """
@@ -27,7 +30,8 @@ HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
 OLDEST_TORCH = (2, 10)
 FREE_GIB = 20
-"""Some twenty processes that use the GPU at once, of which each takes half a gigabyte for itself."""
+"""Some twenty processes that use the GPU at once, of which each takes half a gigabyte
+for itself."""
 
 
 def _names(path: Path) -> Iterator[str]:
@@ -59,7 +63,8 @@ def unmet(path: list[str]) -> list[str]:
 
 
 def install(wheels: Path, site: Path) -> str:
-    """Unpack the wheels of this Python, unless they are there already. What is wrong, or an empty text."""
+    """Unpack the wheels of this Python, unless they are there already. What is wrong,
+    or an empty text."""
     names = sorted(path.name for path in wheels.glob("*.whl"))
     stamp, said = site / ".wheels", "\n".join((sys.version, *names))
     if stamp.is_file() and stamp.read_text() == said:

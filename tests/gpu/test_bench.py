@@ -1,4 +1,5 @@
-"""The benchmark of the GPU, all of it, on the fake: `make gpu` runs the real one by itself."""
+"""The benchmark of the GPU, all of it, on the fake: `make gpu` runs the real one by
+itself."""
 
 from __future__ import annotations
 

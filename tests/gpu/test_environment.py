@@ -1,4 +1,5 @@
-"""Environments in which a GPU cannot be shared, or only in another way: found at the join, with what to do."""
+"""Environments in which a GPU cannot be shared, or only in another way: found at the
+join, with what to do."""
 
 from __future__ import annotations
 
@@ -66,7 +67,8 @@ async def test_sidecars_use_the_gpu_of_their_rank_or_say_why_not(monkeypatch: py
     try:
         async with gpu_world(DEVICE | {"transport": "group"}, rollout=1) as world:
             if REAL:
-                # A sidecar names its GPU by UUID before it touches CUDA: what was visible to its parent does not matter.
+                # A sidecar names its GPU by UUID before it touches CUDA: what was
+                # visible to its parent does not matter.
                 trainer, rollout = await world.start_all(("trainer", 0), ("rollout", 0))
                 _, got = await asyncio.gather(trainer.ask("publish", value=1.0), rollout.ask("load"))
                 assert got["values"] == [1.0]

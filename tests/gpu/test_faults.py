@@ -1,5 +1,5 @@
-"""Sidecars and members on a GPU that are killed or stopped in the middle of something: the others' GPU goes on, and the
-memory of the dead comes back."""
+"""Sidecars and members on a GPU that are killed or stopped in the middle of something:
+the others' GPU goes on, and the memory of the dead comes back."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def hit(pids: list[int], signum: int) -> None:
 
 
 async def used_when(world: GpuWorld, limit_nbytes: int, what: str) -> None:
-    """The memory of the GPU is given back, while the coordinator in this process goes on."""
+    """The memory of the GPU is given back, while the coordinator in this process goes
+    on."""
     await asyncio.to_thread(given_back, limit_nbytes, what)
 
 
@@ -63,7 +64,8 @@ async def test_a_sidecar_is_lost_while_weights_move(staging: str, signum: signal
         assert set(await rollout.ask("sidecars")).isdisjoint(dead)
         for rank in (trainer, rollout):
             assert await rank.ask("go_on") is True
-        # New sidecars have taken the place of the dead one and its peer; what those had must have come back.
+        # New sidecars have taken the place of the dead one and its peer; what those had
+        # must have come back.
         await used_when(world, used + SLACK_NBYTES, "after the death of a sidecar")
 
 
@@ -109,7 +111,8 @@ async def test_a_member_that_is_killed_pins_no_memory_of_the_others(staging: str
             trainer.tell("publish", value=2.0 + number)
             await rollout.kill()  # in the middle, or a little before or behind it
             assert "error" not in await trainer.answer()
-            # It may have opened the trainer's slot; what is left is the trainer's second slot, at most.
+            # It may have opened the trainer's slot; what is left is the trainer's
+            # second slot, at most.
             await used_when(world, alone + SLACK_NBYTES + 2 * 13 * MIB, f"after kill {number}")
         assert await trainer.ask("go_on") is True
         await trainer.close()
@@ -136,7 +139,8 @@ async def test_nothing_leaks(staging: str) -> None:
 
 
 async def versions(trainer: GpuRank, rollout: GpuRank, count: int) -> None:
-    """So many more, of which the rollout loads the last, and whatever it can get before that."""
+    """So many more, of which the rollout loads the last, and whatever it can get before
+    that."""
     last = (await trainer.ask("version")) + count
     trainer.tell("publish_many", count=count)
     assert (await rollout.ask("load_many", version=last))[-1] == last

@@ -1,5 +1,6 @@
-"""What this project was begun for, as one run: two torchrun replicas of two ranks on one master store; their sidecars of
-equal ranks all-reduce a tensor on the GPU that their parents share with them, while the ranks' own default group goes on."""
+"""What this project was begun for, as one run: two torchrun replicas of two ranks on
+one master store; their sidecars of equal ranks all-reduce a tensor on the GPU that
+their parents share with them, while the ranks' own default group goes on."""
 
 from __future__ import annotations
 

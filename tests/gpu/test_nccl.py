@@ -1,7 +1,8 @@
 """Process groups of sidecars on one GPU, and weights of a GPU for those that have none.
 
-Two or three ranks on one GPU are right and slow (NCCL takes them for as many hosts and goes over loopback): correctness only.
-Alone a group is built as everywhere. On the fake the same runs over Gloo.
+Two or three ranks on one GPU are right and slow (NCCL takes them for as many hosts and
+goes over loopback): correctness only. Alone a group is built as everywhere. On the fake
+the same runs over Gloo.
 """
 
 from __future__ import annotations
@@ -144,7 +145,8 @@ async def test_sidecars_share_one_gpu(size: int, staging: str) -> None:
 
 @pytest.mark.parametrize("staging", STAGINGS)
 async def test_a_version_goes_to_some_of_a_lane(staging: str) -> None:
-    """By sends and receives in place of a broadcast: who has it already takes no part."""
+    """By sends and receives in place of a broadcast: who has it already takes no
+    part."""
     weights = on_gpu(3) | {"large": torch.randn(20 << 20, device=DEVICE)}
     manifest = stage(Feed(weights)).manifest.whole
     slots = [slot_for(manifest, staging) for _ in range(3)]

@@ -1,4 +1,5 @@
-"""Weights of the GPU in both stagings: to members on the same one, over a process group, and in which order."""
+"""Weights of the GPU in both stagings: to members on the same one, over a process
+group, and in which order."""
 
 from __future__ import annotations
 
@@ -76,7 +77,8 @@ async def test_weights_go_over_gloo_where_nccl_refuses_the_gpu(staging: str) -> 
 
 @pytest.mark.parametrize("staging", STAGINGS)
 async def test_a_version_outlives_its_trainer(staging: str) -> None:
-    """What a rollout has mapped of the trainer's memory does not count as held: it has a copy of its own by then."""
+    """What a rollout has mapped of the trainer's memory does not count as held: it has
+    a copy of its own by then."""
     async with gpu_world({"staging": staging}, rollout=2) as world:
         trainer, rollout = await trainer_and_rollout(world)
         await send(trainer, rollout, 7.0)
@@ -94,7 +96,8 @@ async def test_a_trainer_writes_on_any_stream(staging: str) -> None:
         for side in (True, False):
             for hold in (True, False):
                 value += 1.0
-                # What it writes behind the publish, or the fence, on the same stream must not be in the version.
+                # What it writes behind the publish, or the fence, on the same stream
+                # must not be in the version.
                 said, got = await send(trainer, rollout, value, side=side, hold=hold, busy=0.05, then=-1.0)
                 assert got["values"] == [value], (side, hold)
                 assert said["now"] == [-1.0], (side, hold)

@@ -1,4 +1,5 @@
-"""What a caller may pass: a call of no use is refused there and then, by the argument's name, and the channel goes on."""
+"""What a caller may pass: a call of no use is refused there and then, by the argument's
+name, and the channel goes on."""
 
 from __future__ import annotations
 
@@ -110,7 +111,8 @@ async def test_an_exception_without_a_text_makes_a_load_partial_and_a_publish_fa
 
 
 async def fails_by(world: ChannelWorld, trainer: Channel, rollout: Channel, error: Exception) -> None:
-    """``error`` is raised in a load, and then in a publish; each is told of, and both go on."""
+    """``error`` is raised in a load, and then in a publish; each is told of, and both
+    go on."""
     await publish(trainer)
     with pytest.raises(type(error)), await rollout.receive():
         raise error

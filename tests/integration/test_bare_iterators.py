@@ -1,5 +1,5 @@
-"""Bare iterators, of which nothing is known beforehand: their first version is staged once, and is as any other; on all
-ranks alike."""
+"""Bare iterators, of which nothing is known beforehand: their first version is staged
+once, and is as any other; on all ranks alike."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def tensor_of(number: int) -> torch.Tensor:
 
 
 def stream(look: Callable[[int], object] = id) -> Iterator[tuple[str, torch.Tensor]]:
-    """64 MiB in matrices that are there one at a time, and a few numbers of another size. ``look``: told how many came."""
+    """64 MiB in matrices that are there one at a time, and a few numbers of another
+    size. ``look``: told how many came."""
     for number in range(COUNT):
         yield f"layers.{number}.weight", tensor_of(number)
         yield f"layers.{number}.scale", torch.tensor([float(number)])

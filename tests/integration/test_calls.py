@@ -1,7 +1,8 @@
-"""Random calls of the whole public API: each does what it says or raises a documented error, and the channel goes on.
+"""Random calls of the whole public API: each does what it says or raises a documented
+error, and the channel goes on.
 
-The calls are the same in every run; ``make properties`` draws other ones, by PROPERTY_SEED and PROPERTY_TIMES (how many times
-as many).
+The calls are the same in every run; ``make properties`` draws other ones, by
+PROPERTY_SEED and PROPERTY_TIMES (how many times as many).
 """
 
 from __future__ import annotations

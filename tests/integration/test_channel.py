@@ -1,4 +1,5 @@
-"""Weights from a source to targets through a real coordinator, store and sidecars; all members in this process."""
+"""Weights from a source to targets through a real coordinator, store and sidecars; all
+members in this process."""
 
 from __future__ import annotations
 
@@ -554,7 +555,8 @@ print(pending.wait(30).version, flush=True)
 
 
 async def test_a_program_ends_without_closing_anything() -> None:
-    """Python 3.12 and later start no thread any more when they call what was left for the exit."""
+    """Python 3.12 and later start no thread any more when they call what was left for
+    the exit."""
     async with channel_world({"transport": "group"}, rollout=1) as world:
         trainer = await world.join("trainer")
         where = (world.endpoint, world.coordinator.token)

@@ -54,7 +54,8 @@ async def load(channel: Channel) -> tuple[int, float]:
 
 
 async def start(world: ChannelWorld, code: str) -> asyncio.subprocess.Process:
-    """A rank in a process of its own: rollout/1/0. Its channel is ``channel``; it prints a line when it has joined."""
+    """A rank in a process of its own: rollout/1/0. Its channel is ``channel``; it
+    prints a line when it has joined."""
     prelude = (
         "import os, signal, replicas\n"
         f"channel = replicas.join('policy', endpoint='{world.endpoint}', token='{world.coordinator.token}',\n"
@@ -70,7 +71,8 @@ async def start(world: ChannelWorld, code: str) -> asyncio.subprocess.Process:
 
 
 async def ended(process: asyncio.subprocess.Process) -> int:
-    """Its exit code, once its output was read to the end too: the helper that it leaves for a moment holds the pipe."""
+    """Its exit code, once its output was read to the end too: the helper that it leaves
+    for a moment holds the pipe."""
     async with asyncio.timeout(20):
         await process.communicate()
     assert process.returncode is not None
@@ -418,7 +420,8 @@ async def test_waits_without_a_deadline_end_when_the_session_stays_away(monkeypa
 
 
 async def test_a_hello_that_comes_twice_is_welcomed_twice() -> None:
-    """The Welcome was lost on its way: the member says Hello again, with the same incarnation."""
+    """The Welcome was lost on its way: the member says Hello again, with the same
+    incarnation."""
     process = own_process()
     hello = Hello(PROTOCOL, "", "policy", "rollout", 0, 0, 1, "nonce", 1, process)
     async with channel_world() as world:

@@ -1,4 +1,5 @@
-"""Nothing piles up in a rank: hundreds of publishes, receives and reconnects leave all its tables as they were."""
+"""Nothing piles up in a rank: hundreds of publishes, receives and reconnects leave all
+its tables as they were."""
 
 from __future__ import annotations
 
@@ -78,7 +79,8 @@ async def test_hundreds_of_versions_and_reconnects_leave_a_rank_as_it_was() -> N
 
 
 SLACK = {"threads": 8, "tasks": 3, "descriptors": 4, "connections": 2}
-"""Of pools that fill up as they are used, and of connections that are just being made."""
+"""Of pools that fill up as they are used, and of connections that are just being
+made."""
 
 
 async def quiet(*channels: Channel) -> dict[str, int]:

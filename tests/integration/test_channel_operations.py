@@ -1,4 +1,5 @@
-"""Collectives between peers through a real coordinator, store and sidecars; all members in this process."""
+"""Collectives between peers through a real coordinator, store and sidecars; all members
+in this process."""
 
 from __future__ import annotations
 

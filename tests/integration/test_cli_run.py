@@ -1,4 +1,5 @@
-"""The ``replicas`` command against a living run, as an operator uses it: every command, its words and its exit code."""
+"""The ``replicas`` command against a living run, as an operator uses it: every command,
+its words and its exit code."""
 
 from __future__ import annotations
 

@@ -87,7 +87,8 @@ async def test_what_a_killed_supervisor_left_is_replaced_and_nothing_else(tmp_pa
 
 
 async def test_the_socket_of_a_living_run_is_not_taken(tmp_path: Path) -> None:
-    """Two configs name the same one. Neither another supervisor nor the janitor of a dead one removes it."""
+    """Two configs name the same one. Neither another supervisor nor the janitor of a
+    dead one removes it."""
     path = tmp_path / "control.sock"
     async with serving(path, Run()):
         with pytest.raises(errors.WorldError, match=r"another process listens on it \(name another place"):
@@ -104,7 +105,8 @@ async def test_the_socket_of_a_living_run_is_not_taken(tmp_path: Path) -> None:
 
 
 async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those who come later cannot cut off whoever follows the logs, or an order that takes long."""
+    """Those who come later cannot cut off whoever follows the logs, or an order that
+    takes long."""
     monkeypatch.setattr(guard, "STRANGERS", 2)
     run = Run(tmp_path / "logs")
     (run.logs / "a" / "0" / "gen-1").mkdir(parents=True)

@@ -1,4 +1,5 @@
-"""The coordinator from outside: who is let in, what garbage does, sessions that break and come back, a store that dies."""
+"""The coordinator from outside: who is let in, what garbage does, sessions that break
+and come back, a store that dies."""
 
 from __future__ import annotations
 
@@ -162,7 +163,8 @@ async def test_a_message_that_is_malformed_each_time_ends_the_member(coordinator
 
 
 async def test_a_bad_message_of_a_rank_costs_the_others_nothing(coordinator: Coordinator) -> None:
-    """The rank itself is told; on the way there its session sends it a few times, not some hundred times a second."""
+    """The rank itself is told; on the way there its session sends it a few times, not
+    some hundred times a second."""
     bad = await asyncio.to_thread(joined, coordinator, "rollout", 1)
     try:
         bad._hub.call(bad._hub.send, wire.Progress(1.5))  # type: ignore[arg-type]  # that is the point
@@ -228,7 +230,8 @@ async def test_a_broken_connection_is_resumed_without_losing_or_repeating_a_mess
     admitted = await trainer.until(wire.PublishAdmitted)
     assert admitted.version == 1
     await trainer.socket.close()
-    # It comes back without having seen the last answers, and sends its own last message again.
+    # It comes back without having seen the last answers, and sends its own last message
+    # again.
     back = Client(coordinator, group="trainer", incarnation="t", resume_term=welcome.term, received=0)
     again = await back.join()
     assert isinstance(again, wire.Welcome)
@@ -247,7 +250,8 @@ async def test_a_member_that_is_silent_for_its_lease_is_fenced(coordinator: Coor
     await other.join()
 
     async def live() -> None:
-        """If nobody at all were heard, the coordinator would take it for its own fault."""
+        """If nobody at all were heard, the coordinator would take it for its own
+        fault."""
         while True:
             await other.say(wire.Heartbeat(), seq=0)
             await asyncio.sleep(0.2)
@@ -293,7 +297,8 @@ async def test_the_store_listens_on_its_address_only(coordinator: Coordinator) -
 
 
 def listening_on(port: int) -> list[tuple[str, int]]:
-    """Addresses of every TCP socket that listens on ``port`` (IPv6 ones as they are in /proc)."""
+    """Addresses of every TCP socket that listens on ``port`` (IPv6 ones as they are in
+    /proc)."""
     found = []
     for name in ("tcp", "tcp6"):
         for line in Path(f"/proc/net/{name}").read_text().splitlines()[1:]:
@@ -464,7 +469,8 @@ async def test_the_last_words_of_a_process_are_heard(
 
 
 async def test_sessions_do_not_wait_for_acknowledgements(coordinator: Coordinator) -> None:
-    """A commit and a grant leave at once: the server's side of a session has TCP_NODELAY."""
+    """A commit and a grant leave at once: the server's side of a session has
+    TCP_NODELAY."""
     member = Client(coordinator)
     await member.join()
     port = int(coordinator.endpoint.split(":")[1])
@@ -496,7 +502,8 @@ def peer(of: socket.socket) -> Any:
 async def test_nobody_hears_of_a_commit_that_is_not_on_disk(
     coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A full disk holds the commit back, and nothing else; when it takes the decision, the commit goes out."""
+    """A full disk holds the commit back, and nothing else; when it takes the decision,
+    the commit goes out."""
     refused = asyncio.Event()
 
     def full(decision: CommitDecision) -> None:

@@ -1,4 +1,5 @@
-"""A coordinator that is stopped, or killed at the worst moment, and started again: publishes and receives go on."""
+"""A coordinator that is stopped, or killed at the worst moment, and started again:
+publishes and receives go on."""
 
 from __future__ import annotations
 
@@ -158,7 +159,8 @@ async def test_one_rank_had_a_number_and_the_other_had_not() -> None:
 
 @pytest.mark.parametrize("log", [True, False])
 async def test_a_clean_stop(log: bool, tmp_path: Path) -> None:
-    """Publishes and receives may begin while nobody is there; a fresh target is caught up afterwards."""
+    """Publishes and receives may begin while nobody is there; a fresh target is caught
+    up afterwards."""
     async with world_of(tmp_path if log else None) as world:
         trainer, rollout = await world.join("trainer"), await world.join("rollout")
         await publish(trainer, 1)
@@ -182,7 +184,8 @@ async def test_a_clean_stop(log: bool, tmp_path: Path) -> None:
 
 
 async def test_a_load_goes_on_while_the_coordinator_is_away() -> None:
-    """One rank has been granted a version: the other one gets the same, though a newer one is committed meanwhile."""
+    """One rank has been granted a version: the other one gets the same, though a newer
+    one is committed meanwhile."""
     async with world_of(None, rollout=2) as world:
         trainer = await world.join("trainer")
         ranks = [await world.join("rollout", 0, rank, 2) for rank in range(2)]
@@ -278,7 +281,8 @@ async def test_a_prepared_version_goes_forward_when_its_source_is_gone(tmp_path:
 
 
 async def test_the_old_incarnation_does_not_fence_the_new_one() -> None:
-    """It was out of reach while the coordinator started again and another process took its place."""
+    """It was out of reach while the coordinator started again and another process took
+    its place."""
     async with world_of(None) as world:
         trainer = await world.join("trainer")
         async with Proxy(world.coordinator.endpoint) as proxy:
@@ -299,7 +303,7 @@ async def test_the_old_incarnation_does_not_fence_the_new_one() -> None:
             assert await load(new) == (2, 2.0)
 
 
-# ---------------------------------------------------------------- ranks in processes of their own
+# ------------------------------------------------------ ranks in processes of their own
 
 
 async def spawn(coordinator: CoordinatorProcess, out: Path, group: str, replica: int, code: str) -> Process:

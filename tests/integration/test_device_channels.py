@@ -1,6 +1,8 @@
-"""Whole channels whose slots are on GPUs (``staging = "device"``), with fake ones: :mod:`tests.support.fake_accelerator`.
+"""Whole channels whose slots are on GPUs (``staging = "device"``), with fake ones:
+:mod:`tests.support.fake_accelerator`.
 
-The members are in this process, on the GPU that they were told; those that are killed have processes of their own.
+The members are in this process, on the GPU that they were told; those that are killed
+have processes of their own.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ IMAGE_NBYTES = 4 * ELEMENTS
 
 @pytest.fixture(scope="module")
 def gpus() -> Iterator[None]:
-    """These GPUs are there, also for the sidecars of all ranks, which one forkserver makes."""
+    """These GPUs are there, also for the sidecars of all ranks, which one forkserver
+    makes."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in ENVIRONMENT.items():
             patch.setenv(name, value)
@@ -101,7 +104,8 @@ async def test_members_on_one_gpu_copy_within_it(monkeypatch: pytest.MonkeyPatch
         known: Holdings = rollouts[0]._hub.holdings
         digest = known.latest_digest
         assert digest.startswith("d"), "it was made on the GPU"
-        # what it does for a new coordinator: tell where the bytes are, and digest them there if they are in doubt
+        # what it does for a new coordinator: tell where the bytes are, and digest them
+        # there if they are in doubt
         assert {held.place.device for held in known.held() if held.place is not None} == {"FAKE-0"}
         assert known.describe(4).device == "cuda"
         loop = rollouts[0]._hub.loop.loop
@@ -134,7 +138,8 @@ async def test_other_gpus_get_every_byte_once() -> None:
 
 
 async def test_the_parts_of_a_version_on_two_gpus() -> None:
-    """Each target copies the part that lies on its own GPU, and receives the other one."""
+    """Each target copies the part that lies on its own GPU, and receives the other
+    one."""
     async with channel_world(
         {**DEVICE, "sources": [{"group": "trainer", "ranks": "all"}]}, trainer=GroupShape(1, 2)
     ) as world:
@@ -168,7 +173,8 @@ def accelerator_allocated() -> int:
 
 
 async def test_a_coordinator_that_starts_again_in_the_midst_of_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without its decision log: what it learns, it learns from the members, who tell where on which GPU they have what."""
+    """Without its decision log: what it learns, it learns from the members, who tell
+    where on which GPU they have what."""
     async with world_of(None, DEVICE) as world:
         trainer, *rollouts = [await world.join(*place) for place in (("trainer",), ("rollout", 0), ("rollout", 1))]
         monkeypatch.setenv("FAKE_DELAY_S", "0.02")

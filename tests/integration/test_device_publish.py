@@ -1,4 +1,5 @@
-"""Publishing from a GPU: nobody's thread waits for the copies. With a fake one, whose streams can be stopped."""
+"""Publishing from a GPU: nobody's thread waits for the copies. With a fake one, whose
+streams can be stopped."""
 
 from __future__ import annotations
 
@@ -72,7 +73,8 @@ async def publish(channel: Channel, given: object, *, hold: bool = True, deadlin
 
 
 async def load(channel: Channel) -> tuple[int, float]:
-    """Its version, loaded into parameters on the GPU, and the one value that they all have."""
+    """Its version, loaded into parameters on the GPU, and the one value that they all
+    have."""
     target = weights(0)
     with await channel.receive(deadline=40) as update:
         await asyncio.to_thread(update.load_into, target)

@@ -1,4 +1,5 @@
-"""``replicas doctor``: what it finds, what it says to do, and that it leaves everything as it is."""
+"""``replicas doctor``: what it finds, what it says to do, and that it leaves everything
+as it is."""
 
 from __future__ import annotations
 
@@ -56,7 +57,8 @@ def test_a_healthy_machine(folder: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.fixture
 def leftover(folder: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A process as a dead shim of this run leaves one: with a mark, and the id of the state folder in its environment."""
+    """A process as a dead shim of this run leaves one: with a mark, and the id of the
+    state folder in its environment."""
     state_dir = folder / ".replicas" / "sick"
     state_dir.mkdir(parents=True)
     for name in ("lock", "token"):

@@ -1,4 +1,5 @@
-"""DTensors of a real 2 x 2 mesh: packed by parts, gathered by the leader, and loaded in place."""
+"""DTensors of a real 2 x 2 mesh: packed by parts, gathered by the leader, and loaded in
+place."""
 
 from __future__ import annotations
 

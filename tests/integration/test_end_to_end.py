@@ -1,4 +1,5 @@
-"""Whole runs, as a user has them: torchrun jobs with groups of their own, weights that flow, and a kill on the way."""
+"""Whole runs, as a user has them: torchrun jobs with groups of their own, weights that
+flow, and a kill on the way."""
 
 from __future__ import annotations
 
@@ -134,7 +135,8 @@ def test_ranks_of_a_target_never_hold_different_versions(tmp_path: Path, out: Pa
 
 @pytest.mark.timeout(180)
 def test_a_target_killed_in_the_middle_of_a_sync(tmp_path: Path, out: Path) -> None:
-    """The sync hangs on a frozen sidecar of rollout/1, whose rank is then killed with -9."""
+    """The sync hangs on a frozen sidecar of rollout/1, whose rank is then killed with
+    -9."""
     text = config(out, steps=3, size=1_000_000, replicas=2, gated=True, more='transport = "group"')
     with running(tmp_path, text, stop_when='["trainer"]') as run:
         eventually(lambda: run.status().ready, "all groups ready", timeout_s=60)
@@ -171,13 +173,15 @@ def _replica(run: Run, name: str) -> Any:
 
 
 def _moving(run: Run) -> bool:
-    """The survivor holds version 2 already, or is about to: the source has begun to send."""
+    """The survivor holds version 2 already, or is about to: the source has begun to
+    send."""
     members = run.status().channels[0].members
     return any(2 in member.held for member in members)
 
 
 def _sidecar_of(run: Run, rank_pid: int) -> int:
-    """The sidecar attached to a rank: the youngest child of the forkserver beside it that is not a spare one."""
+    """The sidecar attached to a rank: the youngest child of the forkserver beside it
+    that is not a spare one."""
     shim = _shim_of(rank_pid)
     forkserver = next(pid for pid, line in run.processes().items() if "forkserver" in line and _parent(pid) == shim)
     return max(pid for pid in run.processes() if _parent(pid) == forkserver and name_of(pid) == "replica-sidecar")

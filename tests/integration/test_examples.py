@@ -1,4 +1,5 @@
-"""Every example does what it says, with the numbers that it promises; and a short run of the demo."""
+"""Every example does what it says, with the numbers that it promises; and a short run
+of the demo."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ LIMIT_S = 110.0
 
 
 def _run(*command: str, cwd: Path, limit_s: float = LIMIT_S, mark: str = "") -> subprocess.CompletedProcess[str]:
-    # The folder of the package is put first, so that the test is of this tree whatever is installed.
+    # The folder of the package is put first, so that the test is of this tree whatever
+    # is installed.
     environment = {**os.environ, "PYTHONPATH": str(EXAMPLES.parent), "OMP_NUM_THREADS": "1", MARK: mark}
     return subprocess.run(
         [sys.executable, *command],

@@ -1,4 +1,5 @@
-"""Where a rank asks for sidecars: nobody else can be there, and nobody else is served."""
+"""Where a rank asks for sidecars: nobody else can be there, and nobody else is
+served."""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ async def test_a_forkserver_of_another_user_is_told_nothing() -> None:
 
 @pytest.mark.parametrize("secret", ["", "another", "\N{SNOWMAN}"])
 async def test_whoever_lacks_the_secret_is_not_served(secret: str) -> None:
-    """Root in another container on the same network is the same user, and sees the name."""
+    """Root in another container on the same network is the same user, and sees the
+    name."""
     door = new_door()
     process = start_forkserver(str(door))
     try:

@@ -1,4 +1,5 @@
-"""Spoilt frames at each listener of a run: refused, with no traceback and no harm to anybody else."""
+"""Spoilt frames at each listener of a run: refused, with no traceback and no harm to
+anybody else."""
 
 from __future__ import annotations
 
@@ -67,7 +68,7 @@ def say(address: tuple[str, int] | str, data: bytes) -> bytes:
     return b""
 
 
-# ------------------------------------------------------------ the control port, and the run's socket
+# ----------------------------------------------- the control port, and the run's socket
 
 
 @pytest.fixture
@@ -120,7 +121,8 @@ def messages() -> list[bytes]:
 
 @pytest.mark.parametrize("spoilt", ["message", "frame"])
 async def test_messages_of_a_session(coordinator: Coordinator, bystander: Client, spoilt: str) -> None:
-    """Of one who has the token: the message in a WebSocket frame, or the frame itself."""
+    """Of one who has the token: the message in a WebSocket frame, or the frame
+    itself."""
     real = messages() if spoilt == "message" else [framed(data) for data in messages()]
     for data in mutants(real, seed=2):
         hostile = await asyncio.to_thread(raw_session, coordinator)
@@ -250,7 +252,8 @@ def test_orders_to_the_store_process() -> None:
 
 
 def test_the_forkserver() -> None:
-    """Also with descriptors of every kind, in place of the pidfd and the socket that it expects."""
+    """Also with descriptors of every kind, in place of the pidfd and the socket that it
+    expects."""
     name = f"replicas-test-{secrets.token_hex(8)}"
     process = start_forkserver(name)
     try:
@@ -359,7 +362,8 @@ def test_the_greeter_of_a_meeting() -> None:
 
 
 def test_orders_to_a_shim(tmp_path: Path) -> None:
-    """From its own supervisor alone. What is no order changes nothing, and is told in its log."""
+    """From its own supervisor alone. What is no order changes nothing, and is told in
+    its log."""
     real = [orders.encode({"type": kind}) for kind in ("ping", "stacks", "drain")]
     real += [orders.encode({"type": "stop", "timeout_s": 1.0}), orders.encode({"type": "rendezvous", "port": 1})]
     with shim(tmp_path, "import time; time.sleep(1000)") as one:

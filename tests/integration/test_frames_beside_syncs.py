@@ -1,7 +1,9 @@
-"""Syncs of others go on, and about as fast, while mutated frames hit a listener of their run.
+"""Syncs of others go on, and about as fast, while mutated frames hit a listener of
+their run.
 
-The time of a sync, from the call of publish to the loaded version in a target, is measured in turn without frames and
-under them; the medians of one run are compared, so that a busy machine slows down both.
+The time of a sync, from the call of publish to the loaded version in a target, is
+measured in turn without frames and under them; the medians of one run are compared, so
+that a busy machine slows down both.
 """
 
 from __future__ import annotations
@@ -39,14 +41,16 @@ SYNCS = 15
 """How many are measured, at least, without frames and under them."""
 FACTOR = 2.0
 SLACK_S = 0.05
-"""The bar: under frames the median is below ``FACTOR`` times the one without, and this. Missed twice, it is missed."""
+"""The bar: under frames the median is below ``FACTOR`` times the one without, and this.
+Missed twice, it is missed."""
 CHANNELS = {"policy": {"sources": ["trainer"], "targets": ["rollout"], "transport": "group", "deadline": "30s"}}
 Hurl = Callable[[bytes], object]
 """Sends one frame to a listener, over a connection of its own."""
 
 
 class World:
-    """A trainer and a target in processes of their own, whose syncs go through sidecars, and what there is to attack."""
+    """A trainer and a target in processes of their own, whose syncs go through
+    sidecars, and what there is to attack."""
 
     def __init__(self, coordinator: Coordinator, trainer: RankProcess, rollout: RankProcess, forkserver: str) -> None:
         self.coordinator = coordinator
@@ -55,7 +59,8 @@ class World:
         self._rollout = rollout
 
     async def sync(self) -> float:
-        """Seconds from the publish of a version to its being loaded, whole, in the target; nobody is lost by it."""
+        """Seconds from the publish of a version to its being loaded, whole, in the
+        target; nobody is lost by it."""
         began = time.monotonic()
         published = await self._trainer.ask("publish", value=1 + int(began))
         assert published.get("lost") == [], published
@@ -93,7 +98,8 @@ async def world() -> AsyncIterator[World]:
 
 
 async def compare(world: World, hurl: Hurl, real: Sequence[bytes], seed: int) -> tuple[float, float]:
-    """Medians of the seconds of a sync: without frames, and under at least ``MANY`` of them."""
+    """Medians of the seconds of a sync: without frames, and under at least ``MANY`` of
+    them."""
     calm = [await world.sync() for _ in range(SYNCS)]
     sent, enough = 0, asyncio.Event()
 
@@ -132,7 +138,8 @@ async def test_requests_at_the_control_port(world: World) -> None:
 
 @pytest.mark.parametrize("spoilt", ["message", "frame"])
 async def test_messages_of_a_session(world: World, spoilt: str) -> None:
-    """Of an observer: a target that is there and sends nothing but nonsense would rightly be waited for."""
+    """Of an observer: a target that is there and sends nothing but nonsense would
+    rightly be waited for."""
     hello = msgspec.structs.replace(Client.hello_of("rollout"), replica=8, incarnation="hostile", observe=True)
 
     def hurl(data: bytes) -> None:
@@ -159,7 +166,8 @@ async def test_requests_at_the_runs_socket(world: World, tmp_path: Path) -> None
 
 
 async def test_the_store(world: World) -> None:
-    """A frame may end it, as it is torch's; the group that was formed over it goes on, and another store comes."""
+    """A frame may end it, as it is torch's; the group that was formed over it goes on,
+    and another store comes."""
     real = await asyncio.to_thread(recorded, world.coordinator.store_address[1], use_store)
     await undisturbed(world, lambda data: say(world.coordinator.store_address, data), real, seed=5)
 

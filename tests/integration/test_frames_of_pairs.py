@@ -1,8 +1,10 @@
-"""Mutated messages on the socketpairs between supervisor, janitor, shim, launcher and log pump.
+"""Mutated messages on the socketpairs between supervisor, janitor, shim, launcher and
+log pump.
 
-Both ends are processes of one run, so that a message can only be broken by a bug or by other code under a running
-supervisor. No reader may end with a traceback or harm a process that it was not told of. What is no message is told in one
-sentence and changes nothing; at the launcher, whose only order it is, it ends the launcher.
+Both ends are processes of one run, so that a message can only be broken by a bug or by
+other code under a running supervisor. No reader may end with a traceback or harm a
+process that it was not told of. What is no message is told in one sentence and changes
+nothing; at the launcher, whose only order it is, it ends the launcher.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ SPEC = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, "/", "/", 1.0, "nonce")
 
 
 def send(control: socket.socket, data: bytes) -> None:
-    """One packet, as long as it may be, and not the end of the stream. Waits until it is taken."""
+    """One packet, as long as it may be, and not the end of the stream. Waits until it
+    is taken."""
     control.settimeout(30)
     control.send(data[: orders.MAX_NBYTES // 4] or b"x")
 
@@ -104,7 +107,8 @@ def test_what_the_janitor_is_told() -> None:
 
 
 def broken_pid(data: bytes) -> object:
-    """What it has in place of a pid: not one of a living process, which it would rightly end."""
+    """What it has in place of a pid: not one of a living process, which it would
+    rightly end."""
     pid = orders.decode(data).get("pid")
     return pid if not isinstance(pid, int | float) or pid < 1 or pid > 1 << 22 else 4_000_001
 
@@ -194,7 +198,8 @@ sys.exit(shim.main(sys.argv[2:]))
 
 
 def test_what_a_launcher_says(tmp_path: Path) -> None:
-    """The shim goes on, and tells of the end of its main process as ever, with what it was last told of the ranks."""
+    """The shim goes on, and tells of the end of its main process as ever, with what it
+    was last told of the ranks."""
     ours, theirs = orders.pair()
     failed = ExitReport("failed", "why", (RankExit(0, 1, 7, "text", 1.5, "error", ("a", "b"), "after"),))
     program = ("-c", FAKE_LAUNCHER, str(theirs.fileno()))
@@ -218,7 +223,8 @@ def test_what_a_launcher_says(tmp_path: Path) -> None:
 
 
 def test_what_a_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its spec, or nothing that it could start with: that it says in one line, with which it ends."""
+    """Its spec, or nothing that it could start with: that it says in one line, with
+    which it ends."""
     met: list[tuple[str, int]] = []
     monkeypatch.setattr(launcher, "TCPStore", lambda host, port, **_: met.append((host, port)))
     other_node = SPEC._replace(node=1, nnodes=2)
@@ -263,7 +269,8 @@ def test_what_a_launcher_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("last", ["only", "first of many"])
 def test_reports_that_can_be_read_can_be_shown(last: str) -> None:
-    """What is left of a report has fields of the right types: the shim, and the supervisor, work with them."""
+    """What is left of a report has fields of the right types: the shim, and the
+    supervisor, work with them."""
     ranks = (RankExit(0, 1, 7, "text", 1.5, "error", ("a", "b"), "after"),) * (1 if last == "only" else 3)
     real = json.dumps(ExitReport("failed", "why", ranks)._asdict() | {"ranks": [rank._asdict() for rank in ranks]})
     read = 0

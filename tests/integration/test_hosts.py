@@ -1,4 +1,5 @@
-"""Members on several hosts (namespaces of network, mounts and processes): who sends bytes to whom, and how many."""
+"""Members on several hosts (namespaces of network, mounts and processes): who sends
+bytes to whom, and how many."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ def _hosts() -> None:
 
 
 async def sync(sources: list[HostRank], targets: list[HostRank], seed: int, lost: Sequence[str] = ()) -> None:
-    """One version from all sources (each has a part) to all targets, which must find the right values.
+    """One version from all sources (each has a part) to all targets, which must find
+    the right values.
 
     ``lost``: who may be left out.
     """
@@ -42,7 +44,8 @@ async def sync(sources: list[HostRank], targets: list[HostRank], seed: int, lost
 
 
 class Links:
-    """What has gone over the links of all hosts since it was made, as a multiple of the payload."""
+    """What has gone over the links of all hosts since it was made, as a multiple of the
+    payload."""
 
     def __init__(self, machines: tuple[Machine, ...]) -> None:
         self._machines = machines
@@ -59,7 +62,8 @@ class Links:
 
 
 async def test_two_members_on_each_of_two_hosts() -> None:
-    """The bytes cross the link once, and only two members need a process group for it."""
+    """The bytes cross the link once, and only two members need a process group for
+    it."""
     async with host_world(2, rollout=GroupShape(3)) as world:
         trainer, targets = await world.trainer_and_rollouts(0, 1, 1)
         await sync([trainer], targets, 10)
@@ -93,7 +97,8 @@ async def test_bytes_leave_the_trainers_host_once_however_many_hosts_there_are()
 
 
 async def test_every_source_rank_sends_its_own_part_between_hosts() -> None:
-    """Two ranks of the trainer on two hosts; a target beside each, which maps the part of its own host."""
+    """Two ranks of the trainer on two hosts; a target beside each, which maps the part
+    of its own host."""
     trainer = [{"group": "trainer", "ranks": "all"}]
     async with host_world(2, {"sources": trainer}, trainer=GroupShape(1, 2), rollout=GroupShape(2)) as world:
         joins = [

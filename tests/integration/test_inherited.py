@@ -1,4 +1,5 @@
-"""What a supervisor is born with: ignored and blocked signals, closed streams, a terminal that goes away, odd namespaces."""
+"""What a supervisor is born with: ignored and blocked signals, closed streams, a
+terminal that goes away, odd namespaces."""
 
 from __future__ import annotations
 
@@ -145,7 +146,8 @@ def test_nohup_keeps_a_run_when_its_terminal_is_closed(tmp_path: Path) -> None:
 
 
 def refused(tmp_path: Path, *command: str) -> str:
-    """What a supervisor says that ends with exit code 2 before it has started anything."""
+    """What a supervisor says that ends with exit code 2 before it has started
+    anything."""
     with running(tmp_path, group("a", SLEEPS), command=command) as run:
         assert run.wait(timeout_s=60) == 2, run.lines
         run.assert_nothing_left()

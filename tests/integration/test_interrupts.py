@@ -1,7 +1,9 @@
-"""An interrupt of the main thread at any line of a public call reaches the caller, and the channel goes on.
+"""An interrupt of the main thread at any line of a public call reaches the caller, and
+the channel goes on.
 
-A sample of the lines and moments; all of them: ``INTERRUPTS=3000 pytest tests/integration/test_interrupts.py``, or
-``python -m tests.support.interrupts``. Each in a process of its own, whose main thread nobody else interrupts.
+A sample of the lines and moments; all of them: ``INTERRUPTS=3000 pytest
+tests/integration/test_interrupts.py``, or ``python -m tests.support.interrupts``. Each
+in a process of its own, whose main thread nobody else interrupts.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A start touches no process of a run that lives, whatever the two have in common; and one that fails touches nobody."""
+"""A start touches no process of a run that lives, whatever the two have in common; and
+one that fails touches nobody."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def assert_untouched(run: Run, pids: list[int]) -> None:
 
 @needs_users
 def test_a_run_with_the_same_paths_in_another_container(tmp_path: Path) -> None:
-    """Containers that share their processes: the same path is another folder in each."""
+    """Containers that share their processes: the same path is another folder in
+    each."""
     own = f"mkdir -p {tmp_path}/.replicas && mount -t tmpfs tmpfs {tmp_path}/.replicas"
     command = as_user(os.getuid(), [sys.executable, "-m", "replicas.supervisor"], before=own)
     with running(tmp_path, TWO, command=command) as first:

@@ -36,7 +36,8 @@ if os.fork() == 0:
 flood(os.dup(1), b"O")
 os.wait()
 """
-"""Two processes, one on stdout and one on stderr, in blocks that end in the middle of lines: 20 MB, when ``go`` is read."""
+"""Two processes, one on stdout and one on stderr, in blocks that end in the middle of
+lines: 20 MB, when ``go`` is read."""
 
 
 def kill(pid: int, signum: int) -> None:

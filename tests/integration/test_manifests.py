@@ -1,4 +1,5 @@
-"""Manifests of every size and number: many after each other, very large ones, over slow links, after a restart."""
+"""Manifests of every size and number: many after each other, very large ones, over slow
+links, after a restart."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ async def publish(channel: Channel, weights: object, **more: Any) -> Receipt:
 
 
 async def test_many_manifests_in_turn_are_all_taken() -> None:
-    """As with adapters: one that all others come between is used again and again; some come back after many others."""
+    """As with adapters: one that all others come between is used again and again; some
+    come back after many others."""
     async with channel_world(rollout=2) as world:
         trainer, *rollouts = await world.trainer_and_rollouts(2)
         shapes = [*range(1, 21), *(one for other in range(2, 21) for one in (1, other)), 3]
@@ -69,7 +71,8 @@ async def test_a_manifest_of_36_mb_goes_through_and_one_above_the_limit_is_refus
 
 
 async def test_a_version_in_parts_with_a_large_manifest_outlives_its_coordinator(tmp_path: Path) -> None:
-    """What the ranks say is small, what is made of it is not: a new coordinator has it from a holder all the same."""
+    """What the ranks say is small, what is made of it is not: a new coordinator has it
+    from a holder all the same."""
     config = {"sources": [{"group": "trainer", "ranks": "all"}], "targets": ["rollout"], "deadline": "60s"}
     coordinator = CoordinatorProcess(config, {"trainer": 2}, tmp_path)
     await coordinator.start()

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.anyio, pytest.mark.timeout(300)]
 
 SHORT_LEASE = GroupShape(3, heartbeat_timeout_s=6.0)
 SLACK_NBYTES = 6 * 2**20
-"""By how much the memory of a process may differ: what malloc and Python keep for later."""
+"""By how much the memory of a process may differ: what malloc and Python keep for
+later."""
 
 
 class World:
@@ -57,7 +58,8 @@ class World:
         assert [children(rank.pid) for rank in self.ranks] == [[]] * len(self.ranks)
 
     async def packing(self, version: int) -> None:
-        """Wait until this version has begun; that it waits for a slot then shows by its staying there."""
+        """Wait until this version has begun; that it waits for a slot then shows by its
+        staying there."""
 
         def begun() -> bool:
             return any(one.version == version for one in self.channel.commits.publishes.open())
@@ -148,7 +150,8 @@ async def test_an_open_update_stays_as_it_is_and_the_trainer_waits_for_it() -> N
 
 
 async def test_tensors_that_are_kept_too_long_are_left_alone() -> None:
-    """They are not valid by the contract any more, but nobody waits for them, and nothing is written under them."""
+    """They are not valid by the contract any more, but nobody waits for them, and
+    nothing is written under them."""
     async with world_of(rollout=1) as world:
         trainer, reader = await world.trainer_and_rollouts(1)
         await trainer.ask("publish", value=1)

@@ -1,4 +1,5 @@
-"""A thousand configs that nobody meant, given to ``replicas check`` and to a run that lives."""
+"""A thousand configs that nobody meant, given to ``replicas check`` and to a run that
+lives."""
 
 from __future__ import annotations
 

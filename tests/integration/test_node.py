@@ -1,4 +1,5 @@
-"""The supervisor's side of a shim, against processes that are no shims: they say nothing, or die in a bad moment."""
+"""The supervisor's side of a shim, against processes that are no shims: they say
+nothing, or die in a bad moment."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from replicas.supervisor.shim.orders import NodeSpec
 
 DEAF = "echo; exec sleep 600 >&2"
 LEAVES_ONE = "sleep 600 >&2 & echo; exec sleep 600 >&2"
-"""What it leaves has the other end of the control socket: there is no end of that stream."""
+"""What it leaves has the other end of the control socket: there is no end of that
+stream."""
 
 
 class NoShim(Node):

@@ -1,4 +1,5 @@
-"""Operations between real peers that die, freeze, or lose their sidecar or their coordinator in the middle."""
+"""Operations between real peers that die, freeze, or lose their sidecar or their
+coordinator in the middle."""
 
 from __future__ import annotations
 
@@ -196,7 +197,8 @@ async def test_a_sidecar_killed_or_frozen_in_the_middle_is_replaced(how: signal.
 async def test_an_outcome_that_a_lost_coordinator_left_unknown_is_settled_by_the_next_operation(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """One peer hears of the success, then the coordinator is gone before it could tell the other."""
+    """One peer hears of the success, then the coordinator is gone before it could tell
+    the other."""
     monkeypatch.setattr(pulse, "SILENCE_S", 600.0)
     where: list[str] = []
     async with (
@@ -254,7 +256,7 @@ async def test_an_outcome_that_a_lost_coordinator_left_unknown_is_settled_by_the
             await world.close()
 
 
-# ---------------------------------------------------------------- waits that are abandoned
+# ------------------------------------------------------------- waits that are abandoned
 
 
 async def test_waits_that_are_abandoned_harm_no_later_operation() -> None:
@@ -300,7 +302,8 @@ async def test_waits_that_are_abandoned_harm_no_later_operation() -> None:
 
 
 async def test_an_exception_in_the_callers_code_while_an_operation_runs() -> None:
-    """The program goes on to something else, and calls the next operation, as if it had never waited."""
+    """The program goes on to something else, and calls the next operation, as if it had
+    never waited."""
     async with channel_world(PEERS, peer=2) as world:
         channels = [await world.join("peer", index) for index in range(2)]
         tensor = torch.ones(1000)

@@ -1,4 +1,5 @@
-"""Calls that block, made on the event loop on which a coordinator runs, which alone could answer them."""
+"""Calls that block, made on the event loop on which a coordinator runs, which alone
+could answer them."""
 
 from __future__ import annotations
 

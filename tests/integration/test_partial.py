@@ -1,4 +1,5 @@
-"""A replica one of whose ranks fails to load: out of ready, restarted, and then the same version on all its ranks."""
+"""A replica one of whose ranks fails to load: out of ready, restarted, and then the
+same version on all its ranks."""
 
 from __future__ import annotations
 

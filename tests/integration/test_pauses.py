@@ -1,4 +1,5 @@
-"""The machine stops for longer than every lease (here: SIGSTOP of the supervisor), and nobody is evicted for it."""
+"""The machine stops for longer than every lease (here: SIGSTOP of the supervisor), and
+nobody is evicted for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What another user of the machine plants in the stores of a run is executed by nobody."""
+"""What another user of the machine plants in the stores of a run is executed by
+nobody."""
 
 from __future__ import annotations
 
@@ -125,7 +126,8 @@ def overwritten(planted: Path, key: str, stores: int) -> bool:
 
 
 def up(run: Run, generation: int, proof: Path) -> bool:
-    """Whether every rank of the torchrun jobs has come so far. A payload that was executed comes first."""
+    """Whether every rank of the torchrun jobs has come so far. A payload that was
+    executed comes first."""
     assert not proof.exists(), f"a payload was executed as {proof.read_text().split()}"
     logs = [run.log(replica, generation, rank) for replica, rank in (("one/0", 0), ("two/0", 0), ("two/0", 1))]
     return all(log.exists() and "in generation" in log.read_text() for log in logs)
@@ -134,7 +136,8 @@ def up(run: Run, generation: int, proof: Path) -> bool:
 @needs_users
 @pytest.mark.timeout(240)
 def test_what_a_stranger_plants_in_every_store_is_executed_by_nobody() -> None:
-    """Torchrun jobs of one and two nodes start again in stores full of it, and a channel meets in the run's store."""
+    """Torchrun jobs of one and two nodes start again in stores full of it, and a
+    channel meets in the run's store."""
     more = 'restart = { initial_delay = "1ms", max_delay = "2ms", max_restarts = 50 }\nstop_timeout = "1s"\n'
     text = group("s", SYNCS, f"replicas = 2\n{more}")
     for name, nodes in (("one", 1), ("two", 2)):

@@ -1,4 +1,5 @@
-"""kill -9 of two at once, and processes that hide: nothing of the affected replica is left alive."""
+"""kill -9 of two at once, and processes that hide: nothing of the affected replica is
+left alive."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from tests.support.programs import SLEEPS, group
 from tests.support.runs import Run, alive, eventually, running
 
 BOUND_S = 10.0
-"""Five seconds are promised, and held in the chaos suite; a machine that runs other tests meanwhile gets twice that."""
+"""Five seconds are promised, and held in the chaos suite; a machine that runs other
+tests meanwhile gets twice that."""
 RESTART = 'restart = { initial_delay = "100ms", no_progress_cycles = 0 }'
 
 HIDES = """
@@ -40,7 +42,8 @@ for environment in (dict(os.environ), {}):
 note()
 time.sleep(600)
 """
-"""Starts two double-forked daemons that are deaf to SIGTERM, one of them with an empty environment; sleeps."""
+"""Starts two double-forked daemons that are deaf to SIGTERM, one of them with an empty
+environment; sleeps."""
 
 
 def cgroups_work() -> bool:
@@ -69,7 +72,8 @@ WITHOUT_CGROUPS = (
 
 
 def kill(*pids: int) -> None:
-    """SIGKILL, as nearly at once as that can be: on a busy machine the first one's end may have brought that of the next."""
+    """SIGKILL, as nearly at once as that can be: on a busy machine the first one's end
+    may have brought that of the next."""
     pidfds = [os.pidfd_open(pid) for pid in pids]
     for number, pidfd in enumerate(pidfds):
         with suppress(ProcessLookupError) if number else nullcontext():
@@ -113,7 +117,8 @@ def gone(processes: list[tuple[int, int]], since: float) -> None:
 
 @contextmanager
 def hiding(folder: Path, text: str, **options: object) -> Iterator[tuple[Run, int]]:
-    """A run whose programs hide processes; and a stranger that looks like one of them, which must live."""
+    """A run whose programs hide processes; and a stranger that looks like one of them,
+    which must live."""
     env = f'env = {{ OUT = "{folder}" }}\n'
     with subprocess.Popen([sys.executable, "-c", SLEEPS], cwd=folder, stdout=subprocess.DEVNULL) as stranger:
         try:

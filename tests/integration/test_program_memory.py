@@ -1,4 +1,5 @@
-"""Named shared memory of the programs themselves: Python's resource tracker unlinks it, and has the time for that."""
+"""Named shared memory of the programs themselves: Python's resource tracker unlinks it,
+and has the time for that."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ if __name__ == '__main__':
     while True:
         time.sleep(1)
 """
-"""A program with a child, each with a segment. The child needs 2 s from SIGTERM on to clean up."""
+"""A program with a child, each with a segment. The child needs 2 s from SIGTERM on to
+clean up."""
 
 
 def kill_main(run: Run, main: int) -> None:

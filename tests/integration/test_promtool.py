@@ -1,4 +1,5 @@
-"""Prometheus' own checker on the metrics, the alert rules with their tests, and the scrape config."""
+"""Prometheus' own checker on the metrics, the alert rules with their tests, and the
+scrape config."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""The property tests of the core for longer: among the fast tests they run a few examples only.
+"""The property tests of the core for longer: among the fast tests they run a few
+examples only.
 
-The examples are the same in every run; ``make properties`` looks for other ones, by PROPERTY_SEED and PROPERTY_TIMES (how
-many times as many).
+The examples are the same in every run; ``make properties`` looks for other ones, by
+PROPERTY_SEED and PROPERTY_TIMES (how many times as many).
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""What a target reads, and when, through a real coordinator; all members in this process."""
+"""What a target reads, and when, through a real coordinator; all members in this
+process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A publish that is refused or fails here walks the weights to their end: its steps may be collectives."""
+"""A publish that is refused or fails here walks the weights to their end: its steps may
+be collectives."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ STEPS = 3
 
 
 class Gather:
-    """Weights of which each step is a collective; ``odd``: what its second step gives in place of a tensor."""
+    """Weights of which each step is a collective; ``odd``: what its second step gives
+    in place of a tensor."""
 
     def __init__(self, odd: object = None) -> None:
         self.walked = 0

@@ -1,4 +1,5 @@
-"""Which code the processes of a run have: that of their supervisor, or a word about it."""
+"""Which code the processes of a run have: that of their supervisor, or a word about
+it."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ peers = ["a"]
 
 
 def test_a_checkout_that_is_not_installed_runs_its_own_code(tmp_path: Path) -> None:
-    """The working folder is left out of the path of what is started; an installed package may be another one."""
+    """The working folder is left out of the path of what is started; an installed
+    package may be another one."""
     shutil.copytree(ROOT / "replicas", tmp_path / "replicas", ignore=shutil.ignore_patterns("__pycache__"))
     for part in PARTS:
         path = tmp_path / "replicas" / part

@@ -1,4 +1,5 @@
-"""Members that come in crowds, that flap, and that claim one identity, while a trainer publishes: it never fails."""
+"""Members that come in crowds, that flap, and that claim one identity, while a trainer
+publishes: it never fails."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ pytestmark = pytest.mark.anyio
 
 
 class Publisher:
-    """Publishes without a break. ``receipts``, and ``failures``: of which there must be none."""
+    """Publishes without a break. ``receipts``, and ``failures``: of which there must be
+    none."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel
@@ -92,7 +94,8 @@ def epoch(world: ChannelWorld) -> int:
 
 
 async def test_eight_joins_at_once_make_one_epoch() -> None:
-    """A transfer is held up while they join: they wait for its end together, and get the newest version."""
+    """A transfer is held up while they join: they wait for its end together, and get
+    the newest version."""
     async with channel_world({"deadline": "100s"}, rollout=10) as world, publishing(world) as publisher:
         slow = Client(world.coordinator, replica=9, incarnation="slow")
         await slow.join()
@@ -120,7 +123,8 @@ async def keep_alive(client: Client) -> None:
 
 
 async def test_a_member_that_dies_after_each_join_costs_nobody_a_publish() -> None:
-    """Twenty times: it is there for long enough to be offered a version, and its process is killed."""
+    """Twenty times: it is there for long enough to be offered a version, and its
+    process is killed."""
     async with channel_world({"deadline": "20s"}, rollout=2) as world, publishing(world) as publisher:
         good = await world.join("rollout", 0)
         await publisher.more()

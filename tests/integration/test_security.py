@@ -1,4 +1,5 @@
-"""Strangers, and members gone mad: refused or cut within seconds, counted, and of no harm to anybody else."""
+"""Strangers, and members gone mad: refused or cut within seconds, counted, and of no
+harm to anybody else."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ async def shared() -> AsyncIterator[Coordinator]:
 
 @pytest.fixture
 async def coordinator(shared: Coordinator, caplog: pytest.LogCaptureFixture) -> AsyncIterator[Coordinator]:
-    """One for all: whatever a test does to it, the next one finds it in order, and without an error in its log."""
+    """One for all: whatever a test does to it, the next one finds it in order, and
+    without an error in its log."""
     shared.engine.refusals.clear()
     before = shared.store_pid
     yield shared
@@ -178,7 +180,8 @@ async def test_a_stranger_gets_one_answer(coordinator: Coordinator) -> None:
 
 
 async def test_a_session_without_a_hello_is_closed(coordinator: Coordinator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a close, and no Refused: a member may have been asleep together with us, and comes back."""
+    """With a close, and no Refused: a member may have been asleep together with us, and
+    comes back."""
     monkeypatch.setattr(server, "HELLO_TIMEOUT_S", 0.2)
     client = Client(coordinator)
     await client.open()
@@ -286,7 +289,7 @@ async def test_a_hello_of_no_process(coordinator: Coordinator, pid: int) -> None
     assert count(coordinator, "malformed") == 1
 
 
-# ------------------------------------------------------------ raw sessions, faster than any library
+# ------------------------------------------------ raw sessions, faster than any library
 
 
 def framed(data: bytes, *, opcode: int = 2, fin: bool = True) -> bytes:
@@ -338,7 +341,8 @@ FLOODS: dict[str, Callable[[int], bytes]] = {
 async def test_a_flood_holds_up_nobody(
     coordinator: Coordinator, bystander: Client, kind: str, record_property: Callable[[str, object], None]
 ) -> None:
-    """As fast as the socket takes it, without ever reading: the others' heartbeats are answered all the while."""
+    """As fast as the socket takes it, without ever reading: the others' heartbeats are
+    answered all the while."""
     hostile = await asyncio.to_thread(raw_session, coordinator)
     over = False
 
@@ -425,7 +429,8 @@ async def test_text_that_is_no_text_is_no_message(coordinator: Coordinator, byst
 
 
 async def test_garbage_and_idle_connections_do_not_kill_the_store(coordinator: Coordinator) -> None:
-    """Garbage of every size, connections that say nothing, ones that stop in the middle: rendezvous goes on."""
+    """Garbage of every size, connections that say nothing, ones that stop in the
+    middle: rendezvous goes on."""
     from torch._C._distributed_c10d import TCPStore
 
     host, port = coordinator.store_address

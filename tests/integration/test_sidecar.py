@@ -1,4 +1,5 @@
-"""Sidecars as they are: a forkserver process, forked children, a TCPStore, Gloo over loopback."""
+"""Sidecars as they are: a forkserver process, forked children, a TCPStore, Gloo over
+loopback."""
 
 from __future__ import annotations
 
@@ -315,7 +316,8 @@ async def test_a_killed_peer_fails_every_other_member_at_once(server: str) -> No
         os.kill(four.sidecars[3].pid, signal.SIGKILL)
         with pytest.raises((SidecarFailed, SidecarDied)):
             await task
-        # A failed group is of no use: all its sidecars have gone, and the rank has been told.
+        # A failed group is of no use: all its sidecars have gone, and the rank has been
+        # told.
         assert all([await sidecar.wait_dead() for sidecar in four.sidecars])
         assert time.monotonic() - started < 5.0
         assert len(reasons) == 4

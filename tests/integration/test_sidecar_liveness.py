@@ -1,4 +1,5 @@
-"""Frozen sidecars and frozen forkservers are found and replaced; busy and paused ones are left alone."""
+"""Frozen sidecars and frozen forkservers are found and replaced; busy and paused ones
+are left alone."""
 
 from __future__ import annotations
 
@@ -241,7 +242,8 @@ async def said(rank: asyncio.subprocess.Process) -> int:
 
 
 async def freeze_first(channel: Any, then: Callable[[], Awaitable[object]]) -> float:
-    """SIGSTOP to the sidecar of ``channel`` at its next transfer; seconds from there until ``then`` has ended."""
+    """SIGSTOP to the sidecar of ``channel`` at its next transfer; seconds from there
+    until ``then`` has ended."""
     transfers = channel._transfers
     move, hit = transfers._through, []
 

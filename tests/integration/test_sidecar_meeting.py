@@ -1,4 +1,5 @@
-"""What members find out about each other before a group is built: addresses, agreement, and that bytes arrive."""
+"""What members find out about each other before a group is built: addresses, agreement,
+and that bytes arrive."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ pytestmark = pytest.mark.anyio
 NAMES = ("trainer/0/0", "rollout/0/0", "rollout/1/0")
 DEADLINE_S = 60.0
 SOON_S = 20.0
-"""Far above the two seconds that a finding takes on a quiet machine, and far below the deadline."""
+"""Far above the two seconds that a finding takes on a quiet machine, and far below the
+deadline."""
 
 _prefixes = itertools.count()
 

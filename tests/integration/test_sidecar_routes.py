@@ -1,4 +1,5 @@
-"""Transfers through chains of sidecars: who is in a route gets the bytes, who is not does nothing, and nobody hangs."""
+"""Transfers through chains of sidecars: who is in a route gets the bytes, who is not
+does nothing, and nobody hangs."""
 
 from __future__ import annotations
 
@@ -126,7 +127,7 @@ async def test_memory_that_can_only_be_read_is_good_enough_to_send(server: str) 
             source.data[-1] += 1
 
 
-# ---------------------------------------------------------------- images that are still being packed
+# --------------------------------------------------- images that are still being packed
 
 
 def stream(
@@ -238,7 +239,8 @@ async def test_only_the_sender_of_an_image_can_be_streaming(server: str) -> None
 
 
 def three_parts(rows: int) -> tuple[Manifest, list[Slot], torch.Tensor]:
-    """A tensor of 4 KiB rows, cut by columns (of which no piece is a run of the image) and a tall one, cut by rows."""
+    """A tensor of 4 KiB rows, cut by columns (of which no piece is a run of the image)
+    and a tall one, cut by rows."""
     wide = torch.randint(-9, 9, (rows, 1 << 9), dtype=torch.int64)
     tall = torch.arange(3 * rows << 9).view(3 * rows, 1 << 9)
     staged = [
@@ -269,7 +271,8 @@ def check_image(slot: Slot, manifest: Manifest, wide: torch.Tensor) -> None:
 
 
 async def test_parts_take_routes_of_their_own(server: str) -> None:
-    """Whatever the routes are: every receiver that is in all of them has the image, and nobody waits for ever."""
+    """Whatever the routes are: every receiver that is in all of them has the image, and
+    nobody waits for ever."""
     manifest, sources, wide = three_parts(700)
     generator = random.Random(7)
     async with lane(6, server) as six:
@@ -314,7 +317,8 @@ async def test_a_receiver_that_has_a_part_gets_the_others(server: str) -> None:
 
 @pytest.mark.parametrize("victim", [0, 1])
 async def test_a_member_of_a_chain_that_dies_in_mid_bucket_ends_it_for_all(server: str, victim: int) -> None:
-    """Gloo does not tell a member whose send is half done: its own deadline does (or the coordinator, which is not here)."""
+    """Gloo does not tell a member whose send is half done: its own deadline does (or
+    the coordinator, which is not here)."""
     manifest, source = image_of(96 * MIB)
     slots = [source, *(slot_for(manifest) for _ in range(3))]
     buffers = {rank: slot.buffer for rank, slot in enumerate(slots)}

@@ -1,4 +1,5 @@
-"""Processes that SIGKILL does not end at once: they are named and waited for, and nobody else ends because of them."""
+"""Processes that SIGKILL does not end at once: they are named and waited for, and
+nobody else ends because of them."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ FREEZER = Path("/sys/fs/cgroup/freezer")
 
 SLEEPER = f"'{sys.executable}', '-c', 'import time; time.sleep(600)'"
 NAMESPACE = f"import os; os.execvp('unshare', ['unshare', '--pid', '--fork', {SLEEPER}])"
-"""Its child is the first process of a pid namespace: it dies only when all others in there have been waited for."""
+"""Its child is the first process of a pid namespace: it dies only when all others in
+there have been waited for."""
 
 
 def pid_of(run: Run, name: str) -> int:
@@ -34,7 +36,8 @@ def pid_of(run: Run, name: str) -> int:
 
 @contextmanager
 def frozen(pid: int) -> Iterator[int]:
-    """The process in a frozen control group: a signal, SIGKILL also, is taken when that thaws."""
+    """The process in a frozen control group: a signal, SIGKILL also, is taken when that
+    thaws."""
     folder = FREEZER / f"replicas-test-{os.getpid()}"
     folder.mkdir()
     try:
@@ -49,7 +52,8 @@ def frozen(pid: int) -> Iterator[int]:
 
 @contextmanager
 def not_waited_for(pid: int) -> Iterator[int]:
-    """A namespace whose first process cannot die, as nobody waits for another one in it."""
+    """A namespace whose first process cannot die, as nobody waits for another one in
+    it."""
     first = int(eventually(lambda: next(iter(children(pid)), 0), "the first process of the namespace"))
     with subprocess.Popen(["nsenter", "--target", str(first), "--pid", "sleep", "600"]) as outside:
         try:

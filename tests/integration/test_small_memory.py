@@ -1,4 +1,5 @@
-"""A target whose memory is too small for a version: said at the offer, with numbers, before anything breaks.
+"""A target whose memory is too small for a version: said at the offer, with numbers,
+before anything breaks.
 
 Where it maps the version it needs none.
 """

@@ -1,4 +1,5 @@
-"""Small operations of real peers, one after another, also when a peer, a sidecar or a call fails."""
+"""Small operations of real peers, one after another, also when a peer, a sidecar or a
+call fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a stuck rank was doing is in its log before it is killed, and is told to whoever asks."""
+"""What a stuck rank was doing is in its log before it is killed, and is told to whoever
+asks."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ with replicas.join("c") as channel:
 
 
 def test_stuck_ranks_show_their_stacks_before_they_are_killed(tmp_path: Path) -> None:
-    """One that holds the GIL in C for ever, one without progress, one that never joins, and one that does not even end."""
+    """One that holds the GIL in C for ever, one without progress, one that never joins,
+    and one that does not even end."""
     later = 'restart = { initial_delay = "60s" }\nstop_timeout = "500ms"\n'
     start = 'health = { start_timeout = "1s" }'
     text = (

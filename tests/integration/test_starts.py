@@ -1,4 +1,5 @@
-"""Starts that take for ever, or come to nothing: they are given up when somebody says so, and say why they failed."""
+"""Starts that take for ever, or come to nothing: they are given up when somebody says
+so, and say why they failed."""
 
 from __future__ import annotations
 

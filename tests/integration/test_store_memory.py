@@ -1,4 +1,5 @@
-"""A stranger who fills the store: it is replaced, and never takes the machine's memory."""
+"""A stranger who fills the store: it is replaced, and never takes the machine's
+memory."""
 
 from __future__ import annotations
 
@@ -38,7 +39,8 @@ def anyio_backend() -> str:
 
 
 def fill(port: int, nbytes: int) -> bool:
-    """Set values of so many bytes together, as a process of its own does; whether the store took them."""
+    """Set values of so many bytes together, as a process of its own does; whether the
+    store took them."""
     command = [sys.executable, "-c", FILL, "127.0.0.1", str(port), str(nbytes // 8_000_000 + 1)]
     return subprocess.run(command, stderr=subprocess.DEVNULL, timeout=90, check=False).returncode == 0
 

@@ -1,4 +1,5 @@
-"""Replicas that join a channel: readiness comes from their sessions, and a frozen rank is replaced."""
+"""Replicas that join a channel: readiness comes from their sessions, and a frozen rank
+is replaced."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""kill -9 of the supervisor: what the next one knows, what it sweeps, and that its counters are those of the events."""
+"""kill -9 of the supervisor: what the next one knows, what it sweeps, and that its
+counters are those of the events."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ def kinds(run: Run, kind: str) -> list[dict[str, Any]]:
 
 
 def counters(run: Run) -> dict[tuple[str, ...], float]:
-    """Every counter and the size of every histogram by name and values of its labels, as far as it is not 0."""
+    """Every counter and the size of every histogram by name and values of its labels,
+    as far as it is not 0."""
     with urllib.request.urlopen(f"http://{run.endpoint()}/metrics", timeout=10) as response:
         text = response.read().decode()
     return {
@@ -185,7 +187,8 @@ class Progress(NamedTuple):
 
 
 def busy_round(folder: Path, text: str, before: Progress) -> Progress:
-    """A supervisor's life: versions, a lost rollout, a refused order; then nothing moves, is compared, and it is killed."""
+    """A supervisor's life: versions, a lost rollout, a refused order; then nothing
+    moves, is compared, and it is killed."""
     with running(folder, text) as run:
         run.wait_line("control at")
         eventually(lambda: is_up(run, before.version + 2), "a run that publishes", timeout_s=60)

@@ -1,4 +1,5 @@
-"""A drain lets a replica finish its sync, and everything answers meanwhile; a group that restarts as a whole."""
+"""A drain lets a replica finish its sync, and everything answers meanwhile; a group
+that restarts as a whole."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""kill -9 of any one process of a run: nothing of what it affects is left, and nothing else is touched."""
+"""kill -9 of any one process of a run: nothing of what it affects is left, and nothing
+else is touched."""
 
 from __future__ import annotations
 
@@ -83,7 +84,8 @@ def test_a_killed_supervisor_takes_everything_with_it(tmp_path: Path) -> None:
         run.assert_nothing_left(int(status.endpoint.rpartition(":")[2]), status.store.port)
         assert not any(map(alive, pids))
         run.wait()
-        # the next supervisor takes over the state folder that the killed one left as it was
+        # the next supervisor takes over the state folder that the killed one left as it
+        # was
         with running(tmp_path, group("b", "pass")) as after:
             assert after.wait() == 0
         assert (run.state_dir / "logs.previous" / "a" / "0" / "gen-1").is_dir()

@@ -1,4 +1,5 @@
-"""The daemon on trivial programs: how a run ends, restarts, drains, and what it refuses."""
+"""The daemon on trivial programs: how a run ends, restarts, drains, and what it
+refuses."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an operator's signals do to the daemon, what it tells systemd, and the exit codes of both."""
+"""What an operator's signals do to the daemon, what it tells systemd, and the exit
+codes of both."""
 
 from __future__ import annotations
 
@@ -181,7 +182,8 @@ def test_a_plan_that_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_config_behind_links_is_read_again_where_they_lead_now(tmp_path: Path) -> None:
-    """As a Kubernetes ConfigMap is: ``run.toml -> ..data/run.toml``, ``..data -> ..v1``, and ``..v1`` goes."""
+    """As a Kubernetes ConfigMap is: ``run.toml -> ..data/run.toml``, ``..data ->
+    ..v1``, and ``..v1`` goes."""
     run = Run(tmp_path, group("a", SLEEPS))
     (tmp_path / "..v1").mkdir()
     run.config.rename(tmp_path / "..v1/run.toml")

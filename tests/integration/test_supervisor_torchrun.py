@@ -1,4 +1,5 @@
-"""torchrun replicas: several nodes, the ranks' own process group, exit reports, logs."""
+"""torchrun replicas: several nodes, the ranks' own process group, exit reports,
+logs."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_no_pickle_names_a_function_in_the_launcher() -> None:
 
 
 def test_torch_has_what_the_launcher_replaces() -> None:
-    """Without it replicas start and end all the same, but later, and nodes look their ranks up in the store."""
+    """Without it replicas start and end all the same, but later, and nodes look their
+    ranks up in the store."""
     assert hasattr(launcher_api, "LocalElasticAgent")
     assert hasattr(LocalElasticAgent, "_assign_worker_ranks")
 

@@ -1,4 +1,5 @@
-"""What the switch of the tests says it does to packets, it does; and nothing of it outlives the test."""
+"""What the switch of the tests says it does to packets, it does; and nothing of it
+outlives the test."""
 
 from __future__ import annotations
 
@@ -201,7 +202,8 @@ def test_so_many_are_lost_as_was_said() -> None:
     ("rate_nbytes_s", "nbytes"), [(10_000.0, 40_000), (8 * MBIT_NBYTES, 2_000_000), (200 * MBIT_NBYTES, 40_000_000)]
 )
 def test_a_rate_is_kept_and_used(rate_nbytes_s: float, nbytes: int) -> None:
-    """Never faster, whoever sends; and TCP finds it, on a machine that has time for it."""
+    """Never faster, whoever sends; and TCP finds it, on a machine that has time for
+    it."""
     with talkers(2) as (switch, (a, b)):
         switch.shape(0, 1, Shape(rate_nbytes_s=rate_nbytes_s), one_way=True)
         for _ in range(3):

@@ -1,4 +1,5 @@
-"""The store knows no users. Who writes into it from outside fails a process group at worst, and leaves nobody out."""
+"""The store knows no users. Who writes into it from outside fails a process group at
+worst, and leaves nobody out."""
 
 from __future__ import annotations
 
@@ -89,7 +90,8 @@ async def test_members_with_another_secret_do_not_meet(server: str) -> None:
 
 
 class Vandal:
-    """Changes whatever stands in the store of a coordinator, wherever that is, as fast as it can."""
+    """Changes whatever stands in the store of a coordinator, wherever that is, as fast
+    as it can."""
 
     def __init__(self, coordinator: Coordinator, harm: Callable[[Any, str], None], *, once: bool = False) -> None:
         self._coordinator = coordinator

@@ -1,6 +1,8 @@
-"""What another user of the machine sees and reaches of a run. Everything that a run has must have its entry here.
+"""What another user of the machine sees and reaches of a run. Everything that a run has
+must have its entry here.
 
-A new listener, file, argument or variable without an entry fails these tests: say in the table who can do what with it.
+A new listener, file, argument or variable without an entry fails these tests: say in
+the table who can do what with it.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ ARGUMENTS: dict[str, str] = {
     "pump": r"replicas log pump of [a-z]+/\d+",
     "rank": r".*",
 }
-"""Everybody reads them (``/proc/PID/cmdline``): descriptors, pids and paths. ``rank``: the user's own."""
+"""Everybody reads them (``/proc/PID/cmdline``): descriptors, pids and paths. ``rank``:
+the user's own."""
 
 VARIABLES: dict[str, str] = {
     "REPLICAS_ENDPOINT": "plain",
@@ -67,7 +70,8 @@ VARIABLES: dict[str, str] = {
     "REPLICA_NUM": "plain",
     "REPLICAS_GENERATION": "plain",
 }
-"""Of ours in the environment of a run's processes: only its user reads them (``/proc/PID/environ``)."""
+"""Of ours in the environment of a run's processes: only its user reads them
+(``/proc/PID/environ``)."""
 
 SYNCS = """
 import time, torch, replicas
@@ -99,7 +103,8 @@ TEXT = (
 
 
 class Scene(NamedTuple):
-    """A run of the victim's with everything that a run can have. ``home``: its folder, which everybody may look into."""
+    """A run of the victim's with everything that a run can have. ``home``: its folder,
+    which everybody may look into."""
 
     run: Run
     home: Path
@@ -119,7 +124,8 @@ class Scene(NamedTuple):
 
 @contextmanager
 def control_group(delegated: bool) -> Iterator[str]:
-    """Shell commands that put the victim into a control group of its own, which it may divide."""
+    """Shell commands that put the victim into a control group of its own, which it may
+    divide."""
     mounts = [line.split() for line in Path("/proc/mounts").read_text().splitlines()]
     root = next((Path(words[1]) for words in mounts if words[2] == "cgroup2"), None)
     if not delegated:
@@ -250,7 +256,8 @@ def test_the_control_port_gives_away_no_secret(scene: Scene) -> None:
 
 
 def test_every_file_is_closed_to_others(scene: Scene) -> None:
-    """What a run makes, also in a folder that everybody may look into, with the usual umask."""
+    """What a run makes, also in a folder that everybody may look into, with the usual
+    umask."""
     roots = [scene.home / ".replicas", Path("/dev/shm")]
     for path, found in files_of(VICTIM, roots):
         inside = any((above.stat().st_mode & 0o077) == 0 for above in path.parents if scene.home in above.parents)
@@ -281,7 +288,8 @@ def test_another_user_reads_nothing(scene: Scene) -> None:
     processes = [f"/proc/{process.pid}/{name}" for process in scene.processes for name in inner]
     assert len(files) > 30
     readable = json.loads(as_attacker(READS, json.dumps(files + processes)))
-    # the kernel lets everybody open these two, and read nothing of another user's in them
+    # the kernel lets everybody open these two, and read nothing of another user's in
+    # them
     assert [path for path in readable if not path.endswith(("/maps", "/syscall", "/stack", "/map_files"))] == []
     for path in readable:
         assert as_attacker("import sys\ntry: print(open(sys.argv[1]).read())\nexcept OSError: pass", path).strip() == ""

@@ -1,6 +1,7 @@
 """What the random calls of the public API are made of (:mod:`tests.support.calls`).
 
-:data:`POOLS` names every public method and what may be drawn for each parameter; :func:`unknown` finds what is missing there.
+:data:`POOLS` names every public method and what may be drawn for each parameter;
+:func:`unknown` finds what is missing there.
 """
 
 from __future__ import annotations
@@ -263,7 +264,8 @@ POOLS: dict[str, dict[str, Pool]] = {
     "Supervisor.reload": {"config": [*CHANNELS, "no such file", "a\0b", {"schema_version": 1}]},
     "Supervisor.events": {"after": [0]},
 }
-"""What may be drawn for each parameter of each public method, beside :data:`JUNK`. Functions make a value anew."""
+"""What may be drawn for each parameter of each public method, beside :data:`JUNK`.
+Functions make a value anew."""
 
 NOT_CALLED = {
     "Receipt.of": "makes one of a message",
@@ -318,7 +320,8 @@ SLOW = ("Supervisor.", "join", "Coordinator", "Channel.close", "Channel.arena_li
 
 
 def unknown() -> set[str]:
-    """Public methods, and their parameters, for which nothing is said here; and what is said of none."""
+    """Public methods, and their parameters, for which nothing is said here; and what is
+    said of none."""
     found: set[str] = set()
     for name in replicas.__all__:
         thing = getattr(replicas, name)

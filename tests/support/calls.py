@@ -1,8 +1,10 @@
 """Random calls of the whole public API: ``python -m tests.support.calls COUNT [SEED]``.
 
-Each call takes good arguments, and one or two drawn ones in the place of some of them: numbers of any kind and size, texts,
-odd objects, tensors that cannot be used. It may do what it says or raise a documented error; after it the next version is
-committed and, if peers were called, their next barrier is done. Without a seed the calls are the same in every run.
+Each call takes good arguments, and one or two drawn ones in the place of some of them:
+numbers of any kind and size, texts, odd objects, tensors that cannot be used. It may do
+what it says or raise a documented error; after it the next version is committed and, if
+peers were called, their next barrier is done. Without a seed the calls are the same in
+every run.
 """
 
 from __future__ import annotations
@@ -41,9 +43,11 @@ from tests.support.call_pools import JUNK, POOLS, SLOW, Drawn
 __all__ = ["limit_s"]
 
 PATIENCE_S = 60.0
-"""In which the next version must be committed, on however busy a machine; a channel that is alive needs milliseconds."""
+"""In which the next version must be committed, on however busy a machine; a channel
+that is alive needs milliseconds."""
 REJOIN_AFTER = 300
-"""Calls, after which everybody joins anew: what was asked for and never comes (a version of 2**62) does not pile up."""
+"""Calls, after which everybody joins anew: what was asked for and never comes (a
+version of 2**62) does not pile up."""
 SHORT_S = 0.3
 WEIGHTS = {"w": torch.ones(2)}
 CHANNELS: dict[str, dict[str, Any]] = {
@@ -85,7 +89,8 @@ def limit_s(count: int) -> float:
 
 
 def is_users(error: BaseException) -> bool:
-    """Whether it came out of what was drawn, and went through as it was: an iterable's, a mapping's."""
+    """Whether it came out of what was drawn, and went through as it was: an iterable's,
+    a mapping's."""
     return isinstance(error, Drawn) or (isinstance(error, ZeroDivisionError) and error.args == ("mine",))
 
 
@@ -154,7 +159,8 @@ class World:
             self.members[name] = self.join(group, int(replica))
 
     def goes_on(self) -> None:
-        """The next version is committed and received; if peers have operated since the last time, they meet in a barrier."""
+        """The next version is committed and received; if peers have operated since the
+        last time, they meet in a barrier."""
         trainer, rollout = self.members["trainer/0"], self.members["rollout/0"]
         if self.update is not None and not self.update.ended:
             with contextlib.suppress(errors.UsageError):
@@ -273,7 +279,8 @@ class World:
             self._end(pending, "peer/0", "peer/1")
 
     def _end(self, pending: Pending[Any], *names: str) -> None:
-        """Wait for its end; one that has none soon ends with the session of these members."""
+        """Wait for its end; one that has none soon ends with the session of these
+        members."""
         try:
             pending.wait(SHORT_S * 2)
         except TimeoutError:

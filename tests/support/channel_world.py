@@ -1,7 +1,9 @@
-"""Simulated members round a real ChannelState: virtual time, one message at a time, in any interleaving.
+"""Simulated members round a real ChannelState: virtual time, one message at a time, in
+any interleaving.
 
-Each simulated member behaves as a rank does (it answers offers, forms lanes, keeps slots, loads what it is granted), but
-without bytes. Messages in both directions lie in queues, and the test decides which queue moves on.
+Each simulated member behaves as a rank does (it answers offers, forms lanes, keeps
+slots, loads what it is granted), but without bytes. Messages in both directions lie in
+queues, and the test decides which queue moves on.
 """
 
 from __future__ import annotations
@@ -47,7 +49,8 @@ MANIFEST = PartManifest(tensors=(TensorSpec("weight", "float32", (4,)),), aliase
 
 
 class Hop(NamedTuple):
-    """From one address to the next one of a chain, at ``place``. ``rate``: bytes a second."""
+    """From one address to the next one of a chain, at ``place``. ``rate``: bytes a
+    second."""
 
     before: str
     behind: str
@@ -83,13 +86,14 @@ class OpenPublish:
 class SimMember:
     """A rank.
 
-    ``pid``: by which others of its ``machine`` find its memory; ``unmappable``: it cannot open theirs. With slots on GPUs
-    (``staging = "device"``) those with one GPU find it, and copy what they find.
-    ``mute``: it takes messages and never answers. ``stuck``: it gets ready and then moves no byte, and its sidecar says so
-    unless it is ``quiet``. ``breaks``: its process
-    groups form (unless ``World.bad_pairs`` says otherwise) and fail as soon as bytes move. ``loads``: as soon as it is
-    granted a version, else when it looks at it; less than ``at_least`` it refuses. ``granted``: versions, in order, without
-    those that it gave back.
+    ``pid``: by which others of its ``machine`` find its memory; ``unmappable``: it
+    cannot open theirs. With slots on GPUs (``staging = "device"``) those with one GPU
+    find it, and copy what they find. ``mute``: it takes messages and never answers.
+    ``stuck``: it gets ready and then moves no byte, and its sidecar says so unless it
+    is ``quiet``. ``breaks``: its process groups form (unless ``World.bad_pairs`` says
+    otherwise) and fail as soon as bytes move. ``loads``: as soon as it is granted a
+    version, else when it looks at it; less than ``at_least`` it refuses. ``granted``:
+    versions, in order, without those that it gave back.
     """
 
     member: Member
@@ -183,7 +187,8 @@ class SimMember:
             self.unlooked = 0
 
     def give_back(self) -> None:
-        """Ask for a newer version in place of the one that it was granted and has not looked at."""
+        """Ask for a newer version in place of the one that it was granted and has not
+        looked at."""
         if self.unlooked:
             self.granted.remove(self.unlooked)
             self.unlooked = 0
@@ -284,7 +289,8 @@ class SimMember:
                 self._answer(message)
 
     def _drop_older(self, version: int) -> None:
-        """What is mapped is let go of as soon as nobody needs it; a source has two slots."""
+        """What is mapped is let go of as soon as nobody needs it; a source has two
+        slots."""
         for old in [old for old in self.held if old < version and old != self.assigned]:
             self.held.discard(old)
             self.outbox.append(wire.Dropped(old))
@@ -354,7 +360,8 @@ class SimMember:
                     self.outbox.append(wire.OperationDone(message.operation, 0.01))
 
     def tell_pace(self) -> None:
-        """What its sidecars say about once a second, if they are at work; over slow links bytes arrive in the end."""
+        """What its sidecars say about once a second, if they are at work; over slow
+        links bytes arrive in the end."""
         for lane, (since, go) in list(self.at_work.items()):
             elapsed, hop = self.world.now - since, self.world.slow_hop(lane)
             blocked = [link for link in self.world.blocked_in(lane) if self.address in link]
@@ -417,7 +424,8 @@ class SimMember:
 
 
 class World:
-    """A channel and its members. Time is :attr:`now`. ``member_type``: what a joining member is simulated by.
+    """A channel and its members. Time is :attr:`now`. ``member_type``: what a joining
+    member is simulated by.
 
     ``machine``: where the coordinator can keep the memory of others; empty: nowhere.
     """
@@ -451,11 +459,14 @@ class World:
         self.tampering = False
         """Somebody else writes into the store: what forms says so."""
         self.bad_pairs: set[frozenset[str]] = set()
-        """Names of members between which nothing goes: neither a probe nor a transfer with both of them."""
+        """Names of members between which nothing goes: neither a probe nor a transfer
+        with both of them."""
         self.cuts: set[frozenset[str]] = set()
-        """Pairs of addresses between which no byte goes any more: who is at work does not fail, and nothing moves."""
+        """Pairs of addresses between which no byte goes any more: who is at work does
+        not fail, and nothing moves."""
         self.rates: dict[frozenset[str], float] = {}
-        """Bytes a second of slow links, by their addresses; a version has :data:`NBYTES`."""
+        """Bytes a second of slow links, by their addresses; a version has
+        :data:`NBYTES`."""
         self.holes: set[frozenset[str]] = set()
         """Those between which groups form, and nothing moves."""
         self.terms = itertools.count(2)
@@ -466,7 +477,8 @@ class World:
         return self._lanes.get(lane, {}).get(member, 0)
 
     def lends(self, place: wire.SlotPlace, machine: str) -> bool:
-        """Whether a reader on ``machine`` finds the version there: in a living process of it."""
+        """Whether a reader on ``machine`` finds the version there: in a living process
+        of it."""
         if place.pid == COORDINATOR:
             return machine == self.machine and place.serial in self.kept.values()
         known = (sim for sim in self.members.values() if sim.pid == place.pid and sim.machine == machine)
@@ -505,7 +517,8 @@ class World:
         return tuple(sorted((min(cut), max(cut)) for cut in self.cuts if cut <= set(addresses)))
 
     def restart(self, *, keep_log: bool = True) -> list[SimMember]:
-        """The coordinator ends, and another one starts. Members are without a session until :meth:`rejoin`."""
+        """The coordinator ends, and another one starts. Members are without a session
+        until :meth:`rejoin`."""
         if not keep_log:
             self.log_lost = True
             self.aborted.clear()
@@ -530,7 +543,8 @@ class World:
         return sims
 
     def rejoin(self, sim: SimMember) -> None:
-        """The member's session comes back: it says what it knows, and what is under way."""
+        """The member's session comes back: it says what it knows, and what is under
+        way."""
         latest = sim.commits[-1] if sim.commits else 0
         hello = msgspec.structs.replace(
             sim.hello,
@@ -647,7 +661,8 @@ class World:
         self._collect()
 
     def _newest_known(self) -> int:
-        """The newest commit that anybody can know of: what died with a lost log and with all who had seen it is gone."""
+        """The newest commit that anybody can know of: what died with a lost log and
+        with all who had seen it is gone."""
         if not self.log_lost:
             return max((decision.version for decision in self.decisions), default=0)
         return max((sim.commits[-1] for sim in self.members.values() if sim.commits), default=0)
@@ -670,7 +685,8 @@ class World:
         return True
 
     def say_all(self, sim: SimMember) -> None:
-        """Deliver all that the member says, also of its manifest when it is asked for it; and nothing else to it."""
+        """Deliver all that the member says, also of its manifest when it is asked for
+        it; and nothing else to it."""
         while self.up(sim):
             asks = [message for message in sim.inbox if isinstance(message, wire.ManifestAsk)]
             for ask in asks:
@@ -678,7 +694,8 @@ class World:
                 sim.handle(ask)
 
     def _numbered(self, sim: SimMember, packed: wire.Packed) -> wire.Packed:
-        """A test may have it packed before it is admitted: now its number is known, by which digests are told apart."""
+        """A test may have it packed before it is admitted: now its number is known, by
+        which digests are told apart."""
         known = self.state.commits.publishes.get(sim.member, packed.publish)
         if known is None or not packed.digest:
             return packed
@@ -704,7 +721,8 @@ class World:
                     moved = True
 
     def advance(self, seconds: float, *, heartbeats: bool = True, frozen: tuple[SimMember, ...] = ()) -> None:
-        """Let time pass in small steps, with heartbeats of everyone that is not frozen."""
+        """Let time pass in small steps, with heartbeats of everyone that is not
+        frozen."""
         end = self.now + seconds
         while self.now < end:
             self.now = min(end, self.now + 0.5)

@@ -28,7 +28,8 @@ async def wait_until(condition: Callable[[], object], what: str, *, timeout_s: f
 
 
 async def freeze(process: asyncio.subprocess.Process) -> None:
-    """SIGSTOP, until every thread has stopped: the signal alone may come after a message that is on its way."""
+    """SIGSTOP, until every thread has stopped: the signal alone may come after a
+    message that is on its way."""
     process.send_signal(signal.SIGSTOP)
     tasks = Path(f"/proc/{process.pid}/task")
 
@@ -79,7 +80,8 @@ class ChannelWorld:
 async def channel_world(
     config: Mapping[str, Any] | None = None, *, name: str = "policy", **groups: int | GroupShape
 ) -> AsyncIterator[ChannelWorld]:
-    """A coordinator with one channel. ``groups``: their shapes; ``config``: changes to a trainer and rollouts."""
+    """A coordinator with one channel. ``groups``: their shapes; ``config``: changes to
+    a trainer and rollouts."""
     settings = {**POLICY, **(config or {})}
     if "peers" in settings:
         del settings["sources"], settings["targets"]

@@ -1,7 +1,9 @@
-"""A coordinator in a process of its own, with one channel "policy", which kills itself at a moment that a test chose.
+"""A coordinator in a process of its own, with one channel "policy", which kills itself
+at a moment that a test chose.
 
-Run as a program it prints the port it listens on. Then each line that it reads is a moment and how many times it must
-come: at the last of them the program dies by SIGKILL. It answers "armed". At the end of its input it stops in good order.
+Run as a program it prints the port it listens on. Then each line that it reads is a
+moment and how many times it must come: at the last of them the program dies by SIGKILL.
+It answers "armed". At the end of its input it stops in good order.
 """
 
 from __future__ import annotations
@@ -48,11 +50,13 @@ MOMENTS: dict[str, Callable[[object], bool]] = {
     "granting": _sends(wire.ReceiveGrant),
     "loaded": _hears(wire.Loaded),
 }
-"""When it dies: just before the message is handled or sent; a decision is on disk by then."""
+"""When it dies: just before the message is handled or sent; a decision is on disk by
+then."""
 
 
 class CoordinatorProcess:
-    """The process, from the test's side. ``port`` 0 at the first start; a later one listens where the first one did."""
+    """The process, from the test's side. ``port`` 0 at the first start; a later one
+    listens where the first one did."""
 
     def __init__(self, config: Mapping[str, Any], groups: Mapping[str, int], state_dir: Path | None) -> None:
         self.token = "secret"

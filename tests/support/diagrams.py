@@ -1,4 +1,5 @@
-"""The state tables of the code as they stand in docs/protocol.md: ``make diagrams`` writes them, a unit test compares."""
+"""The state tables of the code as they stand in docs/protocol.md: ``make diagrams``
+writes them, a unit test compares."""
 
 from __future__ import annotations
 

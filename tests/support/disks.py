@@ -1,7 +1,8 @@
 """A small disk of a test's own, which can be filled up.
 
-It is mounted in a mount namespace that the calling thread (the main one) makes for itself: nobody else sees it, processes
-that the test starts do, and it is gone with the last of them, however the test ends. That takes the right to mount.
+It is mounted in a mount namespace that the calling thread (the main one) makes for
+itself: nobody else sees it, processes that the test starts do, and it is gone with the
+last of them, however the test ends. That takes the right to mount.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ _FILLER = "filler"
 
 @contextmanager
 def small_disk(folder: Path, nbytes: int) -> Iterator[bool]:
-    """Mount a disk of so many bytes at ``folder``, which is made; False: not allowed here, it is just a folder."""
+    """Mount a disk of so many bytes at ``folder``, which is made; False: not allowed
+    here, it is just a folder."""
     folder.mkdir()
     libc = ctypes.CDLL(None, use_errno=True)
     mounted = (
@@ -39,7 +41,8 @@ def small_disk(folder: Path, nbytes: int) -> Iterator[bool]:
 
 @contextmanager
 def fill(folder: Path) -> Iterator[None]:
-    """Nothing more can be written to the disk at ``folder``, to the end of the block."""
+    """Nothing more can be written to the disk at ``folder``, to the end of the
+    block."""
     filler = folder / _FILLER
     try:
         with filler.open("wb") as file, suppress(OSError):

@@ -1,4 +1,5 @@
-"""One of four ranks that pack and load DTensors: ``python -m tests.support.dtensor_rank RANK FILE``. Fails by assertion.
+"""One of four ranks that pack and load DTensors: ``python -m tests.support.dtensor_rank
+RANK FILE``. Fails by assertion.
 
 The ranks form a 2 x 2 mesh (data parallel x tensor parallel) over a file store.
 """
@@ -68,7 +69,8 @@ def gathered(manifest: PartManifest, data: torch.Tensor) -> dict[str, torch.Tens
 
 
 def check_parts(mesh: DeviceMesh) -> None:
-    """``ranks = "all"``: each rank writes its own shards, and together they are the model."""
+    """``ranks = "all"``: each rank writes its own shards, and together they are the
+    model."""
     model, whole = sharded(mesh)
     feed = Feed(model, mode="parts")
     manifest = feed.plan()
@@ -99,7 +101,8 @@ def check_image(mesh: DeviceMesh) -> None:
 
 
 def check_failure_of_the_leader(mesh: DeviceMesh) -> None:
-    """The leader cannot use a tensor in the middle: it walks on, and the group works afterwards."""
+    """The leader cannot use a tensor in the middle: it walks on, and the group works
+    afterwards."""
     model, _ = sharded(mesh)
 
     def stream() -> Iterator[tuple[str, Any]]:

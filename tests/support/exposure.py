@@ -1,4 +1,5 @@
-"""What the processes of one user show to others on the machine, as the kernel lists it for root."""
+"""What the processes of one user show to others on the machine, as the kernel lists it
+for root."""
 
 from __future__ import annotations
 
@@ -39,9 +40,11 @@ class Process:
 
 @dataclass(frozen=True)
 class Listener:
-    """``kinds``: of the processes that have it. ``family``: ``tcp``, ``udp``, ``raw``, ``abstract`` or ``path``.
+    """``kinds``: of the processes that have it. ``family``: ``tcp``, ``udp``, ``raw``,
+    ``abstract`` or ``path``.
 
-    ``address``: of the former, hexadecimal as the kernel prints it. ``name``: of the latter.
+    ``address``: of the former, hexadecimal as the kernel prints it. ``name``: of the
+    latter.
     """
 
     kinds: frozenset[str]

@@ -1,25 +1,31 @@
-"""GPUs for machines without one: memory of other processes, streams that lag behind, events across processes, and faults.
+"""GPUs for machines without one: memory of other processes, streams that lag behind,
+events across processes, and faults.
 
-``REPLICAS_ACCELERATOR="tests.support.fake_accelerator:FakeAccelerator"`` (:data:`NAME`), with the repository's root on
-``PYTHONPATH``, in every process. *Device memory* is a memfd that all who open it map; its handle names the descriptor. When
-its owner frees it, it is overwritten: whoever still reads it sees garbage, as on a GPU. *CPU tensors count as device
-tensors*, but for those in registered host memory, and those given to :meth:`FakeAccelerator.host`.
+``REPLICAS_ACCELERATOR="tests.support.fake_accelerator:FakeAccelerator"``
+(:data:`NAME`), with the repository's root on ``PYTHONPATH``, in every process. *Device
+memory* is a memfd that all who open it map; its handle names the descriptor. When its
+owner frees it, it is overwritten: whoever still reads it sees garbage, as on a GPU.
+*CPU tensors count as device tensors*, but for those in registered host memory, and
+those given to :meth:`FakeAccelerator.host`.
 
-A *stream* is a thread that does what is enqueued, in order. Without a delay (see below) it is the caller's own thread, at
-once. What a torch operation does to CPU tensors is in no stream: with a delay, tests change weights through
-:meth:`FakeAccelerator.launch`.
+A *stream* is a thread that does what is enqueued, in order. Without a delay (see below)
+it is the caller's own thread, at once. What a torch operation does to CPU tensors is in
+no stream: with a delay, tests change weights through :meth:`FakeAccelerator.launch`.
 
 What the environment says, read each time it matters:
 
-======================= ============================================================================================
+=======================
+============================================================================================
 ``FAKE_GPUS``           UUIDs of the visible ones, the current one first (default ``FAKE-0``)
 ``FAKE_DELAY_S``        how long each copy takes longer than it would (default 0)
 ``FAKE_MEMORY_NBYTES``  how much each has, counted for each process alone (default: 1 TiB)
 ``FAKE_FAULTS``         words, separated by commas: ``ipc`` (opening memory or events of other processes is forbidden),
-                        ``register`` (host memory cannot be pinned), ``copy`` (the next copy breaks the device for this
-                        process), ``absent`` (this machine has none)
-======================= ============================================================================================
-"""
+                        ``register`` (host memory cannot be pinned), ``copy`` (the next
+                        copy breaks the device for this process), ``absent`` (this
+                        machine has none)
+=======================
+============================================================================================
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -58,7 +64,8 @@ def _delay_s() -> float:
 
 
 def fake_memory_nbytes(pid: int, uuid: str = "") -> int:
-    """How much fake device memory the process has open: what it allocated, and what it opened. 0 when it is gone."""
+    """How much fake device memory the process has open: what it allocated, and what it
+    opened. 0 when it is gone."""
     found: dict[int, int] = {}
     try:
         for link in Path(f"/proc/{pid}/fd").iterdir():
@@ -72,7 +79,8 @@ def fake_memory_nbytes(pid: int, uuid: str = "") -> int:
 
 
 class FakeStream:
-    """Does what is enqueued, in order: at once where nothing is delayed, else on a thread of its own."""
+    """Does what is enqueued, in order: at once where nothing is delayed, else on a
+    thread of its own."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -106,8 +114,9 @@ class FakeStream:
 
 
 class FakeEvent(Event):
-    """Two words that processes may share: when it was last recorded, and which of these has happened. As on a GPU, one that
-    was recorded by a process which is killed before never happens."""
+    """Two words that processes may share: when it was last recorded, and which of these
+    has happened. As on a GPU, one that was recorded by a process which is killed before
+    never happens."""
 
     def __init__(self, owner: FakeAccelerator, words: mmap.mmap, handle: bytes, timing: bool) -> None:
         self.handle = handle
@@ -241,7 +250,8 @@ class FakeAccelerator(Accelerator):
         return found
 
     def launch(self, kernel: Callable[[], object]) -> None:
-        """What a torch operation on a GPU would be: done on the current stream, later."""
+        """What a torch operation on a GPU would be: done on the current stream,
+        later."""
         self.stream.put(kernel)
 
     def new_stream(self) -> FakeStream:
@@ -250,7 +260,8 @@ class FakeAccelerator(Accelerator):
         return stream
 
     def host(self, tensor: torch.Tensor) -> None:
-        """From now on this is host memory, for ever: its address must not become another tensor's."""
+        """From now on this is host memory, for ever: its address must not become
+        another tensor's."""
         self.mark(tensor)
         self._kept.append(tensor)
 

@@ -1,4 +1,5 @@
-"""A fake GPU on whose memory Gloo cannot work, as on a real one: everything is staged."""
+"""A fake GPU on whose memory Gloo cannot work, as on a real one: everything is
+staged."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """A fleet on fake shims, for histories in virtual time.
 
-A :class:`Yard` is supervisor, coordinator and machine in one. Each generation of a replica lives as its :class:`Life` says:
-how long it takes to start, when it ends and how, and how long it needs from SIGTERM to its end.
+A :class:`Yard` is supervisor, coordinator and machine in one. Each generation of a
+replica lives as its :class:`Life` says: how long it takes to start, when it ends and
+how, and how long it needs from SIGTERM to its end.
 """
 
 from __future__ import annotations
@@ -30,9 +31,11 @@ __all__ = ["DIES", "DONE", "Life", "Yard", "config_of", "fleet", "group_of"]
 
 @dataclass(frozen=True)
 class Life:
-    """One generation. ``ends_s``: after its start; None: when it is told to. ``code``: what its rank exits with.
+    """One generation. ``ends_s``: after its start; None: when it is told to. ``code``:
+    what its rank exits with.
 
-    ``stop_s``: from SIGTERM to its end; None: it ignores SIGTERM. ``dies_s``: from its end to that of its last process.
+    ``stop_s``: from SIGTERM to its end; None: it ignores SIGTERM. ``dies_s``: from its
+    end to that of its last process.
     """
 
     start_s: float = 0.1
@@ -114,7 +117,8 @@ class SimShim:
 
 
 def group_of(name: str, **changes: Any) -> GroupConfig:
-    """A group, with names of what it depends on (``"a"``, ``"a:finished"``) and rules of its restarts."""
+    """A group, with names of what it depends on (``"a"``, ``"a:finished"``) and rules
+    of its restarts."""
     depends = tuple(Dependency(*one.split(":")) for one in changes.pop("depends_on", ()))
     rules = {"initial_delay_s": 1.0, "max_delay_s": 60.0} | changes.pop("restart", {})
     return GroupConfig(
@@ -136,8 +140,10 @@ def config_of(*groups: GroupConfig, stop_when: tuple[str, ...] = ()) -> Config:
 class Yard:
     """Supervisor and coordinator in one.
 
-    :ivar lives: of each replica, by name, its generations to come; the last one is for all that follow.
-    :ivar on_channel: groups that are on a channel. :ivar steps: how far replicas have come, by name.
+    :ivar lives: of each replica, by name, its generations to come; the last one is for
+        all that follow.
+    :ivar on_channel: groups that are on a channel. :ivar steps: how far replicas have
+        come, by name.
     :ivar syncs: what replicas are in the middle of, by name.
     """
 
@@ -243,7 +249,8 @@ class Yard:
     # ------------------------------------------------------------ what tests ask
 
     def moves(self, name: str = "") -> list[tuple[float, str]]:
-        """Time and new state of each step of a replica (or ``name state`` of all), to tenths of a second."""
+        """Time and new state of each step of a replica (or ``name state`` of all), to
+        tenths of a second."""
         steps = [(at, one) for at, one in self.events if isinstance(one, Transition) and one.after != one.before]
         named = [(at, f"{one.group}/{one.replica}", one.after) for at, one in steps]
         return [(round(at, 1), state if name else f"{who} {state}") for at, who, state in named if name in ("", who)]
@@ -275,7 +282,8 @@ async def fleet(
     try:
         yield made, yard
         if not made.draining:
-            # In a task: what the test has spawned comes first, also where wait_for makes none (from Python 3.12 on).
+            # In a task: what the test has spawned comes first, also where wait_for
+            # makes none (from Python 3.12 on).
             await asyncio.wait_for(asyncio.create_task(made.drain()), 1000)
     finally:
         await yard.end()

@@ -1,11 +1,13 @@
-"""A flood of connections, in a process of its own: ``python -m tests.support.flood HOST PORT KIND``.
+"""A flood of connections, in a process of its own: ``python -m tests.support.flood HOST
+PORT KIND``.
 
 Standard library only, and alone in its process, as it has to be fast. Kinds:
 
 * ``touch``: connect, say nothing, hang up
 * ``hold``: connect, say nothing, keep the newest thousand
 * ``page`` and ``live``: ask for /status or /livez, do not wait for the answer
-* ``idle``: ask for /status on two hundred connections, again and again, and read the answers
+* ``idle``: ask for /status on two hundred connections, again and again, and read the
+  answers
 * ``drip``: a thousand requests, a byte at a time
 * ``busy``: none, but it takes as much of a processor as ``touch``
 
@@ -39,7 +41,8 @@ _ROOT = Path(__file__).resolve().parents[2]
 
 @contextlib.contextmanager
 def flood(host: str, port: int, kind: str, *, prefix: Sequence[str] = ()) -> Iterator[list[int]]:
-    """It goes on inside the block; the list then has one number: its connections in a second. ``prefix``: as setpriv."""
+    """It goes on inside the block; the list then has one number: its connections in a
+    second. ``prefix``: as setpriv."""
     command = [*prefix, sys.executable, "-S", "-P", __file__, host, str(port), kind]
     rate: list[int] = []
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=_ROOT) as process:
@@ -63,7 +66,8 @@ def _over() -> bool:
 
 
 def _fast(address: tuple[str, int], kind: str) -> int:
-    """``touch``, ``hold``, ``page``, ``live``: as many connections as this process can make."""
+    """``touch``, ``hold``, ``page``, ``live``: as many connections as this process can
+    make."""
     made, keep = 0, {"touch": 0, "hold": _HOLDS, "page": 16, "live": 16}[kind]
     held: deque[socket.socket] = deque()
     request = _REQUESTS.get(kind, b"")
@@ -85,7 +89,8 @@ def _fast(address: tuple[str, int], kind: str) -> int:
 
 
 def _slow(address: tuple[str, int], kind: str) -> int:
-    """``idle``, ``drip``: connections that are kept, and made anew when they are cut."""
+    """``idle``, ``drip``: connections that are kept, and made anew when they are
+    cut."""
     made, said, poll = 0, False, select.epoll()
     there: dict[int, socket.socket] = {}
     request = _REQUESTS["page"] if kind == "idle" else b"G"

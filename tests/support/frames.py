@@ -92,7 +92,8 @@ def _nest(frame: bytes, chance: random.Random, _: Sequence[bytes]) -> bytes:
 
 
 def _confuse(frame: bytes, chance: random.Random, _: Sequence[bytes]) -> bytes:
-    """Another type in one place of it, where it is MessagePack or JSON; else a bit is flipped."""
+    """Another type in one place of it, where it is MessagePack or JSON; else a bit is
+    flipped."""
     for decode, encode in _FORMS:
         try:
             return encode(_replaced(decode(frame), chance))

@@ -12,7 +12,8 @@ __all__ = ["file_size_limit"]
 
 @contextmanager
 def file_size_limit(nbytes: int) -> Iterator[None]:
-    """Files of this process cannot grow beyond so many bytes: a write is cut off there, as by a full disk."""
+    """Files of this process cannot grow beyond so many bytes: a write is cut off there,
+    as by a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     ignored = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))

@@ -1,6 +1,8 @@
-"""A rank on a host of a network that is made for a test: a line of JSON in, one out, until its standard input ends.
+"""A rank on a host of a network that is made for a test: a line of JSON in, one out,
+until its standard input ends.
 
-It knows the commands that the methods of :class:`_Rank` are. See :mod:`tests.support.host_ranks`.
+It knows the commands that the methods of :class:`_Rank` are. See
+:mod:`tests.support.host_ranks`.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ class _Rank:
         return {"version": receipt.version, "lost": receipt.lost, "nbytes": receipt.nbytes, "phases": receipt.phases}
 
     def receive(self) -> dict[str, Any]:
-        """The newest version, once it is there; ``seed``: that of its tensors, all of whose values have been looked at."""
+        """The newest version, once it is there; ``seed``: that of its tensors, all of
+        whose values have been looked at."""
 
         with self.channel.receive().wait(TIMEOUT_S) as update:
             found = dict(update)

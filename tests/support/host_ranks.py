@@ -1,4 +1,5 @@
-"""Ranks on the hosts of a network that is made for a test, and a coordinator that they reach; the test's side."""
+"""Ranks on the hosts of a network that is made for a test, and a coordinator that they
+reach; the test's side."""
 
 from __future__ import annotations
 
@@ -45,7 +46,8 @@ class HostRank:
         return self.host.pid_of(self._process.pid)
 
     async def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Its answer; :class:`AssertionError` when it failed, ended or said nothing in time."""
+        """Its answer; :class:`AssertionError` when it failed, ended or said nothing in
+        time."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -56,7 +58,8 @@ class HostRank:
         return reply
 
     def has_sidecar(self) -> bool:
-        """Whether one of its sidecars has a process group: a child of its forkserver, which is a child of the rank."""
+        """Whether one of its sidecars has a process group: a child of its forkserver,
+        which is a child of the rank."""
         return any(self.pid == parent_of(parent_of(pid)) for pid in self.host.processes("replica-sidecar"))
 
     def kill(self) -> None:
@@ -75,7 +78,8 @@ class HostRank:
 
 
 class HostWorld:
-    """A coordinator in the test's process with a channel "policy", hosts, and ranks on them."""
+    """A coordinator in the test's process with a channel "policy", hosts, and ranks on
+    them."""
 
     def __init__(self, network: Network, coordinator: Coordinator, stack: AsyncExitStack) -> None:
         self.hosts = network.machines
@@ -91,7 +95,8 @@ class HostWorld:
         return one
 
     async def trainer_and_rollouts(self, *places: int) -> tuple[HostRank, list[HostRank]]:
-        """A trainer on the first host, and a rollout on each of the hosts ``places``; all of them are live."""
+        """A trainer on the first host, and a rollout on each of the hosts ``places``;
+        all of them are live."""
         joins = [self.join(0, "trainer"), *(self.join(host, "rollout", index) for index, host in enumerate(places))]
         trainer, *rollouts = await asyncio.gather(*joins)
         await self.live(len(joins))
@@ -113,7 +118,8 @@ class HostWorld:
 
 @asynccontextmanager
 async def host_world(size: int, config: dict[str, Any] | None = None, **groups: GroupShape) -> AsyncIterator[HostWorld]:
-    """So many hosts. ``config``: changes to a trainer and rollouts; ``groups``: their shapes."""
+    """So many hosts. ``config``: changes to a trainer and rollouts; ``groups``: their
+    shapes."""
     settings = {"sources": ["trainer"], "targets": ["rollout"], "deadline": "40s", **(config or {})}
     with hosts(size) as network:
         address = network.address

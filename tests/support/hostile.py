@@ -76,7 +76,8 @@ def _strategy(kind: type[msgspec.Struct], wild: bool) -> st.SearchStrategy[Any]:
 
 
 def any_message(*, wild: bool = False) -> st.SearchStrategy[Any]:
-    """Well-formed messages of every kind. ``wild``: with any number that can be encoded; else with small ones."""
+    """Well-formed messages of every kind. ``wild``: with any number that can be
+    encoded; else with small ones."""
     kinds = [kind for kind in get_args(wire.FromMember) if wild or kind not in (wire.Hello, wire.Heartbeat, wire.Bye)]
     return st.one_of([_strategy(kind, wild) for kind in kinds])
 

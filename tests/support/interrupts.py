@@ -1,15 +1,20 @@
-"""Interrupts of the main thread inside the public calls: at each line, as a tracer would, and at random moments.
+"""Interrupts of the main thread inside the public calls: at each line, as a tracer
+would, and at random moments.
 
 Theory of operation
 ===================
 
-A *scene* is a coordinator on a thread, and members that are used by the main thread, where signals' handlers run. A *deed* is
-one call of a user's, with what belongs to it (the ``with`` block of an update). :func:`at_each_line` runs it first to see
-which lines of the library the main thread comes through, and then once for each of them with a KeyboardInterrupt there.
-:func:`at_random` runs deeds with a timer's signal somewhere in them. After each interrupt the scene must work as if nothing
-had happened: it *recovers*, by deeds without interrupts, within a few seconds, and no slot is left as it was.
+A *scene* is a coordinator on a thread, and members that are used by the main thread,
+where signals' handlers run. A *deed* is one call of a user's, with what belongs to it
+(the ``with`` block of an update). :func:`at_each_line` runs it first to see which lines
+of the library the main thread comes through, and then once for each of them with a
+KeyboardInterrupt there. :func:`at_random` runs deeds with a timer's signal somewhere in
+them. After each interrupt the scene must work as if nothing had happened: it
+*recovers*, by deeds without interrupts, within a few seconds, and no slot is left as it
+was.
 
-Run as a program it does both at length, and says what it found: ``python -m tests.support.interrupts --times 3000``.
+Run as a program it does both at length, and says what it found: ``python -m
+tests.support.interrupts --times 3000``.
 """
 
 from __future__ import annotations
@@ -59,10 +64,12 @@ class Hung(AssertionError):
 
 
 class Finalisers:
-    """Exceptions that Python has swallowed, for they came where something died: in the callback of a weak reference, say.
+    """Exceptions that Python has swallowed, for they came where something died: in the
+    callback of a weak reference, say.
 
     :ivar ours: those for which this library is to blame.
-    :ivar pythons: how many came in the sets that Python itself keeps of all tasks and threads, which nobody can help.
+    :ivar pythons: how many came in the sets that Python itself keeps of all tasks and
+        threads, which nobody can help.
     """
 
     def __init__(self) -> None:
@@ -89,8 +96,9 @@ FINALISERS = Finalisers()
 
 
 class Found:
-    """What became of the interrupts. ``lost``: what of the scene was not as it should be, with where the interrupt came;
-    ``pythons``: those that Python swallowed in sets of its own.
+    """What became of the interrupts. ``lost``: what of the scene was not as it should
+    be, with where the interrupt came; ``pythons``: those that Python swallowed in sets
+    of its own.
     """
 
     def __init__(self) -> None:
@@ -188,7 +196,8 @@ class Scene:
             self.peers[1].all_reduce(torch.ones(3), deadline=0.4).wait(WITHIN_S)
 
     def recover(self, deed: str) -> None:
-        """It goes on as if nothing had happened: what the deed did works again, and nothing of it is left."""
+        """It goes on as if nothing had happened: what the deed did works again, and
+        nothing of it is left."""
         if deed == "load":
             self._load_again()
         elif deed == "reduce":
@@ -301,7 +310,8 @@ def scene() -> Iterator[Scene]:
 
 
 class Tracer:
-    """Raises at one of the lines that the main thread comes through; without one it notes them all."""
+    """Raises at one of the lines that the main thread comes through; without one it
+    notes them all."""
 
     def __init__(self, place: Place | None = None, times: int = 1) -> None:
         self.lines: Counter[Place] = Counter()
@@ -337,7 +347,8 @@ class Tracer:
 
 
 def at_each_line(world: Scene, deed: str, *, most: int | None = None, seed: int = 0) -> Found:
-    """Interrupt the deed at each line at which it comes by, the first and the last time; at ``most`` of them."""
+    """Interrupt the deed at each line at which it comes by, the first and the last
+    time; at ``most`` of them."""
     found = Found()
     act: Callable[[], None] = getattr(world, deed)
     lines: Counter[Place] = Counter()

@@ -1,7 +1,8 @@
 """How busy this machine is: by what factor a process that computes is held up.
 
-Bars of tests that measure real processes are meant for a machine that has time for them. On one that has not, they are
-moved by what was measured meanwhile (:meth:`Load.bar_s`).
+Bars of tests that measure real processes are meant for a machine that has time for
+them. On one that has not, they are moved by what was measured meanwhile
+(:meth:`Load.bar_s`).
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ class Load:
 
     def __init__(self) -> None:
         self._samples: list[tuple[float, float]] = []
-        """When each piece of work ended, and how many times longer it took than it should."""
+        """When each piece of work ended, and how many times longer it took than it
+        should."""
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._measure, daemon=True)
 
@@ -38,7 +40,8 @@ class Load:
         self._thread.join()
 
     def bar_s(self, seconds: float, since: float = 0.0) -> float:
-        """So many on a machine that has time. Some part of what takes them is waiting, which load does not draw out."""
+        """So many on a machine that has time. Some part of what takes them is waiting,
+        which load does not draw out."""
         return seconds * math.sqrt(self.factor(since))
 
     def factor(self, since: float = 0.0) -> float:

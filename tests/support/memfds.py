@@ -1,4 +1,5 @@
-"""Shared memory of processes, as the kernel shows it: who has it open, who owns it, who has it mapped, and how."""
+"""Shared memory of processes, as the kernel shows it: who has it open, who owns it, who
+has it mapped, and how."""
 
 from __future__ import annotations
 
@@ -16,8 +17,9 @@ PREFIX = "/memfd:replicas-"
 class Memory:
     """One memfd in one process.
 
-    ``owned``: open for writing, as only its owner (and the owner's sidecars) have it. ``modes``: of its mappings, as in
-    ``/proc/PID/maps``: ``rw-s`` the owner's, ``r--s`` for reading only, ``rw-p`` copy-on-write.
+    ``owned``: open for writing, as only its owner (and the owner's sidecars) have it.
+    ``modes``: of its mappings, as in ``/proc/PID/maps``: ``rw-s`` the owner's, ``r--s``
+    for reading only, ``rw-p`` copy-on-write.
     """
 
     inode: int
@@ -28,7 +30,8 @@ class Memory:
 
 
 def memories(pid: int, name: str = "") -> dict[int, Memory]:
-    """By inode, those whose name contains ``name``; nothing when the process is gone. Beacons are not counted."""
+    """By inode, those whose name contains ``name``; nothing when the process is gone.
+    Beacons are not counted."""
     found: dict[int, Memory] = {}
     try:
         _descriptors(Path(f"/proc/{pid}"), found)
@@ -66,7 +69,8 @@ def _memory(inode: int, target: str) -> Memory:
 
 
 def ownerless(pids: Iterable[int]) -> dict[int, list[int]]:
-    """Memory that some of these processes have, and whose owner is none of them: the processes, by inode."""
+    """Memory that some of these processes have, and whose owner is none of them: the
+    processes, by inode."""
     users: dict[int, list[int]] = {}
     owned: set[int] = set()
     for pid in pids:

@@ -33,14 +33,16 @@ def fill(arena: Arena, version: int, manifest: Manifest = MANIFEST) -> Slot:
 
 
 def memory_left() -> bool:
-    """Whether this process still has any buffer called "test", as a descriptor or as a mapping."""
+    """Whether this process still has any buffer called "test", as a descriptor or as a
+    mapping."""
     gc.collect(0)
     names = [str(path.readlink()) if path.is_symlink() else "" for path in Path("/proc/self/fd").iterdir()]
     return any("memfd:test" in name for name in names) or "memfd:test" in Path("/proc/self/maps").read_text()
 
 
 class Child:
-    """A forked process that calls ``answer(word)`` for each word that it is sent, and sends back what comes of it."""
+    """A forked process that calls ``answer(word)`` for each word that it is sent, and
+    sends back what comes of it."""
 
     def __init__(self, answer: Callable[[str], object]) -> None:
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -60,7 +62,8 @@ class Child:
         return self._socket.recv(4096).decode()
 
     def kill(self, *, reap: bool = True) -> None:
-        """Kill it with -9, and wait for its end; without ``reap`` it stays a zombie until the next call."""
+        """Kill it with -9, and wait for its end; without ``reap`` it stays a zombie
+        until the next call."""
         if self._pidfd < 0:
             return
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)

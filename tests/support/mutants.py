@@ -1,4 +1,5 @@
-"""Configs that nobody meant: the examples with other types, depths, lengths, characters, numbers, keys and encodings."""
+"""Configs that nobody meant: the examples with other types, depths, lengths,
+characters, numbers, keys and encodings."""
 
 from __future__ import annotations
 
@@ -157,7 +158,8 @@ _NAMED = re.compile(
 
 
 def assert_told_well(error: BadConfig) -> None:
-    """Each problem is one line that can be shown, not endless, and names a line, a key or the file's own trouble."""
+    """Each problem is one line that can be shown, not endless, and names a line, a key
+    or the file's own trouble."""
     assert error.problems
     for problem in error.problems:
         assert problem.isprintable(), problem

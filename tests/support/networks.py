@@ -3,12 +3,15 @@
 Theory of operation
 ===================
 
-Each machine is a process that holds its namespaces: of the network, and for a *host* also of mounts and processes, with a
-``/proc`` of its own. Nothing has a name in any file system. The holder ends when its standard input does, so also when the
-test run is killed by SIGKILL; the kernel then kills whatever still runs on a host, and takes the network away.
+Each machine is a process that holds its namespaces: of the network, and for a *host*
+also of mounts and processes, with a ``/proc`` of its own. Nothing has a name in any
+file system. The holder ends when its standard input does, so also when the test run is
+killed by SIGKILL; the kernel then kills whatever still runs on a host, and takes the
+network away.
 
-The switch is one more machine: the bridge, and an address for what the others share. With ``attach`` the test itself gets
-an address on the bridge (:attr:`Network.address`), so that the machines can reach a coordinator in the test's process.
+The switch is one more machine: the bridge, and an address for what the others share.
+With ``attach`` the test itself gets an address on the bridge (:attr:`Network.address`),
+so that the machines can reach a coordinator in the test's process.
 """
 
 from __future__ import annotations
@@ -40,7 +43,8 @@ TIMEOUT_S = 20.0
 LINK = "eth0"
 _TOOLS = ("ip", "nsenter", "unshare", "setpriv")
 _HOLD = "echo; cat; exit"
-"""The first process of a host must reap those whose parents have ended, as a shell does while it waits for a child."""
+"""The first process of a host must reap those whose parents have ended, as a shell does
+while it waits for a child."""
 
 
 class Traffic(NamedTuple):
@@ -55,9 +59,11 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Machine:
-    """``holder``: the process that holds its namespaces; ``address``: its own on the network.
+    """``holder``: the process that holds its namespaces; ``address``: its own on the
+    network.
 
-    ``is_host``: it has processes and mounts of its own. Every ``/proc/PID`` of it is seen from here too, by another pid.
+    ``is_host``: it has processes and mounts of its own. Every ``/proc/PID`` of it is
+    seen from here too, by another pid.
     """
 
     holder: int
@@ -65,7 +71,8 @@ class Machine:
     is_host: bool = False
 
     def command(self, *words: str) -> list[str]:
-        """A command that runs in it. On a host it is the child of a process, which it does not outlive."""
+        """A command that runs in it. On a host it is the child of a process, which it
+        does not outlive."""
         spaces = f"/proc/{self.holder}/ns"
         if not self.is_host:
             return ["nsenter", f"--net={spaces}/net", *words]
@@ -73,13 +80,15 @@ class Machine:
         return ["nsenter", *enter, "setpriv", "--pdeathsig", "KILL", "env", f"--chdir={Path.cwd()}", *words]
 
     def processes(self, name: str = "") -> list[int]:
-        """Those that run on a host (called ``name``, if it is given), by the pids that they have here."""
+        """Those that run on a host (called ``name``, if it is given), by the pids that
+        they have here."""
         space = Path(f"/proc/{self.holder}/ns/pid_for_children").readlink()
         return [pid for pid, found in _processes().items() if found == space and name in ("", _name_of(pid))]
 
     @staticmethod
     def pid_of(process: int) -> int:
-        """What a process that was started on a host with :meth:`command` has become, by the pid that it has here."""
+        """What a process that was started on a host with :meth:`command` has become, by
+        the pid that it has here."""
         (child,) = Path(f"/proc/{process}/task/{process}/children").read_text().split()
         return int(child)
 
@@ -98,7 +107,8 @@ class Machine:
 
     @contextmanager
     def limited(self, rate: str) -> Iterator[None]:
-        """What it sends takes its time: ``rate`` in the words of tc, such as ``"800mbit"``."""
+        """What it sends takes its time: ``rate`` in the words of tc, such as
+        ``"800mbit"``."""
         shape = f"tbf rate {rate} burst 1mb latency 50ms".split()
         _run(*self._ip("tc", "qdisc", "add", "dev", LINK, "root", *shape))
         try:
@@ -195,7 +205,8 @@ def hosts(size: int) -> Iterator[Network]:
 
 @contextmanager
 def bare_hosts(addresses: Sequence[str]) -> Iterator[tuple[Machine, ...]]:
-    """A host for each address, without any link: whoever makes one calls :meth:`Machine.set_up_link`."""
+    """A host for each address, without any link: whoever makes one calls
+    :meth:`Machine.set_up_link`."""
     with ExitStack() as stack:
         yield tuple(Machine(stack.enter_context(_holder(is_host=True)), address, True) for address in addresses)
 

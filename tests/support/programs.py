@@ -22,7 +22,8 @@ if os.fork() == 0:
 os.wait()
 time.sleep(600)
 """
-"""Starts a child in a session of its own and a double-forked daemon, both deaf to SIGTERM; prints their pids; sleeps."""
+"""Starts a child in a session of its own and a double-forked daemon, both deaf to
+SIGTERM; prints their pids; sleeps."""
 
 
 PUBLISHES = """
@@ -47,8 +48,9 @@ with replicas.join("policy") as channel:
             tell(ended=stamp, error=type(error).__name__, text=str(error))
         time.sleep(stamp % 100 / 1000)
 """
-"""Publishes until there is a file ``stop``. Every element of a version is its *stamp*, the clock in microseconds when it
-was made: weights that mix two versions, or that nobody committed, show by themselves."""
+"""Publishes until there is a file ``stop``. Every element of a version is its *stamp*,
+the clock in microseconds when it was made: weights that mix two versions, or that
+nobody committed, show by themselves."""
 
 RECEIVES = """
 import json, os, time
@@ -75,7 +77,8 @@ with replicas.join("policy") as channel:
 
 
 def group(name: str, code: str, more: str = "") -> str:
-    """TOML of a group that executes Python source (as a literal string: its backslashes stay what they are)."""
+    """TOML of a group that executes Python source (as a literal string: its backslashes
+    stay what they are)."""
     quotes = "'" * 3
     command = f'"{sys.executable}", "-c", {quotes}{code}{quotes}'
     return f'[groups.{name}]\nlauncher = "exec"\ncommand = [{command}]\n{more}\n'

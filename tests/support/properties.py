@@ -1,8 +1,10 @@
-"""A property test of the core, for as many histories as you like: ``python -m tests.support.properties NAME COUNT [SEED]``.
+"""A property test of the core, for as many histories as you like: ``python -m
+tests.support.properties NAME COUNT [SEED]``.
 
-Without a seed the histories are the same in every run of the same code. That needs a process of its own, as hypothesis also
-tries constants that it finds in whatever modules are loaded. A history that breaks an invariant is shown as it was found,
-with the line that repeats it: to make it shorter would take minutes.
+Without a seed the histories are the same in every run of the same code. That needs a
+process of its own, as hypothesis also tries constants that it finds in whatever modules
+are loaded. A history that breaks an invariant is shown as it was found, with the line
+that repeats it: to make it shorter would take minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +31,8 @@ MACHINES: dict[str, type[RuleBasedStateMachine]] = {
 
 
 def limit_s(count: int) -> float:
-    """How long so many histories may take: some twenty times as long as they do on a quiet machine."""
+    """How long so many histories may take: some twenty times as long as they do on a
+    quiet machine."""
     return 60.0 + 2.0 * count
 
 

@@ -1,4 +1,5 @@
-"""A TCP proxy whose connections a test can cut, freeze, slow down, close by half or spoil."""
+"""A TCP proxy whose connections a test can cut, freeze, slow down, close by half or
+spoil."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["Proxy"]
 
 
 class Proxy:
-    """Forwards from a port of its own to ``target`` (``host:port``, or what gives it for each new connection)."""
+    """Forwards from a port of its own to ``target`` (``host:port``, or what gives it
+    for each new connection)."""
 
     def __init__(self, target: str | Callable[[], str]) -> None:
         self._target = target
@@ -45,7 +47,8 @@ class Proxy:
         await self._server.wait_closed()
 
     def cut(self) -> None:
-        """Break every connection, as a network that goes away does: without a word to either side."""
+        """Break every connection, as a network that goes away does: without a word to
+        either side."""
         for writer in list(self._writers):
             writer.transport.abort()
 
@@ -57,7 +60,8 @@ class Proxy:
         self._flowing.set()
 
     def half_close(self, *, inwards: bool) -> None:
-        """End one direction of each connection: that to the target (``inwards``), or that to whoever connected.
+        """End one direction of each connection: that to the target (``inwards``), or
+        that to whoever connected.
 
         What still comes for that direction is lost.
         """

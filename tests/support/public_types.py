@@ -1,9 +1,11 @@
-"""Types of the public names as another program's checker sees them: ``python -m tests.support.public_types``.
+"""Types of the public names as another program's checker sees them: ``python -m
+tests.support.public_types``.
 
-mypy checks this project's own code, where a type may be inferred. A user's checker reads the installed package, and
-checkers infer differently. So pyright verifies the types of the package (``--verifytypes``), and this fails when a public
-name has a type that is unknown, or an attribute without an annotation. Public are the names in ``replicas.__all__``, what
-their classes show, and ``replicas.errors``.
+mypy checks this project's own code, where a type may be inferred. A user's checker
+reads the installed package, and checkers infer differently. So pyright verifies the
+types of the package (``--verifytypes``), and this fails when a public name has a type
+that is unknown, or an attribute without an annotation. Public are the names in
+``replicas.__all__``, what their classes show, and ``replicas.errors``.
 """
 
 from __future__ import annotations
@@ -33,7 +35,8 @@ def _public(name: str) -> bool:
 
 
 def problems(symbols: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What is wrong with the public ones of ``symbols``, which pyright reports; also that one of them is not there."""
+    """What is wrong with the public ones of ``symbols``, which pyright reports; also
+    that one of them is not there."""
     names = {str(symbol["name"]) for symbol in symbols}
     for name in set(replicas.__all__) - {"__version__", "errors"}:
         if f"replicas.{name}" not in names:

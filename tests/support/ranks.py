@@ -1,7 +1,9 @@
-"""Ranks of the channel "policy" in processes of their own, which do what a test tells them.
+"""Ranks of the channel "policy" in processes of their own, which do what a test tells
+them.
 
-Run as a program it joins and then obeys: each line that it reads is ``[name, arguments]``, and it prints one line, what came
-of it. Weights encode their version: every element of a publish is one number, so that whatever is mixed, or overwritten
+Run as a program it joins and then obeys: each line that it reads is ``[name,
+arguments]``, and it prints one line, what came of it. Weights encode their version:
+every element of a publish is one number, so that whatever is mixed, or overwritten
 while somebody looks at it, shows by itself.
 """
 
@@ -75,7 +77,8 @@ class RankProcess:
         return self.process.pid
 
     async def ask(self, name: str, **arguments: Any) -> Any:
-        """What comes of it. An error of the rank's comes back as ``{"error": its class, "text": ...}``."""
+        """What comes of it. An error of the rank's comes back as ``{"error": its class,
+        "text": ...}``."""
         self.tell(name, **arguments)
         return await self.answer()
 
@@ -188,7 +191,8 @@ class _Rank:
         gc.collect()
 
     def load_until(self, version: int) -> list[int]:
-        """Receive and load, one version after the other, up to this one; each must be whole."""
+        """Receive and load, one version after the other, up to this one; each must be
+        whole."""
         versions = []
         while self._channel.version < version:
             with self._channel.receive(deadline=60).wait() as update:

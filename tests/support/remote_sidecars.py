@@ -31,7 +31,8 @@ sys.stdin.read()
 
 @asynccontextmanager
 async def _forkserver(machine: Machine) -> AsyncIterator[Forkserver]:
-    """A forkserver in ``machine``: a socket pair that it inherits reaches across namespaces, a named one does not."""
+    """A forkserver in ``machine``: a socket pair that it inherits reaches across
+    namespaces, a named one does not."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         fd = theirs.fileno()

@@ -1,4 +1,5 @@
-"""What a roster knows by its indices, compared with what a walk over all its members finds."""
+"""What a roster knows by its indices, compared with what a walk over all its members
+finds."""
 
 from __future__ import annotations
 

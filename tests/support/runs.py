@@ -1,4 +1,5 @@
-"""A real run in a folder of its own: ``python -m replicas.supervisor`` as a child, and what shows of it outside."""
+"""A real run in a folder of its own: ``python -m replicas.supervisor`` as a child, and
+what shows of it outside."""
 
 from __future__ import annotations
 
@@ -29,12 +30,14 @@ __all__ = ["MARK", "ROOT", "Run", "alive", "eventually", "processes_marked", "ru
 
 ROOT = Path(__file__).resolve().parents[2]
 TORCH_SEGMENT = re.compile(r"torch_(\d+)_")
-"""What torch's shared memory is called; the number is the pid of the process that made it."""
+"""What torch's shared memory is called; the number is the pid of the process that made
+it."""
 MARK = "TEST_RUN_MARK"
 
 
 def eventually(condition: Callable[[], Any], what: str, *, timeout_s: float = 20.0) -> Any:
-    """The first true value of ``condition``, which is asked again and again up to a deadline."""
+    """The first true value of ``condition``, which is asked again and again up to a
+    deadline."""
     deadline = time.monotonic() + timeout_s
     while not (value := condition()):
         assert time.monotonic() < deadline, f"not within {timeout_s} s: {what}"
@@ -48,7 +51,8 @@ def alive(pid: int) -> bool:
 
 
 def processes_marked(mark: str) -> dict[int, str]:
-    """Command lines, by pid, of the living processes that inherited ``TEST_RUN_MARK=mark``."""
+    """Command lines, by pid, of the living processes that inherited
+    ``TEST_RUN_MARK=mark``."""
     found: dict[int, str] = {}
     for folder in Path("/proc").iterdir():
         if not folder.name.isdigit():
@@ -63,7 +67,8 @@ def processes_marked(mark: str) -> dict[int, str]:
 
 
 def _marked(pid: int, entry: str) -> bool:
-    """Whether an entry of its environment begins so; False of one that has ended, or is somebody else's."""
+    """Whether an entry of its environment begins so; False of one that has ended, or is
+    somebody else's."""
     try:
         return any(one.startswith(entry.encode()) for one in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"))
     except OSError:
@@ -71,9 +76,11 @@ def _marked(pid: int, entry: str) -> bool:
 
 
 def shared_memory() -> set[str]:
-    """Names in /dev/shm that a run under test could have left: ours, and torch's of a process that is dead or marked.
+    """Names in /dev/shm that a run under test could have left: ours, and torch's of a
+    process that is dead or marked.
 
-    Other people's programs make entries while a test runs. The library itself makes none with a name.
+    Other people's programs make entries while a test runs. The library itself makes
+    none with a name.
     """
 
     def ours(name: str) -> bool:
@@ -95,7 +102,8 @@ def control_groups(supervisor: int) -> list[Path]:
 
 
 class Run:
-    """One supervised run. ``text`` is its TOML without ``schema_version``, ``[run]`` and ``[control]``."""
+    """One supervised run. ``text`` is its TOML without ``schema_version``, ``[run]``
+    and ``[control]``."""
 
     def __init__(
         self,
@@ -108,7 +116,8 @@ class Run:
         command: Sequence[str] = (sys.executable, "-m", "replicas.supervisor"),
         pass_fds: Sequence[int] = (),
     ) -> None:
-        """``command``: what supervises in place of the real thing, and the descriptors that it gets."""
+        """``command``: what supervises in place of the real thing, and the descriptors
+        that it gets."""
         self.folder = folder
         self._command = [*command]
         self._pass_fds = tuple(pass_fds)
@@ -208,7 +217,8 @@ class Run:
         return {pid: line for pid, line in processes_marked(self.mark).items() if pid != self.pid}
 
     def find(self, text: str, *, besides: int = 0) -> int:
-        """Pid of a process of the run (but ``besides``) with ``text`` in its command line, once there is one."""
+        """Pid of a process of the run (but ``besides``) with ``text`` in its command
+        line, once there is one."""
 
         def look() -> int:
             return next((pid for pid, line in self.processes().items() if text in line and pid != besides), 0)
@@ -216,7 +226,8 @@ class Run:
         return int(eventually(look, f"a process with {text!r} in its command line"))
 
     def assert_nothing_left(self, *ports: int, timeout_s: float = 10.0, pid: int | None = None) -> None:
-        """No process, port, socket, control group or shared memory of the run is there after at most 10 s.
+        """No process, port, socket, control group or shared memory of the run is there
+        after at most 10 s.
 
         :param pid: of its supervisor, where the test has started that by itself.
         """

@@ -1,4 +1,5 @@
-"""The session thread's side of a member with everything around it faked: the test is the coordinator and the sidecars."""
+"""The session thread's side of a member with everything around it faked: the test is
+the coordinator and the sidecars."""
 
 from __future__ import annotations
 
@@ -61,7 +62,8 @@ class Loop:
 
 
 class Sidecar:
-    """Does what it is asked when the test opens its gate; ``stubborn``: does not die."""
+    """Does what it is asked when the test opens its gate; ``stubborn``: does not
+    die."""
 
     def __init__(self) -> None:
         self.on_exit: Callable[[str], None] | None = None
@@ -160,7 +162,8 @@ class World:
             self.hub.handle(message)
 
     def new_coordinator(self, latest: int = 0, meanwhile: Callable[[], object] = lambda: None) -> wire.Hello:
-        """Meet a coordinator of another term; returns our Hello. ``meanwhile`` happens while its Welcome is on the way."""
+        """Meet a coordinator of another term; returns our Hello. ``meanwhile`` happens
+        while its Welcome is on the way."""
         hello = self.hub.introduce(self.hello)
         meanwhile()
         self.session.sent.clear()

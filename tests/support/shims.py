@@ -83,10 +83,12 @@ def shim(
     pass_fds: Sequence[int] = (),
     **fields: Any,
 ) -> Iterator[ShimUnderTest]:
-    """A shim that runs Python source as rank 0, or what ``fields`` of the spec say; ended at the end of the block.
+    """A shim that runs Python source as rank 0, or what ``fields`` of the spec say;
+    ended at the end of the block.
 
     :param tee: descriptor that is the supervisor's stderr to it.
-    :param program: Python's arguments that start it, and descriptors that it gets besides.
+    :param program: Python's arguments that start it, and descriptors that it gets
+        besides.
     """
     nonce = secrets.token_hex(8)
     spec = NodeSpec(

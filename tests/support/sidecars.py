@@ -1,4 +1,5 @@
-"""Sidecars of a real forkserver over a real store on loopback, for integration tests."""
+"""Sidecars of a real forkserver over a real store on loopback, for integration
+tests."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ class LoopbackStore:
 class Lane:
     """A few sidecars with one process group.
 
-    :ivar devices: UUID of the GPU of each, on which its buffers are; empty: they are in host memory.
+    :ivar devices: UUID of the GPU of each, on which its buffers are; empty: they are in
+        host memory.
     """
 
     def __init__(
@@ -115,7 +117,8 @@ class Lane:
         kinds: Sequence[OperationKind] | None = None,
         places: tuple[int, ...] = (),
     ) -> list[tuple[Buffer, Buffer]]:
-        """One operation; participant ``i`` is lane rank ``order[i]`` and posts ``given[i]``. Inputs and outputs of each."""
+        """One operation; participant ``i`` is lane rank ``order[i]`` and posts
+        ``given[i]``. Inputs and outputs of each."""
         ranks = tuple(order if order is not None else range(len(given)))
         segments = tuple(segments_of(tensors) for tensors in given)
         pairs: list[tuple[Buffer, Buffer]] = []
@@ -199,7 +202,8 @@ async def gone(pidfds: Sequence[int], timeout_s: float = 5.0) -> bool:
 
 
 def start_forkserver(name: str) -> subprocess.Popen[str]:
-    """A forkserver behind the door ``name``, which goes with it; it dies with this process."""
+    """A forkserver behind the door ``name``, which goes with it; it dies with this
+    process."""
     with Door.parse(name).listen() as listener:
         return subprocess.Popen(
             [sys.executable, "-m", "replicas.sidecar.forkserver", "--listener", str(listener.fileno())],
@@ -224,7 +228,8 @@ def shared_forkserver() -> Iterator[str]:
 
 @asynccontextmanager
 async def lane(size: int, name: str = "", *, build: bool = True, devices: Sequence[str] = ()) -> AsyncIterator[Lane]:
-    """``size`` sidecars with their group, of the forkserver ``name`` or of a helper; see :attr:`Lane.devices`."""
+    """``size`` sidecars with their group, of the forkserver ``name`` or of a helper;
+    see :attr:`Lane.devices`."""
     forkserver = await (Forkserver.connect(name) if name else Forkserver.spawn())
     try:
         sidecars = await asyncio.gather(*[forkserver.fork() for _ in range(size)])

@@ -1,16 +1,20 @@
-"""Hosts joined by a switch on which each way from one to another can be cut, slowed down, delayed and made to lose packets.
+"""Hosts joined by a switch on which each way from one to another can be cut, slowed
+down, delayed and made to lose packets.
 
 Theory of operation
 ===================
 
-A *way* is an ordered pair of hosts, so that a link may be broken in one direction alone, and between two hosts alone while
-both reach all others. Kernels of test machines seldom have what shapes ways (``netem``, the filters of ``tc``): a process
-does it, :mod:`tests.support.switch_process`, which needs ``/dev/net/tun`` and root.
+A *way* is an ordered pair of hosts, so that a link may be broken in one direction
+alone, and between two hosts alone while both reach all others. Kernels of test machines
+seldom have what shapes ways (``netem``, the filters of ``tc``): a process does it,
+:mod:`tests.support.switch_process`, which needs ``/dev/net/tun`` and root.
 
-The hosts are those of :mod:`tests.support.networks`: namespaces of network, mounts and processes, held by a process each.
-They reach each other, and nobody else; this process is not on their network, and talks to what it starts there over pipes.
-The holders and the switch end when their standard inputs do, so also when the test run is killed by SIGKILL, and the kernel
-then kills all that runs on the hosts, and takes links and namespaces away.
+The hosts are those of :mod:`tests.support.networks`: namespaces of network, mounts and
+processes, held by a process each. They reach each other, and nobody else; this process
+is not on their network, and talks to what it starts there over pipes. The holders and
+the switch end when their standard inputs do, so also when the test run is killed by
+SIGKILL, and the kernel then kills all that runs on the hosts, and takes links and
+namespaces away.
 
 A cut and a shape are two things: a way that is healed has the shape that it had before.
 """
@@ -42,10 +46,12 @@ _PROGRAM = "tests.support.switch_process"
 
 
 class Shape(NamedTuple):
-    """How packets pass on a way. ``rate_nbytes_s``: bytes a second, 0 for no limit; ``loss``: from 0 to 1, of packets.
+    """How packets pass on a way. ``rate_nbytes_s``: bytes a second, 0 for no limit;
+    ``loss``: from 0 to 1, of packets.
 
-    A packet on its way here is what a sender's kernel sends at once: one segment of TCP, or some in a row, which are lost
-    together. The rate counts the headers of IP and TCP, too.
+    A packet on its way here is what a sender's kernel sends at once: one segment of
+    TCP, or some in a row, which are lost together. The rate counts the headers of IP
+    and TCP, too.
     """
 
     rate_nbytes_s: float = 0.0
@@ -61,7 +67,8 @@ class Counts(NamedTuple):
 
 
 class Switch:
-    """The switch from the test's side; hosts are named by their places in ``hosts``. An order holds when its call returns."""
+    """The switch from the test's side; hosts are named by their places in ``hosts``. An
+    order holds when its call returns."""
 
     def __init__(self, hosts: tuple[Machine, ...], process: subprocess.Popen[bytes]) -> None:
         self.hosts = hosts
@@ -73,7 +80,8 @@ class Switch:
         return [way for way in every if not hosts or set(way) & set(hosts)]
 
     def cut(self, one: int, other: int, *, one_way: bool = False) -> None:
-        """Nothing passes from ``one`` to ``other`` any more, nor back, unless it is to be cut ``one_way`` only."""
+        """Nothing passes from ``one`` to ``other`` any more, nor back, unless it is to
+        be cut ``one_way`` only."""
         self._order(self._both(one, other, one_way=one_way), cut=True)
 
     def cut_off(self, host: int) -> None:
@@ -81,7 +89,8 @@ class Switch:
         self._order(self.ways(host), cut=True)
 
     def heal(self, *hosts: int) -> None:
-        """No way from or to these hosts is cut; without one, none at all. Shapes stay."""
+        """No way from or to these hosts is cut; without one, none at all. Shapes
+        stay."""
         self._order(self.ways(*hosts), cut=False)
 
     def shape(self, one: int, other: int, shape: Shape, *, one_way: bool = False) -> None:

@@ -1,21 +1,27 @@
-"""The process of a :mod:`tests.support.switch`: it carries packets between the hosts, as they are allowed to pass.
+"""The process of a :mod:`tests.support.switch`: it carries packets between the hosts,
+as they are allowed to pass.
 
-Run as a program with one argument, the JSON of ``[[pid, "10.1.2.3"], ...]``: each host by a process that holds its network
-namespace, and its address. It makes the link of each host, prints a line, and obeys lines of JSON on its standard input,
-each answered by one line, until that ends.
+Run as a program with one argument, the JSON of ``[[pid, "10.1.2.3"], ...]``: each host
+by a process that holds its network namespace, and its address. It makes the link of
+each host, prints a line, and obeys lines of JSON on its standard input, each answered
+by one line, until that ends.
 
 Theory of operation
 ===================
 
-The link of a host is a TUN device: what its kernel sends comes here as IP packets, and what is written here it receives.
-There are no Ethernet frames, so no ARP and nothing to flood: the destination address alone says to whom a packet goes.
-Packets pass with their virtio header, so the kernel neither cuts TCP's segments apart nor sums them up: one packet here is
-up to 64 KiB, which is why a switch written in Python carries nearly a Gbit/s.
+The link of a host is a TUN device: what its kernel sends comes here as IP packets, and
+what is written here it receives. There are no Ethernet frames, so no ARP and nothing to
+flood: the destination address alone says to whom a packet goes. Packets pass with their
+virtio header, so the kernel neither cuts TCP's segments apart nor sums them up: one
+packet here is up to 64 KiB, which is why a switch written in Python carries nearly a
+Gbit/s.
 
-A :class:`Way` is one ordered pair of hosts. A packet on it is lost, or waits in a queue until a transmitter of that rate
-has sent those before it and itself, then travels for the delay. The queue drops what comes when it is full, as that of a
-router does, so that TCP finds the rate. All is computed by the time at which a packet came, so a late wake-up of this
-process delays packets, and loses no rate. What is under way on a cut way is lost too.
+A :class:`Way` is one ordered pair of hosts. A packet on it is lost, or waits in a queue
+until a transmitter of that rate has sent those before it and itself, then travels for
+the delay. The queue drops what comes when it is full, as that of a router does, so that
+TCP finds the rate. All is computed by the time at which a packet came, so a late
+wake-up of this process delays packets, and loses no rate. What is under way on a cut
+way is lost too.
 """
 
 from __future__ import annotations
@@ -55,7 +61,8 @@ _CLONE_NEWNET = 0x40000000
 
 @dataclass
 class Way:
-    """One direction between two hosts. ``rate_nbytes_s``: bytes a second, 0 for no limit; ``loss``: 0 to 1, of packets."""
+    """One direction between two hosts. ``rate_nbytes_s``: bytes a second, 0 for no
+    limit; ``loss``: 0 to 1, of packets."""
 
     cut: bool = False
     loss: float = 0.0
@@ -70,7 +77,8 @@ class Way:
     """When the transmitter has sent all that is queued."""
 
     def change(self, **what: Any) -> None:
-        """What is queued travels on as the new way has it: at once, or, when it is cut, not at all."""
+        """What is queued travels on as the new way has it: at once, or, when it is cut,
+        not at all."""
         for name, value in what.items():
             setattr(self, name, value)
         self._free_at = 0.0

@@ -1,4 +1,5 @@
-"""Other users of this machine: programs under their ids, and folders of theirs. Only root can have these."""
+"""Other users of this machine: programs under their ids, and folders of theirs. Only
+root can have these."""
 
 from __future__ import annotations
 
@@ -42,10 +43,11 @@ needs_users = pytest.mark.skipif(bool(why_no_users()), reason=why_no_users())
 
 
 def as_user(uid: int, command: Sequence[str], *, before: str = "") -> list[str]:
-    """``command`` as it is run under this id, by exec alone: its pid is that of what is started.
+    """``command`` as it is run under this id, by exec alone: its pid is that of what is
+    started.
 
-    It sees this interpreter and the package also where they lie in a closed folder, such as root's home: in a mount
-    namespace of its own.
+    It sees this interpreter and the package also where they lie in a closed folder,
+    such as root's home: in a mount namespace of its own.
 
     :param before: shell commands to run as root in that namespace.
     """
@@ -55,7 +57,8 @@ def as_user(uid: int, command: Sequence[str], *, before: str = "") -> list[str]:
 
 
 def _openings() -> Iterator[str]:
-    """Shell commands that put what this interpreter needs, and nothing else, where closed folders are in the way."""
+    """Shell commands that put what this interpreter needs, and nothing else, where
+    closed folders are in the way."""
     needed = {Path(path).resolve() for path in (sys.base_prefix, sys.prefix, str(ROOT), *sys.path) if path}
     closed: dict[Path, set[Path]] = {}
     for path in needed:
@@ -101,7 +104,8 @@ def _become(uid: int, act: Callable[[Connection], None], pipe: Connection) -> No
 
 @contextmanager
 def stranger(act: Callable[[Connection], None], uid: int = ATTACKER) -> Iterator[Connection]:
-    """``act`` in a process of another user, and our end of its pipe; killed at the end of the block.
+    """``act`` in a process of another user, and our end of its pipe; killed at the end
+    of the block.
 
     It is forked, as that user may not see our interpreter.
     """

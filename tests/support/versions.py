@@ -1,10 +1,13 @@
-"""The tests with versions that ``pyproject.toml`` allows: ``python -m tests.support.versions lowest|newest [PYTHON]...``.
+"""The tests with versions that ``pyproject.toml`` allows: ``python -m
+tests.support.versions lowest|newest [PYTHON]...``.
 
-*lowest* is the lower bound of each requirement, of the tests' too, on the oldest Python; *newest* what pip takes today. Each
-has an environment of its own below ``.venv/versions``, made once for the same versions. A Python that is not here is told
+*lowest* is the lower bound of each requirement, of the tests' too, on the oldest
+Python; *newest* what pip takes today. Each has an environment of its own below
+``.venv/versions``, made once for the same versions. A Python that is not here is told
 of, and fails nothing; unless it is the oldest one, for *lowest*.
 
-``LOWEST_TORCH``: another torch in place of its lower bound. ``SHORT=1``: fewer integration tests. Standard library only.
+``LOWEST_TORCH``: another torch in place of its lower bound. ``SHORT=1``: fewer
+integration tests. Standard library only.
 """
 
 from __future__ import annotations
@@ -86,11 +89,12 @@ def environment(python: Path, wanted: Sequence[str]) -> Path:
     if not (folder / "complete").exists():
         shutil.rmtree(folder, ignore_errors=True)
         subprocess.run([python, "-m", "venv", folder], check=True)
-        # Compiled, all of it: a rank of a test that may write no large file would leave a part of one, and Python
-        # takes that for a compiled file.
+        # Compiled, all of it: a rank of a test that may write no large file would leave
+        # a part of one, and Python takes that for a compiled file.
         pip = [str(inside), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
         subprocess.run([*pip, *wanted, "editables"], check=True)
-        # What it requires is there, by the list: left are its console script and the compiled copies.
+        # What it requires is there, by the list: left are its console script and the
+        # compiled copies.
         subprocess.run([*pip, "--no-build-isolation", "--no-deps", "--editable", str(ROOT)], check=True)
         (folder / "complete").touch()
     return inside
@@ -104,7 +108,8 @@ def tested(inside: Path, *, short: bool) -> bool:
     subprocess.run([inside, "-c", f"import sys; print(sys.version.split()[0], end=' '); {shown}"], check=True)
     pytest = [str(inside), "-m", "pytest", "-q", "--numprocesses", "2", "--dist", "worksteal"]
     files = [f"tests/integration/test_{name}.py" for name in (INTEGRATION[2:] if short else INTEGRATION)]
-    # A newer release than ours may warn of what is to come: that is shown, and fails nothing here.
+    # A newer release than ours may warn of what is to come: that is shown, and fails
+    # nothing here.
     runs = ([*pytest, "-W", "default", "tests/unit"], [*pytest, "-W", "default", *files])
     codes = [subprocess.run(run, cwd=ROOT, check=False).returncode for run in runs]  # all of them, whatever fails
     return not any(codes)

@@ -1,7 +1,8 @@
-"""Virtual time for asyncio: the loop's clock jumps to the next timer as soon as nothing is left to do.
+"""Virtual time for asyncio: the loop's clock jumps to the next timer as soon as nothing
+is left to do.
 
-Only for code that waits on timers, events and futures of the loop. What waits for a thread or a process waits in real time,
-and the clock stands still meanwhile.
+Only for code that waits on timers, events and futures of the loop. What waits for a
+thread or a process waits in real time, and the clock stands still meanwhile.
 """
 
 from __future__ import annotations

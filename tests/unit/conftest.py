@@ -1,4 +1,5 @@
-"""What the fast tests share: settings that make them fast, and leave nothing to chance (`make properties` does)."""
+"""What the fast tests share: settings that make them fast, and leave nothing to chance
+(`make properties` does)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Every backoff of ours: from where, to where, and that no count of failures is too many."""
+"""Every backoff of ours: from where, to where, and that no count of failures is too
+many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The parts of the benchmarks that others rely on: the set of tensors, the figures made of samples, and what hits when."""
+"""The parts of the benchmarks that others rely on: the set of tensors, the figures made
+of samples, and what hits when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Peers of which two cannot reach each other, while all can reach the coordinator: the others go on, and are whole again."""
+"""Peers of which two cannot reach each other, while all can reach the coordinator: the
+others go on, and are whole again."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from tests.support.channel_world import SimMember, World, peer_config
 
 
 class MeetingMember(SimMember):
-    """Its process groups do not form over a bad link, and say between whom. One that has formed stands still, and is told.
+    """Its process groups do not form over a bad link, and say between whom. One that
+    has formed stands still, and is told.
 
     ``slow``: bytes move, and are not there for long.
     """

@@ -1,4 +1,5 @@
-"""The restart budget: a window that slides, delays that grow, and never one restart too many."""
+"""The restart budget: a window that slides, delays that grow, and never one restart too
+many."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``staging = "device"``: members with one GPU copy from each other, others form lanes, and a copy counts by its digest."""
+"""``staging = "device"``: members with one GPU copy from each other, others form lanes,
+and a copy counts by its digest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Members of one host map one memory; between hosts every byte goes once; who uses whose memory is known."""
+"""Members of one host map one memory; between hosts every byte goes once; who uses
+whose memory is known."""
 
 from __future__ import annotations
 
@@ -67,7 +68,8 @@ def test_members_of_one_host_map_and_form_no_group() -> None:
 
 
 def test_bytes_are_what_moved() -> None:
-    """To targets of the publisher's host nothing is sent, to each other host once; and once more to who comes later there."""
+    """To targets of the publisher's host nothing is sent, to each other host once; and
+    once more to who comes later there."""
     world = World()
 
     def sent() -> list[int]:
@@ -250,11 +252,12 @@ def test_the_source_dies_before_anyone_has_mapped_it() -> None:
     assert end.receipt.version == 3
 
 
-# ---------------------------------------------------------------- sent while it is packed
+# -------------------------------------------------------------- sent while it is packed
 
 
 def streaming_world(*, far: int = 1, stuck: bool = False) -> tuple[World, SimMember, SimMember, list[SimMember], int]:
-    """A trainer with a target on its own host and others elsewhere; it has begun to fill a slot."""
+    """A trainer with a target on its own host and others elsewhere; it has begun to
+    fill a slot."""
     world = World()
     trainer, near = world.join("trainer/0/0", machine="a"), world.join("rollout/0/0", machine="a")
     others = [world.join(f"rollout/{number + 1}/0", machine="b") for number in range(far)]
@@ -312,7 +315,8 @@ def test_a_publisher_that_dies_while_it_fills(far: int) -> None:
 
 
 def test_who_is_late_gets_a_version_that_its_publisher_never_said_to_be_full() -> None:
-    """All of it was sent, those who got it agree, one of them dies, and the publisher says nothing more."""
+    """All of it was sent, those who got it agree, one of them dies, and the publisher
+    says nothing more."""
     world = World()
     trainer, first, second = (
         world.join(name, machine=machine)

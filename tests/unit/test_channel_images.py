@@ -1,4 +1,5 @@
-"""Versions that come in parts: their digest is that of an image, which exists only when somebody has put it together."""
+"""Versions that come in parts: their digest is that of an image, which exists only when
+somebody has put it together."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Targets that do not get ready: the others wait for them once, and no joiner waits for them at all."""
+"""Targets that do not get ready: the others wait for them once, and no joiner waits for
+them at all."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ def test_a_target_that_takes_nothing_holds_up_one_version_only() -> None:
 
 
 def test_one_whose_connection_has_ended_is_waited_for_a_moment_only() -> None:
-    """As it is killed on another host: nobody sees its process end, but its connection does."""
+    """As it is killed on another host: nobody sees its process end, but its connection
+    does."""
     world, trainer, (gone, _) = world_of(2)
     assert seconds_to_the_receipt(world, trainer) == (0.5, ())
     number = publish(world, trainer)

@@ -1,4 +1,5 @@
-"""Manifests as the coordinator sees them: fetched, read beside the loop, refused; and members that read them slowly."""
+"""Manifests as the coordinator sees them: fetched, read beside the loop, refused; and
+members that read them slowly."""
 
 from __future__ import annotations
 
@@ -126,7 +127,8 @@ def test_a_holder_whose_manifest_is_of_no_use_is_not_asked_again() -> None:
 
 @pytest.mark.parametrize(("deadline_s", "left_behind"), [(12.0, True), (60.0, False)])
 def test_who_reads_a_manifest_too_slowly_is_left_behind_at_once(deadline_s: float, left_behind: bool) -> None:
-    """One that will have it in half of the time is waited for; the others do not wait for one that will not."""
+    """One that will have it in half of the time is waited for; the others do not wait
+    for one that will not."""
     world = World(groups={"rollout": GroupShape(2)})
     trainer = world.join("trainer/0/0", machine="a")
     slow, _ = (world.join(f"rollout/{index}/0", machine="a") for index in range(2))

@@ -1,8 +1,10 @@
-"""Any interleaving of joins, deaths, freezes, publishes, receives, late messages, members that cannot reach each other and
-coordinators that start again (with their decision log or without) keeps the invariants.
+"""Any interleaving of joins, deaths, freezes, publishes, receives, late messages,
+members that cannot reach each other and coordinators that start again (with their
+decision log or without) keeps the invariants.
 
-I1: every publish ends. I2: a replica is granted committed versions only, each rank of it the same ones in the same order,
-never an older one after a newer. I4: when the faults stop, the next publish commits and every target holds it.
+I1: every publish ends. I2: a replica is granted committed versions only, each rank of
+it the same ones in the same order, never an older one after a newer. I4: when the
+faults stop, the next publish commits and every target holds it.
 """
 
 from __future__ import annotations
@@ -79,7 +81,8 @@ class Channel(RuleBasedStateMachine):
 
     @rule()
     def stream(self) -> None:
-        """Begin a publish that is sent while it is packed; it is filled, or fails, later or never."""
+        """Begin a publish that is sent while it is packed; it is filled, or fails,
+        later or never."""
         for sim in self._sims():
             if sim.member.group == "trainer" and sim.machine and not sim.open:
                 number = sim.publish()
@@ -100,7 +103,8 @@ class Channel(RuleBasedStateMachine):
 
     @rule(data=st.data(), more=st.sampled_from((None, None, 0, 1, 2)))
     def ask(self, data: st.DataObject, more: int | None) -> None:
-        """``more``: for so many more than the newest version, at least; all ranks of a replica may do so, or one."""
+        """``more``: for so many more than the newest version, at least; all ranks of a
+        replica may do so, or one."""
         targets = [sim for sim in self._sims() if sim.member.group == "rollout"]
         if targets:
             data.draw(st.sampled_from(targets)).ask(0 if more is None else self.world.state.commits.latest + more)
@@ -108,7 +112,8 @@ class Channel(RuleBasedStateMachine):
     @precondition(lambda self: self._sims())
     @rule(data=st.data(), what=st.sampled_from(("hesitate", "look", "give back", "give up")))
     def ahead_of_time(self, data: st.DataObject, what: str) -> None:
-        """Ask, and look at what was granted later; or give it back for something newer."""
+        """Ask, and look at what was granted later; or give it back for something
+        newer."""
         sim = data.draw(st.sampled_from(self._sims()))
         match what:
             case "hesitate":
@@ -155,7 +160,8 @@ class Channel(RuleBasedStateMachine):
     @precondition(lambda self: self.world.members)
     @rule(keep_log=st.booleans(), forget=st.booleans())
     def restart(self, keep_log: bool, forget: bool) -> None:
-        """``forget``: those without a session stay so for now; else they come back at once."""
+        """``forget``: those without a session stay so for now; else they come back at
+        once."""
         self.away += self.world.restart(keep_log=keep_log)
         if not forget:
             self.come_back(len(self.away))
@@ -175,7 +181,8 @@ class Channel(RuleBasedStateMachine):
 
     @rule(publishes=st.booleans())
     def source_elsewhere(self, publishes: bool) -> None:
-        """A trainer comes on another machine than the coordinator's, and perhaps publishes; everything has its time."""
+        """A trainer comes on another machine than the coordinator's, and perhaps
+        publishes; everything has its time."""
         self._join("trainer/0/0", "b")
         self.world.run(tuple(self.frozen))
         if publishes:
@@ -225,7 +232,8 @@ class Channel(RuleBasedStateMachine):
                 assert first == [v for v in by_round[1] if v in common]
 
     def teardown(self) -> None:
-        """The faults stop: everything must come to rest, and the next publish must reach everybody."""
+        """The faults stop: everything must come to rest, and the next publish must
+        reach everybody."""
         self.frozen.clear()
         self.world.bad_pairs.clear()
         for sim in self.world.members.values():

@@ -1,4 +1,5 @@
-"""A group that fails although everybody is alive: built again once, probed in pairs, and the culprit served alone."""
+"""A group that fails although everybody is alive: built again once, probed in pairs,
+and the culprit served alone."""
 
 from __future__ import annotations
 

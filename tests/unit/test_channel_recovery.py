@@ -1,4 +1,5 @@
-"""A coordinator that starts again: what was committed stays, what was under way goes on or ends, nothing goes backwards."""
+"""A coordinator that starts again: what was committed stays, what was under way goes on
+or ends, nothing goes backwards."""
 
 from __future__ import annotations
 
@@ -113,7 +114,8 @@ def test_a_publish_that_was_decided_gets_its_receipt() -> None:
 
 
 def prepared_by_all(world: World, trainer: SimMember, targets: list[SimMember]) -> None:
-    """Every target has all bytes; the source has not said that it is done, so that nothing is decided."""
+    """Every target has all bytes; the source has not said that it is done, so that
+    nothing is decided."""
     trainer.pack(trainer.publish(deadline_s=10.0))
     for _ in range(50):
         world.up(trainer)

@@ -1,4 +1,5 @@
-"""Histories of a weight channel: what is committed, who is told what, and who gets which version."""
+"""Histories of a weight channel: what is committed, who is told what, and who gets
+which version."""
 
 from __future__ import annotations
 

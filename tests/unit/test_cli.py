@@ -1,4 +1,5 @@
-"""The command line: exit codes, exact messages, and tables that fit a terminal of 80 columns."""
+"""The command line: exit codes, exact messages, and tables that fit a terminal of 80
+columns."""
 
 from __future__ import annotations
 
@@ -385,7 +386,8 @@ def test_nobody_answers_and_a_damaged_endpoint_file(folder: Path) -> None:
 
 
 def test_the_status_counts_replicas_by_group_and_ranks_by_channel(capsys: pytest.CaptureFixture[str]) -> None:
-    """A trainer of two ranks is one replica, and two members of its channel: the headings tell them apart."""
+    """A trainer of two ranks is one replica, and two members of its channel: the
+    headings tell them apart."""
     trainer = ReplicaStatus(name="trainer/0", group="trainer", replica=0, state="ready", generation=1)
     ranks = tuple(MemberStatus(name=f"trainer/0/{rank}", state="live", role="source") for rank in range(2))
     absent = MemberStatus(name="rollout/0/0", state="behind", role="target")

@@ -1,4 +1,5 @@
-"""The command line in folders, and at ports, of other people: it believes none of them, and its token stays here."""
+"""The command line in folders, and at ports, of other people: it believes none of them,
+and its token stays here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The strict TOML config: its defaults, its exact complaints, and that it finds all of them at once."""
+"""The strict TOML config: its defaults, its exact complaints, and that it finds all of
+them at once."""
 
 from __future__ import annotations
 
@@ -409,7 +410,8 @@ def test_schema_version_is_required(folder: Path) -> None:
 
 
 def test_what_a_failure_ends_by_default_and_when_it_is_said(folder: Path) -> None:
-    """Trouble of a group that only receives is its own; of all others it is the run's."""
+    """Trouble of a group that only receives is its own; of all others it is the
+    run's."""
     groups: dict[str, Any] = {}
     groups |= {name: {"command": ["train.py"]} for name in ("source", "target", "both", "peer", "alone")}
     groups["said"] = {"command": ["train.py"], "on_failure": "group", "min_ready": 0}

@@ -120,7 +120,8 @@ def test_gpus_are_given_out_from_the_start_on() -> None:
 
 
 def test_every_field_is_accounted_for() -> None:
-    """A new field of a group is a policy until somebody decides otherwise; one of the run must be decided on."""
+    """A new field of a group is a policy until somebody decides otherwise; one of the
+    run must be decided on."""
     known = {"schema_version", "run", "store", "control", "logs", "groups", "channels", "source"}
     assert set(Config.__struct_fields__) == known
     assert set(config().run.__struct_fields__) == {"name", "stop_when", "state_dir", "events_max_nbytes"}

@@ -1,4 +1,5 @@
-"""Configs behind symbolic links that are switched: what is read again, and where the state of the run lies."""
+"""Configs behind symbolic links that are switched: what is read again, and where the
+state of the run lies."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def test_a_release_that_is_switched(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_config_map_that_is_switched(tmp_path: Path) -> None:
-    """As kubelet does it: the files are links through ``..data``, and the old folder goes."""
+    """As kubelet does it: the files are links through ``..data``, and the old folder
+    goes."""
     (tmp_path / "run.toml").symlink_to("..data/run.toml")
     for version in (1, 2):
         write(tmp_path / f"..v{version}", version)

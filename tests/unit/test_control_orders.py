@@ -1,4 +1,5 @@
-"""Orders, events and logs over HTTP, asked over ASGI with no socket: each endpoint, each answer, who may ask."""
+"""Orders, events and logs over HTTP, asked over ASGI with no socket: each endpoint,
+each answer, who may ask."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ def anyio_backend() -> str:
 
 
 class Run(Fake):
-    """Takes down what it is told to do. ``error``: what each order ends with; ``gate``: what each one waits for."""
+    """Takes down what it is told to do. ``error``: what each order ends with; ``gate``:
+    what each one waits for."""
 
     def __init__(self, logs: Path = Path("/nonexistent")) -> None:
         super().__init__()

@@ -1,4 +1,5 @@
-"""Connections by source: who gives way, whose turn it is; and by which names a port may be spoken to."""
+"""Connections by source: who gives way, whose turn it is; and by which names a port may
+be spoken to."""
 
 from __future__ import annotations
 

@@ -97,7 +97,8 @@ def test_a_damaged_line_is_named(tmp_path: Path) -> None:
 
 
 def test_the_folder_is_synced_before_a_decision_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else a power cut may bring an older file back, or none, without decisions that were synced."""
+    """Else a power cut may bring an older file back, or none, without decisions that
+    were synced."""
     calls: list[str] = []
     real_write, real_sync = os.pwrite, os.fsync
 

@@ -1,4 +1,5 @@
-"""What a channel does with a replica that is being ended: its sync may finish, and nothing new waits for it."""
+"""What a channel does with a replica that is being ended: its sync may finish, and
+nothing new waits for it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Events: on disk and back, counted once, and told to whoever follows; the disk may fail, the run goes on."""
+"""Events: on disk and back, counted once, and told to whoever follows; the disk may
+fail, the run goes on."""
 
 from __future__ import annotations
 

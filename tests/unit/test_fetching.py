@@ -1,4 +1,5 @@
-"""Manifests in pieces: how much is asked for at once, what is kept, and what is not taken."""
+"""Manifests in pieces: how much is asked for at once, what is kept, and what is not
+taken."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from tests.support.channel_world import World, peer_config
 
 WARM_UP, ROUNDS = 60, 160
 KEPT = 32
-"""In place of 256, so that the warm-up fills the longest list that is kept: verdicts of operations."""
+"""In place of 256, so that the warm-up fills the longest list that is kept: verdicts of
+operations."""
 SHARED = (
     int,
     float,
@@ -29,7 +30,8 @@ SHARED = (
 
 
 def census(state: ChannelState) -> Counter[str]:
-    """Objects that can be reached from a channel's state, by type, and what its containers hold."""
+    """Objects that can be reached from a channel's state, by type, and what its
+    containers hold."""
     seen: set[int] = set()
     found: Counter[str] = Counter()
     todo: list[object] = [state]
@@ -50,7 +52,8 @@ def growth(before: Counter[str], after: Counter[str]) -> dict[str, int]:
 
 
 def weights_round(world: World, index: int) -> None:
-    """A publish, a member that comes, is served and goes in one of four ways, and a source that comes back."""
+    """A publish, a member that comes, is served and goes in one of four ways, and a
+    source that comes back."""
     trainer = next(sim for sim in world.members.values() if sim.member.name == "trainer/0/0")
     steady = next(sim for sim in world.members.values() if sim.member.name == "rollout/0/0")
     guest = world.join("rollout/1/0", generation=index)

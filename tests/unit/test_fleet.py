@@ -1,4 +1,5 @@
-"""Histories of whole fleets, in virtual time: who starts when, who ends with whom, and what is spent."""
+"""Histories of whole fleets, in virtual time: who starts when, who ends with whom, and
+what is spent."""
 
 from __future__ import annotations
 
@@ -100,7 +101,8 @@ async def test_a_restart_that_somebody_asked_for_spends_nothing() -> None:
 
 @pytest.mark.parametrize("seed", range(6))
 def test_whatever_happens_no_budget_is_exceeded(seed: int) -> None:
-    """Random lives and requests: no window has more restarts than it may (two generations at once would raise)."""
+    """Random lives and requests: no window has more restarts than it may (two
+    generations at once would raise)."""
     chance = random.Random(seed)
 
     def lives() -> list[Life]:
@@ -295,7 +297,7 @@ async def test_a_sick_replica_is_not_drained() -> None:
         assert len(yard.told_at("a/0")) == 1
 
 
-# ---------------------------------------------------------------- scale, rolling restart, reset
+# -------------------------------------------------------- scale, rolling restart, reset
 
 
 @history
@@ -404,7 +406,7 @@ async def test_what_there_is_not_is_named() -> None:
             await made.restart("a")
 
 
-# ---------------------------------------------------------------- the death of a supervisor
+# ------------------------------------------------------------ the death of a supervisor
 
 
 @history
@@ -553,7 +555,7 @@ async def test_one_that_an_operator_drained_has_not_failed() -> None:
         assert not made.over.is_set()
 
 
-# ---------------------------------------------------------------- what takes long to die
+# --------------------------------------------------------------- what takes long to die
 
 
 SLOW = Life(ends_s=5.0, code=1, dies_s=200.0)

@@ -170,7 +170,7 @@ async def test_to_wait_for_ones_turn_is_no_part_of_a_start() -> None:
         assert yard.now > 10.0
 
 
-# ---------------------------------------------------------------- sizes, and what is saved
+# ------------------------------------------------------------- sizes, and what is saved
 
 
 @history

@@ -1,4 +1,5 @@
-"""What becomes of a rank's output: lines kept byte for byte, progress bars folded, text for terminals and reports."""
+"""What becomes of a rank's output: lines kept byte for byte, progress bars folded, text
+for terminals and reports."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How long no sign of life is no reason to worry, as the interval of heartbeats changes."""
+"""How long no sign of life is no reason to worry, as the interval of heartbeats
+changes."""
 
 from __future__ import annotations
 

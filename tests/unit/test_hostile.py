@@ -1,4 +1,5 @@
-"""A member that holds the token and says anything at any time: it may spoil its own day, and nobody else's."""
+"""A member that holds the token and says anything at any time: it may spoil its own
+day, and nobody else's."""
 
 from __future__ import annotations
 
@@ -107,7 +108,8 @@ def test_a_hostile_peer(before: list[tuple[str, wire.FromMember]], during: list[
 @settings(max_examples=8, deadline=None)
 @given(st.lists(any_hello(), max_size=6), st.booleans())
 def test_hellos_that_lie(hellos: list[wire.Hello], published: bool) -> None:
-    """Each is taken or refused with an error of ours, and the channel goes on without them."""
+    """Each is taken or refused with an error of ours, and the channel goes on without
+    them."""
     world = World()
     if published:
         first = world.join("trainer/0/0")

@@ -1,4 +1,5 @@
-"""The rules of the house: who may import what, and what the package shows to the outside."""
+"""The rules of the house: who may import what, and what the package shows to the
+outside."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ ROOT = Path(replicas.__file__).parent
 TORCH_ROOMS = ("sidecar", "weights", "channel")
 TORCH_FILES = ("coordinator/store_process.py", "supervisor/shim/launcher.py")
 
-# Each room may import these rooms, itself, and the loose modules; a program's entry is above all.
+# Each room may import these rooms, itself, and the loose modules; a program's entry is
+# above all.
 BOTTOM = {"common", "linux", "messages"}
 WAYS = {
     "common": set(),
@@ -45,7 +47,8 @@ FILES_MAX = 20
 
 @pytest.fixture(scope="module", autouse=True)
 def _without_collections() -> Iterator[None]:
-    """Trees of a whole package are much to look through for garbage, here and in all tests that follow."""
+    """Trees of a whole package are much to look through for garbage, here and in all
+    tests that follow."""
     gc.disable()
     yield
     parsed.cache_clear()
@@ -62,7 +65,8 @@ def parsed(path: Path) -> ast.Module:
 
 
 def statements(node: ast.AST) -> Iterator[ast.AST]:
-    """All statements, of functions and classes too; expressions, which are many, hold no import."""
+    """All statements, of functions and classes too; expressions, which are many, hold
+    no import."""
     yield node
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
         for inner in getattr(node, field, ()):
@@ -104,7 +108,8 @@ def module_name(path: Path) -> str:
 
 
 def imported_modules() -> dict[str, set[str]]:
-    """The modules that each module imports, for types too; but for the face of the package, which imports from all rooms."""
+    """The modules that each module imports, for types too; but for the face of the
+    package, which imports from all rooms."""
     names = {module_name(path) for path in modules()} - {"replicas"}
     found: dict[str, set[str]] = {}
     for path in modules():
@@ -170,7 +175,8 @@ def test_only_some_import_torch_and_prometheus_and_nobody_pickle() -> None:
 
 
 def test_nobody_signals_by_pid() -> None:
-    """A pid may be somebody else's by then: signals go through pidfds, or to a child that was not yet waited for."""
+    """A pid may be somebody else's by then: signals go through pidfds, or to a child
+    that was not yet waited for."""
     for path in modules():
         found = re.search(r"\bos\.(kill|killpg|system|popen)\(|from os import", path.read_text())
         assert found is None, f"{path}: {found}"

@@ -1,4 +1,5 @@
-"""The newest committed version outlives its source: the coordinator keeps its memory on its own host."""
+"""The newest committed version outlives its source: the coordinator keeps its memory on
+its own host."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a connection may do: sizes, values, the share of the loop; and any bytes whatever as a frame."""
+"""What a connection may do: sizes, values, the share of the loop; and any bytes
+whatever as a frame."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""One broken link: bytes go round it, nobody healthy is lost for it, and it is in use again soon after it was healed."""
+"""One broken link: bytes go round it, nobody healthy is lost for it, and it is in use
+again soon after it was healed."""
 
 from __future__ import annotations
 
@@ -143,7 +144,8 @@ def test_a_version_in_parts_goes_round_a_broken_link() -> None:
 
 
 def test_a_link_over_which_nothing_comes_any_more_is_broken_and_not_slow() -> None:
-    """Also where it is known how fast it usually is: whoever is behind it gets the version from somebody else."""
+    """Also where it is known how fast it usually is: whoever is behind it gets the
+    version from somebody else."""
     for link in ((TRAINER, NEAR), (TRAINER, FAR), (NEAR, FAR)):
         world, trainer, _, _ = three_hosts()
         for pair in ((TRAINER, NEAR), (TRAINER, FAR), (NEAR, FAR)):
@@ -160,7 +162,8 @@ def test_a_link_over_which_nothing_comes_any_more_is_broken_and_not_slow() -> No
 def test_a_link_over_which_groups_form_and_nothing_moves_is_left_alone_for_longer_each_time(
     link: tuple[str, str],
 ) -> None:
-    """As one on which large packets are lost. It is broken and not slow: nobody behind it is left out."""
+    """As one on which large packets are lost. It is broken and not slow: nobody behind
+    it is left out."""
     world, trainer, _, _ = three_hosts()
     publish(world, trainer)
     world.holes.add(frozenset(link))

@@ -1,4 +1,5 @@
-"""On another system: one sentence, wherever one comes in. Simulated by its name and what it lacks."""
+"""On another system: one sentence, wherever one comes in. Simulated by its name and
+what it lacks."""
 
 from __future__ import annotations
 

@@ -67,7 +67,8 @@ def test_lines_come_as_they_are_complete(tmp_path: Path) -> None:
 
 
 def test_a_follower_loses_nothing_in_a_rotation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two of them between two looks, and one while it is behind; the first part is gone in the end."""
+    """Two of them between two looks, and one while it is behind; the first part is gone
+    in the end."""
     monkeypatch.setattr(log_files, "_READ_NBYTES", 8)
     path = write(tmp_path, "a/0/gen-1/rank-0", "".join(f"line {number}\n" for number in range(10)))
     follower = Follower(tmp_path, Selection())

@@ -1,4 +1,5 @@
-"""The log pump's parts: files that are rotated, a pump that is killed, a disk that is full, a slow terminal."""
+"""The log pump's parts: files that are rotated, a pump that is killed, a disk that is
+full, a slow terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The metrics: names and labels of the contract, values of the status, and nothing left of what is gone."""
+"""The metrics: names and labels of the contract, values of the status, and nothing left
+of what is gone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Configs that nobody meant are refused with words, or fit; the first of those of tests/integration/test_mutants.py."""
+"""Configs that nobody meant are refused with words, or fit; the first of those of
+tests/integration/test_mutants.py."""
 
 from __future__ import annotations
 

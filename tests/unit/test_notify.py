@@ -1,4 +1,5 @@
-"""sd_notify against a fake of systemd's socket: each message, and when there is none."""
+"""sd_notify against a fake of systemd's socket: each message, and when there is
+none."""
 
 from __future__ import annotations
 

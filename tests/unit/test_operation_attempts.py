@@ -1,4 +1,5 @@
-"""Histories of operations that lose members, lanes or their coordinator: who gets which verdict, and what is left behind."""
+"""Histories of operations that lose members, lanes or their coordinator: who gets which
+verdict, and what is left behind."""
 
 from __future__ import annotations
 
@@ -319,7 +320,7 @@ def test_a_pair_does_not_wait_for_a_frozen_third_one_to_form_its_lane() -> None:
     assert verdict(sims[0], 1) == verdict(sims[1], 1) == "ok"
 
 
-# ---------------------------------------------------------------- failures with everybody alive
+# -------------------------------------------------------- failures with everybody alive
 
 
 def broken_pipe(phase: str = "transfer") -> wire.WireError:

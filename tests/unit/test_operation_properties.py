@@ -1,8 +1,10 @@
-"""Any interleaving of calls, deaths, freezes, failures, late answers, deadlines and new coordinators keeps the promises.
+"""Any interleaving of calls, deaths, freezes, failures, late answers, deadlines and new
+coordinators keeps the promises.
 
-Every call gets exactly one verdict. Those that take part in one operation get the same receipt; one that succeeded for one
-of them succeeds for all of them. What a member could not learn is settled truthfully. When the faults stop, everything comes
-to rest, nothing is left behind, and the next operation works.
+Every call gets exactly one verdict. Those that take part in one operation get the same
+receipt; one that succeeded for one of them succeeds for all of them. What a member
+could not learn is settled truthfully. When the faults stop, everything comes to rest,
+nothing is left behind, and the next operation works.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ class Peers(RuleBasedStateMachine):
         how=st.sampled_from(["dies", "freezes", "fails", "goes on", "restarts"]),
     )
     def hang(self, data: st.DataObject, kind: str, ahead: int, how: str) -> None:
-        """Everyone calls, and it hangs in some; one of these then has its fate; others go on and hear of the verdict."""
+        """Everyone calls, and it hangs in some; one of these then has its fate; others
+        go on and hear of the verdict."""
         self._calm()
         sims = self._awake()
         hanging = data.draw(st.permutations(sims))[: data.draw(st.integers(1, len(sims)))]
@@ -225,7 +228,8 @@ class Peers(RuleBasedStateMachine):
     @precondition(lambda self: self.world.members)
     @rule()
     def new_coordinator(self) -> None:
-        """What was said to the old one and not answered is in doubt where *done* was said, else it did not happen."""
+        """What was said to the old one and not answered is in doubt where *done* was
+        said, else it did not happen."""
         self._note()
         sims = self.world.restart()
         for sim in sims:

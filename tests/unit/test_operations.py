@@ -1,4 +1,5 @@
-"""Histories of a channel of peers: what pairs with what, and that all get one verdict."""
+"""Histories of a channel of peers: what pairs with what, and that all get one
+verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Folders and files of this user alone: what others have put in the way is neither followed, believed nor written to."""
+"""Folders and files of this user alone: what others have put in the way is neither
+followed, believed nor written to."""
 
 from __future__ import annotations
 
@@ -149,7 +150,8 @@ def test_links_that_lead_in_a_circle_end(tmp_path: Path) -> None:
 def test_links_of_others_on_the_way_are_not_followed(
     place: Path, tmp_path: Path, call: Callable[[Path], object]
 ) -> None:
-    """Else one who plants ``.replicas`` or ``.replicas/run`` chooses which folder of ours is taken for the state."""
+    """Else one who plants ``.replicas`` or ``.replicas/run`` chooses which folder of
+    ours is taken for the state."""
     (tmp_path / "link").symlink_to(place)
     os.chown(tmp_path / "link", ATTACKER, ATTACKER, follow_symlinks=False)
     with pytest.raises(NotPrivate, match=f'"link" on the way to it is a symbolic link of user {ATTACKER}'):
@@ -181,7 +183,8 @@ def test_a_tree_is_removed_without_what_it_links_to(place: Path, tmp_path: Path)
 
 
 def test_a_folder_of_ours_that_was_closed_once_is_closed_again(place: Path) -> None:
-    """A volume's group may write to it after each mount; a folder that was never used is its owner's affair."""
+    """A volume's group may write to it after each mount; a folder that was never used
+    is its owner's affair."""
     place.chmod(0o2770)
     private.close_to_others(place, once_ours="lock")
     assert mode(place) == 0o2770

@@ -1,4 +1,5 @@
-"""What the process tools make of a /proc, and of processes, that are somebody else's; and messages of any length."""
+"""What the process tools make of a /proc, and of processes, that are somebody else's;
+and messages of any length."""
 
 from __future__ import annotations
 

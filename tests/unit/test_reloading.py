@@ -1,4 +1,5 @@
-"""Reloads of a fleet that lives, in virtual time: one that hangs does not keep the next one from mending it."""
+"""Reloads of a fleet that lives, in virtual time: one that hangs does not keep the next
+one from mending it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Events as lines for people: every kind has one, and the lines of a run read like a story."""
+"""Events as lines for people: every kind has one, and the lines of a run read like a
+story."""
 
 from __future__ import annotations
 
@@ -91,7 +92,8 @@ def test_what_is_told(event: events.Event, who: str, what: str) -> None:
 
 
 def test_every_kind_of_event_has_its_group_where_it_is_looked_for() -> None:
-    """A new kind is told by its name and fields; it must not be about a group in another way than all others."""
+    """A new kind is told by its name and fields; it must not be about a group in
+    another way than all others."""
     for kind in get_args(events.Event):
         fields = set(kind.__struct_fields__)
         if "replica" in fields:

@@ -20,7 +20,8 @@ SETTINGS = wire.ChannelSettings("target", 5.0, 2, "leader", "all", "auto", 1.0)
 
 
 class Replica:
-    """Two ranks of one target replica; each holds all that is committed until it is told otherwise."""
+    """Two ranks of one target replica; each holds all that is committed until it is
+    told otherwise."""
 
     def __init__(self) -> None:
         self.rounds = Rounds("policy")
@@ -362,7 +363,8 @@ def test_what_cannot_happen_has_no_row() -> None:
 
 @pytest.mark.parametrize("seed", range(20))
 def test_any_history_has_its_rows(seed: int) -> None:
-    """Also one that no honest member makes: no message may end in a step that the table does not know."""
+    """Also one that no honest member makes: no message may end in a step that the table
+    does not know."""
     choose = random.Random(seed)
     replica = Replica()
     for _ in range(200):

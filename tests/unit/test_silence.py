@@ -1,4 +1,5 @@
-"""When the coordinator's own host is cut off, nobody is judged by the time in which nobody could be heard."""
+"""When the coordinator's own host is cut off, nobody is judged by the time in which
+nobody could be heard."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ LEASE_S = 12.0
 
 
 class FarMember:
-    """A peer on another host: it does what it is told, as soon as it hears it. ``stuck``: its operations do not end."""
+    """A peer on another host: it does what it is told, as soon as it hears it.
+    ``stuck``: its operations do not end."""
 
     def __init__(self, engine: Engine, replica: int, *, stuck: bool = False) -> None:
         self.engine = engine

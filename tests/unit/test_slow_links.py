@@ -1,4 +1,5 @@
-"""One slow link: the fast go on, whoever is behind it gets every version that it can, and nobody waits for a deadline."""
+"""One slow link: the fast go on, whoever is behind it gets every version that it can,
+and nobody waits for a deadline."""
 
 from __future__ import annotations
 
@@ -69,7 +70,8 @@ def test_the_fast_go_on_and_the_slow_are_caught_up_at_their_own_pace(slow: str, 
 @pytest.mark.parametrize("seconds", [12.0, 200.0])
 @pytest.mark.parametrize("slow", [NEAR, FAR])
 def test_nor_do_the_fast_wait_for_the_slow_with_the_first_version_of_all(slow: str, seconds: float) -> None:
-    """Nothing is known of any link, and whoever comes first in the chain may be the slow one."""
+    """Nothing is known of any link, and whoever comes first in the chain may be the
+    slow one."""
     world, trainer, near, far = three_hosts()
     slow_host(world, slow, seconds)
     took, end = publish(world, trainer)
@@ -119,7 +121,8 @@ def test_the_far_hold_up_nobody_by_forming_process_groups(rtt_s: float) -> None:
 
 
 def test_those_who_map_it_are_not_far() -> None:
-    """The trainer's host is far from the coordinator, and a target lies beside the trainer."""
+    """The trainer's host is far from the coordinator, and a target lies beside the
+    trainer."""
     world, trainer, _, _ = three_hosts()
     beside = world.join("rollout/2/0", machine="a", address=TRAINER)
     world.advance(1.0)
@@ -137,8 +140,8 @@ def test_where_all_are_far_all_are_waited_for() -> None:
 
 
 class Passing(SimMember):
-    """Over a lane with a hole between the last two of its chain: those before have it at once, the last one says late that
-    nothing comes.
+    """Over a lane with a hole between the last two of its chain: those before have it
+    at once, the last one says late that nothing comes.
     """
 
     def tell_pace(self) -> None:
@@ -158,7 +161,8 @@ class PassingWorld(World):
 
 
 def test_one_to_whom_nothing_comes_is_not_slow() -> None:
-    """The link to it broke when the one before it had all, whose patience ends before it is known that nothing moves."""
+    """The link to it broke when the one before it had all, whose patience ends before
+    it is known that nothing moves."""
     world, trainer, _, far = three_hosts(PassingWorld)
     publish(world, trainer)
     world.holes.add(frozenset((NEAR, FAR)))
@@ -219,7 +223,8 @@ def test_the_deadline_names_the_slow() -> None:
 
 
 def test_no_host_gets_two_versions_at_once() -> None:
-    """Those who are being caught up when a newer version is published that serves them all."""
+    """Those who are being caught up when a newer version is published that serves them
+    all."""
     world, trainer, near, _ = three_hosts()
     publish(world, trainer)
     slow_host(world, FAR, 12.0)
@@ -259,7 +264,8 @@ def test_the_next_ones_have_time_to_get_ready_also_late() -> None:
 
 
 def test_a_publish_that_serves_a_host_ends_what_is_caught_up_there() -> None:
-    """Two of one host come back one after the other: the second one maps the newest version when the first one has it."""
+    """Two of one host come back one after the other: the second one maps the newest
+    version when the first one has it."""
     world, trainer, _, first = three_hosts()
     second = world.join("rollout/2/0", machine="c", address=FAR)
     world.advance(1.0)

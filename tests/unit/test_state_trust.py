@@ -1,4 +1,5 @@
-"""The state folder of a run: what others have made, planted or shared is not taken for the run's own."""
+"""The state folder of a run: what others have made, planted or shared is not taken for
+the run's own."""
 
 from __future__ import annotations
 
@@ -172,7 +173,8 @@ def test_what_a_run_writes_is_for_its_user_alone_in_a_folder_that_others_may_loo
 def test_who_has_the_lock_is_said_also_when_it_is_elsewhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, signed: str, said: str
 ) -> None:
-    """Locks reach across hosts on NFS, and across containers that share a volume; pids do not."""
+    """Locks reach across hosts on NFS, and across containers that share a volume; pids
+    do not."""
     monkeypatch.setattr(state, "_SETTLE_S", 0.0)
     descriptor = os.open(tmp_path / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(descriptor, fcntl.LOCK_EX)

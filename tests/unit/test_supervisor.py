@@ -72,7 +72,7 @@ def test_commands_of_python_run_in_this_interpreter() -> None:
     assert resolve_command(["vllm", "serve"]) == ["vllm", "serve"]
 
 
-# ---------------------------------------------------------------- config, environment, words, state
+# ---------------------------------------------------- config, environment, words, state
 
 
 def test_groups_start_after_those_they_depend_on(tmp_path: Path) -> None:

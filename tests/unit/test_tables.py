@@ -1,4 +1,5 @@
-"""The tables: every state can be reached and left, no other step is possible, and the pictures are those of the code."""
+"""The tables: every state can be reached and left, no other step is possible, and the
+pictures are those of the code."""
 
 from __future__ import annotations
 

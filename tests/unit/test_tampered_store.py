@@ -1,4 +1,5 @@
-"""Somebody who is no member writes into the store: no member is to blame, and a new store takes its place."""
+"""Somebody who is no member writes into the store: no member is to blame, and a new
+store takes its place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The operations between peers, as methods: checks of arguments, on the caller's thread."""
+"""The operations between peers, as methods: checks of arguments, on the caller's
+thread."""
 
 from __future__ import annotations
 
@@ -23,36 +24,48 @@ __all__ = ["Collectives", "Peer", "Tensors"]
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """One dense tensor or several, of any dtypes, shapes, strides and devices."""
 Peer = Member | str
-"""A member, ``"group/replica"`` (the rank that is in this rank's lane) or ``"group/replica/rank"``."""
+"""A member, ``"group/replica"`` (the rank that is in this rank's lane) or
+``"group/replica/rank"``."""
 
 _PEER = re.compile(r"[^/]+/[0-9]{1,7}(/[0-9]{1,7})?")
 
 
 class Collectives:
-    """Operations between the peers of a channel. Each returns at once with a :class:`Pending` of a :class:`Receipt`.
+    """Operations between the peers of a channel. Each returns at once with a
+    :class:`Pending` of a :class:`Receipt`.
 
-    The tensors are copied at the call; results are written into the caller's tensors when the operation has succeeded for
-    everyone, before the Pending resolves, and never otherwise. Calls are paired in the order in which each member makes
-    them; ``step`` tags (whole numbers that grow) keep a peer that joined again from being paired with the wrong call.
+    The tensors are copied at the call; results are written into the caller's tensors
+    when the operation has succeeded for everyone, before the Pending resolves, and
+    never otherwise. Calls are paired in the order in which each member makes them;
+    ``step`` tags (whole numbers that grow) keep a peer that joined again from being
+    paired with the wrong call.
 
-    With ``on_lost = "drop"`` (the default of a channel) an operation that loses a member, or one that can no longer be heard,
-    runs again over the others, from the tensors as they were at the call: a mean divides by those that took part, and the
-    receipt's ``members``, ``lost`` and ``reasons`` name everyone. A failure with everybody alive is tried again, too.
+    With ``on_lost = "drop"`` (the default of a channel) an operation that loses a
+    member, or one that can no longer be heard, runs again over the others, from the
+    tensors as they were at the call: a mean divides by those that took part, and the
+    receipt's ``members``, ``lost`` and ``reasons`` name everyone. A failure with
+    everybody alive is tried again, too.
 
-    ``deadline`` is in seconds, by default the channel's, for all attempts together. A Pending fails with
+    ``deadline`` is in seconds, by default the channel's, for all attempts together. A
+    Pending fails with
 
-    * :class:`~replicas.errors.PeersLost`: it cannot be done without a member that died: its root, the other one of a pair, or
-      any with ``on_lost = "raise"``;
-    * :class:`~replicas.errors.DeadlineExceeded`: not everyone called, or it took too long;
+    * :class:`~replicas.errors.PeersLost`: it cannot be done without a member that died:
+      its root, the other one of a pair, or any with ``on_lost = "raise"``;
+    * :class:`~replicas.errors.DeadlineExceeded`: not everyone called, or it took too
+      long;
     * :class:`~replicas.errors.RanksDisagree`: the peers called different things;
-    * :class:`~replicas.errors.Gone`: ``step`` has passed; or the others went on without this member while it could not be
-      heard. Its next call pairs with the others' next one;
-    * :class:`~replicas.errors.OutcomeUnknown`: no verdict came in time; wait again, or make the next call, which settles it;
-    * :class:`~replicas.errors.Disconnected`: the coordinator was replaced before it ran: it did not happen, call again.
+    * :class:`~replicas.errors.Gone`: ``step`` has passed; or the others went on without
+      this member while it could not be heard. Its next call pairs with the others' next
+      one;
+    * :class:`~replicas.errors.OutcomeUnknown`: no verdict came in time; wait again, or
+      make the next call, which settles it;
+    * :class:`~replicas.errors.Disconnected`: the coordinator was replaced before it
+      ran: it did not happen, call again.
 
     The call itself raises :class:`~replicas.errors.UsageError` for arguments of no use,
-    :class:`~replicas.errors.NoCapacity` when there is no memory for the copy, and :class:`~replicas.errors.Gone` (once) when
-    an earlier operation of unknown outcome did succeed, and nobody has waited for it again.
+    :class:`~replicas.errors.NoCapacity` when there is no memory for the copy, and
+    :class:`~replicas.errors.Gone` (once) when an earlier operation of unknown outcome
+    did succeed, and nobody has waited for it again.
     """
 
     _operations: Operations
@@ -63,7 +76,8 @@ class Collectives:
     def all_reduce(
         self, tensors: Tensors, op: ReduceOp = "sum", *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
-        """Reduce elementwise over all peers, in place, on every peer. ``op``: sum, mean (floating dtypes), min or max."""
+        """Reduce elementwise over all peers, in place, on every peer. ``op``: sum, mean
+        (floating dtypes), min or max."""
         inputs = _tensors("all_reduce", tensors)
         _check_op("all_reduce", op, inputs)
         return self._start_operation(Operation("all_reduce", inputs, reduce_op=op, step=step), deadline)
@@ -71,7 +85,8 @@ class Collectives:
     def broadcast(
         self, tensors: Tensors, src: Peer, *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
-        """Give everyone ``src``'s values, in place. All peers pass tensors of the same shapes and dtypes."""
+        """Give everyone ``src``'s values, in place. All peers pass tensors of the same
+        shapes and dtypes."""
         inputs = _tensors("broadcast", tensors)
         return self._start_operation(Operation("broadcast", inputs, root=_peer("src", src), step=step), deadline)
 
@@ -98,10 +113,12 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Give everyone everyone's tensors, in ``receipt.outputs``, by member. Shapes and dtypes may differ by member.
+        """Give everyone everyone's tensors, in ``receipt.outputs``, by member. Shapes
+        and dtypes may differ by member.
 
-        :param out: tensors to write into: those of the first participant, then of the next, in the order of members. Those
-            for a member that was lost on the way stay as they are.
+        :param out: tensors to write into: those of the first participant, then of the
+            next, in the order of members. Those for a member that was lost on the way
+            stay as they are.
         """
         inputs = _tensors("all_gather", tensors)
         return self._start_operation(Operation("all_gather", inputs, _targets("all_gather", out), step=step), deadline)
@@ -130,7 +147,8 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """``src`` gives one tensor to each participant, in the order of members; in ``receipt.tensors`` and ``out``.
+        """``src`` gives one tensor to each participant, in the order of members; in
+        ``receipt.tensors`` and ``out``.
 
         The tensor of a member that is lost on the way falls away.
 
@@ -151,7 +169,8 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Each passes one tensor a participant; each gets its own one, reduced; in ``receipt.tensors`` and ``out``.
+        """Each passes one tensor a participant; each gets its own one, reduced; in
+        ``receipt.tensors`` and ``out``.
 
         The tensors for a member that is lost on the way fall away.
         """
@@ -163,7 +182,8 @@ class Collectives:
     def send(
         self, tensors: Tensors, dst: Peer, *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
-        """Send to one peer, which calls :meth:`recv`. Pairs of members do not wait for others."""
+        """Send to one peer, which calls :meth:`recv`. Pairs of members do not wait for
+        others."""
         inputs = _tensors("send", tensors)
         return self._start_operation(Operation("send", inputs, root=_peer("dst", dst), step=step), deadline)
 
@@ -175,7 +195,8 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Receive from one peer: into ``tensors`` (shapes and dtypes must be those sent), or into new CPU tensors.
+        """Receive from one peer: into ``tensors`` (shapes and dtypes must be those
+        sent), or into new CPU tensors.
 
         They are in ``receipt.tensors``.
         """

@@ -1,4 +1,5 @@
-"""One call of an operation on this rank, and its attempts: what :mod:`replicas.channel.operations.operations` keeps of them."""
+"""One call of an operation on this rank, and its attempts: what
+:mod:`replicas.channel.operations.operations` keeps of them."""
 
 from __future__ import annotations
 
@@ -25,9 +26,11 @@ class Attempt:
 
 
 class Job:
-    """``outage``: of the session, in which it was posted. ``kept``: its outcome is unknown, or not collected yet.
+    """``outage``: of the session, in which it was posted. ``kept``: its outcome is
+    unknown, or not collected yet.
 
-    ``told``: the caller has heard that there are results to collect. ``spoiled``: an attempt ended with its sidecar.
+    ``told``: the caller has heard that there are results to collect. ``spoiled``: an
+    attempt ended with its sidecar.
     """
 
     def __init__(self, operation: Operation, deadline_s: float, channel: str) -> None:

@@ -3,28 +3,34 @@
 Theory of operation
 ===================
 
-The call copies the inputs into a scratch buffer (on the caller's thread and stream; with ``staging = "device"`` into one on
-the GPU if they are there) and posts. When everyone concerned has
-posted, the coordinator says Go and the lane's sidecar runs it on the scratch memory. Only the common verdict (OperationEnd)
-decides: on success the results are written into the caller's tensors, by a worker thread, and then the Pending resolves;
-on any failure the caller's tensors are as they were (invariant I3).
+The call copies the inputs into a scratch buffer (on the caller's thread and stream;
+with ``staging = "device"`` into one on the GPU if they are there) and posts. When
+everyone concerned has posted, the coordinator says Go and the lane's sidecar runs it on
+the scratch memory. Only the common verdict (OperationEnd) decides: on success the
+results are written into the caller's tensors, by a worker thread, and then the Pending
+resolves; on any failure the caller's tensors are as they were (invariant I3).
 
-**Attempts.** After a loss or a failure the coordinator says Go again, over those that are left, in another lane. A sidecar
-only reads the inputs and writes into the outputs, which each attempt has of its own: so an attempt begins from the inputs as
-they were posted, whatever the sidecar of the one before is still doing. The requests of one lane go to its sidecar in the
-order of their Go, one at a time, as they do on every other member.
+**Attempts.** After a loss or a failure the coordinator says Go again, over those that
+are left, in another lane. A sidecar only reads the inputs and writes into the outputs,
+which each attempt has of its own: so an attempt begins from the inputs as they were
+posted, whatever the sidecar of the one before is still doing. The requests of one lane
+go to its sidecar in the order of their Go, one at a time, as they do on every other
+member.
 
-**Memory.** Inputs go back to the pool when the operation is over and no attempt runs; outputs when their attempt is neither
-running nor wanted. An attempt runs until its sidecar has answered or is known to be dead.
+**Memory.** Inputs go back to the pool when the operation is over and no attempt runs;
+outputs when their attempt is neither running nor wanted. An attempt runs until its
+sidecar has answered or is known to be dead.
 
-**Outcome unknown.** An operation ends by itself a little after its deadline, when no verdict came, or when there is a new
-coordinator. If this member had said that its part is done, others may have been told that it succeeded: it ends with
-OutcomeUnknown, its outputs are kept (those of the last few), and the next posts name it as unsettled. A late verdict, or
-OperationSettled, tells what became of it. If it succeeded, its results are written by the thread that waits for it again;
-until then they are *uncollected*, and the next collective is refused once, with Gone, here or by the coordinator.
+**Outcome unknown.** An operation ends by itself a little after its deadline, when no
+verdict came, or when there is a new coordinator. If this member had said that its part
+is done, others may have been told that it succeeded: it ends with OutcomeUnknown, its
+outputs are kept (those of the last few), and the next posts name it as unsettled. A
+late verdict, or OperationSettled, tells what became of it. If it succeeded, its results
+are written by the thread that waits for it again; until then they are *uncollected*,
+and the next collective is refused once, with Gone, here or by the coordinator.
 
-**A new coordinator** knows of no operation: all end, but those that were posted while there was no session. These nobody
-has heard of yet, and they are posted to it.
+**A new coordinator** knows of no operation: all end, but those that were posted while
+there was no session. These nobody has heard of yet, and they are posted to it.
 """
 
 from __future__ import annotations
@@ -63,7 +69,8 @@ __all__ = ["Operations"]
 logger = logging.getLogger("replicas.channel")
 
 APPLIED = 16
-"""How many of the newest refs a post names as applied; more than a member has operations under way at once."""
+"""How many of the newest refs a post names as applied; more than a member has
+operations under way at once."""
 
 
 class Operations:
@@ -85,8 +92,10 @@ class Operations:
     def start(self, operation: Operation, deadline_s: float) -> Pending[Receipt]:
         """Copy the inputs and post.
 
-        :raises replicas.errors.NoCapacity: there is no memory for the copy; nothing was posted.
-        :raises replicas.errors.Gone: an earlier operation did succeed, and its results have not been collected.
+        :raises replicas.errors.NoCapacity: there is no memory for the copy; nothing was
+            posted.
+        :raises replicas.errors.Gone: an earlier operation did succeed, and its results
+            have not been collected.
         """
         if operation.kind not in ("send", "recv"):
             self._unknown.check_collected()
@@ -104,7 +113,8 @@ class Operations:
         return job.pending
 
     def _scratch(self, operation: Operation) -> Scratch:
-        """Where its inputs and outputs lie: on the GPU if its tensors do, and the channel's memory is there."""
+        """Where its inputs and outputs lie: on the GPU if its tensors do, and the
+        channel's memory is there."""
         if not (operation.gpu and self._hub.device):
             return self._host_scratch
         with self._scratch_lock:

@@ -1,4 +1,5 @@
-"""What each kind of operation takes and gives: its inputs, where its results lie, and what the caller sees of them."""
+"""What each kind of operation takes and gives: its inputs, where its results lie, and
+what the caller sees of them."""
 
 from __future__ import annotations
 
@@ -34,9 +35,12 @@ class Operation:
     """One call.
 
     :param inputs: tensors whose values are sent; empty where this member sends none.
-    :param targets: the caller's tensors to be written on success; None: new tensors are made where there are results.
-    :param called: what the caller's stream had under way at the call, if tensors are on a GPU.
-    :param posted: what is posted when there are no inputs (``recv`` and ``scatter`` with targets).
+    :param targets: the caller's tensors to be written on success; None: new tensors are
+        made where there are results.
+    :param called: what the caller's stream had under way at the call, if tensors are on
+        a GPU.
+    :param posted: what is posted when there are no inputs (``recv`` and ``scatter``
+        with targets).
     """
 
     kind: OperationKind
@@ -50,7 +54,8 @@ class Operation:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """What this member posts, which for one with inputs is how they lie in the scratch buffer."""
+        """What this member posts, which for one with inputs is how they lie in the
+        scratch buffer."""
         return segments_of(self.inputs) if self.inputs else self.posted
 
     @cached_property
@@ -67,7 +72,8 @@ class Operation:
         return gpu_of((*self.inputs, *(self.targets or ())))
 
     def written(self, member: Member, *, each: bool) -> tuple[torch.Tensor, ...]:
-        """The caller's tensors that ``member``, who calls, will have written. ``each``: a root has the caller's own rank."""
+        """The caller's tensors that ``member``, who calls, will have written. ``each``:
+        a root has the caller's own rank."""
         names = {member.name, member.replica_name if each or not member.rank else ""}
         is_root = self.root in names
         match self.kind:
@@ -83,19 +89,23 @@ class Operation:
                 return self.targets or ()
 
     def begin(self) -> None:
-        """On the caller's thread: results will be written behind what its stream has under way now."""
+        """On the caller's thread: results will be written behind what its stream has
+        under way now."""
         if self.gpu:
             self.called.append(call_point(self.gpu))
 
     @property
     def quick(self) -> bool:
-        """Whether its results are written in no time: another thread would only cost a hop."""
+        """Whether its results are written in no time: another thread would only cost a
+        hop."""
         return self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """How the output buffer of participant number ``me`` is laid out, as the sidecar fills it.
+        """How the output buffer of participant number ``me`` is laid out, as the
+        sidecar fills it.
 
-        :raises replicas.errors.RanksDisagree: the caller's tensors do not fit what the others posted.
+        :raises replicas.errors.RanksDisagree: the caller's tensors do not fit what the
+            others posted.
         """
         self._targets(go, self._result_segments(go, me))
         if self.kind in ("all_reduce", "reduce", "reduce_scatter"):
@@ -125,7 +135,8 @@ class Operation:
                 return ()
 
     def _targets(self, go: OperationGo, found: Sequence[Segment]) -> tuple[torch.Tensor, ...] | None:
-        """The caller's tensors to be written, which must be just as large as what will come; None: make new ones."""
+        """The caller's tensors to be written, which must be just as large as what will
+        come; None: make new ones."""
         if self.kind in _IN_PLACE:
             return self.inputs
         if self.targets is None or not found:
@@ -146,7 +157,8 @@ class Operation:
         return targets
 
     def finish(self, data: ReceiptData, go: OperationGo, me: int, outputs: Buffer | None) -> Receipt:
-        """Write the results into the caller's tensors (or make new ones). On a worker thread, or the caller's."""
+        """Write the results into the caller's tensors (or make new ones). On a worker
+        thread, or the caller's."""
         found = self._result_segments(go, me)
         data = msgspec.structs.replace(data, nbytes=_nbytes(self.segments or found))
         if not found or outputs is None:
@@ -171,7 +183,8 @@ class Operation:
         """New tensors on the device of the inputs."""
         device = self.inputs[0].device if self.inputs else torch.device("cpu")
         made = tuple(torch.empty(result.shape, dtype=result.dtype, device=device) for result in results)
-        # their memory may have been another tensor's until now, and be in use as such by the stream for which it was made
+        # their memory may have been another tensor's until now, and be in use as such
+        # by the stream for which it was made
         self._write(made, results, source, (call_point(self.gpu),) if self.gpu else ())
         return made
 

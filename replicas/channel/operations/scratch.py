@@ -1,6 +1,8 @@
-"""Memory for the tensors of operations: buffers that are used again, because fresh pages are slow.
+"""Memory for the tensors of operations: buffers that are used again, because fresh
+pages are slow.
 
-In host memory, or on the GPU of the rank (``staging = "device"``), for operations on tensors that are there.
+In host memory, or on the GPU of the rank (``staging = "device"``), for operations on
+tensors that are there.
 """
 
 from __future__ import annotations
@@ -60,7 +62,8 @@ class Scratch:
         return Buffer.allocate(wanted, name, device=self._device)
 
     def take_idle(self, nbytes: int) -> Buffer | None:
-        """A buffer that was used before; None when there is none of about this size. Never slow."""
+        """A buffer that was used before; None when there is none of about this size.
+        Never slow."""
         return locked(self._lock, self._take_idle, _rounded(nbytes))
 
     def _take_idle(self, wanted: int) -> Buffer | None:
@@ -74,8 +77,8 @@ class Scratch:
     def give(self, buffer: Buffer | None, *, spoiled: bool = False) -> None:
         """Take ``buffer`` back. Nobody may be using it any more.
 
-        :param spoiled: a process ended in the midst of work on it. On a GPU nobody could tell the next writer when that work
-            is over: it is given up.
+        :param spoiled: a process ended in the midst of work on it. On a GPU nobody
+            could tell the next writer when that work is over: it is given up.
         """
         if buffer is None:
             return
@@ -120,7 +123,8 @@ def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
 def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequence[torch.Tensor], gpu: str = "") -> None:
     """Copy ``tensors`` (any strides and device) to their places in ``buffer``.
 
-    :param gpu: UUID of the one on which some of them are. Into a buffer there it is enqueued on this thread's stream.
+    :param gpu: UUID of the one on which some of them are. Into a buffer there it is
+        enqueued on this thread's stream.
     """
     places = read_segments(buffer, segments)
     if gpu:

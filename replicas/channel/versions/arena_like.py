@@ -1,4 +1,5 @@
-"""The body of ``Channel.arena_like``: a free slot for the trainer to write its publish copy into."""
+"""The body of ``Channel.arena_like``: a free slot for the trainer to write its publish
+copy into."""
 
 from __future__ import annotations
 
@@ -55,7 +56,8 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, deadline_s:
 
 
 def _refusal_to_wait() -> errors.ReplicasError | None:
-    """On the coordinator's own loop a slot that is free is given, and none is waited for."""
+    """On the coordinator's own loop a slot that is free is given, and none is waited
+    for."""
     try:
         own_loop.must_not_block("waiting for a free slot")
     except errors.UsageError as error:

@@ -29,8 +29,9 @@ __all__ = ["Filling"]
 class Filling:
     """Fills slots, on the thread that publishes, one at a time.
 
-    :param streaming: called on the session thread with a job, its manifest and the type of its device, before a slot is
-        filled that may be sent meanwhile; ``grown`` then with how many bytes are there.
+    :param streaming: called on the session thread with a job, its manifest and the type
+        of its device, before a slot is filled that may be sent meanwhile; ``grown``
+        then with how many bytes are there.
     :ivar last: the manifest of the last version that was committed.
     :ivar copies: what devices have under way.
     """
@@ -49,9 +50,11 @@ class Filling:
         self._packer = Packer()
 
     def fill(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
-        """Take a slot and copy the weights into it, or take the one that the trainer has written.
+        """Take a slot and copy the weights into it, or take the one that the trainer
+        has written.
 
-        :raises replicas.errors.ReplicasError: it cannot be done; the slot is still the job's.
+        :raises replicas.errors.ReplicasError: it cannot be done; the slot is still the
+            job's.
         """
         if isinstance(feed.weights, WritableSlot):
             return self._take_written(job, feed, feed.weights)
@@ -121,7 +124,8 @@ class Filling:
         self._hub.spawn(self._find(job, room, find), "slot of a publish")
 
     async def _find(self, job: PublishJob, room: Pending[Slot], find: Callable[[], Coroutine[Any, Any, Slot]]) -> None:
-        """The slot is the job's as soon as it is found: whatever becomes of the caller, it comes back with the job."""
+        """The slot is the job's as soon as it is found: whatever becomes of the caller,
+        it comes back with the job."""
         try:
             await job.admitted
             started = time.monotonic()

@@ -1,4 +1,5 @@
-"""A free slot for a publish or a trainer, waited for on the session thread: no interrupt comes there."""
+"""A free slot for a publish or a trainer, waited for on the session thread: no
+interrupt comes there."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from replicas.weights.memory.pool import PREPARED_NBYTES
 __all__ = ["free_slot", "look_again"]
 
 BEAT_S = 0.03
-"""How often one who waits for a slot looks again: nobody is told when a reader in another process lets go of its memory."""
+"""How often one who waits for a slot looks again: nobody is told when a reader in
+another process lets go of its memory."""
 
 
 async def free_slot(
@@ -60,7 +62,8 @@ async def free_slot(
 
 
 async def look_again(changed: asyncio.Event, left_s: float) -> None:
-    """Wait until a slot may have become free: something of ours has changed, or a beat is over."""
+    """Wait until a slot may have become free: something of ours has changed, or a beat
+    is over."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(min(left_s, BEAT_S)):
             await changed.wait()

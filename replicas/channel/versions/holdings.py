@@ -1,20 +1,26 @@
-"""What a member holds: versions in slots, what is known of each, and which of them must be kept.
+"""What a member holds: versions in slots, what is known of each, and which of them must
+be kept.
 
 Theory of operation
 ===================
 
-The arena is used from several threads; all the rest here belongs to the session thread, which replaces (never changes in
-place) what others read. *Protected*, that is never evicted, are: the newest committed version, the one assigned to this
-replica and not yet loaded, those being published, and those received and not yet committed or discarded. Open updates and
-running transfers pin theirs. After each change those who wait for a slot (a publish, a transfer) look again.
+The arena is used from several threads; all the rest here belongs to the session thread,
+which replaces (never changes in place) what others read. *Protected*, that is never
+evicted, are: the newest committed version, the one assigned to this replica and not yet
+loaded, those being published, and those received and not yet committed or discarded.
+Open updates and running transfers pin theirs. After each change those who wait for a
+slot (a publish, a transfer) look again.
 
-A version that is released while somebody still reads its slot goes with the last pin, and counts as not held until then.
-Versions that are mapped from another member of this host (*foreign* slots) cost no memory here, and go as soon as nobody
-needs them: their owner may want to write there again. Of a version without a slot nothing is kept.
+A version that is released while somebody still reads its slot goes with the last pin,
+and counts as not held until then. Versions that are mapped from another member of this
+host (*foreign* slots) cost no memory here, and go as soon as nobody needs them: their
+owner may want to write there again. Of a version without a slot nothing is kept.
 
-**Doubt.** A slot that this member filled by itself has no digest until the coordinator names one in its commit. A new
-coordinator may never have heard of ours and give the same number to another version. What was held without a digest when
-the coordinator was replaced is therefore *doubtful*: before it counts as the committed version its digest is computed.
+**Doubt.** A slot that this member filled by itself has no digest until the coordinator
+names one in its commit. A new coordinator may never have heard of ours and give the
+same number to another version. What was held without a digest when the coordinator was
+replaced is therefore *doubtful*: before it counts as the committed version its digest
+is computed.
 """
 
 from __future__ import annotations
@@ -38,7 +44,8 @@ class Holdings:
     :param on_drop: called there with a version whose slot was given to another one.
     :ivar latest: the newest committed version that this member has heard of.
     :ivar latest_digest: of it; empty while only its number is known.
-    :ivar assigned: the version granted to this replica that this rank has yet to load; 0: none.
+    :ivar assigned: the version granted to this replica that this rank has yet to load;
+        0: none.
     """
 
     arena: Arena
@@ -60,7 +67,8 @@ class Holdings:
         self._device = ""
 
     def open(self, slots: int, device: str = "") -> None:
-        """Make the arena, on the GPU that ``device`` names or in host memory; it takes memory when it is first used."""
+        """Make the arena, on the GPU that ``device`` names or in host memory; it takes
+        memory when it is first used."""
         self._device = device
 
         def on_change() -> None:
@@ -77,7 +85,8 @@ class Holdings:
         return hasattr(self, "arena")
 
     def close(self) -> None:
-        """Release all memory; what is pinned or being filled goes when its user lets go."""
+        """Release all memory; what is pinned or being filled goes when its user lets
+        go."""
         if self.opened:
             self.arena.close()
             self._wake()
@@ -97,7 +106,8 @@ class Holdings:
         return tuple(held)
 
     def lent(self) -> tuple[int, ...]:
-        """Versions that are not held any more, whose memory others may still have mapped."""
+        """Versions that are not held any more, whose memory others may still have
+        mapped."""
         return tuple(sorted(self.arena.lent())) if self.opened else ()
 
     def digest(self, version: int) -> str:
@@ -130,7 +140,8 @@ class Holdings:
     # ------------------------------------------------------------ what becomes of it
 
     def received(self, slot: Slot, digest: str, meta: Meta, device: str) -> None:
-        """A slot has been filled by others, or mapped; it is kept until it is known what becomes of its version."""
+        """A slot has been filled by others, or mapped; it is kept until it is known
+        what becomes of its version."""
         version = slot.version
         if not slot.foreign:
             self.arena.hold(slot, digest)
@@ -140,12 +151,14 @@ class Holdings:
         self.protect()
 
     def overtake(self, version: int) -> None:
-        """``version`` is on its way: what was received before it and never decided is not waited for."""
+        """``version`` is on its way: what was received before it and never decided is
+        not waited for."""
         self.prepared = {known for known in self.prepared if known > version}
         self.protect()
 
     def committed(self, version: int, digest: str) -> bool:
-        """It is decided. True when it is the newest so far. ``digest``: empty when only the number is known."""
+        """It is decided. True when it is the newest so far. ``digest``: empty when only
+        the number is known."""
         self.prepared.discard(version)
         newest = version > self.latest
         if newest:
@@ -167,7 +180,8 @@ class Holdings:
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
     async def compare(self, version: int, digest: str) -> bool:
-        """Whether the doubtful slot of ``version`` has this digest. Computed on a worker thread; the slot stays pinned."""
+        """Whether the doubtful slot of ``version`` has this digest. Computed on a
+        worker thread; the slot stays pinned."""
         slot = self.arena.find_pinned(version)
         if slot is None:
             return True
@@ -182,7 +196,8 @@ class Holdings:
     # ------------------------------------------------------------ room for others
 
     def protect(self) -> None:
-        """Recompute what must not be evicted, let go of what others may have back, and let those who wait look again."""
+        """Recompute what must not be evicted, let go of what others may have back, and
+        let those who wait look again."""
         self.arena.protected = {self.latest, self.assigned, *self.publishing, *self.prepared} - {0}
         self.arena.trim()
         self._forget()

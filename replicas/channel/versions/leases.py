@@ -3,13 +3,16 @@
 Theory of operation
 ===================
 
-A publish that is being walked and a slot of ``arena_like`` end when their user says so. An interrupt may keep him from it at
-any line, the first one of an ``__exit__`` or of a ``finally`` included (:mod:`replicas.common.waits`). So each of them has a
-:class:`Holder`: an object to which nothing but frames and objects of the user's own thread refer. When the last of these is
-gone, so is the holder, and what was lent is taken back.
+A publish that is being walked and a slot of ``arena_like`` end when their user says so.
+An interrupt may keep him from it at any line, the first one of an ``__exit__`` or of a
+``finally`` included (:mod:`replicas.common.waits`). So each of them has a
+:class:`Holder`: an object to which nothing but frames and objects of the user's own
+thread refer. When the last of these is gone, so is the holder, and what was lent is
+taken back.
 
-That is noticed by a weak reference whose callback is written in C: it only appends to a deque, and no signal's handler can
-run in it. The session thread looks there once a second, and whenever somebody waits for a slot.
+That is noticed by a weak reference whose callback is written in C: it only appends to a
+deque, and no signal's handler can run in it. The session thread looks there once a
+second, and whenever somebody waits for a slot.
 """
 
 from __future__ import annotations
@@ -50,7 +53,8 @@ class Leases:
         return len(self._lent)
 
     def lend(self, holder: Holder, take_back: Callable[[], object]) -> weakref.ref[Holder]:
-        """``take_back`` is called once, when ``holder`` gives it back, or there is none any more."""
+        """``take_back`` is called once, when ``holder`` gives it back, or there is none
+        any more."""
         known = weakref.ref(holder, self._gone.append)
         self._lent[id(known)] = _Lease(known, take_back)
         self._look_again()
@@ -63,7 +67,8 @@ class Leases:
             lease.take_back()
 
     def keep(self, holder: Holder) -> bool:
-        """It is somebody else's from now on, and does not come back. False: it has ended already, or was not lent here."""
+        """It is somebody else's from now on, and does not come back. False: it has
+        ended already, or was not lent here."""
         return self._end(holder) is not None
 
     def sweep(self) -> None:

@@ -1,4 +1,5 @@
-"""Manifests of one channel in this process: those of our own are sent to who asks, those of others are asked for."""
+"""Manifests of one channel in this process: those of our own are sent to who asks,
+those of others are asked for."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ DECODED_NBYTES = 16 * 2**20
 
 
 class Manifests:
-    """On the session thread. ``published(hash)``: the encoding of one that is being published here."""
+    """On the session thread. ``published(hash)``: the encoding of one that is being
+    published here."""
 
     def __init__(self, hub: Hub, published: Callable[[str], bytes | None]) -> None:
         self._hub = hub
@@ -41,8 +43,9 @@ class Manifests:
             self._end(manifest_hash, error)
 
     async def get(self, manifest_hash: str) -> bytes:
-        """The encoding: as it is kept here, or from the coordinator. However many wait for it, it is asked for once; it
-        keeps coming in when nobody waits any more, for it will be offered again.
+        """The encoding: as it is kept here, or from the coordinator. However many wait
+        for it, it is asked for once; it keeps coming in when nobody waits any more, for
+        it will be offered again.
 
         :raises replicas.errors.ReplicasError: it cannot be had.
         """

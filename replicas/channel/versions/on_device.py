@@ -3,11 +3,13 @@
 Theory of operation
 ===================
 
-Members that share a GPU do not send a version to each other, and none of them keeps a view of another's memory: that ends
-with the process that has lent it. Each copies it into a slot of its own, at the speed of the GPU's memory, and says what the
-digest of its copy is. The other's memory is open, and held by its locks, only while that takes.
+Members that share a GPU do not send a version to each other, and none of them keeps a
+view of another's memory: that ends with the process that has lent it. Each copies it
+into a slot of its own, at the speed of the GPU's memory, and says what the digest of
+its copy is. The other's memory is open, and held by its locks, only while that takes.
 
-All of this runs on worker threads, on a stream of ours. A copy is over when these return, also when they raise.
+All of this runs on worker threads, on a stream of ours. A copy is over when these
+return, also when they raise.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ class Copied(NamedTuple):
 
 
 def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: str) -> Copied:
-    """Fill ``slot`` with the image that another member has at ``place``, on the same GPU.
+    """Fill ``slot`` with the image that another member has at ``place``, on the same
+    GPU.
 
     :param digest: which the copy must have; empty: not known.
     :raises replicas.errors.Gone: it is not there any more.
@@ -72,7 +75,8 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
 
 
 def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, device: str) -> None:
-    """Put the part that another member has at ``place`` to its places in the image in ``slot``; errors as above."""
+    """Put the part that another member has at ``place`` to its places in the image in
+    ``slot``; errors as above."""
     with _lent(place, slot.version):
         source = arena.borrow(place, slot.version)
         try:
@@ -85,7 +89,8 @@ def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, de
 
 
 def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor], list[_Pair]]) -> None:
-    """Copy to the first of each pair the second. ``pairs``: made of the memory that is read, which nobody keeps."""
+    """Copy to the first of each pair the second. ``pairs``: made of the memory that is
+    read, which nobody keeps."""
     gpu = device_of(device)
     found = pairs(source.readable())
     with gpu.on_side_stream(device):
@@ -97,7 +102,8 @@ def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor
 
 @contextmanager
 def _lent(place: SlotPlace, version: int) -> Iterator[None]:
-    """What fails because the process has ended whose memory it is, is Gone: nothing is wrong with this one."""
+    """What fails because the process has ended whose memory it is, is Gone: nothing is
+    wrong with this one."""
     try:
         yield
     except (RuntimeError, errors.WorldError, errors.SyncError) as error:
@@ -120,8 +126,9 @@ def _is_there(place: SlotPlace) -> bool:
 
 
 def _await_end(pid: int) -> None:
-    """A process that ends has closed its files, and may take a while to give its GPU back; only then is it known to be lost.
-    Until then nobody has a better place to offer. One that has files has not ended."""
+    """A process that ends has closed its files, and may take a while to give its GPU
+    back; only then is it known to be lost. Until then nobody has a better place to
+    offer. One that has files has not ended."""
     try:
         if any(Path(f"/proc/{pid}/fd").iterdir()):
             return

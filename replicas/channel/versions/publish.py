@@ -3,8 +3,9 @@
 Theory of operation
 ===================
 
-A publish is numbered and announced (PublishBegin) on the session thread; the rest until it is packed runs on the thread
-that called, because walking the weights may be made of collectives of the user's own group, on the user's own stream. ::
+A publish is numbered and announced (PublishBegin) on the session thread; the rest until
+it is packed runs on the thread that called, because walking the weights may be made of
+collectives of the user's own group, on the user's own stream. ::
 
     caller                                   session thread
     ------                                   --------------
@@ -16,35 +17,43 @@ that called, because walking the weights may be made of collectives of the user'
                                              ...
                                          ◀── PublishEnd: unpin, resolve
 
-**Several hosts.** When all tensors are at hand before the first is copied (a module, a mapping), so that no code of the
-user's can hold it up, the version is sent to other hosts while it is packed: Packed(streaming) goes out as soon as the slot
-is there, and Filled when the digest is.
+**Several hosts.** When all tensors are at hand before the first is copied (a module, a
+mapping), so that no code of the user's can hold it up, the version is sent to other
+hosts while it is packed: Packed(streaming) goes out as soon as the slot is there, and
+Filled when the digest is.
 
-**Tensors on a GPU** are only enqueued by the caller, on its current stream, and publish returns
-(:mod:`replicas.weights.devices.device_copies`). The slot counts as filled when they have arrived; a thread that waits for them says
-so, and for how long the caller's stream was held. Until then the slot is theirs, also when the publish has failed or ended.
+**Tensors on a GPU** are only enqueued by the caller, on its current stream, and publish
+returns (:mod:`replicas.weights.devices.device_copies`). The slot counts as filled when
+they have arrived; a thread that waits for them says so, and for how long the caller's
+stream was held. Until then the slot is theirs, also when the publish has failed or
+ended.
 
-**In order.** The digest of a publish may be there before that of the one before it, which is larger, or on a slower stream.
-The coordinator commits in the order in which it is told, and refuses a version that a newer one has overtaken; so nothing
-is said of the bytes of a publish as long as an earlier one, of which nothing was said, may still come to that
-(:meth:`Publisher._announce`).
+**In order.** The digest of a publish may be there before that of the one before it,
+which is larger, or on a slower stream. The coordinator commits in the order in which it
+is told, and refuses a version that a newer one has overtaken; so nothing is said of the
+bytes of a publish as long as an earlier one, of which nothing was said, may still come
+to that (:meth:`Publisher._announce`).
 
-**Failure of ours** (no memory, no slot, tensors of no use, not admitted): the weights are walked to their end all the
-same, then the error is raised. PackFailed goes out first, so that the others need not wait, and what is raised is the
-verdict that comes back, the same on all ranks of the replica. **The user's own exception** goes through as it is, after
-PackFailed: there is nothing left to walk.
+**Failure of ours** (no memory, no slot, tensors of no use, not admitted): the weights
+are walked to their end all the same, then the error is raised. PackFailed goes out
+first, so that the others need not wait, and what is raised is the verdict that comes
+back, the same on all ranks of the replica. **The user's own exception** goes through as
+it is, after PackFailed: there is nothing left to walk.
 
-**Failures that nobody waited for** surface here: the leader's next publish fails with the earlier error, by the same
-path, so that the ranks of a replica cannot part ways.
+**Failures that nobody waited for** surface here: the leader's next publish fails with
+the earlier error, by the same path, so that the ranks of a replica cannot part ways.
 
-A publish ends by itself :data:`~replicas.channel.hub.GRACE_S` after its deadline when no verdict came: with OutcomeUnknown
-once it was packed, for the coordinator may have decided. It stays *unsettled* then, and its slot pinned, until the verdict
-comes after all, or a commit or discard tells the same; whoever waits again on its Pending is told what became of it.
+A publish ends by itself :data:`~replicas.channel.hub.GRACE_S` after its deadline when
+no verdict came: with OutcomeUnknown once it was packed, for the coordinator may have
+decided. It stays *unsettled* then, and its slot pinned, until the verdict comes after
+all, or a commit or discard tells the same; whoever waits again on its Pending is told
+what became of it.
 
-**A new coordinator** is told of every publish that is under way or unsettled: the number that it had, and what was packed
-or failed. It goes on with them, and gives the verdict of those that its predecessor had decided. A publish that had no
-number yet simply begins again.
-"""
+**A new coordinator** is told of every publish that is under way or unsettled: the
+number that it had, and what was packed or failed. It goes on with them, and gives the
+verdict of those that its predecessor had decided. A publish that had no number yet
+simply begins again.
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -69,7 +78,8 @@ from replicas.weights.packing import Packing
 __all__ = ["Publisher"]
 
 LATE_S = 15.0
-"""How long a publish whose own time is over may still take, once a new coordinator has heard of it."""
+"""How long a publish whose own time is over may still take, once a new coordinator has
+heard of it."""
 
 
 class Publisher:
@@ -137,7 +147,8 @@ class Publisher:
         hub.call(self._packing, job, manifest, self._filling.device(feed), packing, started, time.monotonic())
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
-        """What all ranks of the replica are told; our own error when nobody can tell."""
+        """What all ranks of the replica are told; our own error when nobody can
+        tell."""
         left = max(0.0, job.deadline - time.monotonic()) + 2 * GRACE_S
         try:
             job.pending.wait(min(left, SECONDS_MAX))
@@ -199,7 +210,8 @@ class Publisher:
         job.pending._fail(error)
 
     def _walk_over(self, job: PublishJob) -> None:
-        """The caller is not in it any more. One who was interrupted may not have been able to say so."""
+        """The caller is not in it any more. One who was interrupted may not have been
+        able to say so."""
         self._walking, job.walk_over = None, True
         if not job.walked and job.failed is None:
             job.pending._told = True  # by what has interrupted him
@@ -246,7 +258,8 @@ class Publisher:
     def _copied(
         self, job: PublishJob, manifest: PartManifest, device: str, held: Future[float] | None, pack_s: float
     ) -> None:
-        """All bytes are in the slot. ``held``: of copies that a device has made, which may have failed."""
+        """All bytes are in the slot. ``held``: of copies that a device has made, which
+        may have failed."""
         job.pack_s = pack_s
         if held is not None and (error := held.exception()) is not None:
             self._free(job)
@@ -297,7 +310,8 @@ class Publisher:
         self._announce()
 
     def _announce(self) -> None:
-        """Tell of all publishes that are packed, in their order, up to the first one that may still become so."""
+        """Tell of all publishes that are packed, in their order, up to the first one
+        that may still become so."""
         for job in self._in_order():
             if job.announced:
                 continue
@@ -324,7 +338,8 @@ class Publisher:
             self._hub.filled_up_to(job.version, nbytes)
 
     def manifest_of(self, manifest_hash: str) -> bytes | None:
-        """The encoding of the manifest with this hash, of a publish that has no verdict; None: there is none."""
+        """The encoding of the manifest with this hash, of a publish that has no
+        verdict; None: there is none."""
         known = (job.manifest for job in self._in_order() if job.manifest is not None)
         found = next((manifest for manifest in known if manifest.hash == manifest_hash), None)
         return found.encode() if found is not None else None
@@ -334,7 +349,8 @@ class Publisher:
         self._hub.send(job.filled())
 
     def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:
-        """The walk may go on meanwhile, but it no longer writes into the slot. ``users``: the user's code raised."""
+        """The walk may go on meanwhile, but it no longer writes into the slot.
+        ``users``: the user's code raised."""
         hub = self._hub
         if job.walked:
             return  # an interrupt has come behind the last step: it goes on
@@ -423,7 +439,8 @@ class Publisher:
         self._hub.holdings.protect()
 
     def _let_go(self, job: PublishJob, *, keep: bool) -> None:
-        """The slot is no longer this publish's: ``keep`` it as a version that may be sent, or free it."""
+        """The slot is no longer this publish's: ``keep`` it as a version that may be
+        sent, or free it."""
         known = self._hub.holdings
         slot, job.slot = job.slot, None
         if slot is not None:
@@ -434,7 +451,7 @@ class Publisher:
         else:
             known.release(job.version)
 
-    # ------------------------------------------------------------ outcomes that were unknown
+    # ------------------------------------------------------- outcomes that were unknown
 
     def _settle(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
         """It is known what became of it; None: it never will be."""
@@ -448,7 +465,8 @@ class Publisher:
             job.pending._settle(outcome)
 
     def _settled(self, version: int, committed: bool) -> None:
-        """A commit or a discard. The verdict, which says more, mostly comes right behind it: it is waited for a while."""
+        """A commit or a discard. The verdict, which says more, mostly comes right
+        behind it: it is waited for a while."""
         for job in list(self._unsettled.values()):
             if job.version == version and job.settling is None:
                 job.settling = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
@@ -456,7 +474,8 @@ class Publisher:
                 self._settle_slot(job)
 
     def _settle_slot(self, job: PublishJob) -> None:
-        """A newer version is committed: this one's bytes are of no more use, whatever became of it."""
+        """A newer version is committed: this one's bytes are of no more use, whatever
+        became of it."""
         self._let_go(job, keep=False)
 
     def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:

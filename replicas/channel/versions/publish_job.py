@@ -18,21 +18,27 @@ __all__ = ["PublishJob"]
 
 
 class PublishJob:
-    """One publish of this rank. ``pending`` is what the caller gets; fields change on the session thread.
+    """One publish of this rank. ``pending`` is what the caller gets; fields change on
+    the session thread.
 
     :ivar number: among the replica's publishes; 0 until it has begun.
     :ivar version: the number that the coordinator gave it; 0 until then.
-    :ivar late_meta: says what ``meta`` is once the weights were walked; None: it is known.
+    :ivar late_meta: says what ``meta`` is once the weights were walked; None: it is
+        known.
     :ivar user_failed: ``late_meta`` raised.
     :ivar hold: the caller's stream makes the copies, where a device does.
     :ivar copies: what a device has, or had, under way for it.
     :ivar copier: what copies for it on the CPU.
-    :ivar walked: the caller has done all of his part. ``walk_over``: he is not in it any more, whether it was done or not.
-    :ivar packed: its slot is filled; ``ready``: all that the coordinator is to be told of that is known, the ``digest``, too;
-        ``told``: it was told.
-    :ivar streaming: the coordinator was told that it is being filled, and has it sent meanwhile.
-    :ivar failed: what was said of a rank that could not pack; None: nothing went wrong here.
-    :ivar settling: what is known without a verdict, once it has ended with its outcome unknown.
+    :ivar walked: the caller has done all of his part. ``walk_over``: he is not in it
+        any more, whether it was done or not.
+    :ivar packed: its slot is filled; ``ready``: all that the coordinator is to be told
+        of that is known, the ``digest``, too; ``told``: it was told.
+    :ivar streaming: the coordinator was told that it is being filled, and has it sent
+        meanwhile.
+    :ivar failed: what was said of a rank that could not pack; None: nothing went wrong
+        here.
+    :ivar settling: what is known without a verdict, once it has ended with its outcome
+        unknown.
     """
 
     def __init__(
@@ -79,7 +85,8 @@ class PublishJob:
         self.settling: asyncio.TimerHandle | None = None
 
     def ask_meta(self) -> None:
-        """The weights were walked: what is to be said of them? Raises what the user's code raises.
+        """The weights were walked: what is to be said of them? Raises what the user's
+        code raises.
 
         :raises replicas.errors.UsageError: it is of no use.
         """
@@ -94,7 +101,8 @@ class PublishJob:
 
     @property
     def announced(self) -> bool:
-        """Whether the coordinator has heard what comes of it here; the next one may be told of then."""
+        """Whether the coordinator has heard what comes of it here; the next one may be
+        told of then."""
         return self.told or self.streaming or self.failed is not None
 
     @property
@@ -102,7 +110,8 @@ class PublishJob:
         return max(0.0, self.deadline - time.monotonic())
 
     def begin(self, deadline_s: float) -> PublishBegin:
-        """The announcement, also to a coordinator that is not the one which admitted it."""
+        """The announcement, also to a coordinator that is not the one which admitted
+        it."""
         return PublishBegin(
             publish=self.number,
             version=self.version or self.asked_version,

@@ -1,23 +1,31 @@
 """Receiving: asks, grants, and the updates that come of them.
 
-There is at most one ask. The Pending that it made stays the answer of :meth:`Receiver.receive` until a caller has taken
-its update; a wait that was given up loses nothing. A grant may come before the slot is here (this member is still being
-caught up): it is delivered when the slot is held. The update pins its slot from delivery to its end.
+There is at most one ask. The Pending that it made stays the answer of
+:meth:`Receiver.receive` until a caller has taken its update; a wait that was given up
+loses nothing. A grant may come before the slot is here (this member is still being
+caught up): it is delivered when the slot is held. The update pins its slot from
+delivery to its end.
 
-An update that was delivered, and that nobody has waited for yet, is given back as soon as a newer version is committed and
-here: the memory of the old one goes back to its owner, and the Pending, which is pending again for as long as that takes,
-gets the newest. The coordinator is asked, for another rank of the replica may have begun with the old one already: then
-all ranks load that. So whoever asks ahead of time holds nobody up, and finds the newest version.
+An update that was delivered, and that nobody has waited for yet, is given back as soon
+as a newer version is committed and here: the memory of the old one goes back to its
+owner, and the Pending, which is pending again for as long as that takes, gets the
+newest. The coordinator is asked, for another rank of the replica may have begun with
+the old one already: then all ranks load that. So whoever asks ahead of time holds
+nobody up, and finds the newest version.
 
-An update that was handed out, and that nobody has looked into, is not taken yet either: whoever waited for it may have been
-interrupted (a cancelled task, Ctrl-C) between the two. The next receive hands it out again, or asks for a newer one.
+An update that was handed out, and that nobody has looked into, is not taken yet either:
+whoever waited for it may have been interrupted (a cancelled task, Ctrl-C) between the
+two. The next receive hands it out again, or asks for a newer one.
 
-*At least.* Which version is enough for all ranks of the replica is up to the coordinator (:mod:`replicas.core.versions.rounds`). What
-is granted because another rank has begun with it, and is not enough here, is declined: a newer one is asked for. A receive
-with another bound takes the place of the one under way, unless somebody has been handed its update.
+*At least.* Which version is enough for all ranks of the replica is up to the
+coordinator (:mod:`replicas.core.versions.rounds`). What is granted because another rank
+has begun with it, and is not enough here, is declined: a newer one is asked for. A
+receive with another bound takes the place of the one under way, unless somebody has
+been handed its update.
 
-A new coordinator hears of an open ask again; what was granted and not delivered is granted anew. An open update stays
-open, and is reported to the new coordinator, as is a load that failed and was not made good since.
+A new coordinator hears of an open ask again; what was granted and not delivered is
+granted anew. An open update stays open, and is reported to the new coordinator, as is a
+load that failed and was not made good since.
 """
 
 from __future__ import annotations
@@ -44,7 +52,8 @@ __all__ = ["Bound", "Receiver"]
 
 
 class Bound(NamedTuple):
-    """What a version must be: of this number, or with a ``key`` this number by that name in its ``meta``, or more."""
+    """What a version must be: of this number, or with a ``key`` this number by that
+    name in its ``meta``, or more."""
 
     least: int | float = 0
     key: str = ""
@@ -105,7 +114,8 @@ class Receiver:
         return self._update() if self._update is not None else None
 
     def touched(self, version: int) -> None:
-        """Its user has the update; nothing here keeps it, so that it is noticed when he has lost it."""
+        """Its user has the update; nothing here keeps it, so that it is noticed when he
+        has lost it."""
         self._in_hand = version
         self._pending = None
 
@@ -135,7 +145,8 @@ class Receiver:
         self._hub.call(self._report_failed, version, self._as_wire(version, error))
 
     def _as_wire(self, version: int, error: BaseException) -> WireError:
-        """Here, on the caller's thread: it may be anybody's exception, and its text anybody's code."""
+        """Here, on the caller's thread: it may be anybody's exception, and its text
+        anybody's code."""
         if isinstance(error, errors.ReplicasError):
             return WireError.of(error)
         text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {text_of(error)}"
@@ -248,7 +259,8 @@ class Receiver:
             self._report_failed(version, self._as_wire(version, error))
 
     def _give_back(self) -> None:
-        """Ask for a newer version in place of the one that was delivered, if nobody has looked at it; once for each newer."""
+        """Ask for a newer version in place of the one that was delivered, if nobody has
+        looked at it; once for each newer."""
         pending, hub = self._pending, self._hub
         update = self._delivered()
         if (

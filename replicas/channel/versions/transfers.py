@@ -3,16 +3,20 @@
 Theory of operation
 ===================
 
-On its own host a member *maps* a version: it opens the memory of one that holds it, which takes no time and no memory, and
-has it. (On its own GPU it copies it from there: :mod:`replicas.channel.versions.on_device`.) Otherwise an offer is answered when the
-slot is there: pinned (to send), or reserved (to receive), for which it waits as long as the offer allows. On Go the lane's
-sidecar moves the bytes; parts that lie on this host, or GPU, are copied from there first. A transfer may be withdrawn at any
-moment. Nothing is cancelled in mid-air then: the flag ``cancelled`` makes whoever is at work on it clean up, so that no slot
-is lost between two threads. A new coordinator withdraws all of the old one's; what was completely received by then is held
-like any other version, until it is told what became of it.
+On its own host a member *maps* a version: it opens the memory of one that holds it,
+which takes no time and no memory, and has it. (On its own GPU it copies it from there:
+:mod:`replicas.channel.versions.on_device`.) Otherwise an offer is answered when the
+slot is there: pinned (to send), or reserved (to receive), for which it waits as long as
+the offer allows. On Go the lane's sidecar moves the bytes; parts that lie on this host,
+or GPU, are copied from there first. A transfer may be withdrawn at any moment. Nothing
+is cancelled in mid-air then: the flag ``cancelled`` makes whoever is at work on it
+clean up, so that no slot is lost between two threads. A new coordinator withdraws all
+of the old one's; what was completely received by then is held like any other version,
+until it is told what became of it.
 
-After a failure the sidecar may still be at work on the slot (a Gloo wait that timed out goes on inside), therefore its
-lane ends, and the slot is let go only when the sidecar is known to be dead. If that cannot be known, the slot is retired.
+After a failure the sidecar may still be at work on the slot (a Gloo wait that timed out
+goes on inside), therefore its lane ends, and the slot is let go only when the sidecar
+is known to be dead. If that cannot be known, the slot is retired.
 """
 
 from __future__ import annotations
@@ -52,7 +56,8 @@ logger = logging.getLogger("replicas.channel")
 MARGIN_S = 0.5
 """A receiver without a slot says so this much before the offer's deadline."""
 KEPT_FILLED = 8
-"""Of so many versions it is remembered how far they were filled: several publishes may be under way."""
+"""Of so many versions it is remembered how far they were filled: several publishes may
+be under way."""
 
 
 class _Transfer:
@@ -117,7 +122,8 @@ class Transfers:
             self._hub.send(TransferReady(offer.transfer))
 
     async def _map(self, transfer: _Transfer) -> None:
-        """Have the version where it lies. Once it is mapped it is certainly that version, however late the offer was."""
+        """Have the version where it lies. Once it is mapped it is certainly that
+        version, however late the offer was."""
         offer, hub, started = transfer.offer, self._hub, time.monotonic()
         try:
             manifest = await self._manifests.decoded(offer.manifest_hash)
@@ -140,7 +146,8 @@ class Transfers:
         hub.send(TransferDone(offer.transfer, digest, {}, mapped - started, verify_s, place))
 
     async def _copy_image(self, transfer: _Transfer) -> None:
-        """Have the version in a slot of our own, from one who has it on the same GPU."""
+        """Have the version in a slot of our own, from one who has it on the same
+        GPU."""
         offer, hub = transfer.offer, self._hub
         try:
             place = self._place_of(offer)
@@ -167,7 +174,8 @@ class Transfers:
         return offer.place
 
     def _adopt(self, offer: TransferOffer, manifest: Manifest) -> Slot:
-        """A foreign slot with what lies at the offered place; what is held of that version already is not needed."""
+        """A foreign slot with what lies at the offered place; what is held of that
+        version already is not needed."""
         buffer = Buffer.open(self._place_of(offer), offer.version)
         if buffer.nbytes != manifest.image_nbytes:
             buffer.close()
@@ -340,7 +348,8 @@ class Transfers:
         self._hub.holdings.protect()
 
     def _forget(self, transfer: _Transfer) -> bool:
-        """False when it is not known any more: withdrawn, and its number perhaps given to another by a new coordinator."""
+        """False when it is not known any more: withdrawn, and its number perhaps given
+        to another by a new coordinator."""
         number = transfer.offer.transfer
         if self._transfers.get(number) is not transfer:
             return False

@@ -1,4 +1,5 @@
-"""Copies of this process's publishes that a device still has under way, for those who wait for them."""
+"""Copies of this process's publishes that a device still has under way, for those who
+wait for them."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ class CopiesUnderWay:
         copies.ended.add(lambda: self._copies.pop(id(copies), None))
 
     def fence(self, stream: object = None) -> None:
-        """What is enqueued from now on, on ``stream`` (by default the current one of this thread), waits for all of them."""
+        """What is enqueued from now on, on ``stream`` (by default the current one of
+        this thread), waits for all of them."""
         copies = list(self._copies.values())
         gpu = accelerator() if copies else None
         if gpu is not None:
@@ -33,6 +35,7 @@ class CopiesUnderWay:
                     one.fence()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait on this thread until all have ended, well or not; False: one of them hangs."""
+        """Wait on this thread until all have ended, well or not; False: one of them
+        hangs."""
         until = time.monotonic() + timeout_s
         return all(one.ended.wait(until - time.monotonic()) for one in list(self._copies.values()))

@@ -42,17 +42,21 @@ class UpdateOwner(Protocol):
 class Update:
     """The newest committed version, the same for all ranks of this replica.
 
-    Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception :meth:`failed`. Without a block call one
-    of the two by hand. Tensors and :attr:`path` are valid until the end of the block (or until that call): afterwards the
-    memory is used for another version. It is for one thread at a time: a second ``with`` block is refused while the first
-    is open, and a :meth:`load_into` that another thread has begun keeps the memory until it is done.
+    Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception
+    :meth:`failed`. Without a block call one of the two by hand. Tensors and
+    :attr:`path` are valid until the end of the block (or until that call): afterwards
+    the memory is used for another version. It is for one thread at a time: a second
+    ``with`` block is refused while the first is open, and a :meth:`load_into` that
+    another thread has begun keeps the memory until it is done.
 
-    One of which nothing is left (an interrupt came in the way of every report) counts as failed.
+    One of which nothing is left (an interrupt came in the way of every report) counts
+    as failed.
 
     :ivar version: its number.
     :ivar meta: what the publisher passed as ``meta``.
     :ivar digest: of its bytes, as in the publisher's receipt.
-    :ivar manifest: names, dtypes, shapes and offsets (:class:`replicas.core.versions.manifest.Manifest`).
+    :ivar manifest: names, dtypes, shapes and offsets
+        (:class:`replicas.core.versions.manifest.Manifest`).
     """
 
     def __init__(self, owner: UpdateOwner, slot: Slot, version: int, meta: Meta, digest: str = "") -> None:
@@ -83,7 +87,8 @@ class Update:
     def path(self) -> str:
         """The slot as a safetensors file, for engines that load from disk.
 
-        :raises replicas.errors.UsageError: it is in the memory of a GPU (``staging = "device"``).
+        :raises replicas.errors.UsageError: it is in the memory of a GPU (``staging =
+            "device"``).
         """
         if self._path and self._outcome is not None:
             return self._path
@@ -97,11 +102,13 @@ class Update:
 
     @property
     def ended(self) -> bool:
-        """True when it has been reported loaded or failed, and its block (if any) was left."""
+        """True when it has been reported loaded or failed, and its block (if any) was
+        left."""
         return self._over or (self._outcome is not None and not self._entered)
 
     def withdraw(self) -> bool:
-        """Let go of it if nobody has touched it; False: somebody has, and it stays as it is."""
+        """Let go of it if nobody has touched it; False: somebody has, and it stays as
+        it is."""
         if not locked(self._lock, self._withdraw):
             return False
         self._end()
@@ -141,7 +148,8 @@ class Update:
             self._end()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """All tensors by name, aliases included, as private copy-on-write CPU views of published shapes and dtypes.
+        """All tensors by name, aliases included, as private copy-on-write CPU views of
+        published shapes and dtypes.
 
         With ``staging = "device"``: copies on the GPU.
         """
@@ -149,10 +157,12 @@ class Update:
         return found | {alias: found[target] for alias, target in self.manifest.aliases}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pairs of name and tensor in the publisher's order, tied storage once; CPU views, private to this iteration.
+        """Pairs of name and tensor in the publisher's order, tied storage once; CPU
+        views, private to this iteration.
 
-        Writing to one changes neither the slot nor what other processes see. With ``staging = "device"`` they are copies on
-        the GPU, made one by one on the current stream.
+        Writing to one changes neither the slot nor what other processes see. With
+        ``staging = "device"`` they are copies on the GPU, made one by one on the
+        current stream.
         """
         buffer = self._open_slot().buffer
         return self._copies(buffer) if buffer.device else iter(views(buffer.private(), self.manifest).items())
@@ -171,13 +181,16 @@ class Update:
             yield name, tensor
 
     def load_into(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        """Copy every tensor into ``model``'s parameters and persistent buffers, in place.
+        """Copy every tensor into ``model``'s parameters and persistent buffers, in
+        place.
 
-        Names and shapes must fit exactly; floating dtypes are cast. DTensor parameters get their local part, without
-        communication. Everything is checked before the first byte is written. All is copied on return; what is on a GPU by
-        this thread's current stream.
+        Names and shapes must fit exactly; floating dtypes are cast. DTensor parameters
+        get their local part, without communication. Everything is checked before the
+        first byte is written. All is copied on return; what is on a GPU by this
+        thread's current stream.
 
-        :raises replicas.errors.ManifestMismatch: naming what does not fit; ``model`` is unchanged.
+        :raises replicas.errors.ManifestMismatch: naming what does not fit; ``model`` is
+            unchanged.
         """
         load = Holder()
         try:
@@ -199,7 +212,8 @@ class Update:
         """This rank serves this version from now on. Calling it again does nothing.
 
         :raises replicas.errors.UsageError: it was reported failed before.
-        :raises replicas.errors.ReplicasError: the session is over, such as :class:`~replicas.errors.Fenced`.
+        :raises replicas.errors.ReplicasError: the session is over, such as
+            :class:`~replicas.errors.Fenced`.
         """
         if not self._report("loaded"):
             return
@@ -209,7 +223,8 @@ class Update:
             self._end_unless_entered()
 
     def failed(self, error: BaseException | str) -> None:
-        """This rank may hold a part of this version only: the replica is *partial* until it has loaded a version whole.
+        """This rank may hold a part of this version only: the replica is *partial*
+        until it has loaded a version whole.
 
         :raises replicas.errors.UsageError: it was reported loaded before.
         """
@@ -280,7 +295,8 @@ class Update:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Give the memory back once the update has ended, and no thread copies from it."""
+        """Give the memory back once the update has ended, and no thread copies from
+        it."""
         slot = self._slot
         if slot is None or not self._over or any(load() is not None for load in self._loads):
             return

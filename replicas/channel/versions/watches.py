@@ -1,7 +1,8 @@
 """Waits for other members' progress: a newer commit, and a version loaded everywhere.
 
-The coordinator is asked to watch for one version at a time, the oldest that somebody here waits for: however many wait, and
-whether or not their deadlines have passed, it has one watch of each member, and is told of a change only.
+The coordinator is asked to watch for one version at a time, the oldest that somebody
+here waits for: however many wait, and whether or not their deadlines have passed, it
+has one watch of each member, and is told of a change only.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class _Watch:
 
 
 class Watches:
-    """The watches of one channel in this process. ``version``: newer than it, for commits; it or newer, for loads."""
+    """The watches of one channel in this process. ``version``: newer than it, for
+    commits; it or newer, for loads."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -76,7 +78,8 @@ class Watches:
         self._committed()
 
     def _watch(self) -> None:
-        """Have the coordinator watch for the oldest version that is waited for, unless it does."""
+        """Have the coordinator watch for the oldest version that is waited for, unless
+        it does."""
         oldest = min((watch.version for watch in self._loads), default=None)
         if oldest is None or (self._told is not None and self._told.version == oldest):
             return

@@ -1,9 +1,11 @@
-"""How often, and after which delay, the replicas of a group may be restarted. Pure: the time is an argument.
+"""How often, and after which delay, the replicas of a group may be restarted. Pure: the
+time is an argument.
 
-The budget is the group's: at most ``max_restarts`` in any ``window_s``. The delay is the replica's own: it doubles with
-each of *its* restarts inside the window, from ``initial_delay_s`` to ``max_delay_s``, plus a jitter of up to
-``initial_delay_s`` so that replicas that died together do not come back together. A replica that ran well for a whole
-window starts over.
+The budget is the group's: at most ``max_restarts`` in any ``window_s``. The delay is
+the replica's own: it doubles with each of *its* restarts inside the window, from
+``initial_delay_s`` to ``max_delay_s``, plus a jitter of up to ``initial_delay_s`` so
+that replicas that died together do not come back together. A replica that ran well for
+a whole window starts over.
 """
 
 from __future__ import annotations
@@ -19,7 +21,8 @@ __all__ = ["RestartBudget", "wants_restart"]
 
 
 def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
-    """Whether the policy restarts a replica that ended well (``ok``) or badly, before any budget is asked."""
+    """Whether the policy restarts a replica that ended well (``ok``) or badly, before
+    any budget is asked."""
     return config.policy == "always" or (config.policy == "on-failure" and not ok)
 
 
@@ -41,7 +44,8 @@ class RestartBudget:
         self._backoff = Backoff(config.initial_delay_s, config.max_delay_s)
 
     def take(self, replica: int, *, now: float) -> float | None:
-        """Spend one restart of ``replica``: the seconds to wait first, or None when none is left (nothing is spent).
+        """Spend one restart of ``replica``: the seconds to wait first, or None when
+        none is left (nothing is spent).
 
         :param now: seconds of a monotonic clock, never less than in an earlier call.
         """
@@ -55,7 +59,8 @@ class RestartBudget:
         self._spent.clear()
 
     def ages(self, now: float) -> list[tuple[float, int]]:
-        """Age in seconds and replica of each restart in the window: what :meth:`restore` takes in another process."""
+        """Age in seconds and replica of each restart in the window: what
+        :meth:`restore` takes in another process."""
         self.remaining(now)
         return [(max(0.0, now - at), replica) for at, replica in self._spent]
 
@@ -70,7 +75,8 @@ class RestartBudget:
         return max(0, self.config.max_restarts - len(self._spent))
 
     def remaining_ratio(self, now: float) -> float:
-        """Share of the budget that is left, from 0 to 1; of a budget of none, nothing was ever spent: 1."""
+        """Share of the budget that is left, from 0 to 1; of a budget of none, nothing
+        was ever spent: 1."""
         return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
 
     def _delay_s(self, attempt: int) -> float:

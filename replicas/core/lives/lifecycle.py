@@ -3,20 +3,24 @@
 Theory of operation
 ===================
 
-A replica is in one of the seven states of :data:`replicas.status.ReplicaState`; :data:`REPLICA` says what can happen in
-which (its picture is in docs/protocol.md). Two kinds of events move it. Those of its *processes* (``READY``, ``UNREADY``,
-the timeouts) say what was seen. Those of its *end* (``FINISHED``, ``RETRY``, ``GIVE_UP``, ``STOPPED``) are given only when
-the last process of the generation is gone, so that no two generations of one replica ever run at once; :func:`after_exit`
-picks the one. An event that the table lacks raises :class:`~replicas.core.tables.InvalidStep`: a bug of the caller, never a
-surprise of the world.
+A replica is in one of the seven states of :data:`replicas.status.ReplicaState`;
+:data:`REPLICA` says what can happen in which (its picture is in docs/protocol.md). Two
+kinds of events move it. Those of its *processes* (``READY``, ``UNREADY``, the timeouts)
+say what was seen. Those of its *end* (``FINISHED``, ``RETRY``, ``GIVE_UP``,
+``STOPPED``) are given only when the last process of the generation is gone, so that no
+two generations of one replica ever run at once; :func:`after_exit` picks the one. An
+event that the table lacks raises :class:`~replicas.core.tables.InvalidStep`: a bug of
+the caller, never a surprise of the world.
 
-``starting`` is also the state of a running replica that lost readiness; its generation tells a first start from that.
-``draining`` is the state of one that is being ended, for whatever reason: it may finish its sync first, when somebody asked
-for its end, and not when it is sick. It stays so as long as a process of it does not die, which is waited for: another
-generation beside it would be one too many, and it is no failure of the replica.
-``finished`` is the state of one that is done, ``drained`` of one that was stopped as asked, and ``failed`` of one that may
-not be started again, or whose group has failed.
-No clock is read here: times are arguments, in seconds of any one monotonic clock.
+``starting`` is also the state of a running replica that lost readiness; its generation
+tells a first start from that. ``draining`` is the state of one that is being ended, for
+whatever reason: it may finish its sync first, when somebody asked for its end, and not
+when it is sick. It stays so as long as a process of it does not die, which is waited
+for: another generation beside it would be one too many, and it is no failure of the
+replica. ``finished`` is the state of one that is done, ``drained`` of one that was
+stopped as asked, and ``failed`` of one that may not be started again, or whose group
+has failed. No clock is read here: times are arguments, in seconds of any one monotonic
+clock.
 """
 
 from __future__ import annotations
@@ -76,11 +80,13 @@ RestartReason = Literal[
     "group",
     "reload",
 ]
-"""Why a generation was replaced: the label ``reason`` of ``replicas_restarts_total``. ``lost``: its shim died. ``group``:
-another replica of its group failed, which restarts as a whole. ``reload``: its config changed."""
+"""Why a generation was replaced: the label ``reason`` of ``replicas_restarts_total``.
+``lost``: its shim died. ``group``: another replica of its group failed, which restarts
+as a whole. ``reload``: its config changed."""
 
 FREE_REASONS: frozenset[RestartReason] = frozenset({"requested", "group", "reload"})
-"""Restarts that neither the policy nor the budget can refuse, and that spend none of it."""
+"""Restarts that neither the policy nor the budget can refuse, and that spend none of
+it."""
 
 ALIVE: frozenset[ReplicaState] = frozenset({"starting", "ready", "draining"})
 """States in which processes of the replica may exist."""
@@ -150,11 +156,13 @@ def after_exit(
     granted: bool,
     requested: bool = False,
 ) -> Event:
-    """The event for a generation whose last process is gone, when nobody has asked for its end (that is ``STOPPED``).
+    """The event for a generation whose last process is gone, when nobody has asked for
+    its end (that is ``STOPPED``).
 
     :param ok: every rank exited with code 0, by itself.
     :param policy: the group's restart policy.
-    :param granted: the rules allow a restart (:class:`replicas.core.lives.restarts.Restarts`).
+    :param granted: the rules allow a restart
+        (:class:`replicas.core.lives.restarts.Restarts`).
     :param requested: it is a restart of :data:`FREE_REASONS`.
     """
     if requested:
@@ -167,10 +175,10 @@ def after_exit(
 class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """A replica has changed its state.
 
-    ``restart_reason``: with ``RETRY``, the reason counted in ``replicas_restarts_total``.
-    ``start_s``: on the first readiness of a generation, seconds since its processes were
-    started. ``recovery_s``: when a later generation becomes ready, seconds since the
-    replica was last ready.
+    ``restart_reason``: with ``RETRY``, the reason counted in
+    ``replicas_restarts_total``. ``start_s``: on the first readiness of a generation,
+    seconds since its processes were started. ``recovery_s``: when a later generation
+    becomes ready, seconds since the replica was last ready.
     """
 
     group: str
@@ -229,11 +237,13 @@ class Lifecycle:
         return max(0.0, now - self._started_at)
 
     def launched(self, now: float) -> None:
-        """Its processes are started only now: what it waited for before is no part of its start."""
+        """Its processes are started only now: what it waited for before is no part of
+        its start."""
         self._started_at = now
 
     def forgive(self, pause_s: float) -> None:
-        """The supervisor itself did not run for ``pause_s``: a start did not take that long."""
+        """The supervisor itself did not run for ``pause_s``: a start did not take that
+        long."""
         self._started_at += pause_s
 
     def apply(
@@ -241,9 +251,12 @@ class Lifecycle:
     ) -> Transition:
         """Take one step.
 
-        :param reason: one line for people; kept until the next step that has one (readiness clears it).
-        :param restart_reason: with ``RETRY``, the bounded reason that is counted in :attr:`restarts`.
-        :raises replicas.core.tables.InvalidStep: ``event`` cannot happen now; nothing has changed.
+        :param reason: one line for people; kept until the next step that has one
+            (readiness clears it).
+        :param restart_reason: with ``RETRY``, the bounded reason that is counted in
+            :attr:`restarts`.
+        :raises replicas.core.tables.InvalidStep: ``event`` cannot happen now; nothing
+            has changed.
         """
         before = self.state
         after = REPLICA.next(before, event)

@@ -1,4 +1,5 @@
-"""In which order groups start and end, and how many replicas of a group may be away at once. Pure."""
+"""In which order groups start and end, and how many replicas of a group may be away at
+once. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ OVER: frozenset[ReplicaState] = frozenset({"failed", "finished"})
 
 
 def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
-    """Group names by level: each one depends on groups of earlier levels only. They start in this order, and end in reverse.
-    A dependency that is not among them (any more: a reload has removed it) keeps nobody.
+    """Group names by level: each one depends on groups of earlier levels only. They
+    start in this order, and end in reverse. A dependency that is not among them (any
+    more: a reload has removed it) keeps nobody.
 
     :raises replicas.errors.UsageError: the dependencies have a cycle.
     """
@@ -36,7 +38,8 @@ def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
 
 
 def enough(min_ready: int | None, replicas: int) -> int:
-    """How many of a group's ``replicas`` have to be ready, or done: ``min_ready``, by default all."""
+    """How many of a group's ``replicas`` have to be ready, or done: ``min_ready``, by
+    default all."""
     return replicas if min_ready is None else min(min_ready, replicas)
 
 
@@ -46,15 +49,16 @@ def is_good(states: Sequence[ReplicaState], min_ready: int | None = None) -> boo
 
 
 def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
-    """Whether enough replicas have finished, at least one, and the others have failed: a group that was scaled to none rests,
-    and is not done.
+    """Whether enough replicas have finished, at least one, and the others have failed:
+    a group that was scaled to none rests, and is not done.
     """
     finished = states.count("finished")
     return is_over(states) and finished >= max(1, enough(min_ready, len(states)))
 
 
 def is_over(states: Sequence[ReplicaState]) -> bool:
-    """Whether no replica will do anything any more, by itself or by an operator's restart of one that is drained."""
+    """Whether no replica will do anything any more, by itself or by an operator's
+    restart of one that is drained."""
     return bool(states) and OVER.issuperset(states)
 
 
@@ -79,9 +83,11 @@ def unmet(
 
 
 def within(states: Mapping[int, ReplicaState], todo: Sequence[int], max_unavailable: int) -> list[int]:
-    """Which of ``todo`` a rolling restart may end now, so that never more than ``max_unavailable`` are away by it.
+    """Which of ``todo`` a rolling restart may end now, so that never more than
+    ``max_unavailable`` are away by it.
 
-    Replicas that are away anyway (not ready, not done) come first: to end them costs nothing.
+    Replicas that are away anyway (not ready, not done) come first: to end them costs
+    nothing.
 
     :param states: of all replicas of the group, by index.
     """

@@ -1,22 +1,26 @@
-"""Whether and when the replicas of a group start again after they ended badly. Pure: the time is an argument.
+"""Whether and when the replicas of a group start again after they ended badly. Pure:
+the time is an argument.
 
 Theory of operation
 ===================
 
-Three rules are asked, in this order, each time a generation has ended and nobody asked for that:
+Three rules are asked, in this order, each time a generation has ended and nobody asked
+for that:
 
 1. **The policy**: ``always``, ``on-failure`` or ``never``.
-2. **Progress**: ``no_progress_cycles`` generations in a row that ended badly, and in which the replica came to no step or
-   version that it had not reached before, are a crash loop that no restart mends. A generation that ran for a whole
-   ``window_s`` is no part of a crash loop, whatever it reached. What is on no channel has no steps: for it there is no such
-   rule.
+2. **Progress**: ``no_progress_cycles`` generations in a row that ended badly, and in
+   which the replica came to no step or version that it had not reached before, are a
+   crash loop that no restart mends. A generation that ran for a whole ``window_s`` is
+   no part of a crash loop, whatever it reached. What is on no channel has no steps: for
+   it there is no such rule.
 3. **The budget** (:mod:`replicas.core.lives.budget`), which also gives the delay.
 
-With ``strategy = "group"`` one replica that fails takes all others of its group with it. That is one *incident*, whoever of
-them dies of it: it spends one restart, it is one cycle, and all come back together, after one delay
-(:meth:`Restarts.resumed`).
+With ``strategy = "group"`` one replica that fails takes all others of its group with
+it. That is one *incident*, whoever of them dies of it: it spends one restart, it is one
+cycle, and all come back together, after one delay (:meth:`Restarts.resumed`).
 
-Restarts that somebody asked for (an operator, a reload, a preemption) never come here, and so spend nothing.
+Restarts that somebody asked for (an operator, a reload, a preemption) never come here,
+and so spend nothing.
 """
 
 from __future__ import annotations
@@ -53,7 +57,8 @@ class Restarts:
         self.config = config
         self.budget = RestartBudget(config, rng=rng)
         self.cycles: dict[int, int] = {}
-        """Generations in a row without progress, by replica (or for the whole group)."""
+        """Generations in a row without progress, by replica (or for the whole
+        group)."""
         self._resume_at: float | None = None
 
     def use(self, config: RestartConfig) -> None:
@@ -92,7 +97,8 @@ class Restarts:
         return Verdict(delay_s)
 
     def resumed(self) -> None:
-        """The replicas are being started again: the next failure is another incident."""
+        """The replicas are being started again: the next failure is another
+        incident."""
         self._resume_at = None
 
     def resume_in_s(self, now: float) -> float:
@@ -105,7 +111,8 @@ class Restarts:
 
     @property
     def no_progress_remaining_ratio(self) -> float:
-        """Share of ``no_progress_cycles`` that every replica has left, from 0 to 1; without such a rule 1."""
+        """Share of ``no_progress_cycles`` that every replica has left, from 0 to 1;
+        without such a rule 1."""
         limit = self.config.no_progress_cycles
         return max(0.0, 1.0 - max(self.cycles.values(), default=0) / limit) if limit else 1.0
 
@@ -123,12 +130,13 @@ class Restarts:
         """The replica is no longer wanted; the restarts that it spent remain spent."""
         self.cycles.pop(replica, None)
 
-    # ------------------------------------------------------------ over the death of a supervisor
+    # --------------------------------------------------- over the death of a supervisor
 
     def restore(self, *, spent: Sequence[tuple[float, int]], cycles: Mapping[int, int], now: float) -> None:
         """Go on from what an earlier supervisor had spent.
 
-        :param spent: age in seconds and replica of each restart in the window, as in :meth:`RestartBudget.ages`.
+        :param spent: age in seconds and replica of each restart in the window, as in
+            :meth:`RestartBudget.ages`.
         """
         self.cycles = {replica: count for replica, count in cycles.items() if count}
         self.budget.restore(spent, now=now)

@@ -1,10 +1,13 @@
-"""Replicas that are being ended: what they have begun may finish, and nothing new waits for them.
+"""Replicas that are being ended: what they have begun may finish, and nothing new waits
+for them.
 
-A *draining* replica is not asked to take a new version, nor caught up, nor admitted again; no new round is opened for it. The
-same holds for ranks of it that join only now. It is *busy* while it packs or moves a version of its own, takes part in a
-transfer (also as one who gives), has ranks that load what others of it have loaded already, or has posted an operation.
-At the first moment at which it is not busy,
-:class:`~replicas.core.effects.ReplicaIdle` is emitted, once, and whoever wants to end it should do so.
+A *draining* replica is not asked to take a new version, nor caught up, nor admitted
+again; no new round is opened for it. The same holds for ranks of it that join only now.
+It is *busy* while it packs or moves a version of its own, takes part in a transfer
+(also as one who gives), has ranks that load what others of it have loaded already, or
+has posted an operation. At the first moment at which it is not busy,
+:class:`~replicas.core.effects.ReplicaIdle` is emitted, once, and whoever wants to end
+it should do so.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """How often members send a sign of life, and how long none is no reason to worry.
 
-Members send heartbeats every second; beyond :data:`BEATS_PER_S` members of a channel less often, at most every
-:data:`HEARTBEAT_MAX_S`, so that the coordinator's part in it stays small. Each member is told in its Welcome, and again in
-the View of a new epoch. One that is told to hurry may not have heard it yet: a shorter interval is expected only after a
-while.
+Members send heartbeats every second; beyond :data:`BEATS_PER_S` members of a channel
+less often, at most every :data:`HEARTBEAT_MAX_S`, so that the coordinator's part in it
+stays small. Each member is told in its Welcome, and again in the View of a new epoch.
+One that is told to hurry may not have heard it yet: a shorter interval is expected only
+after a while.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
-"""How far each replica has ever come on a channel: its newest step and version, kept over its generations.
+"""How far each replica has ever come on a channel: its newest step and version, kept
+over its generations.
 
-A replica that is started again from a checkpoint repeats old steps: that is no progress. Operations without a ``step=`` tag
-have no number that could be compared, so that each of them counts.
+A replica that is started again from a checkpoint repeats old steps: that is no
+progress. Operations without a ``step=`` tag have no number that could be compared, so
+that each of them counts.
 """
 
 from __future__ import annotations
@@ -36,7 +38,8 @@ class Marks:
             self.step(member, step)
 
     def of(self, group: str, replica: int) -> tuple[int, int, int]:
-        """Newest step (-1: none), newest version, number of operations without a step."""
+        """Newest step (-1: none), newest version, number of operations without a
+        step."""
         key = (group, replica)
         return self._steps.get(key, -1), self._versions.get(key, 0), self._operations.get(key, 0)
 

@@ -3,22 +3,26 @@
 Theory of operation
 ===================
 
-Members on one host read one memory: nothing is sent between them. That two are on one host is *proven*, never inferred from
-names or addresses. Each process has a *beacon*, a little memory with a nonce in it. Those whose boot id, pid namespace and
-user are equal *may* be on one host; a newcomer is told the beacons of a few such members of each known host
-(:class:`~replicas.messages.Locate`), tries to open them, and says which one it could read. It is admitted when it has
-answered; one that can open none of them, does not answer in time, or later fails to map what it should, is a host of its
-own, to which everything is sent. With ``transport = "group"`` everybody is. The coordinator has a beacon, too: its host is
-one of them, whether or not a member is on it.
+Members on one host read one memory: nothing is sent between them. That two are on one
+host is *proven*, never inferred from names or addresses. Each process has a *beacon*, a
+little memory with a nonce in it. Those whose boot id, pid namespace and user are equal
+*may* be on one host; a newcomer is told the beacons of a few such members of each known
+host (:class:`~replicas.messages.Locate`), tries to open them, and says which one it
+could read. It is admitted when it has answered; one that can open none of them, does
+not answer in time, or later fails to map what it should, is a host of its own, to which
+everything is sent. With ``transport = "group"`` everybody is. The coordinator has a
+beacon, too: its host is one of them, whether or not a member is on it.
 
-With ``staging = "device"`` memory is a GPU's: members are on one "host" when that is proven and they have the same GPU. The
-coordinator has none there.
+With ``staging = "device"`` memory is a GPU's: members are on one "host" when that is
+proven and they have the same GPU. The coordinator has none there.
 
-**Memory that is lent.** The owner of a slot (a publisher, or the member that received a version for its host) may write it
-again when nobody has it mapped any more. It learns that from the kernel, not from here: readers hold locks on the memory.
-But a lock says nothing about why it is held. So the owner of an older version is told (:class:`~replicas.messages.Released`)
-when no member of its host that can be heard has that version any more: what is locked then belongs to a process that is
-frozen or cut off, and is put aside rather than waited for.
+**Memory that is lent.** The owner of a slot (a publisher, or the member that received a
+version for its host) may write it again when nobody has it mapped any more. It learns
+that from the kernel, not from here: readers hold locks on the memory. But a lock says
+nothing about why it is held. So the owner of an older version is told
+(:class:`~replicas.messages.Released`) when no member of its host that can be heard has
+that version any more: what is locked then belongs to a process that is frozen or cut
+off, and is put aside rather than waited for.
 """
 
 from __future__ import annotations
@@ -35,17 +39,20 @@ from replicas.messages.identity import Member
 __all__ = ["Hosts", "Place"]
 
 LOCATE_S = 5.0
-"""How long a newcomer is waited for to say on which host it is. Only itself waits: it is not admitted before."""
+"""How long a newcomer is waited for to say on which host it is. Only itself waits: it
+is not admitted before."""
 REPRESENTATIVES = 3
 """Members of one host that a newcomer tries."""
 
 Place = tuple[str, int, int]
-"""Boot id, pid namespace, user: equal for all members of one host, and not only for them."""
+"""Boot id, pid namespace, user: equal for all members of one host, and not only for
+them."""
 
 
 @dataclass(slots=True)
 class _Search:
-    """A newcomer that has been asked. ``hosts``: of the beacons that it was given last, in their order. ``tried``: all."""
+    """A newcomer that has been asked. ``hosts``: of the beacons that it was given last,
+    in their order. ``tried``: all."""
 
     until: float
     hosts: list[int] = field(default_factory=list)
@@ -57,7 +64,8 @@ class Hosts:
 
     :param shared: whether members may share memory at all (``transport = "auto"``).
     :param by_device: only those with one GPU do (``staging = "device"``).
-    :param here: place and beacon of the coordinator's process, if it may share memory, too.
+    :param here: place and beacon of the coordinator's process, if it may share memory,
+        too.
     :ivar own: number of the coordinator's host; 0: it has none.
     """
 
@@ -96,7 +104,8 @@ class Hosts:
             self._search(state, _Search(now + LOCATE_S))
 
     def _search(self, state: MemberState, search: _Search) -> None:
-        """Have it try the hosts that it has not tried; without any it is a host of its own."""
+        """Have it try the hosts that it has not tried; without any it is a host of its
+        own."""
         beacons, search.hosts = self._candidates(state, search.tried)
         if not beacons:
             self._put(state, self._new())
@@ -106,7 +115,8 @@ class Hosts:
         self._out.append(Send(state.member, Locate(tuple(beacons))))
 
     def located(self, state: MemberState, message: Located) -> None:
-        """It has looked. Others may have said meanwhile that they are elsewhere: then it looks there, too."""
+        """It has looked. Others may have said meanwhile that they are elsewhere: then
+        it looks there, too."""
         search = self._searches.pop(state.member, None)
         if search is None:
             return
@@ -128,7 +138,8 @@ class Hosts:
         self._take(state)
 
     def tick(self, now: float) -> None:
-        """Those who have not answered are hosts of their own; owners learn what nobody uses any more."""
+        """Those who have not answered are hosts of their own; owners learn what nobody
+        uses any more."""
         for member, search in list(self._searches.items()):
             state = self._roster.get(member)
             if now > search.until and state is not None:
@@ -187,7 +198,8 @@ class Hosts:
     # ------------------------------------------------------------ whose memory is used
 
     def release(self, latest: int, now: float, *, host: int | None = None) -> None:
-        """Tell the owners of older versions than ``latest`` which of them nobody uses any more: all, or those of a host."""
+        """Tell the owners of older versions than ``latest`` which of them nobody uses
+        any more: all, or those of a host."""
         for state in self._roster if host is None else self.on(host):
             for version in [version for version in state.lent if version < latest] if state.lent else ():
                 if not self._used(state, version, now):

@@ -3,17 +3,21 @@
 Theory of operation
 ===================
 
-A link is a pair of addresses, and a link is bad, not a member: both ends may work with everybody else. So nobody is thrown
-out for one. Bytes go over somebody who reaches both ends (:mod:`replicas.core.moving.paths`), and a member whom nobody reaches who
-has the bytes is caught up as soon as somebody does. Members with one address have no link between them.
+A link is a pair of addresses, and a link is bad, not a member: both ends may work with
+everybody else. So nobody is thrown out for one. Bytes go over somebody who reaches both
+ends (:mod:`replicas.core.moving.paths`), and a member whom nobody reaches who has the
+bytes is caught up as soon as somebody does. Members with one address have no link
+between them.
 
-A link is *broken* when members could not connect over it before they built a group (:mod:`replicas.sidecar.meeting`), or when
-it was in doubt, and a transfer over it has stood still again. Nothing uses it but *trials*: a group of two members, tried
-again soon and then a little later each time, until one works. No publish suffers from finding that out, and a link is in
-use again within seconds after it was healed.
+A link is *broken* when members could not connect over it before they built a group
+(:mod:`replicas.sidecar.meeting`), or when it was in doubt, and a transfer over it has
+stood still again. Nothing uses it but *trials*: a group of two members, tried again
+soon and then a little later each time, until one works. No publish suffers from finding
+that out, and a link is in use again within seconds after it was healed.
 
-A link is *in doubt* when bytes were under way over it in a transfer that stood still, or that it slowed down: other ways are
-taken as long as there are any. Each time that happens the doubt is longer. Versions that went over a link put an end to it.
+A link is *in doubt* when bytes were under way over it in a transfer that stood still,
+or that it slowed down: other ways are taken as long as there are any. Each time that
+happens the doubt is longer. Versions that went over a link put an end to it.
 """
 
 from __future__ import annotations
@@ -42,7 +46,8 @@ DOUBT = Backoff(2.0, 300.0)
 
 @dataclass(slots=True)
 class _Fault:
-    """What is known against one link. ``count``: how often it was found out; ``tries``: trials that have failed since."""
+    """What is known against one link. ``count``: how often it was found out; ``tries``:
+    trials that have failed since."""
 
     why: str = ""
     count: int = 0
@@ -67,7 +72,8 @@ class Links:
         return bool(self._faults)
 
     def works(self, one: MemberState, other: MemberState, now: float, *, surely: bool = False) -> bool:
-        """Whether the link between two members may be used. ``surely``: and is not in doubt."""
+        """Whether the link between two members may be used. ``surely``: and is not in
+        doubt."""
         fault = self._faults.get(frozenset((one.address, other.address)))
         return fault is None or not (fault.broken or (surely and now < fault.doubt_until))
 
@@ -99,7 +105,8 @@ class Links:
                 fault.broken, fault.tries, fault.trial_at = True, 0, now + TRIAL.first_s
 
     def doubt(self, pairs: Pairs, why: str, now: float) -> None:
-        """Bytes were under way between these addresses in a transfer that stood still."""
+        """Bytes were under way between these addresses in a transfer that stood
+        still."""
         links = {frozenset(pair) for pair in pairs if len(set(pair)) == 2}
         again = [link for link in links if link in self._faults and now < self._faults[link].doubt_until]
         for link in links:
@@ -188,7 +195,8 @@ class Links:
                 fault.trial, fault.trial_at = None, now
 
     def lost(self, member: Member, now: float) -> None:
-        """A member is gone: what it was tried with says nothing, and is tried with another one."""
+        """A member is gone: what it was tried with says nothing, and is tried with
+        another one."""
         for fault in self._faults.values():
             if fault.trial is not None and fault.trial.with_member(member):
                 fault.trial.abandon()

@@ -14,7 +14,8 @@ __all__ = ["Held", "MemberState", "Reading"]
 
 
 class Held(dict[int, str]):
-    """Digests of the versions that a member holds. ``on_change(version, held)``: called when one comes or goes."""
+    """Digests of the versions that a member holds. ``on_change(version, held)``: called
+    when one comes or goes."""
 
     on_change: Callable[[int, bool], None] | None = None
 
@@ -61,7 +62,8 @@ class Held(dict[int, str]):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How far a member had a manifest when it asked for more of it. Times of the monotonic clock."""
+    """How far a member had a manifest when it asked for more of it. Times of the
+    monotonic clock."""
 
     manifest_hash: str
     since: float
@@ -80,15 +82,19 @@ class MemberState:
     """What the coordinator knows of one member.
 
     :ivar note: why it is behind or quarantined.
-    :ivar missed: the version without which it was left behind: it is with the others again when it holds that or a newer one.
+    :ivar missed: the version without which it was left behind: it is with the others
+        again when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
     :ivar rtt_s: how long a round trip to it takes lately; 0: not known.
     :ivar slow: the others went on without it, because it would have held them up.
     :ivar served: it was caught up since it was quarantined.
-    :ivar draining: it is being ended: it may finish what it has begun, and takes no part in anything new.
-    :ivar resumed: it has said all that is under way at it (at once, unless it comes from another coordinator).
+    :ivar draining: it is being ended: it may finish what it has begun, and takes no
+        part in anything new.
+    :ivar resumed: it has said all that is under way at it (at once, unless it comes
+        from another coordinator).
     :ivar cut_at: when its connection ended; 0 while it has one.
-    :ivar host: number of the host that it is on (:mod:`replicas.core.members.hosts`); 0: not known yet.
+    :ivar host: number of the host that it is on (:mod:`replicas.core.members.hosts`);
+        0: not known yet.
     :ivar reading: the manifest that it has asked for last.
     :ivar places: where the slots lie that it has filled for a publish, by version.
     :ivar lent: versions in memory of its own that others of its host may have mapped.
@@ -131,7 +137,8 @@ class MemberState:
         self.standing = MEMBER.next(self.standing, event)
 
     def forget(self, version: int) -> bool:
-        """It has neither the version nor a part of it any more; False when it had neither."""
+        """It has neither the version nor a part of it any more; False when it had
+        neither."""
         had = self.held.pop(version, None) is not None or version in self.parts
         self.parts.discard(version)
         self.places.pop(version, None)
@@ -144,7 +151,8 @@ class MemberState:
 
     @property
     def caught_up(self) -> bool:
-        """Whether it has what it was left behind without. A target that takes nothing would hold up the others each time."""
+        """Whether it has what it was left behind without. A target that takes nothing
+        would hold up the others each time."""
         return not self.missed or max(self.held, default=0) >= self.missed
 
     @property

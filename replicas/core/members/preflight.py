@@ -1,16 +1,18 @@
-"""Whether a process that wants to join can work with those that are there, told at the door and not by a hang.
+"""Whether a process that wants to join can work with those that are there, told at the
+door and not by a hang.
 
 Theory of operation
 ===================
 
-:func:`check_join` compares what the newcomer's Hello says with the Hello of every other process of the channel: torch's
-release, and, where NCCL would be used, its version, the variables that must agree, and the GPUs. Where NCCL would be used:
-``backend = "nccl"``, or ``"auto"`` and both processes have a GPU. Only members that carry bytes ever meet in a group, so
-NCCL is compared for those alone. Observers are not checked, and neither is an earlier incarnation of the same identity,
-which the newcomer replaces.
+:func:`check_join` compares what the newcomer's Hello says with the Hello of every other
+process of the channel: torch's release, and, where NCCL would be used, its version, the
+variables that must agree, and the GPUs. Where NCCL would be used: ``backend = "nccl"``,
+or ``"auto"`` and both processes have a GPU. Only members that carry bytes ever meet in
+a group, so NCCL is compared for those alone. Observers are not checked, and neither is
+an earlier incarnation of the same identity, which the newcomer replaces.
 
-With ``staging = "device"`` whoever carries bytes must have a GPU. Those who have the same one share its memory there, and
-NCCL is not between them.
+With ``staging = "device"`` whoever carries bytes must have a GPU. Those who have the
+same one share its memory there, and NCCL is not between them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,8 @@ __all__ = ["MULTI_RANK_VERSION", "NCCL_AGREED", "carries_bytes", "check_join", "
 
 NCCL_AGREED = frozenset(
     (
-        # what is sent in which way: both ends of a connection choose for themselves, and must choose alike
+        # what is sent in which way: both ends of a connection choose for themselves,
+        # and must choose alike
         "NCCL_ALGO",
         "NCCL_PROTO",
         "NCCL_NET",
@@ -67,19 +70,22 @@ NCCL_AGREED = frozenset(
 )
 """NCCL's variables that must have the same value, or none, in all processes of a group.
 
-All others may differ: those that describe one host (NCCL_SOCKET_IFNAME, NCCL_IB_HCA, NCCL_TOPO_FILE, NCCL_HOSTID, ...), those
-that only log (NCCL_DEBUG...), and limits of one side's patience (NCCL_IB_TIMEOUT, ...).
+All others may differ: those that describe one host (NCCL_SOCKET_IFNAME, NCCL_IB_HCA,
+NCCL_TOPO_FILE, NCCL_HOSTID, ...), those that only log (NCCL_DEBUG...), and limits of
+one side's patience (NCCL_IB_TIMEOUT, ...).
 """
 
 _UNSET = "unset"
 MULTI_RANK_VERSION = (2, 30)
-"""The NCCL that can have several ranks on one GPU, where ``NCCL_MULTI_RANK_GPU_ENABLE=1`` says that it may."""
+"""The NCCL that can have several ranks on one GPU, where
+``NCCL_MULTI_RANK_GPU_ENABLE=1`` says that it may."""
 
 
 def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> None:
     """Compare a newcomer with the processes that are there.
 
-    :raises replicas.errors.Preflight: it cannot work here, or with one of them; names what is wrong and the remedy.
+    :raises replicas.errors.Preflight: it cannot work here, or with one of them; names
+        what is wrong and the remedy.
     """
     if hello.observe:
         return
@@ -95,9 +101,11 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
 
 
 def nccl_works(hellos: Sequence[Hello]) -> bool:
-    """Whether NCCL takes these as one group: each has a GPU, and no two the same one, unless it has been told to allow that.
+    """Whether NCCL takes these as one group: each has a GPU, and no two the same one,
+    unless it has been told to allow that.
 
-    It takes processes with one GPU for ones with two when their NCCL_HOSTID differ (correct, and slow).
+    It takes processes with one GPU for ones with two when their NCCL_HOSTID differ
+    (correct, and slow).
     """
     seen: set[tuple[str, str]] = set()
     for hello in hellos:
@@ -164,7 +172,8 @@ def _check_nccl(hello: Hello, other: Hello, config: ChannelConfig) -> None:
 
 
 def _check_devices(hello: Hello, other: Hello, config: ChannelConfig) -> None:
-    """Only where NCCL is demanded: ``backend = "auto"`` takes gloo for members that share a GPU.
+    """Only where NCCL is demanded: ``backend = "auto"`` takes gloo for members that
+    share a GPU.
 
     Where they share the GPU's memory, too, NCCL is not asked to join them.
     """

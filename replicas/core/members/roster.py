@@ -3,18 +3,22 @@
 Theory of operation
 ===================
 
-A member's standing moves by the table :data:`replicas.core.membership.MEMBER`. The *live* ones are the current epoch, an
-immutable view whose number strictly grows: a loss makes a new epoch at once, joins wait for :meth:`Roster.admit`. One
-identity (group, replica, rank) has at most one incarnation: a later join fences the earlier.
+A member's standing moves by the table :data:`replicas.core.membership.MEMBER`. The
+*live* ones are the current epoch, an immutable view whose number strictly grows: a loss
+makes a new epoch at once, joins wait for :meth:`Roster.admit`. One identity (group,
+replica, rank) has at most one incarnation: a later join fences the earlier.
 
-An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on *probation* when it comes back: it is
-served and admitted only after a while, twice as long each time, so that a program that dies right after each start does not
-interrupt the others each time.
+An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on
+*probation* when it comes back: it is served and admitted only after a while, twice as
+long each time, so that a program that dies right after each start does not interrupt
+the others each time.
 
-A member whose last sign of life is older than the suspicion time (three missed heartbeats, of which
-:mod:`replicas.core.members.heartbeats` tells how often they come) is *suspect*: transfers go on without it. So is one whose
-connection has ended, and that has not come back within :data:`CUT_S`. One older than its lease is lost. The shell extends
-all of them by the pauses of its own loop (:meth:`Roster.forgive`), so that a stopped coordinator evicts nobody.
+A member whose last sign of life is older than the suspicion time (three missed
+heartbeats, of which :mod:`replicas.core.members.heartbeats` tells how often they come)
+is *suspect*: transfers go on without it. So is one whose connection has ended, and that
+has not come back within :data:`CUT_S`. One older than its lease is lost. The shell
+extends all of them by the pauses of its own loop (:meth:`Roster.forgive`), so that a
+stopped coordinator evicts nobody.
 """
 
 from __future__ import annotations
@@ -51,9 +55,11 @@ PROBATION = Backoff(1.0, 30.0)
 class GroupShape:
     """What a coordinator knows of a group.
 
-    :param replicas: replicas that are expected; operations between peers wait for their first join.
+    :param replicas: replicas that are expected; operations between peers wait for their
+        first join.
     :param world_size: ranks of each replica.
-    :param heartbeat_timeout_s: lease of a member: without a sign of life for so long it is lost. Default 30 s.
+    :param heartbeat_timeout_s: lease of a member: without a sign of life for so long it
+        is lost. Default 30 s.
     """
 
     replicas: int = 1
@@ -81,11 +87,13 @@ class Roster:
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
         self.left: dict[str, tuple[int, float]] = {}
-        """Generation of those that left in good order, and when, by name, until they join again."""
+        """Generation of those that left in good order, and when, by name, until they
+        join again."""
         self._losses: dict[str, deque[float]] = {}
         self._isolations: dict[str, deque[float]] = {}
         self._isolated: dict[str, str] = {}
-        """Why identities were quarantined that are not there now, and have not been tried again."""
+        """Why identities were quarantined that are not there now, and have not been
+        tried again."""
 
     def __iter__(self) -> Iterator[MemberState]:
         return iter(self._members.values())
@@ -119,7 +127,8 @@ class Roster:
     def settings_for(self, hello: Hello) -> ChannelSettings:
         """What this process is on the channel.
 
-        :raises errors.UnknownChannel: its group has no part in it, and it does not only observe.
+        :raises errors.UnknownChannel: its group has no part in it, and it does not only
+            observe.
         """
         config = self.config
         source, target = _party(config.sources, hello.group), _party(config.targets, hello.group)
@@ -152,9 +161,11 @@ class Roster:
         )
 
     def add(self, hello: Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
-        """Register a new incarnation; returns it and the one that it fences, which the caller must lose first.
+        """Register a new incarnation; returns it and the one that it fences, which the
+        caller must lose first.
 
-        :raises errors.ReplicasError: the Hello is not acceptable, or it cannot work with those that are there.
+        :raises errors.ReplicasError: the Hello is not acceptable, or it cannot work
+            with those that are there.
         """
         self._check(hello)
         check_join(hello, self.index.others(hello), self.config)
@@ -196,7 +207,8 @@ class Roster:
         return state
 
     def was_isolated(self, name: str) -> str:
-        """Why the last one of this identity was quarantined when it went, if it was; asked once."""
+        """Why the last one of this identity was quarantined when it went, if it was;
+        asked once."""
         return self._isolated.pop(name, "")
 
     def note_loss(self, name: str, now: float) -> None:
@@ -223,7 +235,8 @@ class Roster:
         return self.index.by_name.get(name)
 
     def admit(self, now: float) -> bool:
-        """Make every member that waits for it live, in one new epoch; False when there was none."""
+        """Make every member that waits for it live, in one new epoch; False when there
+        was none."""
         waiting = self.waiting(now)
         for state in waiting:
             state.step("admitted")
@@ -238,7 +251,8 @@ class Roster:
         return [state for state in self._apart(now) if state.caught_up]
 
     def missing(self, now: float) -> list[MemberState]:
-        """Those who would be admitted now, if they had the version that they have missed."""
+        """Those who would be admitted now, if they had the version that they have
+        missed."""
         return [state for state in self._apart(now) if not state.caught_up]
 
     def _apart(self, now: float) -> list[MemberState]:
@@ -246,7 +260,8 @@ class Roster:
         return [s for s in apart if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Whether it may be with the others now: it is known where it is, can be heard, may be trusted, and will stay."""
+        """Whether it may be with the others now: it is known where it is, can be heard,
+        may be trusted, and will stay."""
         return now >= state.not_before and self.available(state, now)
 
     def available(self, state: MemberState, now: float) -> bool:
@@ -254,14 +269,16 @@ class Roster:
         return state.host != 0 and not state.draining and not self.suspect(state, now)
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
-        """Out of the epoch, but still a member: it is caught up and admitted again at a boundary."""
+        """Out of the epoch, but still a member: it is caught up and admitted again at a
+        boundary."""
         state.step("left_behind")
         state.note, state.missed = why, missed
         self.index.apart[state.member] = state
         self.epoch += 1
 
     def note_isolation(self, name: str, now: float) -> int:
-        """An identity is about to be quarantined: how often that has been so lately, this time included."""
+        """An identity is about to be quarantined: how often that has been so lately,
+        this time included."""
         times = self._isolations.setdefault(name, deque(maxlen=16))
         times.append(now)
         return len(times)
@@ -308,7 +325,8 @@ class Roster:
         return self.index.holders(version)
 
     def lacking(self, version: int) -> list[MemberState]:
-        """Targets that take bytes, live or not, and do not hold ``version``. Costs nothing when there are none."""
+        """Targets that take bytes, live or not, and do not hold ``version``. Costs
+        nothing when there are none."""
         return self.index.lacking(version)
 
     # ------------------------------------------------------------ signs of life
@@ -337,7 +355,8 @@ class Roster:
         return interval_s
 
     def suspect(self, state: MemberState, now: float) -> bool:
-        """Whether it has missed three heartbeats, or lost its connection and not come back."""
+        """Whether it has missed three heartbeats, or lost its connection and not come
+        back."""
         cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
         return cut or now - state.last_seen > self._heartbeats.patience_s
 
@@ -353,14 +372,16 @@ class Roster:
         return [s for s in silent if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
 
     def forgive(self, pause_s: float, now: float) -> None:
-        """The coordinator itself was not running for ``pause_s``: nobody could be heard, or seen to make progress."""
+        """The coordinator itself was not running for ``pause_s``: nobody could be
+        heard, or seen to make progress."""
         for state in self:
             state.last_seen = max(state.last_seen, min(state.last_seen + pause_s, now))
             state.cut_at = min(state.cut_at + pause_s, now) if state.cut_at else 0.0
             state.progressed_at = max(state.progressed_at, min(state.progressed_at + pause_s, now))
 
     def pardon(self, members: Container[Member], silence_s: float, now: float, *, grace_s: float = 0.0) -> None:
-        """``members`` are not judged by ``silence_s``, in which nobody was heard; those in no doubt before have a grace."""
+        """``members`` are not judged by ``silence_s``, in which nobody was heard; those
+        in no doubt before have a grace."""
         for state in self:
             if state.member in members:
                 doubtful = self.suspect(state, now - silence_s)
@@ -372,14 +393,16 @@ class Roster:
         return preflight_shape(hello, carries=carries_bytes(hello, self.config), by_device=by_device)
 
     def _carries(self, settings: ChannelSettings, hello: Hello) -> bool:
-        """Whether bytes go to or from this rank (as a target or a peer; sources are looked at by the publish)."""
+        """Whether bytes go to or from this rank (as a target or a peer; sources are
+        looked at by the publish)."""
         if settings.role == "peer":
             return settings.peer_ranks != "leader" or hello.rank == 0
         party = _party(self.config.targets, hello.group)
         return party is None or party.ranks != "leader" or hello.rank == 0
 
     def _check_newer(self, member: Member, hello: Hello, holder: MemberState) -> None:
-        """Of two that were members under another coordinator, the one that was fenced there has not heard of later epochs.
+        """Of two that were members under another coordinator, the one that was fenced
+        there has not heard of later epochs.
 
         :raises errors.Fenced: it is not ``hello`` that comes later.
         """

@@ -1,14 +1,17 @@
-"""Indices of a roster, so that one message of one member never costs a walk over all members.
+"""Indices of a roster, so that one message of one member never costs a walk over all
+members.
 
 Theory of operation
 ===================
 
-A sync to *n* members is some ten messages for each of them; what walks all members at a message makes it quadratic. The
-questions that come up at each message are answered from sets that are kept up to date instead: who has an identity's name,
-who is of a replica, who holds a version and which targets lack it.
+A sync to *n* members is some ten messages for each of them; what walks all members at a
+message makes it quadratic. The questions that come up at each message are answered from
+sets that are kept up to date instead: who has an identity's name, who is of a replica,
+who holds a version and which targets lack it.
 
-What a member holds is changed in many places. So it is a :class:`~replicas.core.members.member_state.Held`, a dict that
-reports versions that come and go, and nobody has to remember that there is an index.
+What a member holds is changed in many places. So it is a
+:class:`~replicas.core.members.member_state.Held`, a dict that reports versions that
+come and go, and nobody has to remember that there is an index.
 """
 
 from __future__ import annotations
@@ -24,7 +27,8 @@ __all__ = ["RosterIndex", "preflight_shape"]
 
 
 class RosterIndex:
-    """Of one roster; it is told of each member that comes or goes. ``on_held(state)``: it holds more or less than before."""
+    """Of one roster; it is told of each member that comes or goes. ``on_held(state)``:
+    it holds more or less than before."""
 
     def __init__(self, shape_of: Callable[[Hello], object]) -> None:
         self._shape_of = shape_of
@@ -82,13 +86,15 @@ class RosterIndex:
         return list(self._holders.get(version, {}).values())
 
     def lacking(self, version: int) -> list[MemberState]:
-        """Targets that take bytes and do not hold ``version``. Costs nothing when there are none."""
+        """Targets that take bytes and do not hold ``version``. Costs nothing when there
+        are none."""
         if self._holding_carriers.get(version, 0) == len(self._carriers):
             return []
         return [state for state in self._carriers.values() if version not in state.held]
 
     def others(self, hello: Hello) -> list[Hello]:
-        """One of each kind of members (see ``shape_of``), but no incarnation of the same identity."""
+        """One of each kind of members (see ``shape_of``), but no incarnation of the
+        same identity."""
         name = f"{hello.group}/{hello.replica}/{hello.rank}"
         found = []
         for states in self._alike.values():
@@ -118,7 +124,8 @@ def _discard(of: dict[Any, dict[Member, MemberState]], key: object, member: Memb
 
 
 def preflight_shape(hello: Hello, *, carries: bool, by_device: bool) -> object:
-    """What a newcomer is compared in: members that are alike in it are compared with once.
+    """What a newcomer is compared in: members that are alike in it are compared with
+    once.
 
     :param by_device: whether each GPU counts, or only that there are some.
     """

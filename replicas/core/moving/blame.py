@@ -3,11 +3,13 @@
 Theory of operation
 ===================
 
-A lane that fails with everybody alive is built once more. When that fails, too, its members are probed in pairs
-(:mod:`replicas.core.moving.probes`), and those that explain the bad pairs are quarantined; the transfer goes on without them. No
-probe is needed where the culprit is known: it no longer gives a sign of life, a preflight names it, or it alone has other
-bytes than all the rest. Who gives is no culprit as long as another one is named. A link that does not work is nobody's fault:
-the next attempt goes round it. When nothing is found, one more attempt decides.
+A lane that fails with everybody alive is built once more. When that fails, too, its
+members are probed in pairs (:mod:`replicas.core.moving.probes`), and those that explain
+the bad pairs are quarantined; the transfer goes on without them. No probe is needed
+where the culprit is known: it no longer gives a sign of life, a preflight names it, or
+it alone has other bytes than all the rest. Who gives is no culprit as long as another
+one is named. A link that does not work is nobody's fault: the next attempt goes round
+it. When nothing is found, one more attempt decides.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ class Verdict(Protocol):
 
 
 class Blame:
-    """Failures of one transfer. ``failures``: of its lane in a row, with everybody alive."""
+    """Failures of one transfer. ``failures``: of its lane in a row, with everybody
+    alive."""
 
     def __init__(self, ground: Ground, transfer: Verdict) -> None:
         self._ground = ground

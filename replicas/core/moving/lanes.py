@@ -1,11 +1,14 @@
 """Lanes: the process groups that an epoch needs, as state.
 
-A lane is formed once, over a fresh key prefix, by one sidecar of each of its members, in rank order. It is *forming* until
-each member has said so, then *formed*, and *dead* for good after the first failure or loss: a new attempt is a new lane
-(:data:`replicas.core.membership.LANE`). A *probe* is a lane that only shows whether its members can form one.
+A lane is formed once, over a fresh key prefix, by one sidecar of each of its members,
+in rank order. It is *forming* until each member has said so, then *formed*, and *dead*
+for good after the first failure or loss: a new attempt is a new lane
+(:data:`replicas.core.membership.LANE`). A *probe* is a lane that only shows whether its
+members can form one.
 
-What a member says of a lane that is forming over a store that has ended is no failure of the lane, and says nothing of its
-members: whoever needs it makes another over the next store. A store that somebody else writes to is ended for it.
+What a member says of a lane that is forming over a store that has ended is no failure
+of the lane, and says nothing of its members: whoever needs it makes another over the
+next store. A store that somebody else writes to is ended for it.
 """
 
 from __future__ import annotations
@@ -27,11 +30,13 @@ __all__ = ["Lane", "Lanes", "form_timeout"]
 SECRET_NBYTES = 32
 FORM_TIMEOUT_S = 20.0
 FORM_TRIPS = 25.0
-"""Members that form a process group wait for each other, and for the store, so many times one after the other."""
+"""Members that form a process group wait for each other, and for the store, so many
+times one after the other."""
 
 
 def form_timeout(remaining_s: float, rtt_s: float = 0.0) -> float:
-    """Of what is left of a deadline: long enough for a forkserver that is still starting, short enough to try again.
+    """Of what is left of a deadline: long enough for a forkserver that is still
+    starting, short enough to try again.
 
     :param rtt_s: how long a round trip to the farthest member takes.
     """
@@ -41,7 +46,8 @@ def form_timeout(remaining_s: float, rtt_s: float = 0.0) -> float:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One process group. ``store``: where it forms. ``pace``: how it gets on with what it moves now."""
+    """One process group. ``store``: where it forms. ``pace``: how it gets on with what
+    it moves now."""
 
     name: str
     prefix: str
@@ -76,7 +82,8 @@ class Lanes:
         store: Callable[[], tuple[str, int]],
         secret: bytes = b"",
     ) -> None:
-        """``secret``: nobody's but the coordinator's; those of the lanes are made of it."""
+        """``secret``: nobody's but the coordinator's; those of the lanes are made of
+        it."""
         self.roster = roster
         self._out = out
         self._base = f"{run}/{roster.config.name}/{term}"
@@ -141,7 +148,8 @@ class Lanes:
         return lane
 
     def tampered(self, lane: Lane) -> None:
-        """Its store was written to by others, says one of its members: another one takes its place."""
+        """Its store was written to by others, says one of its members: another one
+        takes its place."""
         if lane.state == "forming" and lane.store == self._store() != self._lost:
             self._lost = lane.store
             self._out.append(ReplaceStore(*lane.store))
@@ -155,7 +163,8 @@ class Lanes:
         self._lost = None
 
     def waits_for_store(self, lane: Lane) -> bool:
-        """Whether it cannot form, for no fault of its members: where they were to meet there is nothing any more."""
+        """Whether it cannot form, for no fault of its members: where they were to meet
+        there is nothing any more."""
         return lane.state == "forming" and (lane.store == self._lost or lane.store != self._store())
 
     def moved(self, member: Member, message: LaneMoved, now: float) -> None:
@@ -185,7 +194,8 @@ class Lanes:
     # ------------------------------------------------------------ between two transfers
 
     def keep(self, lane: Lane | None) -> None:
-        """Of the last transfer: it waits for the next one, in place of the one before."""
+        """Of the last transfer: it waits for the next one, in place of the one
+        before."""
         kept = self._kept
         if kept is not None and kept is not lane:
             self.close(kept)

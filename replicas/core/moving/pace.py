@@ -1,9 +1,11 @@
 """How a process group gets on: what its members say while they are at work in it.
 
-Every member tells about once a second what it has moved (:class:`~replicas.messages.LaneMoved`). A group *stands still* when
-all of those that are still waited for have said lately that nothing moves at them, for longer than a link may take to come
-back: one of its links, or one of its members, is broken, although all members can be heard. Bytes that move slowly are no
-failure. A member that says nothing proves nothing; its silence is judged elsewhere.
+Every member tells about once a second what it has moved
+(:class:`~replicas.messages.LaneMoved`). A group *stands still* when all of those that
+are still waited for have said lately that nothing moves at them, for longer than a link
+may take to come back: one of its links, or one of its members, is broken, although all
+members can be heard. Bytes that move slowly are no failure. A member that says nothing
+proves nothing; its silence is judged elsewhere.
 """
 
 from __future__ import annotations
@@ -17,7 +19,8 @@ from replicas.messages.identity import Member
 __all__ = ["STILL_S", "Pace"]
 
 STILL_S = 3.0
-"""Nothing moves for so long: it stands still. A lost packet is sent again after 0.2, 0.6 and 1.4 s."""
+"""Nothing moves for so long: it stands still. A lost packet is sent again after 0.2,
+0.6 and 1.4 s."""
 STALL_S = 1.0
 """After so long without a byte no rate is believed."""
 STILL_TRIPS = 3.0
@@ -58,7 +61,8 @@ class _Reports:
         return frozenset(self.all[-1][1].held_up) & frozenset(self.all[-2][1].held_up)
 
     def rate(self) -> float | None:
-        """Bytes a second that it receives: the most that was seen over some time; None: not known."""
+        """Bytes a second that it receives: the most that was seen over some time; None:
+        not known."""
         found = [
             (later.received - earlier.received) / (end - start)
             for (start, earlier), (end, later) in zip(self.all, list(self.all)[1:], strict=False)
@@ -85,7 +89,8 @@ class Pace:
         reports.all.append((now, message))
 
     def stands_still(self, awaited: Collection[Member], now: float) -> bool:
-        """Whether nothing moves any more. ``awaited``: members that have not said that they are done."""
+        """Whether nothing moves any more. ``awaited``: members that have not said that
+        they are done."""
         return bool(awaited) and all(one is not None and one.still for one in map(self._fresh(now).get, awaited))
 
     def gets_on(self, awaited: Iterable[Member], now: float) -> bool:
@@ -94,12 +99,14 @@ class Pace:
         return any(member in fresh and not fresh[member].still for member in awaited)
 
     def held_up_lately(self, awaited: Iterable[Member], now: float) -> list[tuple[Member, str]]:
-        """Of those that are awaited, in their order, who was held up lately, and by the link to which address."""
+        """Of those that are awaited, in their order, who was held up lately, and by the
+        link to which address."""
         fresh = self._fresh(now)
         return [(one, address) for one in awaited if one in fresh for address in sorted(fresh[one].held_up())]
 
     def held_up(self) -> set[tuple[Member, str]]:
-        """Members with bytes under way that the network does not take, and to which address."""
+        """Members with bytes under way that the network does not take, and to which
+        address."""
         return {(member, address) for member, one in self._reports.items() for address in one.last.held_up}
 
     def still_s(self) -> float:
@@ -112,7 +119,8 @@ class Pace:
         return reports.last.received if reports is not None else 0
 
     def stalls(self, member: Member) -> bool:
-        """Whether nothing moves at it just now: it is not known yet whether its link is slow or broken."""
+        """Whether nothing moves at it just now: it is not known yet whether its link is
+        slow or broken."""
         reports = self._reports.get(member)
         return reports is not None and reports.last.still_s >= STALL_S
 

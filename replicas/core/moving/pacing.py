@@ -3,25 +3,34 @@
 Theory of operation
 ===================
 
-A lane is a chain, so one broken or slow link stops or slows down all of its members; only the member in front of that link
-says that bytes are held up (:mod:`replicas.core.moving.pace`).
+A lane is a chain, so one broken or slow link stops or slows down all of its members;
+only the member in front of that link says that bytes are held up
+(:mod:`replicas.core.moving.pace`).
 
-*It stands still*: a failure with everybody alive. Where bytes were held up the link falls into doubt, and the next attempt
-takes another way (:mod:`replicas.core.members.links`); where nobody knows why, it is up to :mod:`replicas.core.moving.blame`.
+*It stands still*: a failure with everybody alive. Where bytes were held up the link
+falls into doubt, and the next attempt takes another way
+(:mod:`replicas.core.members.links`); where nobody knows why, it is up to
+:mod:`replicas.core.moving.blame`.
 
-*One link is slow*, and there is long to go: the next attempt takes other ways, so that those behind the others have it soon;
-who can be reached over slow links alone gets it afterwards. That it is one link is known when those before it in the chain
-are idle meanwhile, or when the same members were much faster the last time; else all may be alike, and nothing would be won.
-Before anything is known of anybody (the first version) whoever is behind the slow link comes last in the chain, once.
+*One link is slow*, and there is long to go: the next attempt takes other ways, so that
+those behind the others have it soon; who can be reached over slow links alone gets it
+afterwards. That it is one link is known when those before it in the chain are idle
+meanwhile, or when the same members were much faster the last time; else all may be
+alike, and nothing would be won. Before anything is known of anybody (the first version)
+whoever is behind the slow link comes last in the chain, once.
 
-A link over which nothing comes is not slow, but maybe broken: that shows when all stand still.
+A link over which nothing comes is not slow, but maybe broken: that shows when all stand
+still.
 
-A slow link is no failure: those behind it are waited for, but with ``on_lost = "drop"`` no longer than by some multiple of
-what the others took. By what they take, it is soon known that they will not make it. They are caught up at their own pace,
-and are with the others again after a while, longer each time: in attempts of their own, until they were fast enough in one.
+A slow link is no failure: those behind it are waited for, but with ``on_lost = "drop"``
+no longer than by some multiple of what the others took. By what they take, it is soon
+known that they will not make it. They are caught up at their own pace, and are with the
+others again after a while, longer each time: in attempts of their own, until they were
+fast enough in one.
 
-*The far* would hold up the others before a byte moves: to form a process group takes some twenty round trips. They are left
-in the same way, before an attempt, by what the kernel says of their sessions.
+*The far* would hold up the others before a byte moves: to form a process group takes
+some twenty round trips. They are left in the same way, before an attempt, by what the
+kernel says of their sessions.
 """
 
 from __future__ import annotations
@@ -46,8 +55,8 @@ LONG_S = 4.0
 UNKNOWN_S = 6.0
 """Where nothing is known of any of the links, with less than this."""
 FAR_TRIP_S = 0.25
-"""Beyond this round trip a process group forms more slowly than the others should wait: they go on without, and the far are
-caught up in process groups that have the time."""
+"""Beyond this round trip a process group forms more slowly than the others should wait:
+they go on without, and the far are caught up in process groups that have the time."""
 PATIENCE = 2.0
 """The slow are waited for by so many times what the others took,"""
 PATIENCE_S = 3.0
@@ -86,7 +95,8 @@ class Paced(Protocol):
 
 
 class Pacing:
-    """Of one transfer. ``rates``: bytes a second, by address, of those who were seen to be slow."""
+    """Of one transfer. ``rates``: bytes a second, by address, of those who were seen to
+    be slow."""
 
     def __init__(self, ground: Ground, transfer: Paced) -> None:
         self._ground = ground
@@ -154,7 +164,8 @@ class Pacing:
         return len({address for _, address in held_up}) == 1 and held_up[0][0] != lane.members[0]
 
     def _worth_a_try(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
-        """Whether it may be this link alone, for all that is known, and there is very long to go: once."""
+        """Whether it may be this link alone, for all that is known, and there is very
+        long to go: once."""
         usual = any(self._ground.links.usual(self._ground.roster.address(member)) for member in receivers)
         return not (usual or self.rates) and self._left_s(lane, slow) >= UNKNOWN_S
 
@@ -189,7 +200,8 @@ class Pacing:
             transfer.leave_slow(late, now)
 
     def leave_far(self, now: float) -> None:
-        """Before an attempt of a publish: those who would take too long to form a process group do not take part."""
+        """Before an attempt of a publish: those who would take too long to form a
+        process group do not take part."""
         transfer, roster = self._transfer, self._ground.roster
         if not transfer.drops:
             return
@@ -206,19 +218,22 @@ class Pacing:
         transfer.needers -= far.keys()
 
     def _note_slow(self, members: Iterable[Member], now: float) -> None:
-        """They are caught up at their own pace, and with the others again later, longer each time."""
+        """They are caught up at their own pace, and with the others again later, longer
+        each time."""
         for state in self._ground.roster.states(members):
             state.failures += 1
             state.slow, state.not_before = True, now + SLOW.after(state.failures)
 
     def _enough_without(self, late: Collection[Member]) -> bool:
-        """Whether the version can be committed with the others: some of them, and ``min_targets`` of their replicas."""
+        """Whether the version can be committed with the others: some of them, and
+        ``min_targets`` of their replicas."""
         others = (self._transfer.needers | self._transfer.verified) - set(late)
         replicas = {(member.group, member.replica) for member in others}
         return bool(others) and len(replicas) >= self._ground.roster.config.min_targets
 
     def _left_s(self, lane: Lane, member: Member) -> float:
-        """How long it still takes, by what was seen; 0 where nothing was, or nothing comes at all."""
+        """How long it still takes, by what was seen; 0 where nothing was, or nothing
+        comes at all."""
         nbytes = max(0, self._transfer.payload.nbytes - lane.pace.received(member))
         rate = lane.pace.rate(member)
         rate = self.rates.get(self._ground.roster.address(member)) if rate is None else rate
@@ -227,7 +242,8 @@ class Pacing:
         return nbytes / rate if rate else math.inf
 
     def slowest(self) -> list[str]:
-        """Names of those who still need it and were seen to be slow, or are behind a link that holds up the others."""
+        """Names of those who still need it and were seen to be slow, or are behind a
+        link that holds up the others."""
         lane = self._transfer.lane
         behind = {address for _, address in lane.pace.held_up()} if lane is not None else set()
         slow = [

@@ -3,20 +3,25 @@
 Theory of operation
 ===================
 
-On a host where somebody holds the version, all others *map* that memory. On a host without a holder one member, its *leader*
-for this attempt, *receives* it over the lane into a slot of its own; the others of that host *wait*, and map it in the next
-attempt. So a host gets every byte once, and members that only map are in no process group.
+On a host where somebody holds the version, all others *map* that memory. On a host
+without a holder one member, its *leader* for this attempt, *receives* it over the lane
+into a slot of its own; the others of that host *wait*, and map it in the next attempt.
+So a host gets every byte once, and members that only map are in no process group.
 
-A version that nobody holds whole, only its source ranks in parts (``ranks = "all"``), is put together by the leaders: each
-copies the parts that lie on its own host from there, and receives the others over the lane.
+A version that nobody holds whole, only its source ranks in parts (``ranks = "all"``),
+is put together by the leaders: each copies the parts that lie on its own host from
+there, and receives the others over the lane.
 
-What the coordinator *keeps* for members that are lost (:mod:`replicas.core.versions.keeping`) can be mapped, or copied from, on its
-host; nobody can send it.
+What the coordinator *keeps* for members that are lost
+(:mod:`replicas.core.versions.keeping`) can be mapped, or copied from, on its host;
+nobody can send it.
 
-The lane is a chain for each part (:attr:`Plan.routes`): the owner first, then the leaders, in order of their hosts. A process
-group connects each of its members with each, so a link that does not work (:mod:`replicas.core.members.links`) keeps its two ends out
-of one lane: those that do not fit to the sender and the other leaders wait, and get it in the next attempt from somebody who
-reaches them and has it by then. Those that are slow are in no lane with others that receive, and come last.
+The lane is a chain for each part (:attr:`Plan.routes`): the owner first, then the
+leaders, in order of their hosts. A process group connects each of its members with
+each, so a link that does not work (:mod:`replicas.core.members.links`) keeps its two
+ends out of one lane: those that do not fit to the sender and the other leaders wait,
+and get it in the next attempt from somebody who reaches them and has it by then. Those
+that are slow are in no lane with others that receive, and come last.
 """
 
 from __future__ import annotations
@@ -43,7 +48,8 @@ class Plan:
     :param senders: members of the lane that send, in its order.
     :param receivers: the leaders, which fill slots of their own.
     :param maps: who maps whose memory.
-    :param routes: for each part (one of an image) the members that it goes through; empty: nobody needs it sent.
+    :param routes: for each part (one of an image) the members that it goes through;
+        empty: nobody needs it sent.
     :param local: numbers of the parts that a receiver copies on its own host.
     :param owners: of the parts, in order.
     :param waiting: those whose turn is the next attempt.
@@ -86,12 +92,16 @@ def plan(
     works: Works | None = None,
     last: Collection[str] = (),
 ) -> Plan | None:
-    """How ``needers`` get it now; None when nobody who can give it to any of them has all of it.
+    """How ``needers`` get it now; None when nobody who can give it to any of them has
+    all of it.
 
     :param holders: of the whole version, the preferred ones first.
-    :param owners: of its parts, in order, if all of them are there; not looked at when there is a holder.
-    :param filling: the holder that has not got all of it yet: those on its host wait until they can map it.
-    :param kept: those of the holders and owners that are lost: only their memory is still there.
+    :param owners: of its parts, in order, if all of them are there; not looked at when
+        there is a holder.
+    :param filling: the holder that has not got all of it yet: those on its host wait
+        until they can map it.
+    :param kept: those of the holders and owners that are lost: only their memory is
+        still there.
     :param works: which links do; None: all.
     :param last: addresses of those who come behind the others in the chain.
     """
@@ -183,7 +193,8 @@ def _reached(
 def _fitting(
     senders: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
 ) -> Sequence[MemberState]:
-    """Those of the leaders that can be in one lane with the senders, and with each other."""
+    """Those of the leaders that can be in one lane with the senders, and with each
+    other."""
     leaders = [leader for leader in leaders if leader.slow == leaders[0].slow]
     if works is None:
         return leaders

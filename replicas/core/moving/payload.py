@@ -13,8 +13,8 @@ __all__ = ["Payload"]
 
 @dataclass(slots=True)
 class Payload:
-    """One version's bytes. ``encoded``: its manifest, as it is sent. ``digest`` is empty until somebody with the whole image
-    has computed it.
+    """One version's bytes. ``encoded``: its manifest, as it is sent. ``digest`` is
+    empty until somebody with the whole image has computed it.
 
     ``filling``: who still fills its slot with it, while it is sent already.
     """

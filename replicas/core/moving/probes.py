@@ -1,16 +1,19 @@
-"""Finding whom it is up to when a process group fails although all its members are alive.
+"""Finding whom it is up to when a process group fails although all its members are
+alive.
 
 Theory of operation
 ===================
 
-Each of a set of pairs forms a lane of two, all at the same time, and moves a few bytes through it. A pair that has not
-managed by :data:`PROBE_TIMEOUT_S` is *bad*. Up to :data:`ALL_PAIRS` members every pair is tried, beyond that each member
-with the two after it in a ring: still four pairs for each, enough to tell one that fails with everybody from one that
-failed with that one.
+Each of a set of pairs forms a lane of two, all at the same time, and moves a few bytes
+through it. A pair that has not managed by :data:`PROBE_TIMEOUT_S` is *bad*. Up to
+:data:`ALL_PAIRS` members every pair is tried, beyond that each member with the two
+after it in a ring: still four pairs for each, enough to tell one that fails with
+everybody from one that failed with that one.
 
-The culprits explain the bad pairs: as long as there are any, the member with most of them is one, and its pairs are
-explained. Between two equals (a single bad pair) it is the one that is named later in ``members``: receivers come after the
-sender there, and one receiver is of less weight to the others than the sender of them all.
+The culprits explain the bad pairs: as long as there are any, the member with most of
+them is one, and its pairs are explained. Between two equals (a single bad pair) it is
+the one that is named later in ``members``: receivers come after the sender there, and
+one receiver is of less weight to the others than the sender of them all.
 """
 
 from __future__ import annotations
@@ -29,7 +32,8 @@ ALL_PAIRS = 5
 
 
 class Probe:
-    """One round of pairs. ``on_end(culprits, now)`` is called once: why, by member. ``pairs``: those to try."""
+    """One round of pairs. ``on_end(culprits, now)`` is called once: why, by member.
+    ``pairs``: those to try."""
 
     def __init__(
         self,
@@ -91,7 +95,8 @@ class Probe:
                 self.failed(lane, errors.DeadlineExceeded(text, phase="probe", members=late), now)
 
     def store_moved(self, now: float) -> None:
-        """What is forming over the old store never will: that says nothing of its pair."""
+        """What is forming over the old store never will: that says nothing of its
+        pair."""
         self._forget([lane for lane in self._open.values() if lane.state == "forming"], now)
 
     def _forget(self, lanes: Sequence[Lane], now: float) -> None:
@@ -114,7 +119,8 @@ class Probe:
 
 
 def culprits(members: Sequence[Member], bad: Mapping[tuple[Member, Member], str]) -> dict[Member, str]:
-    """The fewest members that explain the bad pairs (greedily), each with the reason of one of them."""
+    """The fewest members that explain the bad pairs (greedily), each with the reason of
+    one of them."""
     left = dict(bad)
     found: dict[Member, str] = {}
     while left:

@@ -3,27 +3,32 @@
 Theory of operation
 ===================
 
-A transfer knows the version, who needs it and who can give it (a holder of the whole image, or all source ranks with a
-part each). It runs in *attempts*, each after a plan of its own (:mod:`replicas.core.moving.paths`): who maps whose memory, who
-receives over the lane, and who waits for the next attempt. An attempt has a number, which every message carries, so that
-replies of an earlier one fall on the floor::
+A transfer knows the version, who needs it and who can give it (a holder of the whole
+image, or all source ranks with a part each). It runs in *attempts*, each after a plan
+of its own (:mod:`replicas.core.moving.paths`): who maps whose memory, who receives over
+the lane, and who waits for the next attempt. An attempt has a number, which every
+message carries, so that replies of an earlier one fall on the floor::
 
     offering ──slots ready, lane formed──▶ moving ──all done, digests equal──▶ complete, or the next step of the plan
         │                                     │
         └────── loss, refusal, failure, suspicion, digest mismatch ──▶ next attempt over those that are left
 
-Those that map need nothing of the others: they are offered the place at once, answer when they have it, and one that
-cannot, is lost or is silent holds up nobody. One that cannot map at all becomes a host of its own, to which is sent. With
-``staging = "device"`` they copy what they have opened into memory of their own, within the GPU: a view does not outlive the
-process that has lent it. So what they have counts by its digest, and lies in one more place.
+Those that map need nothing of the others: they are offered the place at once, answer
+when they have it, and one that cannot, is lost or is silent holds up nobody. One that
+cannot map at all becomes a host of its own, to which is sent. With ``staging =
+"device"`` they copy what they have opened into memory of their own, within the GPU: a
+view does not outlive the process that has lent it. So what they have counts by its
+digest, and lies in one more place.
 
-Receivers that verified the version keep it: they leave the set of those in need, and may give it in the next attempt.
-Nothing is retried inside a lane in which bytes may have moved: each attempt has a new lane. What is done about failures with
-everybody alive is in :mod:`replicas.core.moving.blame`. The states are those of :data:`replicas.core.membership.TRANSFER`.
+Receivers that verified the version keep it: they leave the set of those in need, and
+may give it in the next attempt. Nothing is retried inside a lane in which bytes may
+have moved: each attempt has a new lane. What is done about failures with everybody
+alive is in :mod:`replicas.core.moving.blame`. The states are those of
+:data:`replicas.core.membership.TRANSFER`.
 
-The transfer decides nothing about versions: its owner (a publish, or catch-up) learns ``complete`` or ``failed`` and asks
-for ``verified``. Deadlines are the owner's.
-"""
+The transfer decides nothing about versions: its owner (a publish, or catch-up) learns
+``complete`` or ``failed`` and asks for ``verified``. Deadlines are the owner's.
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -54,11 +59,13 @@ __all__ = ["Transfer"]
 LONGEST_S = 3600.0
 """A catch-up may take so long, as long as bytes move."""
 MAP_TRIES = 2
-"""How often a member may find nothing where it should map, until it is sent the bytes."""
+"""How often a member may find nothing where it should map, until it is sent the
+bytes."""
 
 
 class Transfer:
-    """See the module's header. ``on_end(transfer, error)`` is called once, with None when complete."""
+    """See the module's header. ``on_end(transfer, error)`` is called once, with None
+    when complete."""
 
     def __init__(
         self,
@@ -175,7 +182,8 @@ class Transfer:
         return {s.member for s in states if s.reading is not None and s.reading.ends_at > until}
 
     def lane_formed_or_none(self) -> bool:
-        """Whether what an offered transfer waits for is slots, and not its process group."""
+        """Whether what an offered transfer waits for is slots, and not its process
+        group."""
         return self.lane is None or self.lane.state == "formed"
 
     def possible(self, now: float) -> bool:
@@ -218,7 +226,8 @@ class Transfer:
         return state is not None and self.payload.version in state.held
 
     def _plan(self, now: float) -> Plan | None:
-        """From holders of the image (in catch-up from targets first: trainers are left alone), or from all parts' owners."""
+        """From holders of the image (in catch-up from targets first: trainers are left
+        alone), or from all parts' owners."""
         version, roster = self.payload.version, self._ground.roster
         kept = self._ground.keeping.of(version)
         holders = [s for s in roster if version in s.held and s.member not in self.refused]
@@ -245,7 +254,8 @@ class Transfer:
         return found
 
     def _ways(self, now: float) -> list[Works | None]:
-        """Which links to use: those that are sure to work, and where that serves nobody, also those in doubt."""
+        """Which links to use: those that are sure to work, and where that serves
+        nobody, also those in doubt."""
         links = self._ground.links
         if not links:
             return [None]
@@ -255,7 +265,8 @@ class Transfer:
         ]
 
     def _leave_unreached(self) -> None:
-        """Nobody who has it reaches those that still need it: they are caught up when somebody does."""
+        """Nobody who has it reaches those that still need it: they are caught up when
+        somebody does."""
         for member in sorted(self.needers):
             state = self._ground.roster.get(member)
             known = self._ground.links.why(state) if state is not None else ""
@@ -279,7 +290,8 @@ class Transfer:
         self.lane = kept or ground.lanes.open(states, backend, now, timeout_s)
 
     def _backend(self, states: Sequence[MemberState]) -> Backend:
-        """``nccl`` for CUDA weights, or slots, where NCCL takes all members, as configured or by itself."""
+        """``nccl`` for CUDA weights, or slots, where NCCL takes all members, as
+        configured or by itself."""
         config = self._ground.roster.config
         if config.backend == "gloo" or (config.backend == "nccl" and not self._copies):
             return config.backend
@@ -340,7 +352,8 @@ class Transfer:
         self._end_attempt_if_done(now)
 
     def _end_attempt_if_done(self, now: float) -> None:
-        """Everyone has done what the plan says: believe only those whose digests are right; then the next step."""
+        """Everyone has done what the plan says: believe only those whose digests are
+        right; then the next step."""
         if self.state != "moving" or self._mapping or len(self._done) < len(self._movers):
             return
         if self.payload.filling is not None:
@@ -406,7 +419,8 @@ class Transfer:
             self._received |= replies.keys()
 
     def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
-        """These got it over the lane, but for the parts that they copied on their own host."""
+        """These got it over the lane, but for the parts that they copied on their own
+        host."""
         for member in replies:
             owners = [self._offers.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
             places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
@@ -414,7 +428,8 @@ class Transfer:
         self._keep(replies, lent=True)
 
     def filled(self, now: float) -> None:
-        """Its publisher has filled its slot: the digest is known, and the slot can be mapped."""
+        """Its publisher has filled its slot: the digest is known, and the slot can be
+        mapped."""
         if not self.over and self.blame.probing is None:
             self._end_attempt_if_done(now)
 
@@ -437,7 +452,8 @@ class Transfer:
             self.failed_all_alive(error, now)
 
     def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
-        """It stays in need, and its turn comes in the next attempt; unless it has no memory, slot or descriptor left."""
+        """It stays in need, and its turn comes in the next attempt; unless it has no
+        memory, slot or descriptor left."""
         self._mapping.discard(member)
         self._misses[member] = self._misses.get(member, 0) + 1
         if isinstance(error, errors.NoCapacity | errors.Busy | errors.InternalError):
@@ -468,7 +484,7 @@ class Transfer:
         suspects, givers = self._suspects(self.concerned, now), self.givers
         self.blame.failed(error, self.plan.lane, givers, self._lane_backend, suspects, wrong, now)
 
-    # ------------------------------------------------------------ what is done about failures
+    # ------------------------------------------------------ what is done about failures
 
     def again(self, reason: str, now: float) -> None:
         """Another attempt over those that are left."""
@@ -488,7 +504,8 @@ class Transfer:
         self.start(now)
 
     def probe(self, now: float) -> bool:
-        """Withdraw the attempt, so that pairs of its members can be tried; False when nobody needs that."""
+        """Withdraw the attempt, so that pairs of its members can be tried; False when
+        nobody needs that."""
         if self.state == "moving":
             self._keep_vouched()
         self.cancel("failed")
@@ -558,7 +575,8 @@ class Transfer:
         self.again("slow", now)
 
     def tick(self, now: float) -> None:
-        """Replace the attempt when someone in it no longer gives a sign of life, or its lane does not form in time."""
+        """Replace the attempt when someone in it no longer gives a sign of life, or its
+        lane does not form in time."""
         if self.over:
             return
         if self.blame.probing is not None:
@@ -579,7 +597,8 @@ class Transfer:
             self.pacing.tick(now)
 
     def _in_vain_without(self, silent: set[Member], now: float) -> bool:
-        """Whether nobody else has what is published, and nobody waits for its end: then its source may take its time."""
+        """Whether nobody else has what is published, and nobody waits for its end: then
+        its source may take its time."""
         givers, ground = silent & set(self.givers), self._ground
         if not givers or self.kind != "main" or ground.others_wait(now):
             return False
@@ -589,7 +608,8 @@ class Transfer:
         return not others and not ground.keeping.of(version)
 
     def store_moved(self, now: float) -> None:
-        """A lane that is forming over the old store never will: form another one over the new one."""
+        """A lane that is forming over the old store never will: form another one over
+        the new one."""
         if self.blame.probing is not None or (not self.over and self.lane is not None and self.lane.state == "forming"):
             self.again("store", now)
 
@@ -598,7 +618,8 @@ class Transfer:
         return {state.member for state in roster.states(members) if roster.suspect(state, now)}
 
     def cancel(self, reason: str = "failed") -> None:
-        """Withdraw the present attempt from everyone in it, and kill its lane: bytes may have moved."""
+        """Withdraw the present attempt from everyone in it, and kill its lane: bytes
+        may have moved."""
         self.blame.stop()
         self._offers.withdraw(self.id, {m for m in self._movers if m not in self._done} | self._mapping)
         self._mapping = set()
@@ -612,7 +633,8 @@ class Transfer:
             self._ground.lanes.close(lane, reason)
 
     def _keep_vouched(self) -> None:
-        """Keep those that are certainly right: equal to what the sender says or, if it cannot, all equal to each other."""
+        """Keep those that are certainly right: equal to what the sender says or, if it
+        cannot, all equal to each other."""
         receivers = self.needers & set(self.plan.receivers)
         received = {member: reply for member, reply in self._done.items() if member in receivers}
         sender = self._done.get(self.plan.senders[0]) if self.plan.senders else None
@@ -650,7 +672,8 @@ class Transfer:
         self._on_end(self, error, now)
 
     def stop(self, *, complete: bool) -> None:
-        """End it from outside, without a word to its owner: it is withdrawn from everyone who is at work on it."""
+        """End it from outside, without a word to its owner: it is withdrawn from
+        everyone who is at work on it."""
         if not self.over:
             self.cancel()
             self.state = TRANSFER.next(self.state, "done" if complete else "fail")

@@ -1,4 +1,5 @@
-"""The lanes in which operations of peers run: one for each domain and backend, kept for the next operation."""
+"""The lanes in which operations of peers run: one for each domain and backend, kept for
+the next operation."""
 
 from __future__ import annotations
 
@@ -17,10 +18,11 @@ _Whose = int | tuple[Member, ...]
 
 
 class DomainLanes:
-    """A lane serves the members that it was formed of; when others are wanted, there is a new one.
+    """A lane serves the members that it was formed of; when others are wanted, there is
+    a new one.
 
-    One that is not wanted any more is *retired*, and closed when nothing runs in it. So is that of a pair as soon as its
-    whole domain has one that works.
+    One that is not wanted any more is *retired*, and closed when nothing runs in it. So
+    is that of a pair as soon as its whole domain has one that works.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -43,7 +45,8 @@ class DomainLanes:
         now: float,
         timeout_s: float,
     ) -> Lane:
-        """The lane of exactly the members ``wanted`` (``within``: or of more, all of them live), or a new one.
+        """The lane of exactly the members ``wanted`` (``within``: or of more, all of
+        them live), or a new one.
 
         :param apart: one of their own, not that of the domain.
         :param on_device: the tensors are on CUDA devices.
@@ -61,11 +64,13 @@ class DomainLanes:
         return lane
 
     def parted(self, pair: tuple[Member, ...]) -> bool:
-        """Whether the two have a lane of their own: their whole domain had none in time, or it failed."""
+        """Whether the two have a lane of their own: their whole domain had none in
+        time, or it failed."""
         return any(whose == pair and lane.state == "formed" for (whose, _), lane in self._current.items())
 
     def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:
-        """``nccl`` for tensors on GPUs where NCCL takes them all, as configured or by itself."""
+        """``nccl`` for tensors on GPUs where NCCL takes them all, as configured or by
+        itself."""
         wanted = self._roster.config.backend
         if wanted != "auto":
             return wanted
@@ -79,13 +84,15 @@ class DomainLanes:
         return any(known is lane for known in self)
 
     def close(self, lane: Lane, reason: str) -> None:
-        """End it at once; ``reason``: why it has to be replaced, empty when it was just done."""
+        """End it at once; ``reason``: why it has to be replaced, empty when it was just
+        done."""
         self._current = {key: kept for key, kept in self._current.items() if kept is not lane}
         self._retired = [kept for kept in self._retired if kept is not lane]
         self._lanes.close(lane, reason)
 
     def close_idle(self, busy: set[str]) -> None:
-        """Close what is not wanted any more, or has members that are not live, and is not named in ``busy``."""
+        """Close what is not wanted any more, or has members that are not live, and is
+        not named in ``busy``."""
         live = {state.member for state in self._roster.live}
         wanted = [lane for (whose, _), lane in self._current.items() if not self._spared(whose)]
         for lane in list(self):

@@ -19,9 +19,10 @@ __all__ = ["Operation"]
 class Operation:
     """One operation.
 
-    ``posts``: of those that take part now; ``first``: whom the callers reckoned with. ``left_out``: why, by name.
-    ``gone``: the attempt was sent off. ``failures``: of attempts with these members; ``problem``: the last one's.
-    ``apart``: of a pair that does not take the lane of its whole domain.
+    ``posts``: of those that take part now; ``first``: whom the callers reckoned with.
+    ``left_out``: why, by name. ``gone``: the attempt was sent off. ``failures``: of
+    attempts with these members; ``problem``: the last one's. ``apart``: of a pair that
+    does not take the lane of its whole domain.
     """
 
     number: int

@@ -19,8 +19,8 @@ ATTEMPT_MIN_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """``again``: in another lane; ``apart``: in one of the pair's own; ``stuck``: find out whom it is up to, or it ends with
-    ``error``; ``end``: so at once."""
+    """``again``: in another lane; ``apart``: in one of the pair's own; ``stuck``: find
+    out whom it is up to, or it ends with ``error``; ``end``: so at once."""
 
     kind: Literal["again", "apart", "stuck", "end"]
     error: errors.ReplicasError
@@ -41,19 +41,22 @@ class Faults:
         self._proven.discard(member)
 
     def by_weight(self, operation: Operation) -> list[Member]:
-        """Those that take part: the root, those that have worked with others before, and the rest."""
+        """Those that take part: the root, those that have worked with others before,
+        and the rest."""
         root = operation.participants[operation.root] if operation.root >= 0 else None
         return sorted(operation.participants, key=lambda member: (member != root, not self._has_worked(member)))
 
     def _has_worked(self, member: Member) -> bool:
-        """As far as that is known: one that was there under another coordinator may have."""
+        """As far as that is known: one that was there under another coordinator may
+        have."""
         state = self._roster.get(member)
         return member in self._proven or (state is not None and state.from_before)
 
     def verdict(
         self, operation: Operation, lane: Lane | None, error: errors.ReplicasError, now: float, *, final: bool = False
     ) -> Verdict:
-        """After a failure in ``lane``, which is counted already. ``final``: of a group another attempt would end as this."""
+        """After a failure in ``lane``, which is counted already. ``final``: of a group
+        another attempt would end as this."""
         refused = isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go"
         parted = lane is not None and isinstance(error, errors.Preflight) and self._parted(operation, lane, error)
         if operation.pairwise and lane is not None and len(lane.members) > 2 and (parted or not refused):
@@ -72,7 +75,8 @@ class Faults:
         return Verdict("again", error)
 
     def _parted(self, operation: Operation, lane: Lane, error: errors.ReplicasError) -> bool:
-        """Whether members of the lane cannot reach each other any more. A group that never worked is a mistake of set-up."""
+        """Whether members of the lane cannot reach each other any more. A group that
+        never worked is a mistake of set-up."""
         if {member.name for member in lane.members}.isdisjoint(error.members):
             return False
         if operation.pairwise:

@@ -1,35 +1,43 @@
-"""Operations between peers: running what is due, again if need be, and one verdict for all.
+"""Operations between peers: running what is due, again if need be, and one verdict for
+all.
 
 Theory of operation
 ===================
 
-What pairs with what is the business of :mod:`replicas.core.operations.pairing`. A due operation runs in a lane of its members, in
-*attempts*. Each attempt has a number of its own, so that late answers to an earlier one are dropped, and begins from the
-inputs as they were posted: results are written only after the common verdict, which makes running it again safe. Nothing is
-ever run again inside the same lane. ::
+What pairs with what is the business of :mod:`replicas.core.operations.pairing`. A due
+operation runs in a lane of its members, in *attempts*. Each attempt has a number of its
+own, so that late answers to an earlier one are dropped, and begins from the inputs as
+they were posted: results are written only after the common verdict, which makes running
+it again safe. Nothing is ever run again inside the same lane. ::
 
     due ──▶ forming ──▶ running ──▶ over: all that take part have said done, and are told to write
                ▲           │
                └── again ──┘          over: an error, and nobody writes anything
 
-**A member is lost** before it has said *done*: with ``on_lost = "drop"`` the others run it again without it, unless it was
-its root, or one of a pair; with ``"raise"`` it ends in ``PeersLost``. One that had said *done* has given all that the others
-need: they only have to end. The same holds for members that are quarantined, and (with ``"drop"``) for those that are
-silent for longer than the suspicion time: these become *behind*, get ``Gone`` for it, and stay members.
+**A member is lost** before it has said *done*: with ``on_lost = "drop"`` the others run
+it again without it, unless it was its root, or one of a pair; with ``"raise"`` it ends
+in ``PeersLost``. One that had said *done* has given all that the others need: they only
+have to end. The same holds for members that are quarantined, and (with ``"drop"``) for
+those that are silent for longer than the suspicion time: these become *behind*, get
+``Gone`` for it, and stay members.
 
-**A lane fails** with everybody alive: its operations run again once, in a new lane. At the second failure
-:attr:`Operations.on_stuck` may take over: the operation is *parked* until :meth:`Operations.resume`, a change of its members,
-or its deadline. So it may at once when members that have worked together cannot reach each other any more, or no byte has
-moved for some seconds (:mod:`replicas.core.moving.pace`); :mod:`replicas.core.operations.operation_faults` decides. **A member refuses** (a
-tensor that does not fit, no memory), or members that never worked cannot reach each other: trying again cannot help, and
-everyone gets that error. Operations that share a lane with one that failed, or ended too late, are run again, for no fault
-of theirs.
+**A lane fails** with everybody alive: its operations run again once, in a new lane. At
+the second failure :attr:`Operations.on_stuck` may take over: the operation is *parked*
+until :meth:`Operations.resume`, a change of its members, or its deadline. So it may at
+once when members that have worked together cannot reach each other any more, or no byte
+has moved for some seconds (:mod:`replicas.core.moving.pace`);
+:mod:`replicas.core.operations.operation_faults` decides. **A member refuses** (a tensor
+that does not fit, no memory), or members that never worked cannot reach each other:
+trying again cannot help, and everyone gets that error. Operations that share a lane
+with one that failed, or ended too late, are run again, for no fault of theirs.
 
-**A pair** takes the lane of its whole domain, where that forms in time. Where it does not, or fails, the pair gets a lane of
-its own: a third member, or a link of it, is not its business. When it fails there, too, that is the verdict of the two.
+**A pair** takes the lane of its whole domain, where that forms in time. Where it does
+not, or fails, the pair gets a lane of its own: a third member, or a link of it, is not
+its business. When it fails there, too, that is the verdict of the two.
 
-A verdict goes to everyone that takes part, the same to all. Those that were left out have had theirs.
-"""
+A verdict goes to everyone that takes part, the same to all. Those that were left out
+have had theirs.
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -52,7 +60,8 @@ from replicas.messages.identity import Member
 __all__ = ["Operation", "Operations"]
 
 LATE_S = 1.0
-"""Sidecars give a process group up by themselves at its deadline; so much later it is given up here."""
+"""Sidecars give a process group up by themselves at its deadline; so much later it is
+given up here."""
 PAIR_PATIENCE_S = 2.0
 """So long a pair waits for others to form a lane with them."""
 
@@ -64,8 +73,9 @@ def _nobody(operation: Operation, error: errors.ReplicasError, now: float) -> bo
 class Operations:
     """All operations of one channel of peers.
 
-    :ivar on_stuck: called when an operation has failed twice with all its members alive. True: it was taken over, and stays
-        parked until :meth:`resume`; False: it ends with the error.
+    :ivar on_stuck: called when an operation has failed twice with all its members
+        alive. True: it was taken over, and stays parked until :meth:`resume`; False: it
+        ends with the error.
     """
 
     def __init__(self, ground: Ground) -> None:
@@ -200,7 +210,8 @@ class Operations:
         *,
         final: bool = False,
     ) -> None:
-        """The lane is dead; ``blamed`` may have been the cause. ``final``: another attempt would end in the same way."""
+        """The lane is dead; ``blamed`` may have been the cause. ``final``: another
+        attempt would end in the same way."""
         for operation in blamed:
             operation.failures += 1
             operation.problem = error.message
@@ -272,7 +283,8 @@ class Operations:
     # ------------------------------------------------------------ ends
 
     def _end(self, operation: Operation, error: errors.ReplicasError, now: float) -> None:
-        """It failed. Bytes may have moved: its lane is dead, and what else is in it begins again."""
+        """It failed. Bytes may have moved: its lane is dead, and what else is in it
+        begins again."""
         lane = operation.lane
         self._finish(operation, error, now)
         if lane is not None:
@@ -333,7 +345,8 @@ class Operations:
                 self.close_lane(lane, reason, now)
 
     def store_moved(self, now: float) -> None:
-        """Lanes that are forming over the old store never will: operations that wait for one get another."""
+        """Lanes that are forming over the old store never will: operations that wait
+        for one get another."""
         for lane in [lane for lane in self._lanes if lane.state == "forming"]:
             self.close_lane(lane, "store", now)
 
@@ -367,7 +380,8 @@ class Operations:
             self._broken(lane, [operation], errors.SyncError(text, phase="transfer"), now, final=True)
 
     def _leave_silent(self, now: float) -> None:
-        """Those that a collective waits for, and that cannot be heard, are left behind."""
+        """Those that a collective waits for, and that cannot be heard, are left
+        behind."""
         if self._roster.config.on_lost == "raise":
             return
         busy = {operation.due.domain for operation in self.running if not operation.pairwise}

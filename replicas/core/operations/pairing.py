@@ -3,21 +3,27 @@
 Theory of operation
 ===================
 
-A *domain* is the set of peers that form one process group: all leaders (``ranks = "leader"``), all ranks of one number
-(``"each"``) or everybody (``"all"``). Each member's posts form one ordered stream. A collective is due when it is the
-oldest unstarted post of every live member of the domain, they agree on it, and no peer that the config promises has yet to
-join for the first time. ``send`` and ``recv`` are due when the oldest unstarted ones of that pair meet; those to or from
-different peers do not wait for each other, but none overtakes a collective.
+A *domain* is the set of peers that form one process group: all leaders (``ranks =
+"leader"``), all ranks of one number (``"each"``) or everybody (``"all"``). Each
+member's posts form one ordered stream. A collective is due when it is the oldest
+unstarted post of every live member of the domain, they agree on it, and no peer that
+the config promises has yet to join for the first time. ``send`` and ``recv`` are due
+when the oldest unstarted ones of that pair meet; those to or from different peers do
+not wait for each other, but none overtakes a collective.
 
-``step`` tags: a collective pairs equal tags only. A member that posts a tag that the stream has passed gets ``Gone``,
-members that post different new tags get ``RanksDisagree``.
+``step`` tags: a collective pairs equal tags only. A member that posts a tag that the
+stream has passed gets ``Gone``, members that post different new tags get
+``RanksDisagree``.
 
-A member that is behind or quarantined is not waited for; with ``on_lost = "drop"`` neither is one that cannot be heard while
-all the others wait for its call (:meth:`Pairing.held_up_by`). What the others do without it, it has missed: its own post for
-that, or else its next one without a tag, gets ``Gone``, once, and pairs with nothing. After that it pairs with whatever the
-others do next. So no post of before is ever paired with a later one of the others.
+A member that is behind or quarantined is not waited for; with ``on_lost = "drop"``
+neither is one that cannot be heard while all the others wait for its call
+(:meth:`Pairing.held_up_by`). What the others do without it, it has missed: its own post
+for that, or else its next one without a tag, gets ``Gone``, once, and pairs with
+nothing. After that it pairs with whatever the others do next. So no post of before is
+ever paired with a later one of the others.
 
-Before a collective starts, operations of unknown outcome are settled (:mod:`replicas.core.versions.settling`).
+Before a collective starts, operations of unknown outcome are settled
+(:mod:`replicas.core.versions.settling`).
 """
 
 from __future__ import annotations
@@ -41,7 +47,8 @@ __all__ = ["Due", "Pairing"]
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Something that can start. ``root``: index of a post, or -1. ``first``: whom the posts reckon with, in order."""
+    """Something that can start. ``root``: index of a post, or -1. ``first``: whom the
+    posts reckon with, in order."""
 
     kind: str
     posts: tuple[Post, ...]
@@ -51,7 +58,8 @@ class Due:
 
 
 class Pairing:
-    """The posts of one channel of peers. ``refuse`` ends a post that never started; ``running`` knows refs."""
+    """The posts of one channel of peers. ``refuse`` ends a post that never started;
+    ``running`` knows refs."""
 
     def __init__(
         self,
@@ -106,11 +114,13 @@ class Pairing:
         return [name for name in names if name not in self._roster.seen] if self._expects else []
 
     def expect_nobody(self) -> None:
-        """Wait for no peer to join for the first time: they have had their time, under another coordinator."""
+        """Wait for no peer to join for the first time: they have had their time, under
+        another coordinator."""
         self._expects = False
 
     def _meant(self, message: OperationPost, member: Member) -> OperationPost:
-        """With the full name of the root, as ``member`` means it: others may have given it otherwise."""
+        """With the full name of the root, as ``member`` means it: others may have given
+        it otherwise."""
         if not message.root or message.root.count("/") >= 2:
             return message
         rank = member.rank if self._ranks == "each" else 0
@@ -160,7 +170,8 @@ class Pairing:
         return errors.Gone(f"step {step} has passed: the others have done step {passed}", phase="wait", hint=hint)
 
     def passed(self, domain: int, step: int | None) -> None:
-        """A collective with this tag was done. One that failed may be tried again with the same tag."""
+        """A collective with this tag was done. One that failed may be tried again with
+        the same tag."""
         if step is None or step <= self._steps.get(domain, -1):
             return
         self._steps[domain] = step
@@ -206,7 +217,8 @@ class Pairing:
     # ------------------------------------------------------------ what is due
 
     def due(self, now: float, *, collective_runs: bool) -> Iterator[Due]:
-        """What can start now, marked as started. At most one collective of each domain."""
+        """What can start now, marked as started. At most one collective of each
+        domain."""
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
             if not (collective_runs and self._joins_wait(now)):
@@ -283,7 +295,8 @@ class Pairing:
                 self._missed[state.member] = what
 
     def _settled(self, heads: Sequence[Post]) -> bool:
-        """Tell those in doubt what became of their earlier operations; False when the collective cannot start yet."""
+        """Tell those in doubt what became of their earlier operations; False when the
+        collective cannot start yet."""
         if any(self._running(ref) for post in heads for ref in post.message.unsettled):
             return False
         ready = True
@@ -302,7 +315,8 @@ class Pairing:
         return ready
 
     def _unheard(self, heads: Sequence[Post]) -> bool:
-        """Whether a member that was there under an earlier coordinator is not among those who call."""
+        """Whether a member that was there under an earlier coordinator is not among
+        those who call."""
         here = {post.member for post in heads}
         domain = self.domain_of(heads[0].member)
         others = [state for state in self._roster if state.is_peer and state.carries and state.member not in here]
@@ -329,7 +343,8 @@ class Pairing:
         )
 
     def _reckoned(self, heads: Sequence[Post], root: int) -> tuple[Member, ...]:
-        """The members that the callers reckoned with: those that were live when the root (or the first) called."""
+        """The members that the callers reckoned with: those that were live when the
+        root (or the first) called."""
         members = tuple(post.member for post in heads)
         decisive = heads[max(root, 0)]
         if decisive.message.kind in ("scatter", "reduce_scatter") and len(decisive.message.segments) == len(heads):
@@ -339,7 +354,8 @@ class Pairing:
     # ------------------------------------------------------------ losses and time
 
     def lost(self, member: Member, why: str) -> None:
-        """The member is gone: so are its posts, and what cannot happen without it ends."""
+        """The member is gone: so are its posts, and what cannot happen without it
+        ends."""
         self._streams.pop(member, None)
         self._missed.pop(member, None)
         raising = self._roster.config.on_lost == "raise"
@@ -358,7 +374,8 @@ class Pairing:
                 self._refuse(post, self._late(post, now))
 
     def held_up_by(self, running: Set[int], now: float) -> list[MemberState]:
-        """Members that cannot be heard, and for whose call a collective of all the others waits. Its root is waited for.
+        """Members that cannot be heard, and for whose call a collective of all the
+        others waits. Its root is waited for.
 
         :param running: domains of which a collective runs.
         """

@@ -1,18 +1,22 @@
-"""Peers between which nothing goes: finding whom it is up to, and trying those again beside the others.
+"""Peers between which nothing goes: finding whom it is up to, and trying those again
+beside the others.
 
 Theory of operation
 ===================
 
-**An operation is stuck** when it has failed twice with all its members alive, or once in a way that would only repeat itself
-(two members cannot reach each other, or no byte moves). It is parked
-(:attr:`replicas.core.operations.operations.Operations.on_stuck`), pairs of its members are probed, and the fewest that explain the bad
-pairs are quarantined: of the two ends of one bad link the one that is of less weight to the others, which is neither the
-root of the operation nor one that worked when the other had yet to. Then it is run again over the others; without a culprit
-it is run once more. After :data:`MAX_PROBES` it ends with the error.
+**An operation is stuck** when it has failed twice with all its members alive, or once
+in a way that would only repeat itself (two members cannot reach each other, or no byte
+moves). It is parked (:attr:`replicas.core.operations.operations.Operations.on_stuck`),
+pairs of its members are probed, and the fewest that explain the bad pairs are
+quarantined: of the two ends of one bad link the one that is of less weight to the
+others, which is neither the root of the operation nor one that worked when the other
+had yet to. Then it is run again over the others; without a culprit it is run once more.
+After :data:`MAX_PROBES` it ends with the error.
 
-**A trial.** A peer that was quarantined is not let back among the others to see whether they can work with it now: they
-would pay for it each time that they cannot. It is tried beside them, in pairs with each of them, and released when all pairs
-work. Trials come at growing intervals: a part of the time for which it has been apart.
+**A trial.** A peer that was quarantined is not let back among the others to see whether
+they can work with it now: they would pay for it each time that they cannot. It is tried
+beside them, in pairs with each of them, and released when all pairs work. Trials come
+at growing intervals: a part of the time for which it has been apart.
 """
 
 from __future__ import annotations
@@ -44,7 +48,8 @@ TRIAL_PART = 0.1
 
 @dataclass(slots=True, eq=False)
 class _Apart:
-    """A quarantined peer. ``since``: when it was found; ``trial``: the one under way."""
+    """A quarantined peer. ``since``: when it was found; ``trial``: the one under
+    way."""
 
     since: float
     trial: Probe | None = None
@@ -62,7 +67,8 @@ class StuckOperations:
         operations.on_stuck = self.take
 
     def take(self, operation: Operation, error: errors.ReplicasError, now: float) -> bool:
-        """Find out whom it is up to; False when that has been tried, or there is nobody to tell apart."""
+        """Find out whom it is up to; False when that has been tried, or there is nobody
+        to tell apart."""
         if isinstance(error, errors.InternalError) or operation.pairwise or len(operation.participants) < 2:
             return False
         count = self._probed.get(operation.ref, 0)
@@ -120,7 +126,7 @@ class StuckOperations:
             if apart.trial is None and roster.admissible(state, now):
                 self._try(state, apart, now)
 
-    # ------------------------------------------------------------ what happens meanwhile
+    # ----------------------------------------------------------- what happens meanwhile
 
     def _open(self) -> list[Probe]:
         trials = [apart.trial for apart in self._apart.values() if apart.trial is not None]
@@ -140,7 +146,8 @@ class StuckOperations:
             probe.lost(member, now)
 
     def store_moved(self, now: float) -> None:
-        """Pairs that are tried over the old store say nothing: those of an operation are tried again with it, if need be."""
+        """Pairs that are tried over the old store say nothing: those of an operation
+        are tried again with it, if need be."""
         for apart in self._apart.values():
             if apart.trial is not None:
                 apart.trial.abandon()

@@ -1,18 +1,23 @@
-"""Catch-up: the newest committed version for members that lack it, beside everything else.
+"""Catch-up: the newest committed version for members that lack it, beside everything
+else.
 
-One transfer at a time, over a lane of its own, from any holder, targets first, so that trainers are left alone. Those that
-are quarantined are served one by one, when nobody else waits; one that was served is released when its time is over, which is
-longer each time. After a failure the next attempt comes later, and from another holder if there is one. Whom nobody who
-has the version reaches is served as soon as somebody does.
+One transfer at a time, over a lane of its own, from any holder, targets first, so that
+trainers are left alone. Those that are quarantined are served one by one, when nobody
+else waits; one that was served is released when its time is over, which is longer each
+time. After a failure the next attempt comes later, and from another holder if there is
+one. Whom nobody who has the version reaches is served as soon as somebody does.
 
-Those behind slow links have a catch-up of their own, which holds up nobody, and takes its time as long as bytes move.
+Those behind slow links have a catch-up of their own, which holds up nobody, and takes
+its time as long as bytes move.
 
-No host gets the bytes of two versions at once. A publish that serves all hosts of those who are being caught up ends that,
-and nobody is caught up on a host that a newer version serves, unless its memory is there to be mapped: who is not among those
-that the publish serves maps the newer version once it is committed.
+No host gets the bytes of two versions at once. A publish that serves all hosts of those
+who are being caught up ends that, and nobody is caught up on a host that a newer
+version serves, unless its memory is there to be mapped: who is not among those that the
+publish serves maps the newer version once it is committed.
 
-A catch-up that is slower than the publishing ends all the same: its members are admitted at the next boundary, the next
-version waits for them, and once they have that one nobody needs the old one any more.
+A catch-up that is slower than the publishing ends all the same: its members are
+admitted at the next boundary, the next version waits for them, and once they have that
+one nobody needs the old one any more.
 """
 
 from __future__ import annotations
@@ -41,7 +46,8 @@ class CatchUp:
     """A catch-up of one channel.
 
     :param on_end: called with what was sent, whoever got it.
-    :param slow: of those that would hold up the others (:mod:`replicas.core.moving.pacing`).
+    :param slow: of those that would hold up the others
+        (:mod:`replicas.core.moving.pacing`).
     """
 
     def __init__(self, ground: Ground, on_end: Callable[[Payload], None], *, slow: bool = False) -> None:
@@ -55,7 +61,8 @@ class CatchUp:
         self._look_at = 0.0
 
     def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
-        """Begin if somebody lacks ``payload``, the newest committed version. ``main``: the transfer of a publish."""
+        """Begin if somebody lacks ``payload``, the newest committed version. ``main``:
+        the transfer of a publish."""
         self._release(payload, now)
         if payload is None:
             return
@@ -90,7 +97,8 @@ class CatchUp:
         self.transfer.start(now)
 
     def _served_hosts(self, main: Transfer | None) -> set[int]:
-        """Hosts that a newer version serves: that is all that should be on its way there."""
+        """Hosts that a newer version serves: that is all that should be on its way
+        there."""
         return self._hosts(main.needers | main.verified) if main is not None else set()
 
     def _hosts(self, members: Iterable[Member]) -> set[int]:
@@ -106,7 +114,8 @@ class CatchUp:
             self._supersede(transfer, now)
 
     def _release(self, payload: Payload | None, now: float) -> None:
-        """Who has been kept out for its time, and was served or lacks nothing, is tried again with the others."""
+        """Who has been kept out for its time, and was served or lacks nothing, is tried
+        again with the others."""
         for state in self._ground.roster.index.apart.values():
             lacks = payload is not None and state.carries and payload.version not in state.held
             waits = state.standing == "quarantined" and state.is_target and now >= state.not_before
@@ -136,7 +145,8 @@ class CatchUp:
         return wants and state.slow == self._slow and may and self._ground.roster.available(state, now)
 
     def tick(self, now: float) -> None:
-        """Give up at the deadline, and on those who do not get ready while others wait."""
+        """Give up at the deadline, and on those who do not get ready while others
+        wait."""
         transfer = self.transfer
         if transfer is None:
             return

@@ -3,10 +3,11 @@
 Theory of operation
 ===================
 
-One publish moves at a time. Its transfer serves the live targets; when all of them hold it (or, past the deadline with
-``on_lost = "drop"``, those that do) the version is *decided*: recorded, then told to everyone. A decided version is only
-ever followed by newer ones. Targets that were left behind stay members, are caught up (:mod:`replicas.core.versions.catch_up`), and
-are admitted again at a boundary.
+One publish moves at a time. Its transfer serves the live targets; when all of them hold
+it (or, past the deadline with ``on_lost = "drop"``, those that do) the version is
+*decided*: recorded, then told to everyone. A decided version is only ever followed by
+newer ones. Targets that were left behind stay members, are caught up
+(:mod:`replicas.core.versions.catch_up`), and are admitted again at a boundary.
 
 What another coordinator had begun comes in by :mod:`replicas.core.versions.recovery`.
 """
@@ -40,7 +41,8 @@ READING_S = 2.0
 READY_S = 3.0
 """How long those of a later attempt have at least to get ready."""
 LAST_WORDS_S = 0.4
-"""A rank that gives up at its deadline knows better why (no free slot, say): its word is waited for so long."""
+"""A rank that gives up at its deadline knows better why (no free slot, say): its word
+is waited for so long."""
 
 
 class Commits:
@@ -56,7 +58,8 @@ class Commits:
         self.committed: Payload | None = None
         """Its bytes, once they are known here."""
         self._decided_here = False
-        """Whether the newest commit is of a publish under this coordinator: then it is no other source's of that number."""
+        """Whether the newest commit is of a publish under this coordinator: then it is
+        no other source's of that number."""
         self.main: Transfer | None = None
         self.catch_ups = tuple(CatchUp(ground, self._assembled, slow=slow) for slow in (False, True))
         self.manifests = Manifests(config.name, ground.out)
@@ -189,7 +192,8 @@ class Commits:
         self._ground.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
 
     def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> bool:
-        """Of a manifest that was asked for here; False: what this member has of it is of no use."""
+        """Of a manifest that was asked for here; False: what this member has of it is
+        of no use."""
         try:
             if self.manifests.add(state.member, piece, now):
                 self._read_on(now)
@@ -236,12 +240,14 @@ class Commits:
             catch_up.advance(self.committed, self.main, now)
 
     def _target_replicas(self) -> int:
-        """Target replicas with a live member: a version waits in the queue until there are ``min_targets``."""
+        """Target replicas with a live member: a version waits in the queue until there
+        are ``min_targets``."""
         targets = self._roster.targets
         return len({(s.member.group, s.member.replica) for s in targets if not s.draining})
 
     def _overtaken(self, publish: Publish, now: float) -> None:
-        """Its number is that of the newest commit (it was decided before the coordinator started again), or an older one."""
+        """Its number is that of the newest commit (it was decided before the
+        coordinator started again), or an older one."""
         if publish.resumed and publish.version == self.latest and not self._decided_here:
             holders = [s for s in self._roster if s.is_target and s.carries and publish.version in s.held]
             publish.receipt = ReceiptData(
@@ -362,7 +368,8 @@ class Commits:
         return wire.Commit(self.latest, self.decided, manifest_hash)
 
     def obtainable(self, members: Iterable[MemberState]) -> bool:
-        """Whether ``members`` can get the newest committed version: somebody still has it."""
+        """Whether ``members`` can get the newest committed version: somebody still has
+        it."""
         owners = self.committed.part_owners if self.committed is not None else ()
         return self._ground.keeping.serves(self.latest, owners, members) or self._held_by_any(self.latest)
 
@@ -374,17 +381,20 @@ class Commits:
         return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
 
     def _held_digest(self, version: int) -> str:
-        """What the holders say, whom another coordinator had it sent to. Empty: there is no image of it, only the parts."""
+        """What the holders say, whom another coordinator had it sent to. Empty: there
+        is no image of it, only the parts."""
         digests = {s.held[version] for s in self._roster if s.held.get(version)}
         return digests.pop() if len(digests) == 1 else ""
 
     def _assembled(self, payload: Payload) -> None:
-        """The first image has been made of a version that was committed in parts, when nobody was there to receive it."""
+        """The first image has been made of a version that was committed in parts, when
+        nobody was there to receive it."""
         if payload is self.committed and not self.decided:
             self.decided = payload.digest
 
     def _vouch(self, version: int, digest: str) -> None:
-        """Write the digest down for holders that had none yet (the image's own source); others' must be equal."""
+        """Write the digest down for holders that had none yet (the image's own source);
+        others' must be equal."""
         for state in self._roster:
             held = state.held.get(version)
             if held == "":
@@ -400,7 +410,8 @@ class Commits:
             publish.lost[state.member.name] = state.note
 
     def _leave_behind(self, publish: Publish, transfer: Transfer) -> None:
-        """Targets of the epoch that do not hold it: out of the epoch until they have caught up."""
+        """Targets of the epoch that do not hold it: out of the epoch until they have
+        caught up."""
         for state in self._roster.targets:
             if publish.version not in state.held:
                 why = transfer.why.get(state.member, "it did not have all of it by the deadline")
@@ -408,7 +419,7 @@ class Commits:
                     publish.lost[state.member.name] = why
                 self._roster.leave_behind(state, why, missed=publish.version)
 
-    # ------------------------------------------------------------ what another coordinator had begun
+    # ----------------------------------------------- what another coordinator had begun
 
     def learn(self, version: int, digest: str) -> None:
         """Somebody has seen ``version`` committed."""
@@ -458,7 +469,8 @@ class Commits:
         self._verdict(publish, _snake(type(error).__name__), now)
 
     def _is_committed(self, state: MemberState, publish: Publish) -> bool:
-        """Whether what it holds by the number of ``publish`` is the committed version, heard of too late."""
+        """Whether what it holds by the number of ``publish`` is the committed version,
+        heard of too late."""
         same = publish.version == self.latest and state.held.get(publish.version) == self.decided
         return same and bool(self.decided) and state.member not in publish.begun
 
@@ -499,7 +511,8 @@ class Commits:
             transfer.lost(member, now)
 
     def tick(self, now: float, *, recovering: bool) -> None:
-        """Time passes. ``recovering``: members may still come back to a new coordinator."""
+        """Time passes. ``recovering``: members may still come back to a new
+        coordinator."""
         for transfer in self.transfers:
             transfer.tick(now)
         for publish in self.publishes.open():
@@ -512,8 +525,8 @@ class Commits:
             catch_up.tick(now)
 
     def _leave_laggards(self, publish: Publish, now: float) -> None:
-        """Some are not ready to receive in half of the time, or will not have read the manifest by then: go on without them,
-        if others are.
+        """Some are not ready to receive in half of the time, or will not have read the
+        manifest by then: go on without them, if others are.
         """
         transfer = publish.transfer
         if transfer is None or self._ground.config.on_lost == "raise":

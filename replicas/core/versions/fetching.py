@@ -3,13 +3,17 @@
 Theory of operation
 ===================
 
-A manifest of many tensors has tens of megabytes. It never travels in a message about something else: an offer, or a word
-about what was packed, names it by its hash, and who has not got it (any more) asks with :class:`ManifestAsk`. Both sides do
-the same, each with a bounded :class:`Cache` of what was used last, so that neither needs to know what the other remembers.
+A manifest of many tensors has tens of megabytes. It never travels in a message about
+something else: an offer, or a word about what was packed, names it by its hash, and who
+has not got it (any more) asks with :class:`ManifestAsk`. Both sides do the same, each
+with a bounded :class:`Cache` of what was used last, so that neither needs to know what
+the other remembers.
 
-Pieces are small, and no more of them are asked for at once than the link carries in a moment (:class:`Fetch` finds out how
-many). So what is said meanwhile waits for a fraction of a second, a slow member holds up nobody, and nothing piles up for it.
-The pieces are numbered messages of the session: a connection that breaks costs none of what has arrived.
+Pieces are small, and no more of them are asked for at once than the link carries in a
+moment (:class:`Fetch` finds out how many). So what is said meanwhile waits for a
+fraction of a second, a slow member holds up nobody, and nothing piles up for it. The
+pieces are numbered messages of the session: a connection that breaks costs none of what
+has arrived.
 """
 
 from __future__ import annotations
@@ -86,7 +90,8 @@ class Fetch:
         return ManifestAsk(self.manifest_hash, len(self._data), self._window_nbytes)
 
     def add(self, piece: ManifestPiece, now: float) -> bytes | ManifestAsk | None:
-        """A piece has come: the whole manifest, the next question, or None while more of this window is to come.
+        """A piece has come: the whole manifest, the next question, or None while more
+        of this window is to come.
 
         :raises replicas.errors.ReplicasError: it cannot be had there.
         """

@@ -1,19 +1,25 @@
-"""The newest committed version outlives its source: the coordinator's own process holds its memory.
+"""The newest committed version outlives its source: the coordinator's own process holds
+its memory.
 
 Theory of operation
 ===================
 
-A version that is committed while no target has it lies in its source's memory alone, and would be lost with it: a trainer
-that publishes once and dies before the first rollout has joined. Therefore, on its own host, the coordinator *keeps* the
-newest committed version: it opens the slot where it lies (all slots of its parts, when nobody has it whole) before anybody
-is told of the commit, and lets go when a newer one is decided. That costs a descriptor each, and no byte.
+A version that is committed while no target has it lies in its source's memory alone,
+and would be lost with it: a trainer that publishes once and dies before the first
+rollout has joined. Therefore, on its own host, the coordinator *keeps* the newest
+committed version: it opens the slot where it lies (all slots of its parts, when nobody
+has it whole) before anybody is told of the commit, and lets go when a newer one is
+decided. That costs a descriptor each, and no byte.
 
-When a member whose memory is kept is lost, a *stand-in* takes its place: what was known of it, with the coordinator's copy
-of the descriptor as the place. Others of that host map it, or copy their parts from it, as they would have from the member
-itself. It cannot send: those on other hosts get the version from the first who has mapped it. Nothing is kept on other
-hosts: a version that must outlive its source there needs a target that has it (``min_targets = 1``).
+When a member whose memory is kept is lost, a *stand-in* takes its place: what was known
+of it, with the coordinator's copy of the descriptor as the place. Others of that host
+map it, or copy their parts from it, as they would have from the member itself. It
+cannot send: those on other hosts get the version from the first who has mapped it.
+Nothing is kept on other hosts: a version that must outlive its source there needs a
+target that has it (``min_targets = 1``).
 
-Who is on the coordinator's host is proven as always (:mod:`replicas.core.members.hosts`): it has a beacon, too.
+Who is on the coordinator's host is proven as always
+(:mod:`replicas.core.members.hosts`): it has a beacon, too.
 """
 
 from __future__ import annotations
@@ -32,7 +38,8 @@ __all__ = ["Keeping"]
 
 
 class Keeping:
-    """What the coordinator keeps of one channel. The shell answers each ``Keep`` by :meth:`kept`."""
+    """What the coordinator keeps of one channel. The shell answers each ``Keep`` by
+    :meth:`kept`."""
 
     def __init__(self, channel: str, roster: Roster, hosts: Hosts, out: list[Effect]) -> None:
         self._channel = channel
@@ -46,7 +53,8 @@ class Keeping:
         self._stand_ins: dict[Member, MemberState] = {}
 
     def look(self, latest: int) -> None:
-        """Keep ``latest``, the newest committed version, if that has become possible, and no other one."""
+        """Keep ``latest``, the newest committed version, if that has become possible,
+        and no other one."""
         if latest != self._version:
             self._let_go()
             self._version = latest
@@ -57,7 +65,8 @@ class Keeping:
             self._out.append(Keep(self._channel, owner.member, owner.places[self._version], self._version))
 
     def _owners(self) -> list[MemberState]:
-        """Whose memory makes up the version: of one who has it whole, or else of all who have a part."""
+        """Whose memory makes up the version: of one who has it whole, or else of all
+        who have a part."""
         version = self._version
         here = [s for s in self._hosts.on(self._hosts.own) if version in s.places and s.member not in self._failed]
         whole = [s for s in here if version in s.held]
@@ -103,9 +112,11 @@ class Keeping:
         return self._stand_ins.get(member)
 
     def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:
-        """Whether some of the ``needers`` can get ``version`` by what is kept for those who are lost.
+        """Whether some of the ``needers`` can get ``version`` by what is kept for those
+        who are lost.
 
-        Of one that has just joined it is not known yet on which host it is: it may be this one.
+        Of one that has just joined it is not known yet on which host it is: it may be
+        this one.
 
         :param part_owners: who had its parts, if it was published in parts.
         """

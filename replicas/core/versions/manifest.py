@@ -3,16 +3,19 @@
 Theory of operation
 ===================
 
-A slot holds one complete version as a valid safetensors file (an *image*): an 8-byte length, a JSON header that is
-padded with spaces until the data starts on a page, then the data. Tensors lie by falling item size, then in the order
-in which they were given: every tensor starts at a multiple of its item size and no byte is left between two of them,
-as safetensors demands. The header follows from the tensors and aliases alone, so that all holders of a version have
-the same bytes, however the version was put together.
+A slot holds one complete version as a valid safetensors file (an *image*): an 8-byte
+length, a JSON header that is padded with spaces until the data starts on a page, then
+the data. Tensors lie by falling item size, then in the order in which they were given:
+every tensor starts at a multiple of its item size and no byte is left between two of
+them, as safetensors demands. The header follows from the tensors and aliases alone, so
+that all holders of a version have the same bytes, however the version was put together.
 
-A rank describes what it publishes by a :class:`PartManifest`. A whole image has ``pieces = None``. A rank of a source
-with ``ranks = "all"`` has a *part*: boxes (:class:`Piece`) of global tensors, packed one after another. The coordinator
-makes one :class:`Manifest` of all parts with :func:`merge_parts`: each byte of each tensor comes from exactly one part.
-Identical boxes (a replicated tensor) are taken from the lowest part that has them.
+A rank describes what it publishes by a :class:`PartManifest`. A whole image has
+``pieces = None``. A rank of a source with ``ranks = "all"`` has a *part*: boxes
+(:class:`Piece`) of global tensors, packed one after another. The coordinator makes one
+:class:`Manifest` of all parts with :func:`merge_parts`: each byte of each tensor comes
+from exactly one part. Identical boxes (a replicated tensor) are taken from the lowest
+part that has them.
 
 Everything here is pure and knows torch's dtypes by name only.
 """
@@ -124,9 +127,11 @@ class _Encoded(msgspec.Struct, frozen=True, dict=True):
 class PartManifest(_Encoded, frozen=True, dict=True):
     """What one rank publishes.
 
-    :param tensors: global specs; with ``pieces`` also of tensors of which this rank has only a part.
+    :param tensors: global specs; with ``pieces`` also of tensors of which this rank has
+        only a part.
     :param aliases: ``(name, name of the tensor that it shares storage with)``.
-    :param pieces: None for a whole image; else the boxes that the rank's packed part holds.
+    :param pieces: None for a whole image; else the boxes that the rank's packed part
+        holds.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -135,7 +140,8 @@ class PartManifest(_Encoded, frozen=True, dict=True):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> PartManifest:
-        """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything malformed or inconsistent."""
+        """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything
+        malformed or inconsistent."""
         part = cls.decode_only(data)
         part.validate()
         return part
@@ -147,7 +153,8 @@ class PartManifest(_Encoded, frozen=True, dict=True):
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the slot that holds it: a whole image with its header, or a packed part without one."""
+        """Bytes of the slot that holds it: a whole image with its header, or a packed
+        part without one."""
         if self.pieces is None:
             return self.whole.image_nbytes
         return sum(prod(piece.shape) * item_nbytes(self.tensors[piece.tensor].dtype) for piece in self.pieces)
@@ -158,7 +165,8 @@ class PartManifest(_Encoded, frozen=True, dict=True):
         return Manifest(self.tensors, self.aliases)
 
     def validate(self) -> None:
-        """Raise :class:`ManifestMismatch` unless names are unique and pieces lie within their tensors."""
+        """Raise :class:`ManifestMismatch` unless names are unique and pieces lie within
+        their tensors."""
         check_tensors(self.tensors, self.aliases)
         for piece in self.pieces or ():
             check_piece(piece, self.tensors)
@@ -170,10 +178,11 @@ class PartManifest(_Encoded, frozen=True, dict=True):
 class Manifest(_Encoded, frozen=True, dict=True):
     """One version's tensors and, when several ranks send it, which part owns which box.
 
-    :param tensors: in the order in which they were given; :attr:`offsets` says where they lie.
+    :param tensors: in the order in which they were given; :attr:`offsets` says where
+        they lie.
     :param aliases: ``(name, name of the tensor that it shares storage with)``.
-    :param parts: None when one sender has the whole image; else the pieces to take from each part. A piece's
-        ``source_offset`` refers to its owner's packed part.
+    :param parts: None when one sender has the whole image; else the pieces to take from
+        each part. A piece's ``source_offset`` refers to its owner's packed part.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -182,13 +191,15 @@ class Manifest(_Encoded, frozen=True, dict=True):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Manifest:
-        """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything malformed or inconsistent."""
+        """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything
+        malformed or inconsistent."""
         manifest = _decode(data, _manifest_decoder)
         manifest.validate()
         return manifest
 
     def validate(self) -> None:
-        """Raise :class:`ManifestMismatch` unless names are unique and the parts cover each tensor exactly once."""
+        """Raise :class:`ManifestMismatch` unless names are unique and the parts cover
+        each tensor exactly once."""
         check_tensors(self.tensors, self.aliases)
         if self.parts is not None:
             for piece in (piece for part in self.parts for piece in part):
@@ -197,7 +208,8 @@ class Manifest(_Encoded, frozen=True, dict=True):
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts in the data section, in bytes, in the order of :attr:`tensors`."""
+        """Where each tensor starts in the data section, in bytes, in the order of
+        :attr:`tensors`."""
         return packed_offsets([(tensor.dtype, tensor.nbytes) for tensor in self.tensors])
 
     @cached_property
@@ -206,7 +218,8 @@ class Manifest(_Encoded, frozen=True, dict=True):
 
     @cached_property
     def header(self) -> bytes:
-        """The safetensors header with its 8-byte length; its size is a multiple of :data:`ALIGNMENT_NBYTES`."""
+        """The safetensors header with its 8-byte length; its size is a multiple of
+        :data:`ALIGNMENT_NBYTES`."""
         raw = {spec.name: spec.dtype for spec in self.tensors if spec.dtype not in _SAFETENSORS}
         metadata = {"format": "pt"}
         if self.aliases:
@@ -246,11 +259,12 @@ class Manifest(_Encoded, frozen=True, dict=True):
         return sum(prod(piece.shape) * item_nbytes(self.tensors[piece.tensor].dtype) for piece in pieces)
 
 
-# ---------------------------------------------------------------- several parts, one image
+# ------------------------------------------------------------- several parts, one image
 
 
-# Made here and not at the first use: msgspec looks into a struct type when it first meets it, and two threads that do so at
-# once crash the process (a type that is half looked into has null pointers in it).
+# Made here and not at the first use: msgspec looks into a struct type when it first
+# meets it, and two threads that do so at once crash the process (a type that is half
+# looked into has null pointers in it).
 _part_decoder = msgspec.msgpack.Decoder(PartManifest)
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 
@@ -258,9 +272,11 @@ _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
     """One manifest for what all ``parts`` hold together.
 
-    A single whole image keeps ``parts = None``. Tensors come in the order of the first part that names them.
+    A single whole image keeps ``parts = None``. Tensors come in the order of the first
+    part that names them.
 
-    :raises ManifestMismatch: naming the tensor, when parts disagree on a shape or dtype, overlap, or leave a hole.
+    :raises ManifestMismatch: naming the tensor, when parts disagree on a shape or
+        dtype, overlap, or leave a hole.
     """
     for part in parts:
         part.validate()
@@ -322,7 +338,8 @@ def _merge_names(number: int, part: PartManifest, tensors: dict[str, TensorSpec]
 
 
 def difference(old: Manifest | PartManifest, new: Manifest | PartManifest, *, limit: int = 3) -> str:
-    """The first ``limit`` differences in tensors and aliases as text, or an empty string when there is none."""
+    """The first ``limit`` differences in tensors and aliases as text, or an empty
+    string when there is none."""
     found = list(_differences(old, new))
     if not found and (old.tensors, old.aliases) != (new.tensors, new.aliases):
         found = ["the same tensors in another order"]

@@ -1,7 +1,8 @@
 """The manifests that members announce, and the one that the channel has.
 
-A model keeps its tensors from version to version, and one manifest of 100,000 tensors takes half a second to decode, join
-and hash. So that is done beside the loop (:class:`~replicas.core.effects.Read`), and what was made of the same ones is used
+A model keeps its tensors from version to version, and one manifest of 100,000 tensors
+takes half a second to decode, join and hash. So that is done beside the loop
+(:class:`~replicas.core.effects.Read`), and what was made of the same ones is used
 again.
 """
 
@@ -35,7 +36,8 @@ class Joined(NamedTuple):
 def read(effect: Read) -> Joined:
     """Do what the effect says; all that is slow about a manifest is done in it.
 
-    :raises replicas.errors.ManifestMismatch: they are malformed, do not fit each other, or are too large together.
+    :raises replicas.errors.ManifestMismatch: they are malformed, do not fit each other,
+        or are too large together.
     """
     if effect.whole:
         encoded = effect.encoded[0]
@@ -68,7 +70,8 @@ class Manifests:
         return self._encoded.get(manifest_hash)
 
     def fetch(self, member: Member, manifest_hash: str, now: float) -> None:
-        """Have it sent by the member, one after another: when one has come, or cannot, the others are asked for again."""
+        """Have it sent by the member, one after another: when one has come, or cannot,
+        the others are asked for again."""
         if member not in self._fetches:
             self._fetches[member] = fetch = Fetch(manifest_hash)
             self._out.append(Send(member, fetch.ask(now)))
@@ -121,9 +124,11 @@ class Manifests:
             self._failed[effect.key] = found
 
     def payload(self, publish: Publish) -> Payload | None:
-        """What the ranks packed, as one; None while their manifests are being put together.
+        """What the ranks packed, as one; None while their manifests are being put
+        together.
 
-        :raises errors.ManifestMismatch: the parts do not fit each other, or the channel's manifest.
+        :raises errors.ManifestMismatch: the parts do not fit each other, or the
+            channel's manifest.
         """
         carriers = publish.carriers
         if not carriers:

@@ -1,18 +1,23 @@
-"""Publishes: from the ranks of a source replica that call ``publish`` to a committed version and one verdict for all.
+"""Publishes: from the ranks of a source replica that call ``publish`` to a committed
+version and one verdict for all.
 
 Theory of operation
 ===================
 
-A publish is known by (group, replica, number); the number counts the replica's publishes. The first rank that begins it
-fixes the version. It is *packing* until every contributing rank (the leader, or all of them) has filled its slot, then it
-waits its turn: one version moves at a time, in the order in which they were packed. It ends in exactly one verdict, which
-every rank of the replica gets, also one that begins late (the last few verdicts of each replica are kept). The states are
-those of :data:`replicas.core.membership.PUBLISH`.
+A publish is known by (group, replica, number); the number counts the replica's
+publishes. The first rank that begins it fixes the version. It is *packing* until every
+contributing rank (the leader, or all of them) has filled its slot, then it waits its
+turn: one version moves at a time, in the order in which they were packed. It ends in
+exactly one verdict, which every rank of the replica gets, also one that begins late
+(the last few verdicts of each replica are kept). The states are those of
+:data:`replicas.core.membership.PUBLISH`.
 
-One that was begun under another coordinator comes *resumed*, with the number that it had there.
+One that was begun under another coordinator comes *resumed*, with the number that it
+had there.
 
-Half of the deadline is given to those who do not get ready; then, with ``on_lost = "drop"``, the transfer goes on without
-them and they are caught up later. At the deadline the version commits over those who hold it, or the publish fails.
+Half of the deadline is given to those who do not get ready; then, with ``on_lost =
+"drop"``, the transfer goes on without them and they are caught up later. At the
+deadline the version commits over those who hold it, or the publish fails.
 """
 
 from __future__ import annotations
@@ -101,7 +106,8 @@ class Publish:
 
     @property
     def hold(self) -> dict[str, float]:
-        """How long the streams of the source's GPUs were held, beside the phases; nothing where there was no GPU."""
+        """How long the streams of the source's GPUs were held, beside the phases;
+        nothing where there was no GPU."""
         hold_s = max((packed.hold_s for packed in self.packed.values()), default=0.0)
         return {"hold": hold_s} if hold_s else {}
 
@@ -128,9 +134,10 @@ class Publishes:
     def joined(self, member: Member, *, first: bool) -> None:
         """A rank of a replica joined; ``first``: no other rank of it is there.
 
-        Ranks join one after another, and the first may publish before the last has joined: they all count from where the
-        replica stood when the first of them joined. A rank that joins once more goes on with what the others have under
-        way and wait for it with, else with what they do next.
+        Ranks join one after another, and the first may publish before the last has
+        joined: they all count from where the replica stood when the first of them
+        joined. A rank that joins once more goes on with what the others have under way
+        and wait for it with, else with what they do next.
         """
         replica = (member.group, member.replica)
         if first:
@@ -140,13 +147,15 @@ class Publishes:
         ranks.add(member.rank)
 
     def _present(self, member: Member) -> int:
-        """How many publishes of its replica are past for a rank that joins once more."""
+        """How many publishes of its replica are past for a rank that joins once
+        more."""
         packing = [p for p in self.open() if (p.group, p.replica) == (member.group, member.replica)]
         waiting = [p.number for p in packing if p.state == "packing" and member.rank not in {m.rank for m in p.begun}]
         return min(waiting) - 1 if waiting else self.count(member.group, member.replica)
 
     def came_back(self, member: Member, made: int) -> None:
-        """A rank that was a member under another coordinator goes on counting from ``made``."""
+        """A rank that was a member under another coordinator goes on counting from
+        ``made``."""
         replica = (member.group, member.replica)
         base, ranks = self._bases.get(replica, (0, set()))
         self._bases[replica] = (max(base, made), ranks)
@@ -168,8 +177,10 @@ class Publishes:
         return [publish for publish in self._known.values() if not publish.over]
 
     def begin(self, member: Member, message: PublishBegin, now: float) -> Publish:
-        """:raises errors.StaleVersion: the version that the caller chose is not newer than every earlier one.
-        :raises errors.RanksDisagree: another rank began this publish with another version.
+        """:raises errors.StaleVersion: the version that the caller chose is not newer
+            than every earlier one.
+        :raises errors.RanksDisagree: another rank began this publish with another
+            version.
         """
         publish = self.get(member, message.publish)
         if publish is None:
@@ -208,13 +219,15 @@ class Publishes:
 
     @staticmethod
     def _agrees(publish: Publish, message: PublishBegin) -> bool:
-        """Whether two ranks began the same. One that is resumed names the number that it got, not what it asked for."""
+        """Whether two ranks began the same. One that is resumed names the number that
+        it got, not what it asked for."""
         if publish.resumed or message.resumed:
             return message.version == publish.version or (message.version is None and not message.resumed)
         return message.version == publish.asked_version
 
     def _forget_old(self, group: str, replica: int) -> None:
-        """Each replica's last verdicts are kept: another one may publish many times meanwhile."""
+        """Each replica's last verdicts are kept: another one may publish many times
+        meanwhile."""
         over = [key for key, publish in self._known.items() if publish.over and key[:2] == (group, replica)]
         for key in over[:-KEPT_VERDICTS]:
             del self._known[key]
@@ -225,7 +238,8 @@ class Publishes:
         return {(publish.group, publish.replica, rank) for rank in ranks}
 
     def packed(self, member: Member, message: Packed, world: int, now: float) -> Publish | None:
-        """A rank has filled its slot; returns the publish when it was the last one that matters."""
+        """A rank has filled its slot; returns the publish when it was the last one that
+        matters."""
         publish = self.get(member, message.publish)
         if publish is None or publish.state != "packing":
             return None
@@ -241,7 +255,8 @@ class Publishes:
         return publish
 
     def filled(self, member: Member, message: Filled) -> Publish | None:
-        """A streaming rank has filled its slot; returns the publish while it has no verdict."""
+        """A streaming rank has filled its slot; returns the publish while it has no
+        verdict."""
         publish = self.get(member, message.publish)
         packed = publish.packed.get(member) if publish is not None else None
         if publish is None or packed is None or publish.over or not packed.streaming:

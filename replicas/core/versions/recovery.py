@@ -1,24 +1,31 @@
-"""What a coordinator that starts again learns from the decision log and from its members.
+"""What a coordinator that starts again learns from the decision log and from its
+members.
 
 Theory of operation
 ===================
 
-The decision log tells the newest committed version (and numbers that must not be used again). Members that were there under
-another coordinator say in their Hello what they have heard of, hold, serve and were assigned, and then announce what is
-under way (:mod:`replicas.messages`). Facts count at once, whenever they come: epochs and numbers only grow, and a version
-that any member has seen committed *is* committed. What needs a view of everybody waits for :data:`RECOVERY_S` after the
-first of them came (or after the start, if there is a decision log): until then nobody is admitted, nothing moves, nothing
-is granted. A member that still has to say ``Resumed`` is waited for as long again. A publish that has no number yet gets
-none before the end: another rank of its replica may have one, and say so.
+The decision log tells the newest committed version (and numbers that must not be used
+again). Members that were there under another coordinator say in their Hello what they
+have heard of, hold, serve and were assigned, and then announce what is under way
+(:mod:`replicas.messages`). Facts count at once, whenever they come: epochs and numbers
+only grow, and a version that any member has seen committed *is* committed. What needs a
+view of everybody waits for :data:`RECOVERY_S` after the first of them came (or after
+the start, if there is a decision log): until then nobody is admitted, nothing moves,
+nothing is granted. A member that still has to say ``Resumed`` is waited for as long
+again. A publish that has no number yet gets none before the end: another rank of its
+replica may have one, and say so.
 
 Then, for each version that is held and not committed:
 
-* announced again by its source: the publish goes on under its number, and those who hold it need no bytes;
-* not announced although a source of that time is here: that source has had its verdict, and it was a failure: discarded;
-* its source is gone: committed, if every target that is here holds it with one digest; else discarded, and the source is to
-  publish again. Its number is not used again.
+* announced again by its source: the publish goes on under its number, and those who
+  hold it need no bytes;
+* not announced although a source of that time is here: that source has had its verdict,
+  and it was a failure: discarded;
+* its source is gone: committed, if every target that is here holds it with one digest;
+  else discarded, and the source is to publish again. Its number is not used again.
 
-What the newest committed version looks like is told by any holder of it (``Describe``), and its manifest fetched from there.
+What the newest committed version looks like is told by any holder of it (``Describe``),
+and its manifest fetched from there.
 """
 
 from __future__ import annotations
@@ -78,7 +85,8 @@ class Recovery:
             self._ground.send(state.member, commits.commit_message())
 
     def _check_held(self, state: MemberState) -> None:
-        """What it holds under a committed number, but is something else, is of no use."""
+        """What it holds under a committed number, but is something else, is of no
+        use."""
         commits = self._commits
         digest = state.held.get(commits.latest, "")
         if digest and commits.decided and digest != commits.decided:
@@ -88,7 +96,8 @@ class Recovery:
     def defers(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> bool:
-        """Whether it is to be handled at the end of the window: a publish without a number, and what comes after it."""
+        """Whether it is to be handled at the end of the window: a publish without a
+        number, and what comes after it."""
         at_once = isinstance(message, wire.PublishBegin) and (message.resumed or not state.is_source)
         known = self._commits.publishes.get(state.member, message.publish)
         if self._done or at_once or (known is not None and state.member in known.begun):
@@ -127,7 +136,8 @@ class Recovery:
             self._commits.publishing(state, message, now)
 
     def _end_known_publishes(self, now: float) -> None:
-        """A rank that does not announce its replica's publish again has had its verdict: so has the replica."""
+        """A rank that does not announce its replica's publish again has had its
+        verdict: so has the replica."""
         commits = self._commits
         for publish in commits.publishes.open():
             if not publish.resumed:
@@ -141,7 +151,8 @@ class Recovery:
                 commits.fail_resumed(publish, f"{names} had its verdict" if names else "it had failed", now)
 
     def _prepared(self) -> set[int]:
-        """Versions that somebody holds, newer than the committed one, that no publish carries."""
+        """Versions that somebody holds, newer than the committed one, that no publish
+        carries."""
         commits = self._commits
         carried = {publish.version for publish in commits.publishes.open()}
         held = {version for state in self._roster for version in state.held}
@@ -159,7 +170,7 @@ class Recovery:
             state.forget(version)
             self._ground.send(state.member, wire.Discard(version))
 
-    # ------------------------------------------------------------ the bytes of the committed version
+    # ----------------------------------------------- the bytes of the committed version
 
     def advance(self, now: float) -> None:
         """Ask a holder what the committed version looks like, if that is not known."""

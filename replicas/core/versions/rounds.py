@@ -3,25 +3,31 @@
 Theory of operation
 ===================
 
-A replica that wants new weights runs a *round*: the newest committed version at the moment when the first of its ranks
-asks, provided that all its ranks are there and hold it. Every rank is granted that version when it asks, and the next
-round opens only when all of them have loaded this one, so that two ranks are never more than the load itself apart.
-The replica's loaded version is the one that *all* its ranks have loaded; while they differ it is 0 (*partial*). A rank
-that is lost, or fails to load, voids the round: the next one brings every rank to the newest version. What a round can be
-in is the table :data:`~replicas.core.membership.ROUND`.
+A replica that wants new weights runs a *round*: the newest committed version at the
+moment when the first of its ranks asks, provided that all its ranks are there and hold
+it. Every rank is granted that version when it asks, and the next round opens only when
+all of them have loaded this one, so that two ranks are never more than the load itself
+apart. The replica's loaded version is the one that *all* its ranks have loaded; while
+they differ it is 0 (*partial*). A rank that is lost, or fails to load, voids the round:
+the next one brings every rank to the newest version. What a round can be in is the
+table :data:`~replicas.core.membership.ROUND`.
 
-A rank that asks has no update open: with its ask it *gives back* what it was granted and has not looked at, so that a rank
-that asks ahead of time neither keeps an old version in memory nor gets it. As long as no rank has looked at the version of
-a round, or loaded it, the round may take a newer one.
+A rank that asks has no update open: with its ask it *gives back* what it was granted
+and has not looked at, so that a rank that asks ahead of time neither keeps an old
+version in memory nor gets it. As long as no rank has looked at the version of a round,
+or loaded it, the round may take a newer one.
 
-*At least.* A rank may ask for a version whose number, or a number in whose publisher's ``meta``, is not below a bound. A
-round opens only with a version that is enough for **every** rank that waits by then: with unequal bounds the highest counts,
-so that all ranks are alike. A rank for which the version that others have begun with is not enough *declines* it: it asks
-again, for a newer one, and waits. When all ranks ask, so that none of them is at work with it, the next round opens. While
-the ``meta`` of the newest version is not known here (a coordinator that has just started), no bound on it is met.
+*At least.* A rank may ask for a version whose number, or a number in whose publisher's
+``meta``, is not below a bound. A round opens only with a version that is enough for
+**every** rank that waits by then: with unequal bounds the highest counts, so that all
+ranks are alike. A rank for which the version that others have begun with is not enough
+*declines* it: it asks again, for a newer one, and waits. When all ranks ask, so that
+none of them is at work with it, the next round opens. While the ``meta`` of the newest
+version is not known here (a coordinator that has just started), no bound on it is met.
 
-A round can move on only where a rank asks, and only when something about that replica, or the newest version, has changed:
-such replicas are *due* (:meth:`Rounds.take_due`), the others are not looked at.
+A round can move on only where a rank asks, and only when something about that replica,
+or the newest version, has changed: such replicas are *due* (:meth:`Rounds.take_due`),
+the others are not looked at.
 """
 
 from __future__ import annotations
@@ -53,7 +59,8 @@ class Round:
 
     @property
     def partial(self) -> bool:
-        """A rank failed to load, and the ranks have not all served the same version since."""
+        """A rank failed to load, and the ranks have not all served the same version
+        since."""
         return self.state == "partial"
 
     def move(self, event: RoundEvent) -> None:
@@ -69,7 +76,8 @@ class Round:
 
 
 class Newest(NamedTuple):
-    """The newest committed version (0: none), and what its publisher said of it; None while that is not known."""
+    """The newest committed version (0: none), and what its publisher said of it; None
+    while that is not known."""
 
     version: int
     meta: Mapping[str, object] | None = None
@@ -80,13 +88,15 @@ class Newest(NamedTuple):
 
 
 def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object]) -> bool:
-    """Whether the number of a version, or with a ``key`` the number by that name in its ``meta``, is ``at_least``."""
+    """Whether the number of a version, or with a ``key`` the number by that name in its
+    ``meta``, is ``at_least``."""
     found = meta.get(key) if key else version
     return isinstance(found, (int, float)) and not isinstance(found, bool) and found >= at_least
 
 
 class ReplicaView(NamedTuple):
-    """The members of one target replica that carry bytes, and how many of them there must be."""
+    """The members of one target replica that carry bytes, and how many of them there
+    must be."""
 
     ranks: Sequence[MemberState]
     expected: int
@@ -111,7 +121,8 @@ class Rounds:
         return list(self._rounds.items())
 
     def touch(self, state: MemberState) -> None:
-        """Something about this rank has changed: if its replica waits for a grant, it is looked at."""
+        """Something about this rank has changed: if its replica waits for a grant, it
+        is looked at."""
         key = (state.member.group, state.member.replica)
         round_ = self._rounds.get(key)
         if round_ is not None and round_.asks:
@@ -126,7 +137,8 @@ class Rounds:
         return due
 
     def loaded_by_all(self) -> int:
-        """The newest version that every rank of a target serves, or a newer one; 0 when there is none."""
+        """The newest version that every rank of a target serves, or a newer one; 0 when
+        there is none."""
         return min(self._loaded, default=0)
 
     def _count(self, state: MemberState) -> None:
@@ -147,7 +159,8 @@ class Rounds:
         return round_ is not None and member in round_.asks
 
     def loading(self, group: str, replica: int) -> bool:
-        """Whether some of its ranks have begun to load a version, and not all have it."""
+        """Whether some of its ranks have begun to load a version, and not all have
+        it."""
         round_ = self._rounds.get((group, replica))
         return round_ is not None and (round_.state == "loading" or bool(round_.taken))
 
@@ -158,7 +171,8 @@ class Rounds:
         return found is not None and found.after < version
 
     def ask(self, member: Member, ask: ReceiveAsk) -> None:
-        """It wants a version; what it was granted before, and has not loaded, it gives back."""
+        """It wants a version; what it was granted before, and has not loaded, it gives
+        back."""
         round_ = self.of(member.group, member.replica)
         round_.asks[member] = ask
         round_.taken.discard(member)
@@ -173,7 +187,8 @@ class Rounds:
         self._due.add((member.group, member.replica))
 
     def joined(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
-        """A rank joined; under an earlier coordinator it may have loaded a version, or been assigned one."""
+        """A rank joined; under an earlier coordinator it may have loaded a version, or
+        been assigned one."""
         if not state.carries:
             return
         self._count(state)
@@ -190,7 +205,8 @@ class Rounds:
 
     @staticmethod
     def _remind(round_: Round, ranks: Sequence[MemberState], out: list[Effect]) -> None:
-        """The coordinator before may have ended before all ranks heard what they are to load: they must keep it."""
+        """The coordinator before may have ended before all ranks heard what they are to
+        load: they must keep it."""
         for rank in ranks:
             if rank.loaded < round_.version and round_.version in rank.held:
                 out.append(Send(rank.member, Assigned(round_.version)))

@@ -3,14 +3,17 @@
 Theory of operation
 ===================
 
-A member whose operation ended without a verdict, after it had said *done*, names its ref in ``unsettled`` of its later
-posts; every post names in ``applied`` the newest refs whose results were written there. When the next collective of a
-domain has all its posts, the answer is: applied, if this coordinator gave that verdict itself or if any of those that take
-part has applied it. Else nobody has, and as the operation's coordinator is gone, nobody ever will. That is certain only when
-everyone who was there before has spoken: a member from before that cannot take part yet is waited for.
+A member whose operation ended without a verdict, after it had said *done*, names its
+ref in ``unsettled`` of its later posts; every post names in ``applied`` the newest refs
+whose results were written there. When the next collective of a domain has all its
+posts, the answer is: applied, if this coordinator gave that verdict itself or if any of
+those that take part has applied it. Else nobody has, and as the operation's coordinator
+is gone, nobody ever will. That is certain only when everyone who was there before has
+spoken: a member from before that cannot take part yet is waited for.
 
-A member that has missed a result must not go on without it: its post is refused with ``Gone``, which names the earlier
-operation, and the others wait for its next one. It was told before, and the result is kept there.
+A member that has missed a result must not go on without it: its post is refused with
+``Gone``, which names the earlier operation, and the others wait for its next one. It
+was told before, and the result is kept there.
 """
 
 from __future__ import annotations
@@ -38,7 +41,8 @@ class Settling:
             self._verdicts.popitem(last=False)
 
     def answers(self, message: OperationPost, posts: Iterable[OperationPost]) -> dict[str, bool | None]:
-        """Whether each unsettled operation of ``message`` was applied; None: nobody here knows of it.
+        """Whether each unsettled operation of ``message`` was applied; None: nobody
+        here knows of it.
 
         :param posts: all of a collective that is complete.
         """

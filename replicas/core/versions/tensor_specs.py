@@ -1,4 +1,5 @@
-"""Tensors and pieces of tensors as values: sizes, checks, and how they are laid out in memory.
+"""Tensors and pieces of tensors as values: sizes, checks, and how they are laid out in
+memory.
 
 Part of :mod:`replicas.core.versions.manifest`, which tells the whole story.
 """
@@ -60,7 +61,8 @@ MAX_NBYTES = 1 << 56
 
 
 def item_nbytes(dtype: str) -> int:
-    """Bytes of one element of ``dtype``; :class:`ManifestMismatch` for a dtype that cannot be moved."""
+    """Bytes of one element of ``dtype``; :class:`ManifestMismatch` for a dtype that
+    cannot be moved."""
     try:
         return ITEM_NBYTES[dtype]
     except KeyError:
@@ -80,7 +82,8 @@ class SegmentLike(Protocol):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One tensor: ``dtype`` is torch's name without ``torch.``; ``shape`` is the global shape."""
+    """One tensor: ``dtype`` is torch's name without ``torch.``; ``shape`` is the global
+    shape."""
 
     name: str
     dtype: str
@@ -95,9 +98,11 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A box of a tensor: ``shape`` elements from ``offsets`` on, of tensor number ``tensor`` of its manifest.
+    """A box of a tensor: ``shape`` elements from ``offsets`` on, of tensor number
+    ``tensor`` of its manifest.
 
-    ``source_offset``: where its bytes (contiguous, row-major) start in its owner's packed part.
+    ``source_offset``: where its bytes (contiguous, row-major) start in its owner's
+    packed part.
     """
 
     tensor: int
@@ -107,7 +112,8 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-    """Offsets without holes for ``(dtype, nbytes)`` each: by falling item size, then in the given order."""
+    """Offsets without holes for ``(dtype, nbytes)`` each: by falling item size, then in
+    the given order."""
     order = sorted(range(len(sizes)), key=lambda index: -item_nbytes(sizes[index][0]))
     offsets = [0] * len(sizes)
     position = 0
@@ -202,7 +208,8 @@ def check_cover(tensors: Sequence[TensorSpec], parts: Sequence[Sequence[Piece]])
 
 
 def _check_no_overlap(spec: TensorSpec, found: Sequence[tuple[Piece, int]]) -> None:
-    """Sweep along the dimension in which the boxes differ most, so that thousands of shards stay cheap."""
+    """Sweep along the dimension in which the boxes differ most, so that thousands of
+    shards stay cheap."""
     if len(found) < 2:
         return
     axes = range(len(spec.shape))
@@ -222,7 +229,8 @@ def _check_no_overlap(spec: TensorSpec, found: Sequence[tuple[Piece, int]]) -> N
 
 
 def segment_layout(segments: Iterable[SegmentLike]) -> tuple[tuple[int, ...], int]:
-    """Offset of each segment and the size of them all, in bytes; each starts at a multiple of 64."""
+    """Offset of each segment and the size of them all, in bytes; each starts at a
+    multiple of 64."""
     offsets: list[int] = []
     position = 0
     for segment in segments:

@@ -13,9 +13,12 @@ __all__ = ["SidecarDied", "SidecarFailed", "failure"]
 class SidecarFailed(RuntimeError):
     """The sidecar said why it could not do it.
 
-    :ivar over: its group is of no use any more, and it exits by itself; else the request was refused and nothing moved.
-    :ivar kind: name of a class of :mod:`replicas.errors`, or empty. :ivar members: those concerned. :ivar hint: the remedy.
-    :ivar links: pairs of addresses between which members of the group could not connect.
+    :ivar over: its group is of no use any more, and it exits by itself; else the
+        request was refused and nothing moved.
+    :ivar kind: name of a class of :mod:`replicas.errors`, or empty. :ivar members:
+        those concerned. :ivar hint: the remedy.
+    :ivar links: pairs of addresses between which members of the group could not
+        connect.
     """
 
     def __init__(

@@ -1,4 +1,5 @@
-"""A connection to the process that makes sidecars; see :mod:`replicas.sidecar.rank_side.client` for how it works."""
+"""A connection to the process that makes sidecars; see
+:mod:`replicas.sidecar.rank_side.client` for how it works."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ logger = logging.getLogger("replicas.sidecar")
 
 FORK_TIMEOUT_S = 4.0
 REAP_TIMEOUT_S = 5.0
-"""A fork takes milliseconds: a forkserver that has not answered for so long is frozen, and is killed to be replaced."""
+"""A fork takes milliseconds: a forkserver that has not answered for so long is frozen,
+and is killed to be replaced."""
 HELPER_TRIES = 3
 """Helper processes that are started, one after another, until one is ready."""
 
@@ -38,7 +40,8 @@ class Squatted(SidecarDied):
 
 
 class Forkserver:
-    """A connection to the process that makes sidecars. Every sidecar of it ends with the connection."""
+    """A connection to the process that makes sidecars. Every sidecar of it ends with
+    the connection."""
 
     def __init__(
         self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None, *, secret: str = ""
@@ -65,17 +68,21 @@ class Forkserver:
 
     @classmethod
     async def connect(cls, door: str, *, timeout_s: float = 30.0) -> Forkserver:
-        """The forkserver behind ``door`` (:class:`replicas.linux.sockets.Door`); waits until it can fork.
+        """The forkserver behind ``door`` (:class:`replicas.linux.sockets.Door`); waits
+        until it can fork.
 
-        One that ends before it has answered (it froze while it started, and was killed) is waited for again.
+        One that ends before it has answered (it froze while it started, and was killed)
+        is waited for again.
 
-        :raises SidecarDied: nobody listens there, or it has not loaded torch, after ``timeout_s``; or at once: another
-            user's process listens there, and was told nothing.
+        :raises SidecarDied: nobody listens there, or it has not loaded torch, after
+            ``timeout_s``; or at once: another user's process listens there, and was
+            told nothing.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         async for attempt in tenacity.AsyncRetrying(
-            # A shim has bound its socket before its ranks start; those who find their own places may be early, and nothing
-            # announces that an abstract socket has appeared.
+            # A shim has bound its socket before its ranks start; those who find their
+            # own places may be early, and nothing announces that an abstract socket has
+            # appeared.
             wait=tenacity.wait_exponential(multiplier=0.02, max=0.5, exp_base=1.3) + tenacity.wait_random(0, 0.01),
             stop=tenacity.stop_before_delay(timeout_s),
             retry=tenacity.retry_if_exception(lambda e: isinstance(e, SidecarDied) and not isinstance(e, Squatted)),
@@ -103,9 +110,11 @@ class Forkserver:
 
     @classmethod
     async def spawn(cls, *, timeout_s: float = 60.0) -> Forkserver:
-        """A helper process of our own, which dies with us. Returns when it can fork (1.5-5 s: it loads torch).
+        """A helper process of our own, which dies with us. Returns when it can fork
+        (1.5-5 s: it loads torch).
 
-        One that freezes or dies while it starts is replaced, up to ``HELPER_TRIES`` processes in all.
+        One that freezes or dies while it starts is replaced, up to ``HELPER_TRIES``
+        processes in all.
 
         :raises SidecarDied: none came up within ``timeout_s``.
         """
@@ -124,7 +133,8 @@ class Forkserver:
         raise AssertionError  # tenacity ends with a result or an error
 
     async def _attached(self, remaining_s: float, timeout_s: float) -> Forkserver:
-        """Wait for the first answer. A helper of our own is watched meanwhile; anyone else's is watched by its shim."""
+        """Wait for the first answer. A helper of our own is watched meanwhile; anyone
+        else's is watched by its shim."""
         watch = None if self._process is None else StallWatch(self._process.pid, self._loop.time())
         try:
             async with asyncio.timeout(remaining_s):
@@ -150,8 +160,9 @@ class Forkserver:
     async def fork(self, *, timeout_s: float = FORK_TIMEOUT_S) -> Sidecar:
         """A new sidecar: the spare one, if there is one.
 
-        :raises SidecarDied: the forkserver is gone, or has not answered for ``timeout_s`` (it is killed then, also when
-            an earlier call began that wait and was cancelled).
+        :raises SidecarDied: the forkserver is gone, or has not answered for
+            ``timeout_s`` (it is killed then, also when an earlier call began that wait
+            and was cancelled).
         :raises SidecarFailed: the system has no process left to give.
         """
         spare, self._spare = self._spare, None
@@ -161,7 +172,8 @@ class Forkserver:
         return await self._fork(timeout_s, kill=True)
 
     def prefork(self) -> None:
-        """Have a spare sidecar made, unless there is one: the next :meth:`fork` costs nothing."""
+        """Have a spare sidecar made, unless there is one: the next :meth:`fork` costs
+        nothing."""
         if self._closed or self._preforking is not None or (self._spare is not None and self._spare.usable):
             return
         self._preforking = self._loop.create_task(self._prefork(), name="prefork")
@@ -176,7 +188,8 @@ class Forkserver:
             self._preforking = None
 
     async def _fork(self, timeout_s: float, *, kill: bool) -> Sidecar:
-        """``kill``: end a forkserver that does not answer, which ends the sidecars that it has made, too."""
+        """``kill``: end a forkserver that does not answer, which ends the sidecars that
+        it has made, too."""
         if self._closed:
             raise SidecarDied(self._closed)
         now = self._loop.time()
@@ -209,7 +222,8 @@ class Forkserver:
         return sidecar
 
     async def aclose(self) -> None:
-        """Close the connection: its sidecars are killed, and a helper process of ours ends. Idempotent."""
+        """Close the connection: its sidecars are killed, and a helper process of ours
+        ends. Idempotent."""
         self._close("the forkserver connection was closed")
         if self._preforking is not None:
             await asyncio.wait((self._preforking,))
@@ -221,7 +235,8 @@ class Forkserver:
             await _reap(process)
 
     def _kill(self, reason: str) -> None:
-        """End the server itself, with all its sidecars; whoever started it starts another one."""
+        """End the server itself, with all its sidecars; whoever started it starts
+        another one."""
         if self._process is not None:
             self._process.kill()
         elif self._pidfd >= 0:
@@ -229,7 +244,8 @@ class Forkserver:
         self._close(reason)
 
     def close_in_child(self) -> None:
-        """In a forked child of this process: drop the descriptors, so that the rank's end is seen at once."""
+        """In a forked child of this process: drop the descriptors, so that the rank's
+        end is seen at once."""
         for fd in (self._sock.detach(), self._pidfd):
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -319,7 +335,8 @@ def _tell(state: tenacity.RetryCallState) -> None:
 
 
 async def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that was killed, for :data:`REAP_TIMEOUT_S`: one that the kernel cannot end is left to it.
+    """Wait for a process that was killed, for :data:`REAP_TIMEOUT_S`: one that the
+    kernel cannot end is left to it.
 
     Without a worker thread: at interpreter exit there are none any more.
     """

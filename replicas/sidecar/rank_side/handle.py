@@ -1,4 +1,5 @@
-"""One sidecar as its rank sees it; see :mod:`replicas.sidecar.rank_side.client` for how it works."""
+"""One sidecar as its rank sees it; see :mod:`replicas.sidecar.rank_side.client` for how
+it works."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ from replicas.weights.memory.arena import Buffer
 __all__ = ["KILL_GRACE_S", "Sidecar"]
 
 KILL_GRACE_S = 1.0
-"""A sidecar has its own timeouts; it is killed when it has not answered this much later."""
+"""A sidecar has its own timeouts; it is killed when it has not answered this much
+later."""
 
 SMALL_NBYTES = 32 << 10
 """A request that a socket takes in one piece."""
@@ -37,8 +39,10 @@ class Sidecar:
     """One sidecar process, with at most one process group.
 
     :ivar pid: its process id.
-    :ivar on_exit: called on the loop, once, with a reason, when it ends without :meth:`kill`.
-    :ivar on_moved: called on the loop, about twice a second while it works on a request that moves bytes.
+    :ivar on_exit: called on the loop, once, with a reason, when it ends without
+        :meth:`kill`.
+    :ivar on_moved: called on the loop, about twice a second while it works on a request
+        that moves bytes.
     """
 
     def __init__(self, pid: int, pidfd: int, sock: socket.socket) -> None:
@@ -80,7 +84,8 @@ class Sidecar:
         """Form the process group. Returns seconds.
 
         :raises SidecarFailed: a peer did not come, or an address is wrong.
-        :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after ``spec.timeout_s``.
+        :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after
+            ``spec.timeout_s``.
         """
         if spec.backend == "nccl":
             spec = _of_this_process(spec)
@@ -88,34 +93,40 @@ class Sidecar:
         return (await self._ask(wire.BuildGroup(number, spec), (), spec.timeout_s, wire.Built)).seconds
 
     async def transfer(self, spec: TransferSpec, buffer: Buffer) -> TransferResult:
-        """Move one version from or into ``buffer``. Errors as of :meth:`build`; a receiver's slot is undefined then."""
+        """Move one version from or into ``buffer``. Errors as of :meth:`build`; a
+        receiver's slot is undefined then."""
         request = wire.RunTransfer(next(self._numbers), buffer.key, spec)
         return (await self._ask(request, (buffer,), spec.timeout_s, wire.Transferred)).result
 
     async def probe(self, buffer: Buffer, timeout_s: float) -> bytes:
-        """All bytes of a small buffer as the sidecar sees them. Errors as of :meth:`build`; the sidecar goes on after those
-        that say why the memory cannot be opened."""
+        """All bytes of a small buffer as the sidecar sees them. Errors as of
+        :meth:`build`; the sidecar goes on after those that say why the memory cannot be
+        opened."""
         return (
             await self._ask(wire.ProbeBuffer(next(self._numbers), buffer.key), (buffer,), timeout_s, wire.Probed)
         ).seen
 
     def progress(self, transfer: int, nbytes: int) -> None:
-        """The first ``nbytes`` of the data that a streaming ``transfer`` sends are there; all of them in the end.
+        """The first ``nbytes`` of the data that a streaming ``transfer`` sends are
+        there; all of them in the end.
 
-        Never waits. What comes before :meth:`transfer` is kept; what comes after its end, or the sidecar's, does nothing.
+        Never waits. What comes before :meth:`transfer` is kept; what comes after its
+        end, or the sidecar's, does nothing.
         """
         if self.usable:
             self._post(wire.TransferProgress(transfer, nbytes))
 
     async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
-        """Run one operation; see :func:`replicas.sidecar.collectives.run_collective`. Returns seconds. Errors as of build."""
+        """Run one operation; see :func:`replicas.sidecar.collectives.run_collective`.
+        Returns seconds. Errors as of build."""
         buffers = tuple(buffer for buffer in (inputs, outputs) if buffer is not None)
         first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
         request = wire.RunCollective(next(self._numbers), first, second, spec)
         return (await self._ask(request, buffers, spec.timeout_s, wire.Collected)).seconds
 
     def _send_at_once(self, message: msgspec.Struct) -> bool:
-        """Send it in one piece, if it is small, nobody else is sending, and there is room."""
+        """Send it in one piece, if it is small, nobody else is sending, and there is
+        room."""
         body = wire.encode(message)
         data = wire.frame_head(body, ()) + body
         if self._sending.locked() or len(data) > SMALL_NBYTES:
@@ -132,24 +143,28 @@ class Sidecar:
         return True
 
     def kill(self, reason: str = "killed") -> None:
-        """SIGKILL. Whoever waits for a reply gets :class:`SidecarDied`; ``on_exit`` is not called."""
+        """SIGKILL. Whoever waits for a reply gets :class:`SidecarDied`; ``on_exit`` is
+        not called."""
         self._killed = True
         self._put_down(reason)
 
     async def wait_dead(self, timeout_s: float = 5.0) -> bool:
-        """Whether the process is dead, which none of its memory accesses outlives; waits up to ``timeout_s``."""
+        """Whether the process is dead, which none of its memory accesses outlives;
+        waits up to ``timeout_s``."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._dead.wait()
         return self.dead
 
     def buffer_closed(self, key: int) -> None:
-        """A buffer that the sidecar has mapped was closed (on any thread): have it unmapped."""
+        """A buffer that the sidecar has mapped was closed (on any thread): have it
+        unmapped."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the sidecar gone with it
             self._loop.call_soon_threadsafe(self._forget, key)
 
     def close_in_child(self) -> None:
-        """In a forked child of this process: drop the descriptors, so that the rank's end is seen at once."""
+        """In a forked child of this process: drop the descriptors, so that the rank's
+        end is seen at once."""
         for fd in (self._sock.detach(), self._pidfd):
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -193,7 +208,8 @@ class Sidecar:
             await self._send(wire.MapBuffer(buffer.key, buffer.device), (buffer.fd,))
 
     async def _send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
-        """One frame; the caller holds the lock. A frame that is cut off by a cancellation ends the sidecar."""
+        """One frame; the caller holds the lock. A frame that is cut off by a
+        cancellation ends the sidecar."""
         body = wire.encode(message)
         head = wire.frame_head(body, fds)
         sent = 0
@@ -273,7 +289,8 @@ class Sidecar:
             self._hang_up(str(error))
 
     def _hang_up(self, reason: str) -> None:
-        """As a rule the process has ended. One that closed its channel without ending is of no use: make it end."""
+        """As a rule the process has ended. One that closed its channel without ending
+        is of no use: make it end."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._sock)
@@ -331,7 +348,8 @@ class Sidecar:
 
 
 def _of_this_process(spec: GroupSpec) -> GroupSpec:
-    """With the GPU and the NCCL variables of this process: the forkserver's may be older."""
+    """With the GPU and the NCCL variables of this process: the forkserver's may be
+    older."""
     changes: dict[str, Any] = {}
     if not spec.device and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         found = accelerator()

@@ -3,16 +3,20 @@
 Theory of operation
 ===================
 
-A sidecar answers a ping on a thread of its own, within two tenths of a second, whatever its main thread is stuck in. One that
-does not answer is stopped (SIGSTOP, a frozen cgroup), or starved beyond use: it is killed and replaced.
+A sidecar answers a ping on a thread of its own, within two tenths of a second, whatever
+its main thread is stuck in. One that does not answer is stopped (SIGSTOP, a frozen
+cgroup), or starved beyond use: it is killed and replaced.
 
-``SILENCE_S``: a thread that needs microseconds of CPU gets them within some 100 ms even on a machine that has ten busy
-processes for each core, and no call that the sidecar makes keeps Python's lock for so long (torch's, gloo's and xxhash's
-release it; memory is pre-faulted in small steps). Two seconds are far above that, and far below any deadline; a wrong
-verdict costs one lane, which is built again. It is still never judged after this process itself was late, for then the
-answer may lie unread: it gets the whole time again.
+``SILENCE_S``: a thread that needs microseconds of CPU gets them within some 100 ms even
+on a machine that has ten busy processes for each core, and no call that the sidecar
+makes keeps Python's lock for so long (torch's, gloo's and xxhash's release it; memory
+is pre-faulted in small steps). Two seconds are far above that, and far below any
+deadline; a wrong verdict costs one lane, which is built again. It is still never judged
+after this process itself was late, for then the answer may lie unread: it gets the
+whole time again.
 
-No clock and no I/O here: the owner calls :meth:`Pulse.look` every :meth:`Pulse.interval_s`.
+No clock and no I/O here: the owner calls :meth:`Pulse.look` every
+:meth:`Pulse.interval_s`.
 """
 
 from __future__ import annotations
@@ -28,7 +32,8 @@ IDLE_S = 5.0
 SILENCE_S = 2.0
 """A ping that is unanswered for so long: the sidecar is frozen."""
 LATE_S = 0.25
-"""A look that comes so much later than it should: this process did not run in between."""
+"""A look that comes so much later than it should: this process did not run in
+between."""
 _ROUNDING_S = 0.01
 
 
@@ -51,7 +56,8 @@ class Pulse:
         return delay
 
     def look(self, now: float) -> Literal["ping", "wait", "frozen"]:
-        """What to do: send a ping (which counts as sent from now on), wait, or give the sidecar up."""
+        """What to do: send a ping (which counts as sent from now on), wait, or give the
+        sidecar up."""
         if self._asked_at is None:
             self._asked_at = now
             return "ping"

@@ -1,8 +1,10 @@
-"""How the processes of a run are held together: a control group for each node of each generation, and a janitor.
+"""How the processes of a run are held together: a control group for each node of each
+generation, and a janitor.
 
-:class:`Containment` starts shims for the supervisor. Before a shim starts anything, its group is made and the janitor knows
-of it, so that nothing of it is lost, whoever is killed next. Neither is a must: where control groups cannot be made, and
-while a janitor that was killed is replaced, processes are found by descent and by their mark.
+:class:`Containment` starts shims for the supervisor. Before a shim starts anything, its
+group is made and the janitor knows of it, so that nothing of it is lost, whoever is
+killed next. Neither is a must: where control groups cannot be made, and while a janitor
+that was killed is replaced, processes are found by descent and by their mark.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _END_S = 5.0
 
 
 class JanitorHandle:
-    """The supervisor's side of the janitor: started again when it dies, and told all it must know. Event loop's thread only.
+    """The supervisor's side of the janitor: started again when it dies, and told all it
+    must know. Event loop's thread only.
 
     :param lock: descriptor of the run's lock.
     :param cgroup: the run's control group, if it has one.
@@ -120,7 +123,8 @@ class JanitorHandle:
             self._tell({"type": "forget", "nonce": nonce})
 
     async def aclose(self) -> None:
-        """End it. While shims are left it stays behind instead, and ends what they leave."""
+        """End it. While shims are left it stays behind instead, and ends what they
+        leave."""
         self._closing = True
         if self._again is not None:
             self._again.cancel()
@@ -184,9 +188,12 @@ class Containment:
     Use it with ``async with``.
 
     :param resources: limits of a group, by its name.
-    :param lock: descriptor of the run's lock, which the janitor and the shims keep open while they live.
-    :param limits: controllers that the limits of some group need (:data:`replicas.linux.cgroups.LIMITS`).
-    :param door: path of the run's Unix socket, which must not outlive a killed supervisor.
+    :param lock: descriptor of the run's lock, which the janitor and the shims keep open
+        while they live.
+    :param limits: controllers that the limits of some group need
+        (:data:`replicas.linux.cgroups.LIMITS`).
+    :param door: path of the run's Unix socket, which must not outlive a killed
+        supervisor.
     :ivar no_cgroups: why there are no control groups; empty: there are.
     """
 
@@ -220,7 +227,8 @@ class Containment:
     async def __aenter__(self) -> Self:
         """Make the run's control group, and start the janitor.
 
-        :raises replicas.errors.WorldError: the janitor cannot be started, or limits that are wanted cannot be set.
+        :raises replicas.errors.WorldError: the janitor cannot be started, or limits
+            that are wanted cannot be set.
         """
         try:
             self._cgroups = RunCgroups.make(self._run, find_own(), limited=bool(self._limits))
@@ -297,7 +305,8 @@ class Containment:
         return node
 
     async def __aexit__(self, *_: object) -> None:
-        """End the janitor and remove the run's control group. What still runs is left to the janitor."""
+        """End the janitor and remove the run's control group. What still runs is left
+        to the janitor."""
         if self._janitor is not None:
             with anyio.CancelScope(shield=True):
                 await self._janitor.aclose()

@@ -1,8 +1,8 @@
 """Inventory of the processes of a node, with their listening TCP ports and use of GPUs.
 
-The shim takes stock (:class:`Stocktaking`) soon after the start, once a minute, and before
-it ends its processes, and tells the supervisor: a rank that is killed leaves nobody to ask.
-Standard library only.
+The shim takes stock (:class:`Stocktaking`) soon after the start, once a minute, and
+before it ends its processes, and tells the supervisor: a rank that is killed leaves
+nobody to ask. Standard library only.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class Listener(NamedTuple):
 
 
 class Belongings(NamedTuple):
-    """``gpu``: some process had a GPU open. ``processes``: pid and start time of each."""
+    """``gpu``: some process had a GPU open. ``processes``: pid and start time of
+    each."""
 
     ports: tuple[Listener, ...] = ()
     gpu: bool = False
@@ -55,7 +56,8 @@ class Belongings(NamedTuple):
 
 
 def take(pids: Iterable[int]) -> Belongings:
-    """What these processes have now; of one that ends meanwhile, what was still seen."""
+    """What these processes have now; of one that ends meanwhile, what was still
+    seen."""
     inodes: set[int] = set()
     gpu = False
     processes: list[tuple[int, int]] = []

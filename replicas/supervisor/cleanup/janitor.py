@@ -1,18 +1,24 @@
-"""The janitor: one for each run. It ends what supervisor and shims would end, when both are dead. Standard library only.
+"""The janitor: one for each run. It ends what supervisor and shims would end, when both
+are dead. Standard library only.
 
 Theory of operation
 ===================
 
-A shim ends its processes when the supervisor is gone, and the supervisor sweeps what was under a shim that is gone. The
-janitor is for the case that both were killed: ranks then die of their parent-death signal, but not what they had started.
+A shim ends its processes when the supervisor is gone, and the supervisor sweeps what
+was under a shim that is gone. The janitor is for the case that both were killed: ranks
+then die of their parent-death signal, but not what they had started.
 
-The supervisor starts it (``python -m replicas.supervisor.cleanup.janitor``) and tells it of each shim before that has started
-anything, and of its end. The janitor does nothing until the supervisor is gone, which it sees by a pidfd or by the end of
-the control socket. Then each shim has ``SHIMS_S`` to end by itself; whatever was started under one that is gone is killed,
-by its control group or by its mark, and the run's control groups and its Unix socket are removed. It holds the run's lock
-meanwhile: the next supervisor waits for it. One that was killed itself is replaced by the supervisor (:class:`Janitor`).
+The supervisor starts it (``python -m replicas.supervisor.cleanup.janitor``) and tells
+it of each shim before that has started anything, and of its end. The janitor does
+nothing until the supervisor is gone, which it sees by a pidfd or by the end of the
+control socket. Then each shim has ``SHIMS_S`` to end by itself; whatever was started
+under one that is gone is killed, by its control group or by its mark, and the run's
+control groups and its Unix socket are removed. It holds the run's lock meanwhile: the
+next supervisor waits for it. One that was killed itself is replaced by the supervisor
+(:class:`Janitor`).
 
-It ignores SIGTERM and SIGINT: what ends a whole session or process tree must not end it first.
+It ignores SIGTERM and SIGINT: what ends a whole session or process tree must not end it
+first.
 """
 
 from __future__ import annotations
@@ -38,7 +44,8 @@ from replicas.supervisor.shim.notes import note
 __all__ = ["SHIMS_S", "Watched", "clean_up", "main", "remove_socket"]
 
 SHIMS_S = 3.5
-"""How long shims may take to end by themselves when the supervisor is gone (they need up to 3 s)."""
+"""How long shims may take to end by themselves when the supervisor is gone (they need
+up to 3 s)."""
 _SWEEP_S = 5.0
 
 
@@ -65,7 +72,8 @@ class Watched:
 
 
 def _listen(control: socket.socket, parent: int) -> tuple[dict[str, Watched], Path | None, bool]:
-    """Take notes until the supervisor is gone. Returns the shims, the run's control group, and whether to clean up."""
+    """Take notes until the supervisor is gone. Returns the shims, the run's control
+    group, and whether to clean up."""
     watched: dict[str, Watched] = {}
     run: Path | None = None
     poll = select.poll()
@@ -103,7 +111,8 @@ def _listen(control: socket.socket, parent: int) -> tuple[dict[str, Watched], Pa
 
 
 def clean_up(watched: Sequence[Watched], run: Path | None, shims_s: float = SHIMS_S) -> bool:
-    """End the shims that do not end by themselves, and what was started under any; False when something survives."""
+    """End the shims that do not end by themselves, and what was started under any;
+    False when something survives."""
     deadline = time.monotonic() + shims_s
     left = list(watched)
     swept = True
@@ -134,7 +143,8 @@ def _sweep(shims: list[Watched]) -> bool:
 
 
 def remove_socket(path: Path) -> None:
-    """The dead supervisor's, of which nobody has made one of his own. Whatever else is in its place stays."""
+    """The dead supervisor's, of which nobody has made one of his own. Whatever else is
+    in its place stays."""
     with contextlib.suppress(OSError):  # it is in a folder that is gone, or is not ours: then it stays
         if is_own(path) and not listens(path):
             path.unlink(missing_ok=True)

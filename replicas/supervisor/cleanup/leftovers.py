@@ -1,23 +1,29 @@
-"""What a dead supervisor has left alive: found by what is known of it for certain, never by a name, and killed.
+"""What a dead supervisor has left alive: found by what is known of it for certain,
+never by a name, and killed.
 
 Theory of operation
 ===================
 
 Four things tell that a process belongs to a run whose supervisor is dead:
 
-* its pid and start time are in a record of the state file (``record``), or it is below a process of which that is true;
+* its pid and start time are in a record of the state file (``record``), or it is below
+  a process of which that is true;
 * it is in a control group that such a record names (``cgroup``);
-* it was started with the mark of such a record in its environment (``mark``), which is random and new for each shim;
-* it was started with any shim's mark and with the id of this very state folder (``identity``): that finds what no record
-  names any more, such as after the loss of the state file. Folders can be copied, ids with them: what was started under
-  a shim that still has its supervisor is that one's to end.
+* it was started with the mark of such a record in its environment (``mark``), which is
+  random and new for each shim;
+* it was started with any shim's mark and with the id of this very state folder
+  (``identity``): that finds what no record names any more, such as after the loss of
+  the state file. Folders can be copied, ids with them: what was started under a shim
+  that still has its supervisor is that one's to end.
 
-Records of pids mean something only on the machine, and in the boot and pid namespace, in which they were written. A process
-is signalled through a pidfd, and only when its start time still is the one that was found. This process and those above it
-are never touched, whatever their environment says.
+Records of pids mean something only on the machine, and in the boot and pid namespace,
+in which they were written. A process is signalled through a pidfd, and only when its
+start time still is the one that was found. This process and those above it are never
+touched, whatever their environment says.
 
-While the supervisor of the state file lives, what its records name is no leftover: then only the fourth way counts, for
-marks that it does not name (``replicas doctor`` asks so).
+While the supervisor of the state file lives, what its records name is no leftover: then
+only the fourth way counts, for marks that it does not name (``replicas doctor`` asks
+so).
 """
 
 from __future__ import annotations
@@ -51,11 +57,13 @@ __all__ = ["find", "lock_holders", "sweep"]
 
 
 def find(saved: Saved | None, identity: str, *, spare: Collection[int] = ()) -> list[LeftoverFound]:
-    """The living processes of a dead supervisor's run, each with ``swept`` False. Blocks for one look through ``/proc``.
+    """The living processes of a dead supervisor's run, each with ``swept`` False.
+    Blocks for one look through ``/proc``.
 
     :param saved: the state that it left, if there is one.
     :param identity: the id of its state folder; empty: it has none.
-    :param spare: pids of processes that this one has started; whatever it has inherited, they have, too.
+    :param spare: pids of processes that this one has started; whatever it has
+        inherited, they have, too.
     """
     spared = {os.getpid(), *parents(os.getpid()), *spare}
     if saved is not None and saved.supervisor is not None and saved.of_this_machine() and saved.supervisor.alive():
@@ -73,7 +81,8 @@ def sweep(
 ) -> list[LeftoverFound]:
     """Kill what :func:`find` finds until none is seen any more. Blocks.
 
-    :return: each that was found; ``swept`` False: it was still there after ``timeout_s``.
+    :return: each that was found; ``swept`` False: it was still there after
+        ``timeout_s``.
     """
     seen: dict[tuple[int, int], LeftoverFound] = {}
     grace = Grace()
@@ -103,7 +112,8 @@ def sweep(
 
 
 def lock_holders(lock: Path) -> list[int]:
-    """Processes that have the lock file open with the lock on it; the kernel says so of each descriptor."""
+    """Processes that have the lock file open with the lock on it; the kernel says so of
+    each descriptor."""
     there = lock.stat()
     return [pid for pid in processes() if pid != os.getpid() and _holds(pid, there)]
 
@@ -113,7 +123,8 @@ def _kill(one: LeftoverFound) -> None:
 
 
 def _remove_group(group: Path) -> None:
-    """The control group of a shim, and the run's one above it when that was the last."""
+    """The control group of a shim, and the run's one above it when that was the
+    last."""
     with contextlib.suppress(OSError):  # it is gone, or something is left in it
         cgroups.remove(group)
         group.parent.rmdir()
@@ -144,7 +155,8 @@ def _by_group(records: tuple[ShimRecord, ...]) -> Iterator[_Candidate]:
 def _by_environment(
     records: dict[str, ShimRecord], identity: str, *, but: set[str] | frozenset[str] = frozenset()
 ) -> Iterator[_Candidate]:
-    """By the marks of records, and by the id of the state folder with a mark that is nobody else's, and not in ``but``."""
+    """By the marks of records, and by the id of the state folder with a mark that is
+    nobody else's, and not in ``but``."""
     entry = f"{environ.STATE_ID}={identity}".encode()
     found = [(pid, entries, nonce) for pid in processes() if (nonce := _mark(entries := _environment(pid)))]
     supervised = {nonce for pid, _, nonce in found if _has_supervisor(pid)}
@@ -170,7 +182,8 @@ def _mark(entries: list[bytes]) -> str:
 
 
 def _has_supervisor(pid: int) -> bool:
-    """Whether it is a shim that is still the child of the supervisor that started it."""
+    """Whether it is a shim that is still the child of the supervisor that started
+    it."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:

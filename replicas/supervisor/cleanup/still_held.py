@@ -1,8 +1,8 @@
 """Ports and GPU memory that a dead generation still holds.
 
 A port is held by a process that got the listening socket handed over, GPU memory by the
-driver, which frees it late. :func:`wait_clear` waits for both, but not for ever: in the end
-the holder is named, and the next generation starts nevertheless.
+driver, which frees it late. :func:`wait_clear` waits for both, but not for ever: in the
+end the holder is named, and the next generation starts nevertheless.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _SMI_TIMEOUT_S = 5.0
 
 
 class Held(NamedTuple):
-    """``what``: such as ``port 127.0.0.1:8000``. ``holder``: such as ``process 1234 (python serve.py)``."""
+    """``what``: such as ``port 127.0.0.1:8000``. ``holder``: such as ``process 1234
+    (python serve.py)``."""
 
     what: str
     holder: str
@@ -71,7 +72,8 @@ def _looked(old: Sequence[Belongings]) -> list[Held]:
 
 
 def held(old: Sequence[Belongings]) -> list[Held]:
-    """What is held of that, and by whom. Blocks: some milliseconds, with a GPU up to 5 s for nvidia-smi."""
+    """What is held of that, and by whom. Blocks: some milliseconds, with a GPU up to 5
+    s for nvidia-smi."""
     return [found for one in old for found in (*_ports(one), *_gpu(one))]
 
 

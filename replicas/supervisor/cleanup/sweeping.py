@@ -1,21 +1,26 @@
-"""SIGKILL for what was started under shims that are dead, until nothing of it is left. Standard library only.
+"""SIGKILL for what was started under shims that are dead, until nothing of it is left.
+Standard library only.
 
 Theory of operation
 ===================
 
-A shim ends its own tree. When it was killed, the supervisor sweeps what it leaves; when both were, the janitor does. What
-belongs to a shim is found in three ways: by its control group, by the mark in the environment, and by pid and start time as
-the shim last told them. The last one alone finds a process that is dying: the kernel takes its memory, and the environment
-with it, before its devices are closed and its parent is told.
+A shim ends its own tree. When it was killed, the supervisor sweeps what it leaves; when
+both were, the janitor does. What belongs to a shim is found in three ways: by its
+control group, by the mark in the environment, and by pid and start time as the shim
+last told them. The last one alone finds a process that is dying: the kernel takes its
+memory, and the environment with it, before its devices are closed and its parent is
+told.
 
 Two kinds of helpers outlive the others for a moment, as they clean up behind them:
 
 * a log pump, which ends by itself when it has read what the others wrote;
-* Python's resource trackers, which unlink the named shared memory and semaphores of a program when it is dead. They have
-  ``TRACKERS_S`` after the last of the others, and ``TRACKERS_MAX_S`` in all (:class:`Grace`, of the shim, too).
+* Python's resource trackers, which unlink the named shared memory and semaphores of a
+  program when it is dead. They have ``TRACKERS_S`` after the last of the others, and
+  ``TRACKERS_MAX_S`` in all (:class:`Grace`, of the shim, too).
 
-A process may take long to die of SIGKILL (a driver that frees GPU memory, a file server that does not answer, a freezer).
-:meth:`Sweep.run` then names it, and is to be called again.
+A process may take long to die of SIGKILL (a driver that frees GPU memory, a file server
+that does not answer, a freezer). :meth:`Sweep.run` then names it, and is to be called
+again.
 """
 
 from __future__ import annotations
@@ -34,7 +39,8 @@ __all__ = ["TRACKERS_MAX_S", "TRACKERS_S", "UNSEEN", "Grace", "Sweep", "kill_gro
 TRACKERS_S = 0.5
 """How long Python's resource trackers outlive the last of the others."""
 TRACKERS_MAX_S = 5.0
-"""How long they may live at most from the first SIGKILL on: who forks faster than it is killed does not get more."""
+"""How long they may live at most from the first SIGKILL on: who forks faster than it is
+killed does not get more."""
 UNSEEN = 0
 """Stands for a process of which no pid is known: its control group is not empty."""
 _PUMP_ENDS_S = 0.5
@@ -50,7 +56,8 @@ class Grace:
         self._last: float | None = None
 
     def spared(self, there: Iterable[int], now: float) -> frozenset[int]:
-        """Those of ``there``, all that is to be killed now, that are to live for a moment."""
+        """Those of ``there``, all that is to be killed now, that are to live for a
+        moment."""
         there = frozenset(there)
         trackers = frozenset(pid for pid in there if is_resource_tracker(pid))
         first, self._last = self._last is None, self._last or now + TRACKERS_MAX_S
@@ -64,7 +71,8 @@ class Sweep:
 
     :param nonces: marks of the dead shims.
     :param groups: control groups in which they started everything.
-    :param known: start times of processes below them, by pid, as the shims last told them.
+    :param known: start times of processes below them, by pid, as the shims last told
+        them.
     """
 
     def __init__(
@@ -79,12 +87,14 @@ class Sweep:
     def run(self, timeout_s: float) -> list[int]:
         """Kill them until none is seen any more. Blocks.
 
-        :return: those that are still there after ``timeout_s``: pids, or :data:`UNSEEN`.
+        :return: those that are still there after ``timeout_s``: pids, or
+            :data:`UNSEEN`.
         """
         return sorted(until_quiet(lambda: self._once(time.monotonic()), timeout_s))
 
     def _once(self, now: float) -> set[int]:
-        """One look, and SIGKILL for all that is seen. Returns what is there, but for what has become another user's."""
+        """One look, and SIGKILL for all that is seen. Returns what is there, but for
+        what has become another user's."""
         known = self._known = {pid: start for pid, start in self._known.items() if start_time(pid) == start}
         inside = {group: cgroups.members(group) for group in self._groups}
         grouped = {pid for pids in inside.values() for pid in pids}
@@ -101,7 +111,8 @@ class Sweep:
 
 
 def until_quiet(look: Callable[[], set[int]], timeout_s: float) -> set[int]:
-    """Have ``look`` kill what it sees, until it has seen nothing twice in a row. Blocks.
+    """Have ``look`` kill what it sees, until it has seen nothing twice in a row.
+    Blocks.
 
     :param look: one look; returns the pids of what was there.
     :return: what was still there after ``timeout_s``.
@@ -117,7 +128,8 @@ def until_quiet(look: Callable[[], set[int]], timeout_s: float) -> set[int]:
 
 
 def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None:
-    """SIGKILL for a control group with ``pids`` in it; but for ``spared``: nobody outruns it unless some of it is."""
+    """SIGKILL for a control group with ``pids`` in it; but for ``spared``: nobody
+    outruns it unless some of it is."""
     if spared.isdisjoint(pids):
         cgroups.kill(group)
         return
@@ -125,7 +137,8 @@ def kill_group(group: Path, pids: Iterable[int], spared: frozenset[int]) -> None
 
 
 def _removed(group: Path) -> bool:
-    """Whether the group is gone; also when it cannot be removed although nobody is in it (another user's is in it)."""
+    """Whether the group is gone; also when it cannot be removed although nobody is in
+    it (another user's is in it)."""
     try:
         return cgroups.remove(group)
     except OSError:

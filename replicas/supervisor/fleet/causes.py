@@ -18,7 +18,8 @@ __all__ = ["Cause", "dropped", "exited", "verdict"]
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a generation ends. ``reason`` is the bounded label of the restart, ``text`` one line for people."""
+    """Why a generation ends. ``reason`` is the bounded label of the restart, ``text``
+    one line for people."""
 
     reason: RestartReason
     text: str
@@ -27,7 +28,8 @@ class Cause:
 _OUTCOMES: tuple[Literal["failed", "lost", "stopped"], ...] = ("failed", "lost", "stopped")
 
 _SENT = (signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Signals that come from outside: the program's last line of output says nothing about them."""
+"""Signals that come from outside: the program's last line of output says nothing about
+them."""
 
 
 def _words(rank: RankExit) -> str:
@@ -39,9 +41,11 @@ def _words(rank: RankExit) -> str:
 
 
 def verdict(reports: list[ExitReport]) -> Cause | None:
-    """Why a generation ended by itself, from its nodes' reports; None when all ended well.
+    """Why a generation ended by itself, from its nodes' reports; None when all ended
+    well.
 
-    Of several failures the one that came first counts; ranks that torchrun stopped because of it do not.
+    Of several failures the one that came first counts; ranks that torchrun stopped
+    because of it do not.
     """
     if all(report.outcome == "ok" for report in reports):
         return None
@@ -79,6 +83,7 @@ def dropped(group: str, replica: int, generation: int, loss: LogLoss) -> LogLine
 
 
 def _rank_end(one: RankExit, *, first: bool) -> RankEnd:
-    """Each node shows the log of the first of its ranks; of these, that of the very first is wanted."""
+    """Each node shows the log of the first of its ranks; of these, that of the very
+    first is wanted."""
     end = RankEnd(rank=one.rank, code=one.code, pid=one.pid, text=one.text)
     return msgspec.structs.replace(end, lines=one.lines, error=one.error) if first else end

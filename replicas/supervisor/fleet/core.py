@@ -3,17 +3,22 @@
 Theory of operation
 ===================
 
-Each replica has a task of its own (:mod:`replicas.supervisor.fleet.replica`) and asks the crew what concerns others: may I start,
-may I start again, I have failed. A monitor looks at all of them four times a second, and at once when something has changed:
-a transition, or an event of the coordinator. It decides when the run is over: the groups of ``stop_when`` finished, or all
-groups did (exit code 0); or what failed for good takes the run with it (1). That is up to its group: ``on_failure``, and
-``min_ready``, of which fewer are left; and a group that the end of the run waits for, and of which nobody is left, ends it in
-any case. A group that is scaled to none rests, and has not finished.
+Each replica has a task of its own (:mod:`replicas.supervisor.fleet.replica`) and asks
+the crew what concerns others: may I start, may I start again, I have failed. A monitor
+looks at all of them four times a second, and at once when something has changed: a
+transition, or an event of the coordinator. It decides when the run is over: the groups
+of ``stop_when`` finished, or all groups did (exit code 0); or what failed for good
+takes the run with it (1). That is up to its group: ``on_failure``, and ``min_ready``,
+of which fewer are left; and a group that the end of the run waits for, and of which
+nobody is left, ends it in any case. A group that is scaled to none rests, and has not
+finished.
 
-Groups start when what they depend on is there. With ``strategy = "group"`` a replica that fails takes the others of its group
-with it; they come back together, when the last of them is gone. What people ask for is in :mod:`replicas.supervisor.fleet.fleet`.
+Groups start when what they depend on is there. With ``strategy = "group"`` a replica
+that fails takes the others of its group with it; they come back together, when the last
+of them is gone. What people ask for is in :mod:`replicas.supervisor.fleet.fleet`.
 
-The clock is the loop's, and the world is behind :class:`Ground`, so that a whole crew can live in virtual time.
+The clock is the loop's, and the world is behind :class:`Ground`, so that a whole crew
+can live in virtual time.
 """
 
 from __future__ import annotations
@@ -48,7 +53,8 @@ __all__ = ["Crew", "Ground"]
 
 TICK_S = 0.25
 _PAUSE_S = 1.0
-"""A look at the replicas that comes this much late: this process was paused, which is nobody's fault."""
+"""A look at the replicas that comes this much late: this process was paused, which is
+nobody's fault."""
 _SETTLE_S = 0.75
 
 
@@ -75,7 +81,8 @@ class Ground(Protocol):
 class Crew:
     """The groups of a run, from :meth:`start` on. Made on the event loop.
 
-    :param saved: what a dead supervisor knew of its groups; :param wall: the time of day, in seconds.
+    :param saved: what a dead supervisor knew of its groups; :param wall: the time of
+        day, in seconds.
     :param start_shim: for tests. :param rng: source of the jitter of restarts.
     """
 
@@ -101,7 +108,8 @@ class Crew:
             for name, group in config.groups.items()
         }
         self.removed = {name: group.once_removed for name, group in known.items() if name not in config.groups}
-        """Generations that groups of earlier configs have used up: one of the same name goes on from there."""
+        """Generations that groups of earlier configs have used up: one of the same name
+        goes on from there."""
         self.use(config)
         self.exit_code: int | None = None
         self.ended_by = ""
@@ -169,7 +177,8 @@ class Crew:
             now = self._loop.time()
             late_s, self.looked_at = now - self.looked_at - TICK_S, now
             if late_s > _PAUSE_S:
-                # The coordinator reads what has arrived before it judges anybody, and so do we.
+                # The coordinator reads what has arrived before it judges anybody, and
+                # so do we.
                 for replica in self.all():
                     replica.forgive(late_s)
                 await anyio.sleep(_SETTLE_S)
@@ -240,18 +249,20 @@ class Crew:
     # ------------------------------------------------------------ what it tells
 
     def saved(self, wall: float) -> dict[str, SavedGroup]:
-        """What must not be forgotten of the groups; ``wall``: the time of day, in seconds."""
+        """What must not be forgotten of the groups; ``wall``: the time of day, in
+        seconds."""
         now = self._loop.time()
         return self.removed | {name: group.saved(now, wall) for name, group in self.groups.items()}
 
     def shims(self) -> tuple[ShimRecord, ...]:
-        """The shims that were, or are about to be, started, and are not known to be gone."""
+        """The shims that were, or are about to be, started, and are not known to be
+        gone."""
         return tuple(record for replica in self.all() for record in replica.shims)
 
     def statuses(self, now: float) -> tuple[GroupStatus, ...]:
         return tuple(group.status(now) for group in self.groups.values())
 
-    # ------------------------------------------------------------ what a replica asks for (replica.Host)
+    # ------------------------------------------- what a replica asks for (replica.Host)
 
     @property
     def run(self) -> str:

@@ -27,7 +27,8 @@ def exit_report(
     :param told: what the launcher came to report.
     :param last_lines: gives the last lines of ``torchrun``, or of a rank (``rank 0``).
     :param stopping: its end was asked for.
-    :param first_death: says what crashed before one of the given processes ended; empty: nothing.
+    :param first_death: says what crashed before one of the given processes ended;
+        empty: nothing.
     """
     code = main.code
     assert code is not None
@@ -63,7 +64,8 @@ def _explained(
 
 
 def _with_last_words(ranks: tuple[RankExit, ...], last_lines: Callable[[str], tuple[str, ...]]) -> tuple[RankExit, ...]:
-    """With the words of each rank of which nothing better is known, and all last lines of the first, each thing once."""
+    """With the words of each rank of which nothing better is known, and all last lines
+    of the first, each thing once."""
     result = []
     for number, rank in enumerate(ranks):
         lines = last_lines(f"rank {rank.rank}")
@@ -88,8 +90,9 @@ _WARNING = re.compile(r".*:\d+: \w*Warning: .*")
 
 
 def _exception(lines: tuple[str, ...]) -> str:
-    """The exception at the end of the last traceback: the first line behind its last frame that is indented no more. Each
-    may begin with the name of a process (``(EngineCore pid=7)``); other processes may have written in between.
+    """The exception at the end of the last traceback: the first line behind its last
+    frame that is indented no more. Each may begin with the name of a process
+    (``(EngineCore pid=7)``); other processes may have written in between.
     """
     frames = [(at, found) for at, line in enumerate(lines) if (found := _FRAME.fullmatch(line))]
     if not frames:
@@ -100,7 +103,8 @@ def _exception(lines: tuple[str, ...]) -> str:
 
 
 def _last(lines: tuple[str, ...] | list[str]) -> str:
-    """The last line that is no warning of Python's: those come at the end, when other things are over."""
+    """The last line that is no warning of Python's: those come at the end, when other
+    things are over."""
     words = [
         line.strip()
         for before, line in itertools.pairwise(("", *lines))

@@ -1,4 +1,5 @@
-"""What a replica needs of the world around it, as protocols: supervisor, coordinator and shims, or fakes of them."""
+"""What a replica needs of the world around it, as protocols: supervisor, coordinator
+and shims, or fakes of them."""
 
 from __future__ import annotations
 
@@ -62,17 +63,21 @@ class Host(Protocol):
     def environment(self) -> Mapping[str, str]: ...
     def size(self, group: str) -> int: ...
     def share(self, group: str, replica: int, node: int) -> Mapping[str, str]:
-        """Environment of one node of a replica that says what part of the machine is its own."""
+        """Environment of one node of a replica that says what part of the machine is
+        its own."""
         ...
 
     def waits_for(self, group: str, replica: int) -> str:
-        """What keeps a replica from its first start, in words; empty: nothing, and what it needs is now its own."""
+        """What keeps a replica from its first start, in words; empty: nothing, and what
+        it needs is now its own."""
         ...
 
     def may_resume(self, group: str, replica: int) -> bool:
-        """Whether a replica whose delay is over may start again: a group that restarts as a whole waits for the last.
+        """Whether a replica whose delay is over may start again: a group that restarts
+        as a whole waits for the last.
 
-        A reload may have changed what it needs of the machine, which is then its own first.
+        A reload may have changed what it needs of the machine, which is then its own
+        first.
         """
         ...
 
@@ -81,12 +86,14 @@ class Host(Protocol):
         ...
 
     def progressed(self, group: str, replica: int) -> bool | None:
-        """Whether it came to a new step or version in this generation; None: it has none to come to."""
+        """Whether it came to a new step or version in this generation; None: it has
+        none to come to."""
         ...
 
     def on_channel(self, group: str) -> bool: ...
     def save(self) -> None:
-        """Write down what must not be forgotten, such as the shims that are about to be started."""
+        """Write down what must not be forgotten, such as the shims that are about to be
+        started."""
         ...
 
     def emit(self, event: Event) -> None: ...
@@ -127,4 +134,5 @@ class ShimHandle(Protocol):
 
 
 ShimStarter = Callable[[NodeSpec, Callable[[], None], int], ShimHandle]
-"""Called with the spec, what to call at each change, and the descriptor of the run's lock."""
+"""Called with the spec, what to call at each change, and the descriptor of the run's
+lock."""

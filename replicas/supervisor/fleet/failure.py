@@ -1,7 +1,9 @@
-"""The failure report: what people read when a replica has failed, and when lines of its logs are lost.
+"""The failure report: what people read when a replica has failed, and when lines of its
+logs are lost.
 
-It is the one place where the last lines of a failed rank appear; the traceback that torchelastic wrote is added where the
-log does not have it. That lines are dropped is said once for each replica, place and reason; the events count them.
+It is the one place where the last lines of a failed rank appear; the traceback that
+torchelastic wrote is added where the log does not have it. That lines are dropped is
+said once for each replica, place and reason; the events count them.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """What can be asked of a run's replicas: scale, restart, drain, reset.
 
-Ending goes in reverse start order, one level of ``depends_on`` after the other. Commands that take long (a drain, a rolling
-restart) are tasks of whoever asked: nothing else waits for them, so that any number of them, and the status, go on side by
-side. Whoever waits does so for what the monitor sees (:meth:`~replicas.supervisor.fleet.core.Crew.until`).
+Ending goes in reverse start order, one level of ``depends_on`` after the other.
+Commands that take long (a drain, a rolling restart) are tasks of whoever asked: nothing
+else waits for them, so that any number of them, and the status, go on side by side.
+Whoever waits does so for what the monitor sees
+(:meth:`~replicas.supervisor.fleet.core.Crew.until`).
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "r
 
 
 class Fleet(Crew):
-    """The groups of a run, from :meth:`start` to :meth:`drain`. Made on the event loop."""
+    """The groups of a run, from :meth:`start` to :meth:`drain`. Made on the event
+    loop."""
 
     def group(self, name: str) -> Group:
         """:raises replicas.errors.UsageError: there is none of this name."""
@@ -66,7 +69,8 @@ class Fleet(Crew):
             raise errors.UsageError("the run is being drained")
 
     async def scale(self, name: str, replicas: int, *, reason: DrainReason = "scaled") -> None:
-        """Start more, without waiting; or drain the highest ones, and wait for their end.
+        """Start more, without waiting; or drain the highest ones, and wait for their
+        end.
 
         Whoever waits may be cancelled: what was begun goes on.
         """
@@ -123,8 +127,8 @@ class Fleet(Crew):
         self.fill(group)
 
     async def restart(self, target: str, *, rolling: bool = False) -> None:
-        """End the replicas and start their next generation; wait until that is being started (rolling: is good), or they
-        are stopped meanwhile.
+        """End the replicas and start their next generation; wait until that is being
+        started (rolling: is good), or they are stopped meanwhile.
         """
         replicas = self.targets(target)
         self.refuse_while_draining()
@@ -152,10 +156,12 @@ class Fleet(Crew):
         )
 
     async def roll(self, group: Group, replicas: Iterable[Replica], cause: Cause) -> None:
-        """Restart these replicas of a group, never more than ``max_unavailable`` of it away by our doing. One that is stopped
-        meanwhile is left as it is, and not waited for.
+        """Restart these replicas of a group, never more than ``max_unavailable`` of it
+        away by our doing. One that is stopped meanwhile is left as it is, and not
+        waited for.
 
-        :raises replicas.errors.WorldError: one failed, or the run ended; the others are left as they are.
+        :raises replicas.errors.WorldError: one failed, or the run ended; the others are
+            left as they are.
         """
         chosen = list(replicas)
         todo = [replica.index for replica in chosen]
@@ -182,8 +188,9 @@ class Fleet(Crew):
         await self.until(lambda: not due() and is_good([one.life.state for one in chosen if not one.unwanted]))
 
     def reset_failed(self, target: str | None = None) -> tuple[str, ...]:
-        """Start failed replicas, and those that wait after a failure, at once. Their groups have a full budget again, as have
-        those of which nothing has failed but something is spent.
+        """Start failed replicas, and those that wait after a failure, at once. Their
+        groups have a full budget again, as have those of which nothing has failed but
+        something is spent.
         """
         chosen = self.targets(target)
         self.refuse_while_draining()
@@ -205,8 +212,9 @@ class Fleet(Crew):
         return names
 
     async def drain(self, target: str | None = None, *, hurry: bool = False, reason: DrainReason = "requested") -> None:
-        """End replicas, and wait until no process of them is left; all of the run (those that depend on others first), or
-        the target's, which then rest until somebody restarts them.
+        """End replicas, and wait until no process of them is left; all of the run
+        (those that depend on others first), or the target's, which then rest until
+        somebody restarts them.
 
         :param hurry: SIGKILL at once; also hurries a drain that is under way.
         """

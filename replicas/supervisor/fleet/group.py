@@ -33,11 +33,13 @@ class Group:
     ) -> None:
         self.config = config
         self.size = self.configured = config.replicas
-        """``configured``: the config's number when the size was last set: a reload sets it only after a rolling restart."""
+        """``configured``: the config's number when the size was last set: a reload sets
+        it only after a rolling restart."""
         self.replicas: dict[int, Replica] = {}
         self.rules = Restarts(config.restart, rng=rng)
         self._retired: dict[int, SavedReplica] = {}
-        """Replicas that are not there (any more): what a later one of the same index must know."""
+        """Replicas that are not there (any more): what a later one of the same index
+        must know."""
         if saved is not None:
             self._restore(saved, now, wall)
 
@@ -50,7 +52,8 @@ class Group:
         self.rules.restore(spent=spent, cycles=cycles, now=now)
 
     def saved(self, now: float, wall: float) -> SavedGroup:
-        """What must not be forgotten when this process is killed. ``now`` and ``wall`` as for the constructor."""
+        """What must not be forgotten when this process is killed. ``now`` and ``wall``
+        as for the constructor."""
         cycles = self.rules.cycles
         known = {**self._retired, **{index: _kept(replica) for index, replica in self.replicas.items()}}
         halted = {index for index, replica in self.replicas.items() if replica.halted}
@@ -121,8 +124,8 @@ class Group:
 
     @property
     def finished(self) -> bool:
-        """Whether it is done: enough of them have finished, and the others have failed. One that was merely stopped by hand
-        has not.
+        """Whether it is done: enough of them have finished, and the others have failed.
+        One that was merely stopped by hand has not.
         """
         return is_done(self.staying, self.config.min_ready)
 
@@ -142,7 +145,8 @@ class Group:
 
     @property
     def failure(self) -> str:
-        """Why the run cannot go on without what has failed here; empty: it can, or nothing has."""
+        """Why the run cannot go on without what has failed here; empty: it can, or
+        nothing has."""
         if self.failed is None or not (self.config.on_failure == "run" or is_lost(self.staying, self.config.min_ready)):
             return ""
         return self.words_of_failure()

@@ -1,4 +1,5 @@
-"""Whether a running generation of a replica is well: what the coordinator knows of it, against the timeouts of its group.
+"""Whether a running generation of a replica is well: what the coordinator knows of it,
+against the timeouts of its group.
 
 The clock is the caller's. A :class:`Health` lives as long as one generation.
 """
@@ -43,7 +44,8 @@ class Health:
         self._unready_at = now
 
     def member_left(self) -> None:
-        """A rank has left in good order: it needs no more of us, and is not expected back."""
+        """A rank has left in good order: it needs no more of us, and is not expected
+        back."""
         self._left = True
 
     def forgive(self, pause_s: float) -> None:
@@ -73,5 +75,6 @@ class Health:
         return None
 
     def _overdue(self, view: Readiness, ready: bool) -> bool:
-        """Whether it was ready, and must become so again: not when ranks have left, unless others wait for them."""
+        """Whether it was ready, and must become so again: not when ranks have left,
+        unless others wait for them."""
         return not ready and self.was_ready and (not self._left or view.stranded)

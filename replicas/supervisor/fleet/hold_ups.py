@@ -1,6 +1,8 @@
-"""What holds up a replica: a process that takes long to die, or what its old generation had and somebody still holds.
+"""What holds up a replica: a process that takes long to die, or what its old generation
+had and somebody still holds.
 
-Each thing is told once, as a :class:`~replicas.telemetry.events.HeldUp`; the status shows it as long as it lasts.
+Each thing is told once, as a :class:`~replicas.telemetry.events.HeldUp`; the status
+shows it as long as it lasts.
 """
 
 from __future__ import annotations
@@ -50,7 +52,8 @@ class HoldUps:
         return bool(new)
 
     async def until_clear(self, old: Sequence[Belongings], pause: Callable[[float], Awaitable[bool]]) -> None:
-        """Wait for what the generation before had, as long as that may take. ``pause``: as of :func:`wait_clear`."""
+        """Wait for what the generation before had, as long as that may take. ``pause``:
+        as of :func:`wait_clear`."""
 
         def told(held: Held) -> None:
             self._waits = f"waits for {held.what}, held by {held.holder}"

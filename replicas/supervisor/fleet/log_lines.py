@@ -1,4 +1,5 @@
-"""Lines for people: what happened to a replica, in one line that names the log to look at."""
+"""Lines for people: what happened to a replica, in one line that names the log to look
+at."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ __all__ = ["line"]
 def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
     """One line about this step; empty for steps that tell nothing new.
 
-    :param resume_in_s: seconds until the next generation, for a replica that waits for it.
+    :param resume_in_s: seconds until the next generation, for a replica that waits for
+        it.
     :param logs: folder of the run's logs.
     """
     name = f"{transition.group}/{transition.replica}"

@@ -1,4 +1,5 @@
-"""What this machine has to give: GPUs, CPUs, memory. Looked up without torch and without a context on a GPU."""
+"""What this machine has to give: GPUs, CPUs, memory. Looked up without torch and
+without a context on a GPU."""
 
 from __future__ import annotations
 
@@ -24,10 +25,12 @@ _NO_GPUS = ("", "-1", "NoDevFiles")
 
 
 class Machine(msgspec.Struct, frozen=True, kw_only=True):
-    """``gpus``: what ``CUDA_VISIBLE_DEVICES`` calls them; ``gpus_from``: who says so, or why there are none.
+    """``gpus``: what ``CUDA_VISIBLE_DEVICES`` calls them; ``gpus_from``: who says so,
+    or why there are none.
 
-    ``limits_refused``: why no limit of memory and processes can be set for a replica, and what helps; empty: it can.
-    ``gpu_order``: the ``CUDA_DEVICE_ORDER`` that these names need; empty: the one that is set already.
+    ``limits_refused``: why no limit of memory and processes can be set for a replica,
+    and what helps; empty: it can. ``gpu_order``: the ``CUDA_DEVICE_ORDER`` that these
+    names need; empty: the one that is set already.
     """
 
     gpus: tuple[str, ...] = ()
@@ -39,9 +42,11 @@ class Machine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def look(*, gpus: bool = True, environ: Mapping[str, str] | None = None) -> Machine:
-    """This machine, as far as this process may use it: its CPU set, its cgroups and ``CUDA_VISIBLE_DEVICES`` bound it.
+    """This machine, as far as this process may use it: its CPU set, its cgroups and
+    ``CUDA_VISIBLE_DEVICES`` bound it.
 
-    :param gpus: whether to look for GPUs, which may take the driver a second, and us 20 when it hangs.
+    :param gpus: whether to look for GPUs, which may take the driver a second, and us 20
+        when it hangs.
     """
     names, gpus_from, order = _gpus(os.environ if environ is None else environ) if gpus else ((), "", "")
     return Machine(
@@ -60,7 +65,8 @@ def _gpus(environ: Mapping[str, str]) -> tuple[tuple[str, ...], str, str]:
 
 
 def visible_gpus(environ: Mapping[str, str]) -> tuple[str, ...] | None:
-    """The GPUs that ``CUDA_VISIBLE_DEVICES`` lists (indices or UUIDs, taken as they are); None when it is not set."""
+    """The GPUs that ``CUDA_VISIBLE_DEVICES`` lists (indices or UUIDs, taken as they
+    are); None when it is not set."""
     text = environ.get("CUDA_VISIBLE_DEVICES")
     if text is None:
         return None
@@ -85,7 +91,8 @@ def _nvml_gpus() -> tuple[tuple[str, ...], str, str]:
 
 
 def nvml_count(command: list[str], timeout_s: float) -> tuple[int | None, str]:
-    """The number that ``command`` prints (:mod:`replicas.linux.nvml`); or None, and why. Blocks no longer than that.
+    """The number that ``command`` prints (:mod:`replicas.linux.nvml`); or None, and
+    why. Blocks no longer than that.
 
     One that hangs in the driver may outlive SIGKILL for a while: it is not waited for.
     """
@@ -121,7 +128,8 @@ def _memory_nbytes() -> int:
 
 
 def _cgroup_texts(name: str) -> Iterator[str]:
-    """Contents of this file of our cgroup (version 2) and of those above it, as far as they have it."""
+    """Contents of this file of our cgroup (version 2) and of those above it, as far as
+    they have it."""
     found = _own_cgroup()
     for place in () if found is None else (found[1], *found[1].parents):
         if found is not None and place.is_relative_to(found[0]):
@@ -132,7 +140,8 @@ def _cgroup_texts(name: str) -> Iterator[str]:
 
 
 def _own_cgroup() -> tuple[Path, Path] | None:
-    """Where cgroup v2 is mounted, and this process's own folder in it; None when it is not mounted."""
+    """Where cgroup v2 is mounted, and this process's own folder in it; None when it is
+    not mounted."""
     mounts = (line.split() for line in Path("/proc/self/mounts").read_text().splitlines())
     root = next((Path(fields[1]) for fields in mounts if fields[2] == "cgroup2"), None)
     lines = Path("/proc/self/cgroup").read_text().splitlines()

@@ -1,4 +1,5 @@
-"""The supervisor's side of one shim: what it was told, what it says, and what to do when it dies."""
+"""The supervisor's side of one shim: what it was told, what it says, and what to do
+when it dies."""
 
 from __future__ import annotations
 
@@ -36,14 +37,16 @@ log = logging.getLogger("replicas.supervisor")
 _PING_INTERVAL_S = 1.0
 _PAUSE_S = 1.0
 _SWEEP_S = 2.0
-"""How long a sweep may take before it is told what is left; from then on there is a look now and then."""
+"""How long a sweep may take before it is told what is left; from then on there is a
+look now and then."""
 _MAX_SWEEP_INTERVAL_S = 1.0
 
 
 def rank_environment(
     group: GroupConfig, replica: int, generation: int, *, replicas: int, shared: Mapping[str, str]
 ) -> dict[str, str]:
-    """The environment of a replica's processes: ours without any torchrun's or outer run's, the group's, the identity.
+    """The environment of a replica's processes: ours without any torchrun's or outer
+    run's, the group's, the identity.
 
     :param shared: what all replicas of the run get (endpoint, token file, run name).
     """
@@ -62,10 +65,12 @@ def rank_environment(
 
 
 class Node:
-    """One shim, from its start until nothing of its node is left. Use it in the event loop's thread only.
+    """One shim, from its start until nothing of its node is left. Use it in the event
+    loop's thread only.
 
     :param spec: what the shim is to run.
-    :param changed: called after each step: started, rendezvous known, main process ended, everything gone.
+    :param changed: called after each step: started, rendezvous known, main process
+        ended, everything gone.
     :param lock: descriptor of the run's lock, which the shim keeps open while it lives.
     :param born: called with the shim's pid before it is told what to start.
     """
@@ -86,14 +91,16 @@ class Node:
         self.belongings = Belongings()
         """What its processes had when the shim last said so."""
         self.last_stacks: dict[str, str] = {}
-        """By ``group/replica/rank``: what it was doing when its stacks were last saved."""
+        """By ``group/replica/rank``: what it was doing when its stacks were last
+        saved."""
         self.losses: list[LogLoss] = []
         """Lines of its logs that are lost; whoever tells of them takes them out."""
         self._asking: asyncio.Future[dict[str, str]] | None = None
         self._changed = changed
         self._finishing = False
         self._said_gone = False
-        """The shim's own word that nothing is left: where SIGCHLD is ignored its exit code is lost, and reads 0."""
+        """The shim's own word that nothing is left: where SIGCHLD is ignored its exit
+        code is lost, and reads 0."""
         self._sweeper: asyncio.Task[None] | None = None
         self._remains: Remains | None = None
         self._asked_at: float | None = None
@@ -128,7 +135,8 @@ class Node:
         return secrets.token_hex(16)
 
     def _discard(self) -> None:
-        """It could not be told what to do: it has started nothing, and must not wait for ever."""
+        """It could not be told what to do: it has started nothing, and must not wait
+        for ever."""
         self._finishing = True
         self._close_control()
         self._loop.remove_reader(self._pidfd)
@@ -160,7 +168,8 @@ class Node:
             )
 
     def _log(self) -> IO[bytes]:
-        """The shim's own log; a disk that takes no new file does not keep it from starting."""
+        """The shim's own log; a disk that takes no new file does not keep it from
+        starting."""
         path = Path(self.spec.log_dir) / f"shim-{self.spec.node}.log"
         try:
             log = private.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, make_folder=True)
@@ -178,7 +187,8 @@ class Node:
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
         """SIGTERM now, SIGKILL after ``timeout_s``; a later call can only shorten that.
 
-        :param stacks: first have every rank's stacks saved to its log, which takes up to 3 s.
+        :param stacks: first have every rank's stacks saved to its log, which takes up
+            to 3 s.
         """
         self._order({"type": "stop", "timeout_s": timeout_s, "stacks": stacks})
 
@@ -188,8 +198,8 @@ class Node:
         return self.spec.cgroup
 
     async def stacks(self, timeout_s: float = 5.0) -> dict[str, str]:
-        """What each rank is doing, by ``group/replica/rank``: its stacks, which are saved to its log too. Of none, when the
-        shim ends before.
+        """What each rank is doing, by ``group/replica/rank``: its stacks, which are
+        saved to its log too. Of none, when the shim ends before.
 
         :raises TimeoutError: the shim does not answer.
         """
@@ -214,15 +224,17 @@ class Node:
 
     @property
     def remains(self) -> Remains | None:
-        """What SIGKILL has not ended yet; None: nothing, or it is not known: the shim is silent."""
+        """What SIGKILL has not ended yet; None: nothing, or it is not known: the shim
+        is silent."""
         heard = self._finishing or time.monotonic() - self._answered_at < REMAINS_INTERVAL_S + _PAUSE_S
         return self._remains if heard else None
 
     def silent_s(self, now: float) -> float:
-        """How long a ping has been unanswered; call it at least every second: it sends the pings.
+        """How long a ping has been unanswered; call it at least every second: it sends
+        the pings.
 
-        A frozen shim would neither report the end of its ranks nor end them. The time in which this process did not run
-        itself does not count.
+        A frozen shim would neither report the end of its ranks nor end them. The time
+        in which this process did not run itself does not count.
         """
         pause_s = now - self._looked_at
         self._looked_at = now
@@ -236,7 +248,8 @@ class Node:
         return 0.0
 
     def abandon(self) -> None:
-        """Leave the shim to itself: it ends its node within some seconds. For a supervisor that is being torn down."""
+        """Leave the shim to itself: it ends its node within some seconds. For a
+        supervisor that is being torn down."""
         self._close_control()
         if self._sweeper is not None:
             self._sweeper.cancel()  # the janitor goes on
@@ -342,7 +355,8 @@ class Node:
         self._sweeper = self._loop.create_task(self._sweep())
 
     async def _sweep(self) -> None:
-        """Kill what the shim has left, however long that takes, and say what is still there."""
+        """Kill what the shim has left, however long that takes, and say what is still
+        there."""
         groups = [Path(self.spec.cgroup)] if self.spec.cgroup else []
         sweep = Sweep([self.spec.nonce], groups=groups, known=dict(self.belongings.processes))
         began, timeout_s, interval_s = time.time(), _SWEEP_S, 0.05

@@ -3,17 +3,19 @@
 Theory of operation
 ===================
 
-Two groups never run at once when the start of one comes after the end of the other. That is a partial order, and what
-is looked for is its heaviest *antichain*. By Dilworth's theorem it is left by a minimum cut, in the network
+Two groups never run at once when the start of one comes after the end of the other.
+That is a partial order, and what is looked for is its heaviest *antichain*. By
+Dilworth's theorem it is left by a minimum cut, in the network
 
 * source -> end of g, as wide as g weighs;
 * start of g -> sink, as wide as g weighs;
 * from each moment to those that come after it, without a bound.
 
-A cut parts the moments into a near side and a far side, and nothing on the near side has anything after it on the far
-side. It costs the weight of all groups less that of the groups whose start is far and whose end is near: those have no
-order between them. So the cheapest cut leaves the heaviest of such sets, in polynomial time; trying all sets takes twice
-as long for each group more.
+A cut parts the moments into a near side and a far side, and nothing on the near side
+has anything after it on the far side. It costs the weight of all groups less that of
+the groups whose start is far and whose end is near: those have no order between them.
+So the cheapest cut leaves the heaviest of such sets, in polynomial time; trying all
+sets takes twice as long for each group more.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ def peak(names: Iterable[str], weights: Mapping[str, int], after: Mapping[Moment
     """The heaviest set of groups of which none starts after the end of another.
 
     :param weights: of the groups, each above 0.
-    :param after: what comes directly after a moment; of all groups, also those that weigh nothing. Without circles.
+    :param after: what comes directly after a moment; of all groups, also those that
+        weigh nothing. Without circles.
     """
     names = list(names)
     rest: dict[_Node, dict[_Node, int]] = {"source": {}, "sink": {}}
@@ -54,7 +57,8 @@ def peak(names: Iterable[str], weights: Mapping[str, int], after: Mapping[Moment
 
 
 def _reached(rest: Mapping[_Node, Mapping[_Node, int]]) -> dict[_Node, _Node]:
-    """What can be reached from the source, each with where one came from, by the shortest way."""
+    """What can be reached from the source, each with where one came from, by the
+    shortest way."""
     came: dict[_Node, _Node] = {"source": "source"}
     todo = deque[_Node](["source"])
     while todo and "sink" not in came:

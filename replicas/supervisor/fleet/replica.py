@@ -3,18 +3,23 @@
 Theory of operation
 ===================
 
-:class:`Replica` is the shell round :mod:`replicas.core.lives.lifecycle`. One task (:meth:`Replica.run`) follows the state: it
-waits in ``pending`` for what this one needs, lives through one *generation* in ``starting``, ``ready`` and ``draining``,
-waits in ``backoff``, and rests in ``finished`` or ``failed`` until someone asks for more.
+:class:`Replica` is the shell round :mod:`replicas.core.lives.lifecycle`. One task
+(:meth:`Replica.run`) follows the state: it waits in ``pending`` for what this one
+needs, lives through one *generation* in ``starting``, ``ready`` and ``draining``, waits
+in ``backoff``, and rests in ``finished`` or ``failed`` until someone asks for more.
 
-A generation is one shim for each node (:mod:`replicas.supervisor.fleet.node`). It ends in this order: a *cause* (a main process
-ended, a timeout, a request) → if somebody asked for it, the replica is *draining*: it finishes its sync, within
-``drain_timeout`` → every node is told to stop → every main process is gone, and the coordinator is told that the members are
-lost → every process is gone → the lifecycle takes its end event. The next generation starts only after that, however long it
-takes: a process that does not die of SIGKILL is named, and killed again and again. Only the end of the run leaves it behind.
+A generation is one shim for each node (:mod:`replicas.supervisor.fleet.node`). It ends
+in this order: a *cause* (a main process ended, a timeout, a request) → if somebody
+asked for it, the replica is *draining*: it finishes its sync, within ``drain_timeout``
+→ every node is told to stop → every main process is gone, and the coordinator is told
+that the members are lost → every process is gone → the lifecycle takes its end event.
+The next generation starts only after that, however long it takes: a process that does
+not die of SIGKILL is named, and killed again and again. Only the end of the run leaves
+it behind.
 
-Everything here runs on the event loop; requests (:meth:`stop`, :meth:`halt`, :meth:`restart`, :meth:`check`) change the state
-at once and never wait. The clock is the loop's.
+Everything here runs on the event loop; requests (:meth:`stop`, :meth:`halt`,
+:meth:`restart`, :meth:`check`) change the state at once and never wait. The clock is
+the loop's.
 """
 
 from __future__ import annotations
@@ -50,7 +55,8 @@ class Replica:
     :param index: which replica of the group, from 0.
     :param restarts: the group's restart rules, shared by its replicas.
     :param generation: generations of this replica that an earlier object has used up.
-    :param starts: gives the turns in which replicas start. :param start_shim: for tests.
+    :param starts: gives the turns in which replicas start. :param start_shim: for
+        tests.
     """
 
     def __init__(
@@ -71,7 +77,8 @@ class Replica:
         self.life.generation = generation
         self.last_exit = ""
         self.over = asyncio.Event()
-        """Set when :meth:`run` has returned: it was asked to stop for good and no process of it is left."""
+        """Set when :meth:`run` has returned: it was asked to stop for good and no
+        process of it is left."""
         self._host = host
         self._restarts = restarts
         self._starts = starts or Starts()
@@ -110,7 +117,8 @@ class Replica:
 
     @property
     def stuck(self) -> bool:
-        """Whether processes of its last generation were left behind: what they have is not free."""
+        """Whether processes of its last generation were left behind: what they have is
+        not free."""
         return self.life.settled and not self._generation.gone
 
     @property
@@ -120,7 +128,8 @@ class Replica:
 
     @property
     def halted(self) -> bool:
-        """Whether it was stopped, or is being stopped, by hand, and rests until it is asked to start again."""
+        """Whether it was stopped, or is being stopped, by hand, and rests until it is
+        asked to start again."""
         return self._ending == "halt" or (self.life.state == "drained" and not self.leaving)
 
     @property
@@ -143,14 +152,16 @@ class Replica:
     def stop(self, hurry_s: float | None = None, *, run_over: bool = False) -> None:
         """Ask for its end, for good.
 
-        :param hurry_s: do not let it finish anything: SIGTERM now, SIGKILL after so long. A later call can only hurry.
+        :param hurry_s: do not let it finish anything: SIGTERM now, SIGKILL after so
+            long. A later call can only hurry.
         :param run_over: with the whole run: what does not die in time is left behind.
         """
         self._run_over |= run_over
         self._end_on_request("leave", hurry_s)
 
     def halt(self, hurry_s: float | None = None) -> None:
-        """Ask for its end, until somebody asks for a restart. One that is done stays so. ``hurry_s`` as in :meth:`stop`."""
+        """Ask for its end, until somebody asks for a restart. One that is done stays
+        so. ``hurry_s`` as in :meth:`stop`."""
         self._end_on_request("halt", hurry_s)
 
     def _end_on_request(self, how: Literal["halt", "leave"], hurry_s: float | None) -> None:
@@ -169,8 +180,8 @@ class Replica:
         self.poke()
 
     def fail(self, reason: str) -> None:
-        """End it with its group, which has failed; it rests until somebody resets or restarts it. One that is settled stays
-        as it is.
+        """End it with its group, which has failed; it rests until somebody resets or
+        restarts it. One that is settled stays as it is.
         """
         if self.life.settled or self._ending:
             return
@@ -206,7 +217,8 @@ class Replica:
         self.poke()
 
     def reset(self) -> bool:
-        """What made it fail is mended: start again now. False: it has neither failed nor waits after a failure."""
+        """What made it fail is mended: start again now. False: it has neither failed
+        nor waits after a failure."""
         if self._ending or self.life.state not in ("failed", "backoff"):
             return False
         self._apply(Event.RESET)
@@ -218,7 +230,8 @@ class Replica:
         self._poke.set()
 
     def forgive(self, pause_s: float) -> None:
-        """This process did not run for ``pause_s``: none of the replica's timeouts is shortened by that."""
+        """This process did not run for ``pause_s``: none of the replica's timeouts is
+        shortened by that."""
         self._health.forgive(pause_s)
         self.life.forgive(pause_s)
         if self._drain_by is not None:
@@ -253,7 +266,8 @@ class Replica:
             self._end(sick.event, sick.cause)
 
     def _end_frozen(self, frozen: list[int]) -> None:
-        """A shim does not answer: nobody looks after its processes. They are swept by their mark once it is killed."""
+        """A shim does not answer: nobody looks after its processes. They are swept by
+        their mark once it is killed."""
         timeout_s = self.group.health.heartbeat_timeout_s
         names = ", ".join(map(str, frozen))
         self._end(
@@ -269,10 +283,11 @@ class Replica:
         return self._health.view
 
     def member_lost(self, rank: int, reason: str) -> None:
-        """The coordinator has lost a member of this replica: ``lease``, ``overflow``, ``left`` and others.
+        """The coordinator has lost a member of this replica: ``lease``, ``overflow``,
+        ``left`` and others.
 
-        One that *left* needs no more of us. One that is silent, or does not read, is frozen. Whatever else ended it will be
-        seen in its process.
+        One that *left* needs no more of us. One that is silent, or does not read, is
+        frozen. Whatever else ended it will be seen in its process.
         """
         if reason == "left":
             self._health.member_left()
@@ -284,7 +299,8 @@ class Replica:
 
     @property
     def progressed(self) -> bool | None:
-        """Whether it came to a new step or version in this generation; None: it has none to come to."""
+        """Whether it came to a new step or version in this generation; None: it has
+        none to come to."""
         if not self._host.on_channel(self.group.name):
             return None
         return self._host.overseer.progress(self.group.name, self.index) != self._mark
@@ -324,7 +340,8 @@ class Replica:
             self._end_processes(self.group.stop_timeout_s)
 
     def _end_processes(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank has shown what it does."""
+        """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank
+        has shown what it does."""
         self._drain_by, self._busy_with = None, ""
         self._generation.stop(timeout_s, stacks=stacks)
         self.poke()  # there is a time now by which it must be gone, and a shim that is frozen says nothing
@@ -336,7 +353,8 @@ class Replica:
     # ------------------------------------------------------------ the task
 
     async def run(self) -> None:
-        """Live until :meth:`stop` and the end of the last process. Cancelled, it leaves its shims to end by themselves."""
+        """Live until :meth:`stop` and the end of the last process. Cancelled, it leaves
+        its shims to end by themselves."""
         try:
             while not (self._ending == "leave" and self.life.settled):
                 if self.life.state == "starting":
@@ -419,7 +437,8 @@ class Replica:
         return self._wanted
 
     def _follow(self) -> None:
-        """Act on what the nodes have said: introduce them, end all when one failed, tell the coordinator."""
+        """Act on what the nodes have said: introduce them, end all when one failed,
+        tell the coordinator."""
         generation = self._generation
         generation.introduce()
         for loss in generation.take_losses():
@@ -439,7 +458,8 @@ class Replica:
 
     @property
     def _may_say_goodbye(self) -> bool:
-        """Whether ranks that are children of the main process may still be ending, as they were asked to: not lost."""
+        """Whether ranks that are children of the main process may still be ending, as
+        they were asked to: not lost."""
         asked = bool(self._ending) or (self._cause is not None and self._cause.reason in FREE_REASONS)
         generation = self._generation
         return asked and not generation.gone and generation.remains is None
@@ -488,7 +508,8 @@ class Replica:
         self._rest_if_settled()
 
     def _judge_end(self, cause: Cause | None) -> Verdict:
-        """What the rules of the group say; of a restart that was asked for they only know whether it waits for others."""
+        """What the rules of the group say; of a restart that was asked for they only
+        know whether it waits for others."""
         now = self._now()
         if cause is not None and cause.reason in FREE_REASONS:
             return Verdict(self._restarts.resume_in_s(now) if cause.reason == "group" else 0.0)

@@ -1,17 +1,22 @@
-"""What each replica gets of the machine: its GPUs, its threads; and whether a plan fits at all.
+"""What each replica gets of the machine: its GPUs, its threads; and whether a plan fits
+at all.
 
 Theory of operation
 ===================
 
-A *plan* is what a config asks for. :func:`problems` holds it against a :class:`~replicas.supervisor.fleet.machine.Machine`:
-groups may run at the same time unless one starts after the other has finished (``depends_on = ["other:finished"]``,
-directly or through others), so what counts is the greatest sum over groups that may. A plan that does not fit is refused
-by ``replicas check``, at the start, and by a reload; a scale by the supervisor.
+A *plan* is what a config asks for. :func:`problems` holds it against a
+:class:`~replicas.supervisor.fleet.machine.Machine`: groups may run at the same time
+unless one starts after the other has finished (``depends_on = ["other:finished"]``,
+directly or through others), so what counts is the greatest sum over groups that may. A
+plan that does not fit is refused by ``replicas check``, at the start, and by a reload;
+a scale by the supervisor.
 
-:class:`Resources` is the ledger of the GPUs. A replica takes all of its GPUs before it starts, or waits in ``pending``;
-it keeps them over restarts, and gives them back when it has settled (finished, failed, or scaled away) and no process of
-it is left. In a run in which any group asks for GPUs, a group that does not ask sees none: so no GPU has two owners.
-Every rank of a node sees all GPUs of its node, in order: rank ``LOCAL_RANK`` has those from ``LOCAL_RANK * gpus`` on.
+:class:`Resources` is the ledger of the GPUs. A replica takes all of its GPUs before it
+starts, or waits in ``pending``; it keeps them over restarts, and gives them back when
+it has settled (finished, failed, or scaled away) and no process of it is left. In a run
+in which any group asks for GPUs, a group that does not ask sees none: so no GPU has two
+owners. Every rank of a node sees all GPUs of its node, in order: rank ``LOCAL_RANK``
+has those from ``LOCAL_RANK * gpus`` on.
 """
 
 from __future__ import annotations
@@ -29,12 +34,14 @@ _GIB = 1 << 30
 
 
 def machine_for(config: Config) -> Machine:
-    """What this machine has of what the config asks for. Blocks, up to some seconds where it asks for GPUs."""
+    """What this machine has of what the config asks for. Blocks, up to some seconds
+    where it asks for GPUs."""
     return look(gpus=any(group.resources.gpus for group in config.groups.values()))
 
 
 def check_plan(config: Config) -> list[str]:
-    """For ``replicas check``: notes on a plan that fits this machine. Blocks, as :func:`machine_for` does.
+    """For ``replicas check``: notes on a plan that fits this machine. Blocks, as
+    :func:`machine_for` does.
 
     :raises replicas.errors.BadConfig: it does not fit.
     """
@@ -119,7 +126,8 @@ def _waits(config: Config) -> bool:
 
 
 def _steps(config: Config) -> dict[Moment, list[Moment]]:
-    """What comes after what: the end of a group after its start, its start after what it depends on."""
+    """What comes after what: the end of a group after its start, its start after what
+    it depends on."""
     after: dict[Moment, list[Moment]] = {}
     for name, group in config.groups.items():
         after.setdefault(("start", name), []).append(("end", name))
@@ -135,7 +143,8 @@ def gpus_of(group: GroupConfig) -> int:
 
 
 class Resources:
-    """The ledger of a run's GPUs, and what each replica's environment says of its share. See the module's header."""
+    """The ledger of a run's GPUs, and what each replica's environment says of its
+    share. See the module's header."""
 
     def __init__(self) -> None:
         self.machine = Machine()
@@ -143,7 +152,8 @@ class Resources:
         self._managed = False
 
     def plan(self, config: Config, machine: Machine) -> None:
-        """Take a config that fits; what replicas hold stays theirs until they give it back."""
+        """Take a config that fits; what replicas hold stays theirs until they give it
+        back."""
         self.machine = machine
         self._managed = any(group.resources.gpus for group in config.groups.values())
 
@@ -172,7 +182,8 @@ class Resources:
         return ""
 
     def release(self, group: str, index: int) -> None:
-        """The replica has settled and no process of it is left: others may have its GPUs."""
+        """The replica has settled and no process of it is left: others may have its
+        GPUs."""
         self._held.pop((group, index), None)
 
     def environment(self, group: GroupConfig, index: int, node: int = 0) -> dict[str, str]:

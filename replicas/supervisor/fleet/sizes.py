@@ -1,4 +1,5 @@
-"""How many replicas groups have, where that is not what the config says: they were scaled. Pure."""
+"""How many replicas groups have, where that is not what the config says: they were
+scaled. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ def with_sizes(config: Config, sizes: Mapping[str, int]) -> Config:
 def fitting(
     saved: Mapping[str, SavedGroup], config: Config, machine: Machine, say: Callable[[str], None]
 ) -> dict[str, SavedGroup]:
-    """What a dead supervisor knew of its groups. Sizes that do not fit (any more) are given up for those of the config."""
+    """What a dead supervisor knew of its groups. Sizes that do not fit (any more) are
+    given up for those of the config."""
     sizes = {
         name: saved[name].size
         for name, group in config.groups.items()

@@ -1,7 +1,9 @@
-"""A few starts at a time: however many replicas are to start, the supervisor goes on answering, and the machine too.
+"""A few starts at a time: however many replicas are to start, the supervisor goes on
+answering, and the machine too.
 
-Starting a process keeps the event loop for some milliseconds, and what was started keeps a core for more. A turn is over when
-the program of the replica runs, when it did not come so far, or after ``TURN_S``: a start that hangs holds up no other.
+Starting a process keeps the event loop for some milliseconds, and what was started
+keeps a core for more. A turn is over when the program of the replica runs, when it did
+not come so far, or after ``TURN_S``: a start that hangs holds up no other.
 """
 
 from __future__ import annotations
@@ -16,7 +18,8 @@ _FOR_EACH_CORE = 2
 
 
 class Turn:
-    """One replica's turn, which lasts until :meth:`over`, but no longer than ``TURN_S``."""
+    """One replica's turn, which lasts until :meth:`over`, but no longer than
+    ``TURN_S``."""
 
     def __init__(self, starts: asyncio.Semaphore) -> None:
         self._starts: asyncio.Semaphore | None = starts

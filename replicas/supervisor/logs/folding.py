@@ -1,11 +1,15 @@
-"""From what a process wrote to the lines that go into its log. Pure: bytes in, bytes out, the time is an argument.
+"""From what a process wrote to the lines that go into its log. Pure: bytes in, bytes
+out, the time is an argument.
 
-Lines are kept as they are, byte for byte, whatever their encoding. What a terminal would have overwritten is folded:
+Lines are kept as they are, byte for byte, whatever their encoding. What a terminal
+would have overwritten is folded:
 
-* of a line that was drawn again and again (``12%\\r13%\\r14%\\n``) the last state is kept; ``\\r\\n`` ends a line;
-* of a bar that is still growing, which has no end of line yet, the latest state is logged every ``BAR_INTERVAL_S``;
-* lines that move the cursor up again (nested bars) are pictures of one and the same thing: one in ``BAR_INTERVAL_S``, and
-  the last one.
+* of a line that was drawn again and again (``12%\\r13%\\r14%\\n``) the last state is
+  kept; ``\\r\\n`` ends a line;
+* of a bar that is still growing, which has no end of line yet, the latest state is
+  logged every ``BAR_INTERVAL_S``;
+* lines that move the cursor up again (nested bars) are pictures of one and the same
+  thing: one in ``BAR_INTERVAL_S``, and the last one.
 """
 
 from __future__ import annotations
@@ -21,14 +25,16 @@ _UP = re.compile(rb"\x1b\[\d*A")
 
 
 class Folded(NamedTuple):
-    """``lines``: complete lines, each with its end; ``used``: how many bytes of the input are done with."""
+    """``lines``: complete lines, each with its end; ``used``: how many bytes of the
+    input are done with."""
 
     lines: bytes
     used: int
 
 
 class Folder:
-    """The state of one stream. A stream's input is given again, from the first byte that was not yet used."""
+    """The state of one stream. A stream's input is given again, from the first byte
+    that was not yet used."""
 
     def __init__(self) -> None:
         self._frame = b""
@@ -45,7 +51,8 @@ class Folder:
         return min(times, default=None)
 
     def fold(self, data: bytes, now: float) -> Folded:
-        """Take all that is there; the end of it, which may be half a line, is not used yet."""
+        """Take all that is there; the end of it, which may be half a line, is not used
+        yet."""
         end = data.rfind(b"\n") + 1
         lines = data[:end]
         if b"\r" in lines or self._frame or _UP.search(lines):
@@ -85,7 +92,8 @@ class Folder:
         return begin - start
 
     def late(self, now: float) -> bytes:
-        """Lines that are due by their time: the state of a bar that grows, the last picture of nested ones."""
+        """Lines that are due by their time: the state of a bar that grows, the last
+        picture of nested ones."""
         lines = b""
         if self._frame and now >= self._frame_at + BAR_INTERVAL_S:
             lines, self._frame, self._frame_at = self._frame, b"", now

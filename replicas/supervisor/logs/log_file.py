@@ -1,9 +1,10 @@
 """One log file that is rotated by size. Standard library only.
 
-``rank-0.log`` is the newest part; when it is full it becomes ``rank-0.log.1``, that one ``rank-0.log.2``, and so on up to
-``keep``. Beside a rank's log lies ``rank-0.log.times``: a line ``OFFSET TIME`` (seconds since 1970) for about each second
-in which something was written, so that readers find the lines since a time. It is an aid: where it cannot be written, it is
-left alone until the next part.
+``rank-0.log`` is the newest part; when it is full it becomes ``rank-0.log.1``, that one
+``rank-0.log.2``, and so on up to ``keep``. Beside a rank's log lies
+``rank-0.log.times``: a line ``OFFSET TIME`` (seconds since 1970) for about each second
+in which something was written, so that readers find the lines since a time. It is an
+aid: where it cannot be written, it is left alone until the next part.
 """
 
 from __future__ import annotations
@@ -37,7 +38,8 @@ class RotatedFile:
         self._noted_at = 0.0
 
     def append(self, lines: bytes) -> None:
-        """Write all of ``lines`` or nothing, into the next part if this one is full; the file is there in any case.
+        """Write all of ``lines`` or nothing, into the next part if this one is full;
+        the file is there in any case.
 
         :raises OSError: there is no room, or worse.
         """
@@ -50,7 +52,8 @@ class RotatedFile:
             self._write(lines, size)
 
     def _open(self) -> int:
-        """Go on at the end of the file, of which a line may be torn: returns how long it is."""
+        """Go on at the end of the file, of which a line may be torn: returns how long
+        it is."""
         if self._file is not None:
             return os.fstat(self._file).st_size
         self._file = _append_to(self.path)
@@ -74,9 +77,11 @@ class RotatedFile:
             raise
 
     def rotate(self) -> None:
-        """Begin the next part. It may be killed or fail anywhere in it: once more does what is left.
+        """Begin the next part. It may be killed or fail anywhere in it: once more does
+        what is left.
 
-        So parts are moved only up to the first number that is free, and a part's times go before the part itself.
+        So parts are moved only up to the first number that is free, and a part's times
+        go before the part itself.
 
         :raises OSError: it cannot be renamed.
         """
@@ -115,7 +120,8 @@ class RotatedFile:
 
 
 def _close(descriptor: int) -> None:
-    """It is closed whatever ``close`` says; on NFS that says what a write before should have said (no room, EIO)."""
+    """It is closed whatever ``close`` says; on NFS that says what a write before should
+    have said (no room, EIO)."""
     with contextlib.suppress(OSError):
         os.close(descriptor)
 
@@ -129,7 +135,8 @@ def _times_of(path: Path) -> Path:
 
 
 def remove_old_generations(folder: Path, keep: int) -> None:
-    """Of the logs of a replica, of which ``folder`` (``gen-<n>``) is the newest, keep those of ``keep`` generations."""
+    """Of the logs of a replica, of which ``folder`` (``gen-<n>``) is the newest, keep
+    those of ``keep`` generations."""
     newest = _generation(folder)
     for other in folder.parent.glob("gen-*"):
         if _generation(other) > newest - keep:

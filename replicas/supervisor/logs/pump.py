@@ -1,20 +1,24 @@
-"""The log pump: one process for each node of a replica, between what its processes write and the log files.
+"""The log pump: one process for each node of a replica, between what its processes
+write and the log files.
 
 Theory of operation
 ===================
 
-Each rank writes into two pipes of its own, stdout and stderr; torchrun and the forkserver into one each. Pipes, and not
-files, because a program must never meet a full disk, a rotation or a slow terminal; two of them, because half a line on one
-must not end up in the middle of a line on the other (the order of lines *between* the two is that of reading, to some
-milliseconds). The shim made the pipes and holds both ends of them, so that no writer ever gets SIGPIPE, and none sees that a
-pump has died: the shim (:mod:`replicas.supervisor.logs.pump_watcher`) forks another one. What a killed pump had read and not yet
-written is lost: usually one line, at most one read and one line. Its successor ends a torn line and notes the gap in every
-log.
+Each rank writes into two pipes of its own, stdout and stderr; torchrun and the
+forkserver into one each. Pipes, and not files, because a program must never meet a full
+disk, a rotation or a slow terminal; two of them, because half a line on one must not
+end up in the middle of a line on the other (the order of lines *between* the two is
+that of reading, to some milliseconds). The shim made the pipes and holds both ends of
+them, so that no writer ever gets SIGPIPE, and none sees that a pump has died: the shim
+(:mod:`replicas.supervisor.logs.pump_watcher`) forks another one. What a killed pump had
+read and not yet written is lost: usually one line, at most one read and one line. Its
+successor ends a torn line and notes the gap in every log.
 
-The pump is forked, not exec'ed: it starts in some ms less of CPU time, and has 3 MiB of its own in place of 6. It keeps
-nothing of the shim but the pipes, leads a session of its own and ignores SIGTERM, which systemd sends to every process of a
-unit: it ends when nobody can write any more (the shim has closed its ends, and whatever it started is gone), or soon after
-the shim is dead.
+The pump is forked, not exec'ed: it starts in some ms less of CPU time, and has 3 MiB of
+its own in place of 6. It keeps nothing of the shim but the pipes, leads a session of
+its own and ignores SIGTERM, which systemd sends to every process of a unit: it ends
+when nobody can write any more (the shim has closed its ends, and whatever it started is
+gone), or soon after the shim is dead.
 
 One loop, which waits for pipes, orders and the terminal::
 
@@ -22,14 +26,17 @@ One loop, which waits for pipes, orders and the terminal::
                                                     ├─► shared tail, for the failure report
                                                     └─► the supervisor's stderr, if it is wanted there
 
-* A line is written when it is complete, in one piece, byte for byte as it came (:mod:`replicas.supervisor.logs.folding` says what
-  happens to progress bars). Lines of up to 1 MiB stay whole. What has no end of line when its process has ended gets one.
-* A disk that is full, or fails: the lines are dropped, so that their writers go on, and counted; the shim is told once. The
-  file is tried again four times a second, and at the end; when it takes lines again, the first one says how many are missing.
-* The workers of torchrun learn their rank late, so the guard writes it as the first line (``RANK_MARK``) into both pipes.
+* A line is written when it is complete, in one piece, byte for byte as it came
+  (:mod:`replicas.supervisor.logs.folding` says what happens to progress bars). Lines of
+  up to 1 MiB stay whole. What has no end of line when its process has ended gets one.
+* A disk that is full, or fails: the lines are dropped, so that their writers go on, and
+  counted; the shim is told once. The file is tried again four times a second, and at
+  the end; when it takes lines again, the first one says how many are missing.
+* The workers of torchrun learn their rank late, so the guard writes it as the first
+  line (``RANK_MARK``) into both pipes.
 
 Standard library only.
-"""
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -78,7 +85,8 @@ def waiting_nbytes(pipe: int) -> int:
 
 
 def is_pump(pid: int) -> bool:
-    """Whether this process calls itself a log pump: of use for who is ended last, never for who is ended."""
+    """Whether this process calls itself a log pump: of use for who is ended last, never
+    for who is ended."""
     try:
         return Path(f"/proc/{pid}/comm").read_text().rstrip() == COMM
     except (OSError, UnicodeDecodeError):
@@ -98,9 +106,11 @@ class LogSource:
     The facts lie in memory that the shim shares with every pump it forks; only the pump
     writes them: how often it has read, whose log it is, and the last lines.
 
-    :param name: of the file, without ``.log``; empty: ``rank-<r>``, of a rank that the guard tells.
+    :param name: of the file, without ``.log``; empty: ``rank-<r>``, of a rank that the
+        guard tells.
     :param pipes: the ends to read from.
-    :param shown: whether its lines are wanted on the terminal; only those of ranks are, and get times.
+    :param shown: whether its lines are wanted on the terminal; only those of ranks are,
+        and get times.
     """
 
     def __init__(self, name: str, pipes: tuple[int, ...], shown: bool = False) -> None:
@@ -127,7 +137,8 @@ class LogSource:
         self._numbers[1] = 1 + rank
 
     def tail(self) -> bytes:
-        """The last bytes of the log, whether or not there was room for them in the file."""
+        """The last bytes of the log, whether or not there was room for them in the
+        file."""
         return self._map[_TAIL_AT : _TAIL_AT + self._numbers[2]]
 
     def keep(self, lines: bytes) -> None:
@@ -187,7 +198,8 @@ class Log:
         return min(times, default=None)
 
     def read(self, index: int, now: float) -> bytes | None:
-        """Take what one stream has. Returns the lines that were completed by it; None at the end of the stream."""
+        """Take what one stream has. Returns the lines that were completed by it; None
+        at the end of the stream."""
         pipe = self.source.pipes[index]
         self.taken = 0
         nbytes = waiting_nbytes(pipe)
@@ -206,7 +218,8 @@ class Log:
         return self._put(lines, now)
 
     def _learn_rank(self, data: bytes, index: int, now: float) -> bytes:
-        """Take the guard's line, which is whole if it is there, from the beginning of a stream; the rest is returned."""
+        """Take the guard's line, which is whole if it is there, from the beginning of a
+        stream; the rest is returned."""
         line, end, rest = data.partition(b"\n")
         number = line.removeprefix(RANK_MARK)
         if not (end and line.startswith(RANK_MARK) and number.isdigit() and len(number) < _RANK_NDIGITS):
@@ -260,7 +273,8 @@ class Log:
         return lines
 
     def _write(self, lines: bytes, now: float) -> bool:
-        """Append to the file, after what is to be said of missing lines. Without lines, people see the file at least."""
+        """Append to the file, after what is to be said of missing lines. Without lines,
+        people see the file at least."""
         if self.trouble and now < self._retry_at:
             return False
         missing = self._gap
@@ -285,7 +299,8 @@ class Log:
 class Pump:
     """The loop. ``run`` returns when all streams have ended.
 
-    :param control: orders of the shim: ``drain``, answered with ``drained``; ``dropped`` tells it of lost lines.
+    :param control: orders of the shim: ``drain``, answered with ``drained``;
+        ``dropped`` tells it of lost lines.
     :param tee: descriptor of the terminal; None: it is not wanted.
     """
 

@@ -1,18 +1,21 @@
-"""The shim's side of its logs: it makes the pipes, keeps a log pump running, and asks it for the last lines.
+"""The shim's side of its logs: it makes the pipes, keeps a log pump running, and asks
+it for the last lines.
 
 Theory of operation
 ===================
 
-:class:`LogKeeper` holds both ends of every pipe (:mod:`replicas.supervisor.logs.pump`). A pump that ends is replaced at
-once, later each time if that happens again and again; meanwhile the pipes keep what is written. One that was stopped, or
-hangs in a write, shows by bytes that wait and are not read: after ``STUCK_S`` it is killed, which costs what it had read
-and not written.
+:class:`LogKeeper` holds both ends of every pipe (:mod:`replicas.supervisor.logs.pump`).
+A pump that ends is replaced at once, later each time if that happens again and again;
+meanwhile the pipes keep what is written. One that was stopped, or hangs in a write,
+shows by bytes that wait and are not read: after ``STUCK_S`` it is killed, which costs
+what it had read and not written.
 
-Files in ``/proc/<shim>/fd`` are how torchrun's workers, which inherit nothing, come to their pipes: their guards open them
-there. So no FIFO lies on a disk, and none is left behind.
+Files in ``/proc/<shim>/fd`` are how torchrun's workers, which inherit nothing, come to
+their pipes: their guards open them there. So no FIFO lies on a disk, and none is left
+behind.
 
-In the end (:meth:`LogKeeper.close`) the shim gives up its own ends, and the pump ends when nobody else has one.
-Standard library only.
+In the end (:meth:`LogKeeper.close`) the shim gives up its own ends, and the pump ends
+when nobody else has one. Standard library only.
 """
 
 from __future__ import annotations
@@ -110,7 +113,8 @@ class LogKeeper:
         return writers[0], writers[-1]
 
     def say(self, rank: int, text: str) -> None:
-        """Have lines in a rank's log as if it had written them itself, without waiting for anything."""
+        """Have lines in a rank's log as if it had written them itself, without waiting
+        for anything."""
         key = self._key(f"rank {rank}")
         if key is None or self._closed or not self._is_named(key):
             note(text)
@@ -125,7 +129,8 @@ class LogKeeper:
         self._speak(time.monotonic())
 
     def _speak(self, now: float) -> None:
-        """Write what was said; the pipe takes a block whole or not at all, and later if it is full."""
+        """Write what was said; the pipe takes a block whole or not at all, and later if
+        it is full."""
         self._speak_at = None
         while self._words:
             key, block = self._words[0]
@@ -140,14 +145,16 @@ class LogKeeper:
             self._words.popleft()
 
     def _key(self, name: str) -> str | None:
-        """Our name of a log: of ``torchrun``, ``forkserver``, or a rank (``rank 5``: the number in its replica)."""
+        """Our name of a log: of ``torchrun``, ``forkserver``, or a rank (``rank 5``:
+        the number in its replica)."""
         for key, source in zip(self._writers, self._sources, strict=True):
             if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key
         return None
 
     def _is_named(self, key: str) -> bool:
-        """Whether the log has its name. Before a worker of torchrun has told its rank, nothing else may be in its pipes."""
+        """Whether the log has its name. Before a worker of torchrun has told its rank,
+        nothing else may be in its pipes."""
         source = self._sources[list(self._writers).index(key)]
         return bool(source.name) or source.rank >= 0
 
@@ -289,7 +296,8 @@ class LogKeeper:
     # ------------------------------------------------------------ the end
 
     def drain(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once everything that was written up to now is in the logs, or after ``DRAIN_S``."""
+        """Call ``then`` once everything that was written up to now is in the logs, or
+        after ``DRAIN_S``."""
         self._on_drained = then
         self._drained_by = time.monotonic() + DRAIN_S
         self._ask()
@@ -305,7 +313,8 @@ class LogKeeper:
             then()
 
     def last_lines(self, name: str) -> tuple[str, ...]:
-        """The last lines of a log: of ``torchrun``, ``forkserver``, or a rank (``rank 5``: the number in its replica)."""
+        """The last lines of a log: of ``torchrun``, ``forkserver``, or a rank (``rank
+        5``: the number in its replica)."""
         key = self._key(name)
         if key is None:
             return ()
@@ -313,7 +322,8 @@ class LogKeeper:
         return last_lines(source.tail(), _LAST_LINES, _LINE_NCHARS)
 
     def close(self) -> None:
-        """Nobody else can write any more: the pump ends when it has read all; it is killed after a second.
+        """Nobody else can write any more: the pump ends when it has read all; it is
+        killed after a second.
 
         Until then one that dies is replaced, as ever.
         """
@@ -344,7 +354,8 @@ def _leave_the_shim(keep: list[int]) -> None:
 
 
 def _rename(title: str) -> None:
-    """What ``ps`` shows: the arguments that the shim was started with are overwritten, as setproctitle does it."""
+    """What ``ps`` shows: the arguments that the shim was started with are overwritten,
+    as setproctitle does it."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     if end > start > 0:

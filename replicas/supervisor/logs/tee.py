@@ -1,10 +1,13 @@
-"""Lines of ranks on the supervisor's own stderr, which must never hold anybody up. Standard library only.
+"""Lines of ranks on the supervisor's own stderr, which must never hold anybody up.
+Standard library only.
 
-Whatever stderr is, it is shared with others (the supervisor, the other pumps, perhaps a shell), so its mode is left alone:
-a terminal or a pipe is opened once more, without blocking; to a socket each message is sent without waiting; a file does
-not block. Lines go out in blocks of at most ``PIPE_BUF`` bytes, which a pipe takes whole or not at all: lines of several
-pumps never mix. What does not fit for a while is dropped from the screen (it is in the log), counted, and said; with a file
-that is at once, as nothing tells when a disk that is full takes more.
+Whatever stderr is, it is shared with others (the supervisor, the other pumps, perhaps a
+shell), so its mode is left alone: a terminal or a pipe is opened once more, without
+blocking; to a socket each message is sent without waiting; a file does not block. Lines
+go out in blocks of at most ``PIPE_BUF`` bytes, which a pipe takes whole or not at all:
+lines of several pumps never mix. What does not fit for a while is dropped from the
+screen (it is in the log), counted, and said; with a file that is at once, as nothing
+tells when a disk that is full takes more.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ __all__ = ["guard_command", "guard_orders", "resolve_command", "scratch_folder"]
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
-    """A command as it is exec'ed: ``x.py`` and ``-m module`` run in this interpreter, unbuffered."""
+    """A command as it is exec'ed: ``x.py`` and ``-m module`` run in this interpreter,
+    unbuffered."""
     if command[0] == "-m" or command[0].endswith(".py"):
         return [sys.executable, "-u", *command]
     return list(command)
@@ -39,9 +40,11 @@ def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
 
 
 def scratch_folder(spec: NodeSpec) -> Path:
-    """A folder in which torchrun can keep the error files of this node's ranks; it goes with the node.
+    """A folder in which torchrun can keep the error files of this node's ranks; it goes
+    with the node.
 
-    It lies beside the logs, or, when that disk takes nothing any more, where temporary files do.
+    It lies beside the logs, or, when that disk takes nothing any more, where temporary
+    files do.
     """
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:
@@ -57,5 +60,6 @@ def scratch_folder(spec: NodeSpec) -> Path:
 
 
 def guard_command() -> list[str]:
-    """Command line of the guard, which is not imported as a module: it must be quick."""
+    """Command line of the guard, which is not imported as a module: it must be
+    quick."""
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]

@@ -1,8 +1,11 @@
-"""Which process of a replica a signal killed before the main process ended: that one died first. Standard library only.
+"""Which process of a replica a signal killed before the main process ended: that one
+died first. Standard library only.
 
-The shim is no parent of them, and is told nothing. It opens a pidfd for each process that it sees below it, and asks the
-kernel how one has ended when that becomes readable: of a zombie by ``/proc``, of one that was waited for already by
-``PIDFD_GET_INFO`` (Linux 6.15; before that, an end that its parent has taken notice of at once stays unknown).
+The shim is no parent of them, and is told nothing. It opens a pidfd for each process
+that it sees below it, and asks the kernel how one has ended when that becomes readable:
+of a zombie by ``/proc``, of one that was waited for already by ``PIDFD_GET_INFO``
+(Linux 6.15; before that, an end that its parent has taken notice of at once stays
+unknown).
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _INFO_EXIT = 1 << 3
 
 
 class Death(NamedTuple):
-    """A process that has ended. ``name``: what it called itself. ``signum``: what killed it; 0: nothing that is known of."""
+    """A process that has ended. ``name``: what it called itself. ``signum``: what
+    killed it; 0: nothing that is known of."""
 
     pid: int
     name: str
@@ -119,7 +123,8 @@ def _of_zombie(pid: int) -> int:
 
 
 def _of_gone(pidfd: int) -> int:
-    """Its wait status, for a process that was waited for; 0: an older kernel, which does not tell."""
+    """Its wait status, for a process that was waited for; 0: an older kernel, which
+    does not tell."""
     info = bytearray(_INFO_NBYTES)
     struct.pack_into("Q", info, 0, _INFO_EXIT)
     try:

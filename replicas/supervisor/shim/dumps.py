@@ -3,18 +3,22 @@
 Theory of operation
 ===================
 
-:class:`StackDump` is one collection; the shim's loop calls :meth:`StackDump.look` when it is due, until there is a result.
+:class:`StackDump` is one collection; the shim's loop calls :meth:`StackDump.look` when
+it is due, until there is a result.
 
 1. Ranks that have joined left a file in the folder ``stacks``
    (:mod:`replicas.linux.stacks`). Each that is alive, below the shim, and catches the
    signal (``SigCgt`` in its status: else it would die of it) is signalled through a
    pidfd. Nothing says where the text of faulthandler ends: it is whole when the file
    has not grown for ``STILL_S``.
-2. Ranks that never joined, or do not answer within ``ANSWER_S`` (stopped, or in uninterruptible sleep), are described from
-   ``/proc``: state, and for each thread where it is in the kernel.
-3. With ``last_words``, because they are about to be ended anyway: a rank that never joined, catches SIGABRT (Python with
-   ``PYTHONFAULTHANDLER``, which the supervisor sets) and would simply die of SIGTERM, gets SIGABRT in its place. That writes
-   its stacks to its own log. It leaves no core file. One that has a handler for SIGTERM is spared until it is to be killed.
+2. Ranks that never joined, or do not answer within ``ANSWER_S`` (stopped, or in
+   uninterruptible sleep), are described from ``/proc``: state, and for each thread
+   where it is in the kernel.
+3. With ``last_words``, because they are about to be ended anyway: a rank that never
+   joined, catches SIGABRT (Python with ``PYTHONFAULTHANDLER``, which the supervisor
+   sets) and would simply die of SIGTERM, gets SIGABRT in its place. That writes its
+   stacks to its own log. It leaves no core file. One that has a handler for SIGTERM is
+   spared until it is to be killed.
 """
 
 from __future__ import annotations
@@ -203,13 +207,15 @@ class Stacks:
                 then()
 
     def finish(self, now: float) -> None:
-        """Show what there is now: they are ended, or have ended. What should follow is the caller's business."""
+        """Show what there is now: they are ended, or have ended. What should follow is
+        the caller's business."""
         dump, self._dump, self._then = self._dump, None, None
         if dump is not None:
             self._show(dump.cut_short(now))
 
     def last_words(self) -> bool:
-        """They are about to be killed: have those speak that were spared before. Whether there are any; once."""
+        """They are about to be killed: have those speak that were spared before.
+        Whether there are any; once."""
         mute, self._mute = self._mute, []
         return bool(abort_speakers(mute, os.getpid(), but_term=False))
 
@@ -228,9 +234,11 @@ def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
 
 
 def abort_speakers(pids: list[int], root: int, *, but_term: bool = True) -> list[int]:
-    """SIGABRT to those processes below ``root`` that show their stacks then; the others are left alone.
+    """SIGABRT to those processes below ``root`` that show their stacks then; the others
+    are left alone.
 
-    :param but_term: spare those that have a handler for SIGTERM: they want to end in their own way.
+    :param but_term: spare those that have a handler for SIGTERM: they want to end in
+        their own way.
     :return: who got it.
     """
     below = [pid for pid in pids if is_below(pid, root) and catches(pid, signal.SIGABRT)]
@@ -243,8 +251,8 @@ def abort_speakers(pids: list[int], root: int, *, but_term: bool = True) -> list
 def _without_core(pid: int) -> None:
     """A core file of a rank is as large as its memory.
 
-    core(5): a core that is piped to a program is written with a limit of 0, too, and skipped with one of exactly 1 byte,
-    which is too small for a file.
+    core(5): a core that is piped to a program is written with a limit of 0, too, and
+    skipped with one of exactly 1 byte, which is too small for a file.
     """
     try:
         hard = resource.prlimit(pid, resource.RLIMIT_CORE)[1]
@@ -264,7 +272,8 @@ def _registered(log_dir: Path) -> list[Asked]:
 
 
 def _ask(asked: Asked, root: int) -> bool:
-    """Signal the process that made this file, if it still is there and shows its stacks then."""
+    """Signal the process that made this file, if it still is there and shows its stacks
+    then."""
 
     def still(pid: int) -> bool:
         return start_time(pid) == asked.start and catches(pid, stacks.SIGNUM) and is_below(pid, root)
@@ -295,7 +304,8 @@ def _take(path: Path) -> str:
 
 
 def describe(pid: int) -> str:
-    """State of a process, and where each of its threads is, as far as the kernel tells."""
+    """State of a process, and where each of its threads is, as far as the kernel
+    tells."""
     folder = Path(f"/proc/{pid}")
     status = dict(line.partition(":")[::2] for line in _read(folder / "status").splitlines())
     if "State" not in status:

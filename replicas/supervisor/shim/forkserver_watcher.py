@@ -1,12 +1,15 @@
-"""Keeps a node's sidecar forkserver running: for the shim, whose loop calls it. Standard library only.
+"""Keeps a node's sidecar forkserver running: for the shim, whose loop calls it.
+Standard library only.
 
 Theory of operation
 ===================
 
-A forkserver that dies, or for which there is no process just now, is started again, later each time. One that froze
-(SIGSTOP), or does nothing while it should load torch, is killed, and that is a death like any other; until its first byte on
-the *ready* pipe it counts as starting (:mod:`replicas.linux.stalls`). A hang of one that is ready shows when a rank asks it
-to fork: the rank kills it then. After ``TRIES`` starts within a steady minute the replica cannot sync, and the shim ends it.
+A forkserver that dies, or for which there is no process just now, is started again,
+later each time. One that froze (SIGSTOP), or does nothing while it should load torch,
+is killed, and that is a death like any other; until its first byte on the *ready* pipe
+it counts as starting (:mod:`replicas.linux.stalls`). A hang of one that is ready shows
+when a rank asks it to fork: the rank kills it then. After ``TRIES`` starts within a
+steady minute the replica cannot sync, and the shim ends it.
 """
 
 from __future__ import annotations
@@ -32,7 +35,8 @@ _STEADY_S = 60.0
 class ForkserverKeeper:
     """See the module's header.
 
-    :param spawn: starts one, which inherits the given descriptor and writes a byte to it when it is ready.
+    :param spawn: starts one, which inherits the given descriptor and writes a byte to
+        it when it is ready.
     """
 
     def __init__(self, spawn: Callable[[int], Child], selector: selectors.BaseSelector) -> None:

@@ -1,4 +1,5 @@
-"""The processes of one generation of a replica: a shim for each node, from their start until nothing is left."""
+"""The processes of one generation of a replica: a shim for each node, from their start
+until nothing is left."""
 
 from __future__ import annotations
 
@@ -18,8 +19,9 @@ from replicas.supervisor.state.run_state import ShimRecord, process_record
 __all__ = ["STUCK_S", "Generation"]
 
 STUCK_S = 8.0
-"""Beyond its stop timeout: how long a generation may take to be gone before shims are killed that do not say why they are
-late. At the end of the run so long again until what does not die is left behind."""
+"""Beyond its stop timeout: how long a generation may take to be gone before shims are
+killed that do not say why they are late. At the end of the run so long again until what
+does not die is left behind."""
 PRESS_INTERVAL_S = 1.0
 _SHIM_DIES_S = 4.0
 
@@ -114,7 +116,8 @@ class Generation:
         return found
 
     def silent(self, now: float, timeout_s: float) -> list[int]:
-        """Nodes whose shims have not answered for longer than that. Asks them: to be called every second."""
+        """Nodes whose shims have not answered for longer than that. Asks them: to be
+        called every second."""
         return [index for index, node in enumerate(self.nodes) if node.silent_s(now) > timeout_s]
 
     def introduce(self) -> None:
@@ -126,7 +129,8 @@ class Generation:
                 node.meet(*meeting)
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank has shown what it does."""
+        """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank
+        has shown what it does."""
         if self.nodes:
             self.be_gone_within(timeout_s + STUCK_S)
         for node in self.nodes:
@@ -147,7 +151,8 @@ class Generation:
         return self.gone_by if self._pressed_at is None else self._pressed_at + PRESS_INTERVAL_S
 
     def press(self) -> None:
-        """Kill the shims that are late and do not say what they wait for: what they leave is swept."""
+        """Kill the shims that are late and do not say what they wait for: what they
+        leave is swept."""
         now = self._loop.time()
         if self.look_at is None or now < self.look_at:
             return
@@ -168,7 +173,8 @@ class Generation:
                 node.abandon()
 
     async def stacks(self) -> dict[str, str]:
-        """What its ranks do, by ``group/replica/rank``; and of nodes that do not answer in time, that they do not."""
+        """What its ranks do, by ``group/replica/rank``; and of nodes that do not answer
+        in time, that they do not."""
         found: dict[str, str] = {}
         for node, record in zip(self.nodes, self.records, strict=False):  # no records are left of one that has ended
             if node.report is not None:

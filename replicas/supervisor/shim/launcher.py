@@ -1,17 +1,23 @@
 """torchrun in a process of its own: one agent of one replica, started by the shim.
 
-``python -m replicas.supervisor.shim.launcher --control FD --parent PID`` runs ``torch.distributed.run``'s own path
-(its argument parser, its ``elastic_launch``) with what a supervised replica needs:
+``python -m replicas.supervisor.shim.launcher --control FD --parent PID`` runs
+``torch.distributed.run``'s own path (its argument parser, its ``elastic_launch``) with
+what a supervised replica needs:
 
 * SIGTERM when the shim dies, on which torchrun drains its workers;
-* every worker behind the guard (:mod:`replicas.supervisor.shim.guard`), so that none outlives this process;
-* a rendezvous that decides nothing (:class:`_Rendezvous`): who has which rank is in the orders. torchrun's own unpickles
-  what it finds in a TCPStore, which knows no passwords: whoever reached the port ran code here. The one store that is
-  left belongs to the workers' process groups; node 0 hosts it, on the local address only, on a port that the kernel
-  picked, and tells it through the shim. No class is unpickled in this process, whoever asks (:func:`forbid_pickles`);
+* every worker behind the guard (:mod:`replicas.supervisor.shim.guard`), so that none
+  outlives this process;
+* a rendezvous that decides nothing (:class:`_Rendezvous`): who has which rank is in the
+  orders. torchrun's own unpickles what it finds in a TCPStore, which knows no
+  passwords: whoever reached the port ran code here. The one store that is left belongs
+  to the workers' process groups; node 0 hosts it, on the local address only, on a port
+  that the kernel picked, and tells it through the shim. No class is unpickled in this
+  process, whoever asks (:func:`forbid_pickles`);
 * no restarts of its own: those are the supervisor's;
-* the exit codes of the ranks, which torchrun's exit code hides, in a report to the shim;
-* no waiting where there is nothing to wait for (:class:`_Agent`): torchrun looks at its workers from time to time.
+* the exit codes of the ranks, which torchrun's exit code hides, in a report to the
+  shim;
+* no waiting where there is nothing to wait for (:class:`_Agent`): torchrun looks at its
+  workers from time to time.
 """
 
 # ruff: noqa: E402  # torch is loaded while the garbage collector is off
@@ -91,9 +97,11 @@ def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPS
 
 
 def forbid_pickles() -> None:
-    """Let no pickle name a class or function in this process any more: what it names is what it runs.
+    """Let no pickle name a class or function in this process any more: what it names is
+    what it runs.
 
-    torchrun's agent needs none. A version of it that takes one from a socket after all fails here, and executes nothing.
+    torchrun's agent needs none. A version of it that takes one from a socket after all
+    fails here, and executes nothing.
     """
 
     def refuse(event: str, arguments: tuple[object, ...]) -> None:
@@ -104,9 +112,11 @@ def forbid_pickles() -> None:
 
 
 class _Rendezvous(RendezvousHandler):
-    """What torchrun asks for the ranks of its workers, and for the store in which they meet.
+    """What torchrun asks for the ranks of its workers, and for the store in which they
+    meet.
 
-    The ranks are those of the nodes' numbers. A node starts its workers when all nodes are there.
+    The ranks are those of the nodes' numbers. A node starts its workers when all nodes
+    are there.
 
     :param store: the workers' store, of which node 0 is the server.
     """
@@ -152,7 +162,8 @@ class _Rendezvous(RendezvousHandler):
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, which hears of the end of a worker at once, and else looks at them once in a second."""
+    """torchrun's agent, which hears of the end of a worker at once, and else looks at
+    them once in a second."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -199,7 +210,8 @@ def _torchrun_arguments(spec: NodeSpec) -> list[str]:
 
 
 def _workers_store(spec: NodeSpec, control: socket.socket) -> TCPStore:
-    """The store of the workers' process groups: on node 0 its server, which the caller must keep."""
+    """The store of the workers' process groups: on node 0 its server, which the caller
+    must keep."""
     if spec.node == 0:
         store = local_store(spec.local_addr)
         orders.send(control, {"type": "rendezvous", "host": spec.local_addr, "port": store.port})
@@ -219,7 +231,8 @@ def _workers_store(spec: NodeSpec, control: socket.socket) -> TCPStore:
 
 
 def _bound_close(timeout_s: float) -> None:
-    """When one worker fails torchrun stops the others with ``PContext.close()``, whose default wait is 30 s."""
+    """When one worker fails torchrun stops the others with ``PContext.close()``, whose
+    default wait is 30 s."""
     close: Any = PContext.close
     if close.__defaults__ != (None, 30):
         raise RuntimeError("this version of torch has another PContext.close(death_sig=None, timeout=30)")
@@ -244,7 +257,8 @@ def _rank_exit(rank: int, failure: ProcessFailure) -> RankExit:
 
 
 def _failed(error: ChildFailedError) -> ExitReport:
-    """The ranks that failed by themselves come first: those that torchrun stopped because of them were SIGTERMed."""
+    """The ranks that failed by themselves come first: those that torchrun stopped
+    because of them were SIGTERMed."""
     exits = [_rank_exit(rank, failure) for rank, failure in error.failures.items()]
     exits.sort(key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
     first, *others = exits[:64]
@@ -284,8 +298,9 @@ def _config(arguments: list[str]) -> tuple[Any, Callable[..., Any] | str, list[s
 def _ordered(control: socket.socket) -> NodeSpec | None:
     """What the shim orders in its first message; None: it is gone.
 
-    :raises replicas.supervisor.shim.orders.Malformed, replicas.supervisor.shim.orders.OtherRelease: it orders nothing.
-    """
+    :raises replicas.supervisor.shim.orders.Malformed, replicas.supervisor.shim.orders.OtherRelease: it
+        orders nothing.
+    """  # noqa: W505  # a picture
     message = orders.receive(control)
     if message is None:
         return None
@@ -318,7 +333,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End without taking torch apart, which takes a fifth of a second in which the replica cannot start again."""
+    """End without taking torch apart, which takes a fifth of a second in which the
+    replica cannot start again."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -9,6 +9,7 @@ __all__ = ["note"]
 
 
 def note(text: str) -> None:
-    """A line on stderr. That is a file, and its disk may be full: whoever says something must not die of it."""
+    """A line on stderr. That is a file, and its disk may be full: whoever says
+    something must not die of it."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))

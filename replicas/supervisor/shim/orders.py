@@ -1,14 +1,17 @@
-"""What travels between supervisor, shim and launcher: one JSON object in each packet of a SOCK_SEQPACKET socketpair.
+"""What travels between supervisor, shim and launcher: one JSON object in each packet of
+a SOCK_SEQPACKET socketpair.
 
-Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for nodes other than 0), ``stop``
-(with ``stacks``: after they have been saved), ``stacks``, ``ping``.
-Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of node 0), ``ended`` (an :class:`ExitReport`:
-the main process is gone), ``gone`` (no process is left), ``pong``, ``stacks`` (rank, pid and text of each),
-``belongings`` (what its processes have, :mod:`replicas.supervisor.cleanup.inventory`), ``dropped`` (a :class:`LogLoss`),
-``remains`` (a :class:`Remains`).
-Between shim and launcher: ``start``, ``rendezvous`` and ``report``.
+Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for
+nodes other than 0), ``stop`` (with ``stacks``: after they have been saved), ``stacks``,
+``ping``. Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of
+node 0), ``ended`` (an :class:`ExitReport`: the main process is gone), ``gone`` (no
+process is left), ``pong``, ``stacks`` (rank, pid and text of each), ``belongings``
+(what its processes have, :mod:`replicas.supervisor.cleanup.inventory`), ``dropped`` (a
+:class:`LogLoss`), ``remains`` (a :class:`Remains`). Between shim and launcher:
+``start``, ``rendezvous`` and ``report``.
 
-Standard library only, and no dataclasses: they would take a fifth of the time in which a shim starts.
+Standard library only, and no dataclasses: they would take a fifth of the time in which
+a shim starts.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ Message = dict[str, Any]
 
 
 class OtherRelease(Exception):
-    """The supervisor runs other code than is installed by now, and its orders are not understood."""
+    """The supervisor runs other code than is installed by now, and its orders are not
+    understood."""
 
     def __init__(self, release: str, error: Exception) -> None:
         super().__init__(
@@ -63,7 +67,8 @@ class Malformed(ValueError):
 
 @contextlib.contextmanager
 def reading(kind: str) -> Iterator[None]:
-    """:raises Malformed: in the block a field of the message is not there, or of another type."""
+    """:raises Malformed: in the block a field of the message is not there, or of
+    another type."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -75,16 +80,20 @@ class NodeSpec(NamedTuple):
 
     :param nonce: random mark of this shim and of all that is started under it.
     :param env: the whole environment of the replica's processes.
-    :param forkserver: its door (:class:`replicas.linux.sockets.Door`); empty: none is wanted.
-    :param cgroup: path of the control group that its processes start in; empty: there is none.
+    :param forkserver: its door (:class:`replicas.linux.sockets.Door`); empty: none is
+        wanted.
+    :param cgroup: path of the control group that its processes start in; empty: there
+        is none.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
-    :param log_max_nbytes: size at which a log is rotated; ``log_keep``: how many older parts of it are kept;
-        ``log_keep_generations``: of how many generations there are logs.
+    :param log_max_nbytes: size at which a log is rotated; ``log_keep``: how many older
+        parts of it are kept; ``log_keep_generations``: of how many generations there
+        are logs.
     :param tee: whether the ranks' lines go to the supervisor's stderr too.
 
-    The shim adds for the launcher: ``shim`` (its pid), ``pipes`` (its descriptors of each local rank's stdout and stderr)
-    and ``scratch`` (where torchrun may write).
-    :param release: of the supervisor; what it starts runs the code that is installed then.
+    The shim adds for the launcher: ``shim`` (its pid), ``pipes`` (its descriptors of
+    each local rank's stdout and stderr) and ``scratch`` (where torchrun may write).
+    :param release: of the supervisor; what it starts runs the code that is installed
+        then.
     """
 
     run: str
@@ -116,7 +125,8 @@ class NodeSpec(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> NodeSpec:
-        """:raises OtherRelease: it is not what this release means by a spec. :raises Malformed: it is none at all."""
+        """:raises OtherRelease: it is not what this release means by a spec. :raises
+        Malformed: it is none at all."""
         if not isinstance(data, dict):
             raise Malformed(f"a start with wrong fields: {data!r}"[:200])
         try:
@@ -144,7 +154,8 @@ def _check_types(spec: NodeSpec) -> None:
 
 
 class LogLoss(NamedTuple):
-    """Lines that did not get into a log (``where``: ``file``) or onto the terminal (``tee``), and why."""
+    """Lines that did not get into a log (``where``: ``file``) or onto the terminal
+    (``tee``), and why."""
 
     lines: int
     where: str
@@ -183,9 +194,11 @@ class RankExit(NamedTuple):
 
     :param code: exit code, negative: minus the signal that killed it.
     :param text: its last words in one line, if any.
-    :param error: the traceback that torchelastic's ``record`` wrote, unless it is in ``lines`` anyway.
+    :param error: the traceback that torchelastic's ``record`` wrote, unless it is in
+        ``lines`` anyway.
     :param lines: the last lines of its log; only the rank that failed first has them.
-    :param after: what died before it, in words, such as ``its process 12 (engine) was killed by SIGKILL``.
+    :param after: what died before it, in words, such as ``its process 12 (engine) was
+        killed by SIGKILL``.
     """
 
     rank: int
@@ -215,7 +228,8 @@ class RankExit(NamedTuple):
 class ExitReport(NamedTuple):
     """How the main process of a node ended.
 
-    :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked) or ``lost`` (launcher or shim died).
+    :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked) or
+        ``lost`` (launcher or shim died).
     :param ranks: ranks of this node that failed, the first to fail first.
     """
 
@@ -249,7 +263,8 @@ def decode(data: bytes) -> Message:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection, for messages as long as the kernel allows: by default about 400 KiB."""
+    """Both ends of a connection, for messages as long as the kernel allows: by default
+    about 400 KiB."""
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_NBYTES)
@@ -257,7 +272,8 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(connection: socket.socket, message: Message) -> bool:
-    """Send one message without waiting; False when the other side is gone or does not read.
+    """Send one message without waiting; False when the other side is gone or does not
+    read.
 
     :raises OSError: ``EMSGSIZE``: it is too long.
     """
@@ -274,7 +290,8 @@ def send(connection: socket.socket, message: Message) -> bool:
 def receive(connection: socket.socket) -> Message | None:
     """The next message; None at the end of the stream.
 
-    :raises BlockingIOError: on a non-blocking socket with nothing to read. :raises Malformed: it is no message.
+    :raises BlockingIOError: on a non-blocking socket with nothing to read. :raises
+        Malformed: it is no message.
     """
     try:
         data = connection.recv(MAX_NBYTES)

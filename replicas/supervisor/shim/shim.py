@@ -1,41 +1,52 @@
-"""The shim: one for each replica and node. It owns the node's process tree and leaves nothing of it behind.
+"""The shim: one for each replica and node. It owns the node's process tree and leaves
+nothing of it behind.
 
 Theory of operation
 ===================
 
-``python -m replicas.supervisor.shim.shim --control FD --parent PID`` is exec'ed by the supervisor; orders come over the
-socketpair ``FD`` (:mod:`replicas.supervisor.shim.orders`). It is a subreaper, so whatever a rank forks, double-forks or puts
-into a session of its own stays below it. One thread, one loop over a selector, in four phases::
+``python -m replicas.supervisor.shim.shim --control FD --parent PID`` is exec'ed by the
+supervisor; orders come over the socketpair ``FD``
+(:mod:`replicas.supervisor.shim.orders`). It is a subreaper, so whatever a rank forks,
+double-forks or puts into a session of its own stays below it. One thread, one loop over
+a selector, in four phases::
 
     waiting ──start──► running ──stop, supervisor gone──► stopping ──main process gone──► sweeping ──no child──► exit
                           └─────────main process gone────────────────────────────────────────►┘
 
-* *running*: the forkserver (started again when it dies or freezes, :mod:`replicas.supervisor.shim.forkserver_watcher`) and the main
-  process: torchrun's launcher, or the program itself. A torchrun that is stopped (SIGSTOP) when a rank dies would never
-  tell, and is killed.
-* *stopping*: where the ranks are said to be stuck, their stacks are saved first (:mod:`replicas.supervisor.shim.dumps`). Then
-  SIGTERM to the main process; at the deadline SIGKILL to the whole tree.
-* *sweeping*: the exit report is out; SIGTERM to what is left. The whole tree has the time that was given to the main
-  process when its end was asked for, else ``SWEEP_GRACE_S``; then SIGKILL, again and again until this process has no child,
-  and the control group is empty. What takes long to die of it is named (``remains``). Python's resource trackers are killed
-  last, as they unlink what the others have left in /dev/shm. Then ``gone`` is sent and the shim ends.
+* *running*: the forkserver (started again when it dies or freezes,
+  :mod:`replicas.supervisor.shim.forkserver_watcher`) and the main process: torchrun's
+  launcher, or the program itself. A torchrun that is stopped (SIGSTOP) when a rank dies
+  would never tell, and is killed.
+* *stopping*: where the ranks are said to be stuck, their stacks are saved first
+  (:mod:`replicas.supervisor.shim.dumps`). Then SIGTERM to the main process; at the
+  deadline SIGKILL to the whole tree.
+* *sweeping*: the exit report is out; SIGTERM to what is left. The whole tree has the
+  time that was given to the main process when its end was asked for, else
+  ``SWEEP_GRACE_S``; then SIGKILL, again and again until this process has no child, and
+  the control group is empty. What takes long to die of it is named (``remains``).
+  Python's resource trackers are killed last, as they unlink what the others have left
+  in /dev/shm. Then ``gone`` is sent and the shim ends.
 
-What the processes write goes through pipes to the log pump, a child of the shim that outlives all others
-(:mod:`replicas.supervisor.logs.pump`). The exit report waits until it has read all that the main process wrote, for the last
-lines; in the end it is the only child, gets no more input, and ends.
+What the processes write goes through pipes to the log pump, a child of the shim that
+outlives all others (:mod:`replicas.supervisor.logs.pump`). The exit report waits until
+it has read all that the main process wrote, for the last lines; in the end it is the
+only child, gets no more input, and ends.
 
-Where it can be, all that the shim starts is in a control group (:mod:`replicas.linux.cgroups`), which the shim itself is
-not in: SIGKILL to the tree is then one write, too, that nothing outruns or slips away from.
+Where it can be, all that the shim starts is in a control group
+(:mod:`replicas.linux.cgroups`), which the shim itself is not in: SIGKILL to the tree is
+then one write, too, that nothing outruns or slips away from.
 
-The supervisor's death is seen by a pidfd and by the end of the control stream, whichever comes first; either way there
-are ``ORPHAN_GRACE_S`` from SIGTERM to SIGKILL. A parent-death signal would tell less: it is bound to the *thread* that
-spawned the shim, which an embedding program may end at any time. Should the shim itself be killed, the launcher has its
-parent-death signal, ranks have theirs, and the supervisor sweeps the rest by its control group and by the mark in its
-environment; the janitor does when both are killed (:mod:`replicas.supervisor.cleanup.janitor`).
+The supervisor's death is seen by a pidfd and by the end of the control stream,
+whichever comes first; either way there are ``ORPHAN_GRACE_S`` from SIGTERM to SIGKILL.
+A parent-death signal would tell less: it is bound to the *thread* that spawned the
+shim, which an embedding program may end at any time. Should the shim itself be killed,
+the launcher has its parent-death signal, ranks have theirs, and the supervisor sweeps
+the rest by its control group and by the mark in its environment; the janitor does when
+both are killed (:mod:`replicas.supervisor.cleanup.janitor`).
 
-Standard library only; torch is never imported here, nor is what takes long to load and can be done without (dataclasses,
-argparse): at each restart somebody waits for a shim.
-"""
+Standard library only; torch is never imported here, nor is what takes long to load and
+can be done without (dataclasses, argparse): at each restart somebody waits for a shim.
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -72,11 +83,13 @@ __all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main"]
 ORPHAN_GRACE_S = 2.0
 """From SIGTERM to SIGKILL when the supervisor is gone."""
 SWEEP_GRACE_S = 1.0
-"""From SIGTERM to SIGKILL for what a replica left behind whose end nobody had asked for."""
+"""From SIGTERM to SIGKILL for what a replica left behind whose end nobody had asked
+for."""
 _SWEEP_INTERVAL_S = 0.05
 _SWEEP_STEADY_S = 3.0
 _LATE_SWEEP_INTERVAL_S = 0.5
-"""Between two SIGKILLs for what takes long to die of it: the end of a child wakes the shim in any case."""
+"""Between two SIGKILLs for what takes long to die of it: the end of a child wakes the
+shim in any case."""
 
 
 def exit_code(status: int) -> int:
@@ -198,7 +211,8 @@ class Shim:
             note(f"what the launcher said is no message: {error}")
 
     def _hear_launcher_out(self) -> None:
-        """It is dead: read what it said. The stream need not end: whatever it forked may have its end of it."""
+        """It is dead: read what it said. The stream need not end: whatever it forked
+        may have its end of it."""
         if self._launcher is None:
             return
         self._launcher.setblocking(False)
@@ -455,7 +469,8 @@ class Shim:
 
 
 def _wakeup_fd() -> int:
-    """A descriptor that gets one byte, the signal's number, for each signal that the shim handles."""
+    """A descriptor that gets one byte, the signal's number, for each signal that the
+    shim handles."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -466,8 +481,9 @@ def _wakeup_fd() -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a shim.
 
-    :param arguments: ``--control`` (descriptor of the control socket), ``--parent`` (pid of the supervisor), ``--lock``
-        (descriptor of the run's lock, held as long as the shim lives) and ``--tee`` (of the supervisor's stderr, if lines are
+    :param arguments: ``--control`` (descriptor of the control socket), ``--parent``
+        (pid of the supervisor), ``--lock`` (descriptor of the run's lock, held as long
+        as the shim lives) and ``--tee`` (of the supervisor's stderr, if lines are
         wanted there), each with its number.
     """
     words = list(
@@ -486,7 +502,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End without taking Python apart, for which the next generation would wait. Nothing is in a buffer of Python's."""
+    """End without taking Python apart, for which the next generation would wait.
+    Nothing is in a buffer of Python's."""
     os._exit(code)
 
 

@@ -22,7 +22,8 @@ def wants_tee(logs: LogsConfig) -> bool:
 
 
 def _door() -> Door:
-    """A new one; the name can be seen by everyone on the machine, and says nothing of the shim's mark."""
+    """A new one; the name can be seen by everyone on the machine, and says nothing of
+    the shim's mark."""
     return Door(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
 
 

@@ -1,4 +1,5 @@
-"""Starting what runs on a node: torchrun's launcher or the program, and the forkserver. Standard library only."""
+"""Starting what runs on a node: torchrun's launcher or the program, and the forkserver.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ __all__ = ["Starter"]
 
 
 class Starter:
-    """Starts the processes of one node, each in a session of its own, in the node's control group, with its logs.
+    """Starts the processes of one node, each in a session of its own, in the node's
+    control group, with its logs.
 
     :ivar scratch: folder that torchrun got for itself; empty: none.
     """
@@ -54,8 +56,9 @@ class Starter:
         return child, ours
 
     def forkserver(self, ready: int) -> Child:
-        """Start one behind the node's door, which is bound once, before anything else of the node is started: nobody else
-        can take its name, not even between two forkservers.
+        """Start one behind the node's door, which is bound once, before anything else
+        of the node is started: nobody else can take its name, not even between two
+        forkservers.
 
         :param ready: descriptor that it writes to when it is ready.
         :raises OSError: the name is taken, or there is no process for it.
@@ -69,7 +72,8 @@ class Starter:
         return child
 
     def _enclose(self, child: Child) -> None:
-        """Into the control group before it can have started anything: the launcher waits for orders, the forkserver loads."""
+        """Into the control group before it can have started anything: the launcher
+        waits for orders, the forkserver loads."""
         if self._spec.cgroup:
             cgroups.enter(Path(self._spec.cgroup), child.pid)
 

@@ -1,4 +1,5 @@
-"""A torchrun that is stopped does not see that a rank of it has ended, and nobody else is told. Standard library only."""
+"""A torchrun that is stopped does not see that a rank of it has ended, and nobody else
+is told. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,7 +13,8 @@ _LOOK_INTERVAL_S = 0.5
 
 
 class StoppedWatch:
-    """Looks at one process. A stop and a continuation of a child come with SIGCHLD; its dead children must be asked for."""
+    """Looks at one process. A stop and a continuation of a child come with SIGCHLD; its
+    dead children must be asked for."""
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -25,7 +27,8 @@ class StoppedWatch:
         return [] if self._look_at is None else [self._look_at]
 
     def blind(self, now: float) -> bool:
-        """Whether it has been stopped, with a child that is dead, for :data:`STOPPED_S`."""
+        """Whether it has been stopped, with a child that is dead, for
+        :data:`STOPPED_S`."""
         stopped = is_stopped(self._pid)
         self._look_at = now + _LOOK_INTERVAL_S if stopped else None
         if not stopped or not has_zombie(self._pid):

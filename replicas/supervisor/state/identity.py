@@ -1,7 +1,9 @@
-"""What a state folder is known by: a random id in it, which the processes of its runs have in their environment.
+"""What a state folder is known by: a random id in it, which the processes of its runs
+have in their environment.
 
-A path is no identity. Two containers that share their processes have the same paths, and a folder that was removed and
-made again is another one, whatever its name. Standard library only.
+A path is no identity. Two containers that share their processes have the same paths,
+and a folder that was removed and made again is another one, whatever its name. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -31,7 +33,8 @@ def identity_of(folder: Path) -> str:
 
 
 def give_identity(folder: Path) -> str:
-    """The id of this state folder, which gets one if it has none. For whoever holds the run's lock.
+    """The id of this state folder, which gets one if it has none. For whoever holds the
+    run's lock.
 
     :raises OSError: the file cannot be read or written.
     """

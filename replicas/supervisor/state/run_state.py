@@ -3,18 +3,23 @@
 Theory of operation
 ===================
 
-The file is replaced as a whole (a new one is written beside it and renamed), always *before* what it allows happens: a
-restart is in it as spent before the generation starts, the mark of a shim before the shim is started. A supervisor that is
-killed at any moment therefore leaves a file that allows at most what was allowed, and names at least what is alive.
+The file is replaced as a whole (a new one is written beside it and renamed), always
+*before* what it allows happens: a restart is in it as spent before the generation
+starts, the mark of a shim before the shim is started. A supervisor that is killed at
+any moment therefore leaves a file that allows at most what was allowed, and names at
+least what is alive.
 
-It is there while a run is under way. One that ended in order leaves none, so that the next start begins afresh; a start
-that finds one goes on where the dead supervisor stopped: sizes, generations, budgets (by the time of day, as no monotonic
-clock outlives its machine), and the counters up to an event whose successors are in ``events.jsonl``. Versions are in the
-decision log, which has its own file and rules (:mod:`replicas.coordinator.decisions`).
+It is there while a run is under way. One that ended in order leaves none, so that the
+next start begins afresh; a start that finds one goes on where the dead supervisor
+stopped: sizes, generations, budgets (by the time of day, as no monotonic clock outlives
+its machine), and the counters up to an event whose successors are in ``events.jsonl``.
+Versions are in the decision log, which has its own file and rules
+(:mod:`replicas.coordinator.decisions`).
 
-A file of another schema, or one that is torn, is set aside (``state.json.bad``), said, and never fatal. Nor is a disk that
-takes no new one: that is counted and said once. The file is not synced: it outlives any death of the process, and there is
-nothing to sweep and no budget to guard after the death of the machine.
+A file of another schema, or one that is torn, is set aside (``state.json.bad``), said,
+and never fatal. Nor is a disk that takes no new one: that is counted and said once. The
+file is not synced: it outlives any death of the process, and there is nothing to sweep
+and no budget to guard after the death of the machine.
 """
 
 from __future__ import annotations
@@ -52,7 +57,8 @@ SCHEMA = 1
 
 
 class ProcessRecord(msgspec.Struct, frozen=True):
-    """A process of the machine and boot that :attr:`Saved.machine` names. ``start_time``: in clock ticks since boot."""
+    """A process of the machine and boot that :attr:`Saved.machine` names.
+    ``start_time``: in clock ticks since boot."""
 
     pid: int
     start_time: int
@@ -63,9 +69,11 @@ class ProcessRecord(msgspec.Struct, frozen=True):
 
 
 class ShimRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """One shim that was, or was about to be, started. ``process`` None: it had not been started yet.
+    """One shim that was, or was about to be, started. ``process`` None: it had not been
+    started yet.
 
-    ``nonce``: the mark in the environment of all that it starts. ``cgroup``: path of its control group, if it has one.
+    ``nonce``: the mark in the environment of all that it starts. ``cgroup``: path of
+    its control group, if it has one.
     """
 
     nonce: str
@@ -85,7 +93,8 @@ class Spent(msgspec.Struct, frozen=True):
 
 
 class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
-    """``generation``: the last one that was, or was about to be, started. ``restarts``: by reason.
+    """``generation``: the last one that was, or was about to be, started. ``restarts``:
+    by reason.
 
     ``cycles``: restarts in a row without progress.
     ``halted``: it was stopped by hand, and rests until somebody restarts it.
@@ -99,7 +108,8 @@ class SavedReplica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """``size``: replicas that are wanted; ``configured``: what the config said then: it wins once it says something else.
+    """``size``: replicas that are wanted; ``configured``: what the config said then: it
+    wins once it says something else.
 
     ``spent``: the restarts in the budget's window.
     """
@@ -111,7 +121,8 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def once_removed(self) -> SavedGroup:
-        """What must be known of it once it is removed: nothing of its logs may be mixed with a later one's."""
+        """What must be known of it once it is removed: nothing of its logs may be mixed
+        with a later one's."""
         used = {index: SavedReplica(generation=one.generation) for index, one in self.replicas.items()}
         return SavedGroup(size=0, replicas=used)
 
@@ -119,7 +130,8 @@ class SavedGroup(msgspec.Struct, frozen=True, kw_only=True):
 class Saved(msgspec.Struct, frozen=True, kw_only=True):
     """One state of a run.
 
-    :param machine: boot and pid namespace in which the process records mean something (:func:`machine`).
+    :param machine: boot and pid namespace in which the process records mean something
+        (:func:`machine`).
     :param supervisor: who wrote it.
     :param seq: number of the last event that ``tally`` has counted.
     :param helpers: processes of the run that are nobody's replica, such as the store.
@@ -160,7 +172,8 @@ class RunState:
         self._problem = ""
 
     def peek(self) -> Saved | None:
-        """The state in the file, for somebody who does not have the run: nothing is set aside. None: no good one."""
+        """The state in the file, for somebody who does not have the run: nothing is set
+        aside. None: no good one."""
         try:
             return decode(private.read(self.path))
         except (OSError, ValueError):
@@ -182,7 +195,8 @@ class RunState:
             return None
 
     def save(self, saved: Saved) -> bool:
-        """Put this state in the place of the last one; False when the disk does not take it, which is no reason to stop."""
+        """Put this state in the place of the last one; False when the disk does not
+        take it, which is no reason to stop."""
         data = msgspec.json.encode(saved)
         try:
             private.replace(self.path, data)
@@ -225,7 +239,8 @@ def decode(data: bytes) -> Saved:
 
 
 def machine() -> str:
-    """What makes a pid mean the same process: the machine's boot and the pid namespace."""
+    """What makes a pid mean the same process: the machine's boot and the pid
+    namespace."""
     return f"{boot_id()}/{namespace('pid')}"
 
 

@@ -1,4 +1,5 @@
-"""The state folder of a run: its lock, the token, the endpoint file, the logs, and what a dead supervisor left there.
+"""The state folder of a run: its lock, the token, the endpoint file, the logs, and what
+a dead supervisor left there.
 
 ::
 
@@ -12,12 +13,14 @@
     <state_dir>/logs/<group>/<replica>/gen-<g>/rank-<r>.log
     <state_dir>/logs.previous/  the logs of the run before
 
-The folder is the user's alone, and so is all that is made in it (:mod:`replicas.linux.private`): what others have put there
-is neither believed nor written to. One that the operator has made may let others look in.
+The folder is the user's alone, and so is all that is made in it
+(:mod:`replicas.linux.private`): what others have put there is neither believed nor
+written to. One that the operator has made may let others look in.
 
-The lock is what makes a run belong to one supervisor. One that was killed still has it in its shims, which end by
-themselves within some seconds; what then still has it (a frozen shim) is swept like all other leftovers, by record and mark.
-"""
+The lock is what makes a run belong to one supervisor. One that was killed still has it
+in its shims, which end by themselves within some seconds; what then still has it (a
+frozen shim) is swept like all other leftovers, by record and mark.
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -70,29 +73,34 @@ class StateDir:
         self.decisions_file = path / "decisions.jsonl"
         self.run_state = RunState(path / "state.json")
         self.saved: Saved | None = None
-        """What a dead supervisor left, once :meth:`acquire` has returned; None: there is nothing to go on from."""
+        """What a dead supervisor left, once :meth:`acquire` has returned; None: there
+        is nothing to go on from."""
         self.identity = ""
         """The id of the folder, once :meth:`acquire` has returned."""
         self.given_up = threading.Event()
-        """Set by whoever no longer wants the run: :meth:`acquire` then waits for nobody."""
+        """Set by whoever no longer wants the run: :meth:`acquire` then waits for
+        nobody."""
         self.leftovers: list[LeftoverFound] = []
-        """Processes of a dead supervisor that kept its lock, and were killed by :meth:`acquire`."""
+        """Processes of a dead supervisor that kept its lock, and were killed by
+        :meth:`acquire`."""
         self._left: Saved | None = None
         self._lock: int | None = None
 
     @property
     def lock(self) -> int:
-        """Descriptor of the held lock; a shim inherits it, so that the run stays taken while one lives."""
+        """Descriptor of the held lock; a shim inherits it, so that the run stays taken
+        while one lives."""
         assert self._lock is not None
         return self._lock
 
     def acquire(self) -> None:
-        """Take the run, and read the state that a dead supervisor left. What it left alive stays until :meth:`sweep`, but for
-        what keeps the lock.
+        """Take the run, and read the state that a dead supervisor left. What it left
+        alive stays until :meth:`sweep`, but for what keeps the lock.
 
         Blocks up to about 15 s: while shims of a dead supervisor clean up behind it.
 
-        :raises AlreadySupervised: another supervisor runs, or processes of a dead one survive SIGKILL.
+        :raises AlreadySupervised: another supervisor runs, or processes of a dead one
+            survive SIGKILL.
         :raises replicas.errors.UsageError: the folder cannot be made or written.
         """
         try:
@@ -127,7 +135,8 @@ class StateDir:
         self._rotate()
 
     def sweep(self, spare: Collection[int] = ()) -> list[LeftoverFound]:
-        """Kill what a dead supervisor left alive. For a start that nothing can stop any more: one that fails kills nobody.
+        """Kill what a dead supervisor left alive. For a start that nothing can stop any
+        more: one that fails kills nobody.
 
         Blocks up to 5 s, until nothing of it is left.
 
@@ -139,7 +148,8 @@ class StateDir:
         return found
 
     def _has_ended(self, saved: Saved) -> bool:
-        """Whether the run had ended in order, and its supervisor was killed before it could remove its state."""
+        """Whether the run had ended in order, and its supervisor was killed before it
+        could remove its state."""
         since = (record.event for record in read(self.events_file, saved.seq))
         return any(isinstance(event, RunEnded) and event.exit_code != PREEMPTED for event in since)
 
@@ -169,7 +179,8 @@ class StateDir:
                     raise errors.WorldError(f'the start of run "{self.run}" was given up') from None
 
     def _sweep_orphans(self) -> None:
-        """Kill what holds the lock of a dead supervisor. We do not have it: another one may take it at this very moment.
+        """Kill what holds the lock of a dead supervisor. We do not have it: another one
+        may take it at this very moment.
 
         The state is therefore used only if it was written by a supervisor that is dead.
         """
@@ -193,7 +204,8 @@ class StateDir:
         )
 
     def _rotate(self) -> None:
-        """A start that came to nothing has no logs: those of the run before stay what they are."""
+        """A start that came to nothing has no logs: those of the run before stay what
+        they are."""
         if self.logs.exists() and any(self.logs.iterdir()):
             previous = self.path / "logs.previous"
             private.remove_tree(previous)
@@ -202,11 +214,13 @@ class StateDir:
 
     @property
     def resumed(self) -> bool:
-        """Whether the run was under way when its last supervisor ended. Budgets are lost when its state was of no use."""
+        """Whether the run was under way when its last supervisor ended. Budgets are
+        lost when its state was of no use."""
         return self.saved is not None or self.run_state.set_aside is not None
 
     def open_events(self, max_nbytes: int) -> EventLog:
-        """The run's events, going on behind those of a dead supervisor. Its first ones say what :meth:`acquire` found."""
+        """The run's events, going on behind those of a dead supervisor. Its first ones
+        say what :meth:`acquire` found."""
         saved = self.saved
         events = EventLog(
             self.events_file,
@@ -223,7 +237,8 @@ class StateDir:
         return events
 
     def write(self, *, endpoint: str, token: str, socket: Path | None = None) -> None:
-        """Publish where the control port and the control socket are, and the token (mode 0600).
+        """Publish where the control port and the control socket are, and the token
+        (mode 0600).
 
         :raises replicas.errors.WorldError: the disk does not take it.
         """
@@ -243,10 +258,12 @@ class StateDir:
         private.replace(self.endpoint_file, content)
 
     def release(self, *, ended: bool = False) -> None:
-        """Remove the token and the endpoint file and let the run go. The logs and the events stay.
+        """Remove the token and the endpoint file and let the run go. The logs and the
+        events stay.
 
-        :param ended: the run has ended in order, and the next start begins afresh. Else (it could not be started, or was
-            preempted) the next supervisor goes on from the state that is there.
+        :param ended: the run has ended in order, and the next start begins afresh. Else
+            (it could not be started, or was preempted) the next supervisor goes on from
+            the state that is there.
         """
         if self._lock is None:
             return
@@ -265,10 +282,11 @@ class StateDir:
 
 
 class _Owner(NamedTuple):
-    """Which supervisor the lock file names. ``pid``: ``unknown`` when it has just been taken and not yet been signed, or is
-    held by a shim that was abandoned.
+    """Which supervisor the lock file names. ``pid``: ``unknown`` when it has just been
+    taken and not yet been signed, or is held by a shim that was abandoned.
 
-    :param machine: boot and pid namespace in which the pid means something; empty: an older release did not say.
+    :param machine: boot and pid namespace in which the pid means something; empty: an
+        older release did not say.
     """
 
     pid: str = "unknown"
@@ -292,7 +310,8 @@ class _Owner(NamedTuple):
 
     @property
     def elsewhere(self) -> bool:
-        """Whether it is on another machine, or in another container: a folder may be shared, with its locks."""
+        """Whether it is on another machine, or in another container: a folder may be
+        shared, with its locks."""
         return bool(self.machine) and self.machine != machine()
 
     @property

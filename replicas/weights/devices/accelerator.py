@@ -1,24 +1,30 @@
-"""What this library asks of an accelerator: memory that other processes can open, streams, events, pinned host memory.
+"""What this library asks of an accelerator: memory that other processes can open,
+streams, events, pinned host memory.
 
 Theory of operation
 ===================
 
-Everything that only CUDA can do is behind :class:`Accelerator`; :mod:`replicas.weights.devices.cuda` is the one for CUDA. Another
-kind plugs in by the environment variable ``REPLICAS_ACCELERATOR="package.module:Class"``, which every process of a run must
-have alike (ranks, and the sidecars that are forked for them); the tests' fake is such a class.
+Everything that only CUDA can do is behind :class:`Accelerator`;
+:mod:`replicas.weights.devices.cuda` is the one for CUDA. Another kind plugs in by the
+environment variable ``REPLICAS_ACCELERATOR="package.module:Class"``, which every
+process of a run must have alike (ranks, and the sidecars that are forked for them); the
+tests' fake is such a class.
 
-A *device* is named by its UUID, in the words of ``CUDA_VISIBLE_DEVICES`` (``GPU-...``, ``MIG-...``), which mean the same in
-every process, as numbers do not.
+A *device* is named by its UUID, in the words of ``CUDA_VISIBLE_DEVICES`` (``GPU-...``,
+``MIG-...``), which mean the same in every process, as numbers do not.
 
-*Order.* Work is enqueued on the current stream of a thread, and done later. These enqueue: :meth:`Accelerator.copy`,
-:meth:`Event.record` and :meth:`Event.wait`. So does every torch operation on a device tensor; but whoever reads with torch
-what :meth:`~Accelerator.copy` has copied waits first (``event.synchronize()``, ``event.wait()`` in a later ``copy``, or
-:meth:`Accelerator.synchronize`): streams of other threads, and the fake's streams, know nothing of each other.
-A thread of ours works inside :meth:`Accelerator.on_side_stream`, never on the default stream, which waits for the user's
-kernels and lets them wait.
+*Order.* Work is enqueued on the current stream of a thread, and done later. These
+enqueue: :meth:`Accelerator.copy`, :meth:`Event.record` and :meth:`Event.wait`. So does
+every torch operation on a device tensor; but whoever reads with torch what
+:meth:`~Accelerator.copy` has copied waits first (``event.synchronize()``,
+``event.wait()`` in a later ``copy``, or :meth:`Accelerator.synchronize`): streams of
+other threads, and the fake's streams, know nothing of each other. A thread of ours
+works inside :meth:`Accelerator.on_side_stream`, never on the default stream, which
+waits for the user's kernels and lets them wait.
 
-*Memory.* :class:`DeviceMemory` is given back when it is closed *and* no tensor over it is left, as a mapping is; the owner's
-memory must outlive all who have it open (:mod:`replicas.weights.devices.device_buffers` takes care).
+*Memory.* :class:`DeviceMemory` is given back when it is closed *and* no tensor over it
+is left, as a mapping is; the owner's memory must outlive all who have it open
+(:mod:`replicas.weights.devices.device_buffers` takes care).
 """
 
 from __future__ import annotations
@@ -47,7 +53,8 @@ class DeviceMemory(ABC):
 
     :ivar uuid: the device.
     :ivar nbytes: its size.
-    :ivar handle: how another process opens it (:meth:`Accelerator.open`); empty if it is somebody else's.
+    :ivar handle: how another process opens it (:meth:`Accelerator.open`); empty if it
+        is somebody else's.
     """
 
     uuid: str
@@ -57,39 +64,44 @@ class DeviceMemory(ABC):
     @property
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """uint8 of shape ``[nbytes]``; keeps the memory while it, or a view of it, is alive.
+        """uint8 of shape ``[nbytes]``; keeps the memory while it, or a view of it, is
+        alive.
 
         :raises ValueError: it is closed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it: it is freed, or if it is somebody else's unmapped, with the last tensor over it. Enqueued work on
-        it must be over. Closing it again does nothing."""
+        """Let go of it: it is freed, or if it is somebody else's unmapped, with the
+        last tensor over it. Enqueued work on it must be over. Closing it again does
+        nothing."""
 
 
 class Event(ABC):
     """A point in the work of a stream.
 
-    :ivar handle: how another process opens it (:meth:`Accelerator.open_event`); empty unless it is ours and interprocess.
+    :ivar handle: how another process opens it (:meth:`Accelerator.open_event`); empty
+        unless it is ours and interprocess.
     """
 
     handle: bytes
 
     @abstractmethod
     def record(self) -> None:
-        """It happens when what this thread's current stream (of the event's device) has under way is done."""
+        """It happens when what this thread's current stream (of the event's device) has
+        under way is done."""
 
     @abstractmethod
     def wait(self) -> None:
-        """What is enqueued from now on waits for it, on the device: this thread's current stream. One that was never
-        recorded has happened."""
+        """What is enqueued from now on waits for it, on the device: this thread's
+        current stream. One that was never recorded has happened."""
 
     @abstractmethod
     def synchronize(self) -> None:
         """This thread waits for it, without a core and without Python's lock.
 
-        :raises WorldError: the device has failed: some earlier work on it, of whomever in this process.
+        :raises WorldError: the device has failed: some earlier work on it, of whomever
+            in this process.
         """
 
     @abstractmethod
@@ -113,10 +125,12 @@ class Registration(ABC):
 
 
 class Accelerator(ABC):
-    """One kind of device. Every method is thread-safe; a forked child asks :func:`accelerator` again.
+    """One kind of device. Every method is thread-safe; a forked child asks
+    :func:`accelerator` again.
 
     :ivar kind: torch's device type of its tensors.
-    :ivar group_backend: the backend of process groups that works on its memory in place.
+    :ivar group_backend: the backend of process groups that works on its memory in
+        place.
     """
 
     kind: str
@@ -125,11 +139,13 @@ class Accelerator(ABC):
     @classmethod
     @abstractmethod
     def present(cls) -> bool:
-        """Whether this machine and this torch may have such devices. Initialises nothing."""
+        """Whether this machine and this torch may have such devices. Initialises
+        nothing."""
 
     @abstractmethod
     def device(self) -> str:
-        """The current device of this thread; empty if there is none that can be used. Initialises no more than needed."""
+        """The current device of this thread; empty if there is none that can be used.
+        Initialises no more than needed."""
 
     @abstractmethod
     def visible(self) -> tuple[str, ...]:
@@ -170,7 +186,8 @@ class Accelerator(ABC):
     ) -> DeviceMemory:
         """Memory that another process (or this one) has allocated.
 
-        :param on_free: called once, on whatever thread, when it was closed and no tensor over it is left.
+        :param on_free: called once, on whatever thread, when it was closed and no
+            tensor over it is left.
         :raises WorldError: it cannot be opened here.
         """
 
@@ -180,15 +197,18 @@ class Accelerator(ABC):
 
     @abstractmethod
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
-        """Pin contiguous host memory, so that copies from and to it need nobody's wait. It takes about as long as a copy.
+        """Pin contiguous host memory, so that copies from and to it need nobody's wait.
+        It takes about as long as a copy.
 
         :param read_only: this process has mapped it for reading only.
-        :return: None where it cannot be (said once in the log): copies work all the same, and hold the caller up.
+        :return: None where it cannot be (said once in the log): copies work all the
+            same, and hold the caller up.
         """
 
     @abstractmethod
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
-        """A new event of a device, of the current one by default; an interprocess one cannot tell times."""
+        """A new event of a device, of the current one by default; an interprocess one
+        cannot tell times."""
 
     @abstractmethod
     def open_event(self, handle: bytes, uuid: str) -> Event:
@@ -199,25 +219,28 @@ class Accelerator(ABC):
 
     @abstractmethod
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Enqueue copies on this thread's current stream, device to device or between device and host; values are cast
-        where dtypes differ. It returns at once where the host memory is pinned. Host memory must stay there until the copies
-        are done; memory on the device that the caller has from torch's allocator may be freed at once if it was
-        allocated on the same stream, and else after :meth:`keep`."""
+        """Enqueue copies on this thread's current stream, device to device or between
+        device and host; values are cast where dtypes differ. It returns at once where
+        the host memory is pinned. Host memory must stay there until the copies are
+        done; memory on the device that the caller has from torch's allocator may be
+        freed at once if it was allocated on the same stream, and else after
+        :meth:`keep`."""
 
     @abstractmethod
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nobody else is given the memory of these tensors before what this thread's current stream has under way is
-        done, even if they are freed now."""
+        """Nobody else is given the memory of these tensors before what this thread's
+        current stream has under way is done, even if they are freed now."""
 
     @abstractmethod
     def on_side_stream(self, uuid: str = "") -> AbstractContextManager[None]:
-        """Work of this thread inside goes to a stream of ours, ordered after nothing but what was put there before. The
-        device (the current one by default) is the current one inside."""
+        """Work of this thread inside goes to a stream of ours, ordered after nothing
+        but what was put there before. The device (the current one by default) is the
+        current one inside."""
 
     @abstractmethod
     def on_stream(self, stream: object) -> AbstractContextManager[None]:
-        """Work of this thread inside goes to ``stream``, a stream of torch's for this kind of device; None: the current
-        one."""
+        """Work of this thread inside goes to ``stream``, a stream of torch's for this
+        kind of device; None: the current one."""
 
     @abstractmethod
     def synchronize(self, uuid: str = "") -> None:
@@ -232,7 +255,8 @@ _chosen: tuple[int, str, Accelerator | None] = (0, "", None)
 
 
 def accelerator() -> Accelerator | None:
-    """The accelerator of this process, chosen once; None where there is none. Initialises nothing.
+    """The accelerator of this process, chosen once; None where there is none.
+    Initialises nothing.
 
     :raises UsageError: ``REPLICAS_ACCELERATOR`` names no such class.
     """

@@ -3,25 +3,31 @@
 Theory of operation
 ===================
 
-Memory that is shared comes from ``cuMemAlloc``, in the device's primary context, which is also torch's. So it can be shared
-by CUDA IPC whatever torch's own allocator does (that of ``expandable_segments`` needs ``pidfd_getfd``, which containers
-refuse). Sizes are rounded up to 2 MiB: a smaller allocation would share its neighbours too.
+Memory that is shared comes from ``cuMemAlloc``, in the device's primary context, which
+is also torch's. So it can be shared by CUDA IPC whatever torch's own allocator does
+(that of ``expandable_segments`` needs ``pidfd_getfd``, which containers refuse). Sizes
+are rounded up to 2 MiB: a smaller allocation would share its neighbours too.
 
-A tensor over such memory is made by ``__cuda_array_interface__``; its storage keeps the object that it was made from (a
-:class:`~replicas.weights.devices.cuda_objects.Block`), and that one frees the memory, or unmaps it, when it is collected. The driver
-waits then for all work on it. A process cannot open its own handles: they are looked up. A forked child must not touch what
-it inherited, and does not. Nor can it use CUDA once its parent has asked the driver for anything; programs that fork ask
-torch about that (vLLM does), and so torch is told at once (:meth:`Cuda.device`), which creates no context.
+A tensor over such memory is made by ``__cuda_array_interface__``; its storage keeps the
+object that it was made from (a :class:`~replicas.weights.devices.cuda_objects.Block`),
+and that one frees the memory, or unmaps it, when it is collected. The driver waits then
+for all work on it. A process cannot open its own handles: they are looked up. A forked
+child must not touch what it inherited, and does not. Nor can it use CUDA once its
+parent has asked the driver for anything; programs that fork ask torch about that (vLLM
+does), and so torch is told at once (:meth:`Cuda.device`), which creates no context.
 
-*Streams* of ours are made by the driver. Those of torch are a pool of 32, which are given out again and again: ours could be
-the one on which the user trains, or captures a graph. Each thread has one, which goes to another thread when it has ended:
-torch's allocator keeps memory for each stream, so they are few. A capture by another thread must not be disturbed:
-:func:`~replicas.weights.devices.cuda_driver.uncaptured`.
+*Streams* of ours are made by the driver. Those of torch are a pool of 32, which are
+given out again and again: ours could be the one on which the user trains, or captures a
+graph. Each thread has one, which goes to another thread when it has ended: torch's
+allocator keeps memory for each stream, so they are few. A capture by another thread
+must not be disturbed: :func:`~replicas.weights.devices.cuda_driver.uncaptured`.
 
-Devices are numbered by the driver and by torch alike, in the order of ``CUDA_VISIBLE_DEVICES``; who they are is asked of the
-driver, which creates no context for it. A thread that has not chosen a device has number 0 as its current one. To work on
-that by mistake would create a context there, of some hundred megabytes: where no device is named, it is therefore that of the
-first call of :meth:`Cuda.device`, by the thread that joins.
+Devices are numbered by the driver and by torch alike, in the order of
+``CUDA_VISIBLE_DEVICES``; who they are is asked of the driver, which creates no context
+for it. A thread that has not chosen a device has number 0 as its current one. To work
+on that by mistake would create a context there, of some hundred megabytes: where no
+device is named, it is therefore that of the first call of :meth:`Cuda.device`, by the
+thread that joins.
 """
 
 from __future__ import annotations
@@ -223,7 +229,8 @@ class Cuda(Accelerator):
     @staticmethod
     def _pin(address: int, nbytes: int, *, read_only: bool) -> None:
         if read_only:
-            # What the flag allows is always allowed where the GPU uses the host's page tables, and the flag may be unknown.
+            # What the flag allows is always allowed where the GPU uses the host's page
+            # tables, and the flag may be unknown.
             with contextlib.suppress(DriverError):
                 call("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY)
                 return
@@ -239,7 +246,8 @@ class Cuda(Accelerator):
             call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
 
     def _give_back(self, function: str, index: int, address: int) -> None:
-        """Nobody can be told of an error here, and of a broken context everybody is told by the next operation."""
+        """Nobody can be told of an error here, and of a broken context everybody is
+        told by the next operation."""
         try:
             with self._in_context(index):
                 call(function, address)
@@ -350,7 +358,8 @@ class Cuda(Accelerator):
 
 
 class _Streams:
-    """The streams of one thread, by device. ``idle``: where they go when it has ended."""
+    """The streams of one thread, by device. ``idle``: where they go when it has
+    ended."""
 
     def __init__(self, idle: dict[int, list[Any]]) -> None:
         self.streams: dict[int, Any] = {}

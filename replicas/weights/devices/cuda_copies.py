@@ -3,19 +3,24 @@
 Theory of operation
 ===================
 
-To launch one copy costs some 5 us of the caller's thread, in which a GPU moves ten megabytes within its memory, or 250 KB to
-the host. A model has thousands of tensors that are smaller than that, so they are not copied one by one:
+To launch one copy costs some 5 us of the caller's thread, in which a GPU moves ten
+megabytes within its memory, or 250 KB to the host. A model has thousands of tensors
+that are smaller than that, so they are not copied one by one:
 
-*Within the device* all pairs below :data:`LARGE_NBYTES` of the same two dtypes go to ``torch._foreach_copy_``, which copies
-some hundred tensors by one kernel. It does so only when all are on one device, dense and alike in their dtypes. Some releases
-of torch do not look at the dtypes of the destinations, and write garbage where they differ: we sort the pairs.
+*Within the device* all pairs below :data:`LARGE_NBYTES` of the same two dtypes go to
+``torch._foreach_copy_``, which copies some hundred tensors by one kernel. It does so
+only when all are on one device, dense and alike in their dtypes. Some releases of torch
+do not look at the dtypes of the destinations, and write garbage where they differ: we
+sort the pairs.
 
-*Between device and host* small tensors that lie one behind the other in host memory, as those of a slot do, are one transfer
-from or to some memory on the device, and copied within the device from or to there. That memory comes from torch's allocator
-on the current stream, so it is used again as soon as the stream is done with it; where there is none, they go one by one.
-Casts happen on the device.
+*Between device and host* small tensors that lie one behind the other in host memory, as
+those of a slot do, are one transfer from or to some memory on the device, and copied
+within the device from or to there. That memory comes from torch's allocator on the
+current stream, so it is used again as soon as the stream is done with it; where there
+is none, they go one by one. Casts happen on the device.
 
-What is left is copied one by one, by torch. Nothing waits, but for host memory that is not pinned, or has gaps.
+What is left is copied one by one, by torch. Nothing waits, but for host memory that is
+not pinned, or has gaps.
 """
 
 from __future__ import annotations
@@ -31,7 +36,8 @@ from replicas.weights.streaming import writing
 __all__ = ["LARGE_NBYTES", "RUN_NBYTES", "SMALL_NBYTES", "enqueue"]
 
 LARGE_NBYTES = 8 << 20
-"""Within the device: from here on a copy takes longer than its launch, and the copy engine is faster than a kernel."""
+"""Within the device: from here on a copy takes longer than its launch, and the copy
+engine is faster than a kernel."""
 SMALL_NBYTES = 512 << 10
 """The same between device and host."""
 RUN_NBYTES = 16 << 20
@@ -50,7 +56,8 @@ def enqueue(
     sources: Sequence[torch.Tensor],
     on_device: Callable[[torch.Tensor], bool] = _IS_CUDA,
 ) -> None:
-    """Copy to each destination the source of the same shape, on the current stream; values are cast where dtypes differ.
+    """Copy to each destination the source of the same shape, on the current stream;
+    values are cast where dtypes differ.
 
     :param on_device: tells tensors on a device from those in host memory.
     """
@@ -95,7 +102,8 @@ def _copy_mixed(pairs: Sequence[_Pair], on_device: Sequence[tuple[bool, bool]]) 
 
 
 def _to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """One tensor. To memory with gaps torch copies through a temporary, for which it has to wait."""
+    """One tensor. To memory with gaps torch copies through a temporary, for which it
+    has to wait."""
     destination.copy_(source, non_blocking=destination.is_contiguous())
 
 
@@ -161,7 +169,8 @@ def _scatter(run: Sequence[_Pair]) -> None:
 
 
 def _runs(pairs: Sequence[_Pair], host: int) -> Iterator[list[_Pair]]:
-    """Pairs whose ``host`` tensors lie one behind the other in the same memory, and whose others are on one device."""
+    """Pairs whose ``host`` tensors lie one behind the other in the same memory, and
+    whose others are on one device."""
     run: list[_Pair] = []
     start = end = last = device = 0
     for pair in pairs:

@@ -1,7 +1,9 @@
-"""The CUDA driver (``libcuda.so.1``), called through ctypes, which lets Python's other threads run meanwhile.
+"""The CUDA driver (``libcuda.so.1``), called through ctypes, which lets Python's other
+threads run meanwhile.
 
-Only what torch does not offer: memory that can be shared whatever torch's allocator does, its handles, and pinning. All of it
-happens in the primary contexts of the devices, which are also torch's. Nothing is initialised before it is needed.
+Only what torch does not offer: memory that can be shared whatever torch's allocator
+does, its handles, and pinning. All of it happens in the primary contexts of the
+devices, which are also torch's. Nothing is initialised before it is needed.
 """
 
 from __future__ import annotations
@@ -92,7 +94,8 @@ def library() -> ctypes.CDLL | None:
 
 
 class DriverError(Exception):
-    """A call of the driver failed. Turned into an error of ours where it is known what for."""
+    """A call of the driver failed. Turned into an error of ours where it is known what
+    for."""
 
     def __init__(self, function: str, number: int) -> None:
         self.number = number
@@ -126,7 +129,8 @@ def list_devices() -> tuple[str, ...]:
 
 
 def _name(index: int) -> str:
-    """As ``CUDA_VISIBLE_DEVICES`` wants it: one call knows instances of a device (MIG), the other knows whole ones only."""
+    """As ``CUDA_VISIBLE_DEVICES`` wants it: one call knows instances of a device (MIG),
+    the other knows whole ones only."""
     device, whole, exact = ctypes.c_int(), _Uuid(), _Uuid()
     call("cuDeviceGet", ctypes.byref(device), index)
     call("cuDeviceGetUuid", ctypes.byref(whole), device)
@@ -136,14 +140,16 @@ def _name(index: int) -> str:
 
 
 def memory_info() -> tuple[int, int]:
-    """How many bytes of the current context's device are free, and how many there are."""
+    """How many bytes of the current context's device are free, and how many there
+    are."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     return free.value, total.value
 
 
 def new_stream() -> int:
-    """A stream of the current context, which waits for no default stream; it is kept for ever."""
+    """A stream of the current context, which waits for no default stream; it is kept
+    for ever."""
     stream = ctypes.c_void_p()
     call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
     return stream.value or 0
@@ -151,8 +157,9 @@ def new_stream() -> int:
 
 @contextlib.contextmanager
 def uncaptured() -> Iterator[None]:
-    """While another thread captures a CUDA graph, as engines do when they start, a thread that allocates, pins or looks at an
-    event fails, and spoils the capture. Not so what this thread does inside: it has nothing to do with the graph."""
+    """While another thread captures a CUDA graph, as engines do when they start, a
+    thread that allocates, pins or looks at an event fails, and spoils the capture. Not
+    so what this thread does inside: it has nothing to do with the graph."""
     found, mode = library(), ctypes.c_int(_THREAD_LOCAL)
     # It fails where the driver has not been initialised, and there is no capture then.
     changed = found is not None and not found.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
@@ -172,7 +179,8 @@ class Contexts:
 
     @contextlib.contextmanager
     def current(self, index: int, name: str) -> Iterator[None]:
-        """That of device ``index`` is the current one of this thread inside; ``name`` is for texts.
+        """That of device ``index`` is the current one of this thread inside; ``name``
+        is for texts.
 
         :raises NoCapacity: there is no memory for the context itself.
         :raises WorldError: the device cannot be used.

@@ -1,4 +1,5 @@
-"""Memory, events and pinned host memory of CUDA: see :mod:`replicas.weights.devices.cuda`, which makes them."""
+"""Memory, events and pinned host memory of CUDA: see
+:mod:`replicas.weights.devices.cuda`, which makes them."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ __all__ = ["Block", "CudaEvent", "CudaMemory", "CudaRegistration", "first_line",
 
 
 class Block:
-    """What tensors are made from, and keep: some device memory, given back when this is collected."""
+    """What tensors are made from, and keep: some device memory, given back when this is
+    collected."""
 
     def __init__(self, address: int, nbytes: int, give_back: Callable[[], None]) -> None:
         self.address = address
@@ -39,7 +41,8 @@ class Block:
 
 
 def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
-    """uint8 of shape ``[nbytes]``; its storage keeps ``block``. Any thread may write to it, whatever mode this one is in."""
+    """uint8 of shape ``[nbytes]``; its storage keeps ``block``. Any thread may write to
+    it, whatever mode this one is in."""
     with torch.inference_mode(False), uncaptured():
         if not block.nbytes:
             return torch.empty(0, dtype=torch.uint8, device=device)

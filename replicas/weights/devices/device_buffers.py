@@ -3,28 +3,34 @@
 Theory of operation
 ===================
 
-The memfd of a :class:`DeviceBuffer` is one page: on which device the bytes are, how many, and the handles by which other
-processes open the memory and an event. Whoever may open the page may so open the memory, by CUDA IPC, and all that is said
-of the file (its locks, places, claims, offers, retirement) is said of the memory. It is one allocation of the driver's own,
-not of torch's allocator, so that no setting of that one (``expandable_segments``) can make it unshareable.
+The memfd of a :class:`DeviceBuffer` is one page: on which device the bytes are, how
+many, and the handles by which other processes open the memory and an event. Whoever may
+open the page may so open the memory, by CUDA IPC, and all that is said of the file (its
+locks, places, claims, offers, retirement) is said of the memory. It is one allocation
+of the driver's own, not of torch's allocator, so that no setting of that one
+(``expandable_segments``) can make it unshareable.
 
 *Order.* Writers and readers of one buffer are in several processes and on any streams.
-Locks keep them apart, and each waits on the host for its own work on the device before it
-says that it is done: a reader before it drops its lock or pin, a sidecar before it answers,
-a writer before it offers a version. So no stream waits for a reader. Only what a rank gives
-its sidecar for an operation may still be under way: the event of the page is recorded behind
-it (:meth:`~DeviceBuffer.record_write`, by the owner alone), and the sidecar's stream waits
-for it (:meth:`~DeviceBuffer.wait_for_write`), as does the rank's before the next write.
+Locks keep them apart, and each waits on the host for its own work on the device before
+it says that it is done: a reader before it drops its lock or pin, a sidecar before it
+answers, a writer before it offers a version. So no stream waits for a reader. Only what
+a rank gives its sidecar for an operation may still be under way: the event of the page
+is recorded behind it (:meth:`~DeviceBuffer.record_write`, by the owner alone), and the
+sidecar's stream waits for it (:meth:`~DeviceBuffer.wait_for_write`), as does the rank's
+before the next write.
 
-An event of a process that was killed may never happen, and a stream that waits for it stands
-still for ever (https://github.com/pytorch/pytorch/pull/15974). So only sidecars wait for an
-event of another process: they are killed at their deadline.
+An event of a process that was killed may never happen, and a stream that waits for it
+stands still for ever (https://github.com/pytorch/pytorch/pull/15974). So only sidecars
+wait for an event of another process: they are killed at their deadline.
 
-*The end.* Memory that was freed by its owner must not be used by anybody: on a GPU this is no harmless read of old bytes,
-but may end the reader's context. So whoever opens the memory marks the page (:data:`~replicas.linux.locks.OPENED`) by a
-description of its own, until the last tensor over it is gone, and the mark ends with the process. An owner that closes its
-buffer while it is marked, or held, frees the memory only when it is neither any more (:class:`_Lingering`). When the owner's
-process ends, the memory does, too, whoever has it open; therefore what is only opened never counts as holding a version.
+*The end.* Memory that was freed by its owner must not be used by anybody: on a GPU this
+is no harmless read of old bytes, but may end the reader's context. So whoever opens the
+memory marks the page (:data:`~replicas.linux.locks.OPENED`) by a description of its
+own, until the last tensor over it is gone, and the mark ends with the process. An owner
+that closes its buffer while it is marked, or held, frees the memory only when it is
+neither any more (:class:`_Lingering`). When the owner's process ends, the memory does,
+too, whoever has it open; therefore what is only opened never counts as holding a
+version.
 """
 
 from __future__ import annotations
@@ -58,7 +64,8 @@ _END_S = 10.0
 
 
 class _Page(msgspec.Struct, frozen=True):
-    """What the file says. ``memory``, ``written``: handles; ``nbytes``: of the memory."""
+    """What the file says. ``memory``, ``written``: handles; ``nbytes``: of the
+    memory."""
 
     magic: str
     uuid: str
@@ -72,9 +79,11 @@ _decode = msgspec.msgpack.Decoder(_Page).decode
 
 
 class DeviceBuffer(Buffer):
-    """Memory of a GPU that processes of one host share. Made by :meth:`Buffer.allocate`, ``open`` and ``adopt``.
+    """Memory of a GPU that processes of one host share. Made by
+    :meth:`Buffer.allocate`, ``open`` and ``adopt``.
 
-    Its tensors are on the device. What the host is told of them must be waited for, as for all work on a GPU.
+    Its tensors are on the device. What the host is told of them must be waited for, as
+    for all work on a GPU.
     """
 
     def __init__(self, fd: int, page: _Page, *, writable: bool) -> None:
@@ -115,7 +124,8 @@ class DeviceBuffer(Buffer):
 
     @classmethod
     def adopted(cls, fd: int, device: str, *, writable: bool) -> DeviceBuffer:
-        """The buffer to which a page leads. The memory itself is opened when it is first used; ``fd`` is owned from now on.
+        """The buffer to which a page leads. The memory itself is opened when it is
+        first used; ``fd`` is owned from now on.
 
         :raises WorldError: it is no such page, or of another device.
         """
@@ -133,8 +143,8 @@ class DeviceBuffer(Buffer):
         )
 
     def readable(self) -> torch.Tensor:
-        """The shared bytes, uint8 of shape ``[nbytes]``, on the device. Nobody may write to those of a buffer that is not
-        writable.
+        """The shared bytes, uint8 of shape ``[nbytes]``, on the device. Nobody may
+        write to those of a buffer that is not writable.
 
         :raises WorldError: the memory cannot be opened here.
         """
@@ -164,7 +174,8 @@ class DeviceBuffer(Buffer):
                 self._open_event().wait()
 
     def close(self) -> None:
-        """Let go of it. The memory goes when nobody else has it open or holds it, and no tensor over it is left here.
+        """Let go of it. The memory goes when nobody else has it open or holds it, and
+        no tensor over it is left here.
 
         Work on it that this process has enqueued must be over.
         """
@@ -204,7 +215,8 @@ Buffer.on_device = DeviceBuffer
 
 
 class _Mark:
-    """Says of a page that the memory is open in this process, by a description of its own."""
+    """Says of a page that the memory is open in this process, by a description of its
+    own."""
 
     def __init__(self, fd: int) -> None:
         self._fd = reopen(fd)
@@ -252,7 +264,8 @@ def _read_page(fd: int, device: str) -> _Page:
 
 
 class _Leftover:
-    """Memory whose buffer is closed. ``page``: a descriptor of the description that its owner had."""
+    """Memory whose buffer is closed. ``page``: a descriptor of the description that its
+    owner had."""
 
     def __init__(self, page: int, memory: DeviceMemory, written: Event | None) -> None:
         self._page = page
@@ -264,7 +277,8 @@ class _Leftover:
         return self._memory.nbytes
 
     def end(self) -> bool:
-        """Free it, if nobody has it open or holds it; nobody can come to it from then on."""
+        """Free it, if nobody has it open or holds it; nobody can come to it from then
+        on."""
         if not locks.hold_exclusive(self._page):
             return False
         with contextlib.suppress(OSError):  # a kernel without such locks: it cannot be opened from elsewhere either
@@ -277,10 +291,11 @@ class _Leftover:
 
 
 class _Lingering:
-    """Memory that was closed. A thread frees it, because the driver waits then for all work of the device, and so does
-    whoever needs new memory. Others may have it open: the kernel tells nobody when a lock ends, so the thread looks from time
-    to time, as long as there is any. It is over before the interpreter ends, which would end it inside torch: that aborts the
-    process. What is left then goes with the process."""
+    """Memory that was closed. A thread frees it, because the driver waits then for all
+    work of the device, and so does whoever needs new memory. Others may have it open:
+    the kernel tells nobody when a lock ends, so the thread looks from time to time, as
+    long as there is any. It is over before the interpreter ends, which would end it
+    inside torch: that aborts the process. What is left then goes with the process."""
 
     def __init__(self) -> None:
         self._lock = threading.RLock()  # a collection of garbage in this very thread may close a buffer

@@ -1,32 +1,40 @@
-"""Copies that a device makes while the caller goes on, and the thread that follows them.
+"""Copies that a device makes while the caller goes on, and the thread that follows
+them.
 
 Theory of operation
 ===================
 
-A publish of tensors in device memory holds nobody's thread: the caller *enqueues* all copies, and what comes after them on
-its stream is done after them. One *batch* is some 64 MiB, or all when nobody looks at less; behind it an event is recorded.
-(Within a GPU a batch of 64 MiB would take as long as its events.) A thread of this publish, the *follower*, waits for one
-event after the other, and tells what has arrived: to the digest (and the sender) of host memory, which work meanwhile, or at
-the end to the digest on the device. What fails on the device is known only there::
+A publish of tensors in device memory holds nobody's thread: the caller *enqueues* all
+copies, and what comes after them on its stream is done after them. One *batch* is some
+64 MiB, or all when nobody looks at less; behind it an event is recorded. (Within a GPU
+a batch of 64 MiB would take as long as its events.) A thread of this publish, the
+*follower*, waits for one event after the other, and tells what has arrived: to the
+digest (and the sender) of host memory, which work meanwhile, or at the end to the
+digest on the device. What fails on the device is known only there::
 
     caller            wait for what the slot's last readers do · copy · event · copy · event · copy · end
     follower                                                         arrived    arrived   arrived · copied · digest
 
-``copied`` is a future that tells for how long the caller's stream was held: between two events that are recorded there,
-before and behind the copies. A slot belongs to its copies until ``copied`` is done, whatever has become of the publish:
-nobody frees it earlier, and nobody waits for a device that hangs.
+``copied`` is a future that tells for how long the caller's stream was held: between two
+events that are recorded there, before and behind the copies. A slot belongs to its
+copies until ``copied`` is done, whatever has become of the publish: nobody frees it
+earlier, and nobody waits for a device that hangs.
 
-**Whose memory may go.** The copies are on the caller's current stream, like any operation of torch's: a tensor that was
-allocated on that stream may be freed as soon as it was taken (when an iterator goes on), for whatever gets its memory next
-comes behind the copy on the same stream; and it may be written, for the same reason. Tensors of other streams need what
-torch asks for them: the current stream must wait for theirs, and ``record_stream``.
+**Whose memory may go.** The copies are on the caller's current stream, like any
+operation of torch's: a tensor that was allocated on that stream may be freed as soon as
+it was taken (when an iterator goes on), for whatever gets its memory next comes behind
+the copy on the same stream; and it may be written, for the same reason. Tensors of
+other streams need what torch asks for them: the current stream must wait for theirs,
+and ``record_stream``.
 
-**Aside** (``hold=False``): weights that are all at hand are copied by a stream of ours, which waits for what the caller's has
-under way. The caller's goes on at once, and must not write to the weights before it has waited for the copies
+**Aside** (``hold=False``): weights that are all at hand are copied by a stream of ours,
+which waits for what the caller's has under way. The caller's goes on at once, and must
+not write to the weights before it has waited for the copies
 (:meth:`DeviceCopies.fence`). Their memory is kept meanwhile, also when it is freed.
 
-Tensors in host memory are copied before the call returns: whoever writes to those asks no stream.
-"""
+Tensors in host memory are copied before the call returns: whoever writes to those asks
+no stream.
+"""  # noqa: W505  # a picture
 
 from __future__ import annotations
 
@@ -63,7 +71,8 @@ class Manner:
     """How a publish fills its slot, where a device makes the copies.
 
     :param buffer: the slot's memory, claimed; None: host memory that is not pinned.
-    :param hold: the caller's stream makes them; False: one of ours, see the module's text.
+    :param hold: the caller's stream makes them; False: one of ours, see the module's
+        text.
     :param begun: called with what copies before the first copy, on the caller's thread.
     """
 
@@ -118,12 +127,14 @@ class _HostSink:
 
 
 class DeviceCopies:
-    """Fills one run of bytes. Use it in a ``with`` block on one thread; after an exception there the copies still end.
+    """Fills one run of bytes. Use it in a ``with`` block on one thread; after an
+    exception there the copies still end.
 
     :param data: uint8, one-dimensional, contiguous: what is filled, each byte once.
     :param progress: told how far ``data`` is filled from its start.
-    :ivar copied: everything has been copied; its result: seconds for which the caller's stream was held. It fails when the
-        device has failed, or the block has raised. Set on the follower's thread, before the digest is asked for.
+    :ivar copied: everything has been copied; its result: seconds for which the caller's
+        stream was held. It fails when the device has failed, or the block has raised.
+        Set on the follower's thread, before the digest is asked for.
     :ivar ended: set behind ``copied``, for those who may be interrupted.
     :ivar step_nbytes: how large steps should be.
     :ivar digest: of all of ``data``.
@@ -184,17 +195,21 @@ class DeviceCopies:
             self._give_up(error)
 
     def abandon(self) -> None:
-        """Its block was left without a word. The copies under way still end. On any thread; again, it does nothing."""
+        """Its block was left without a word. The copies under way still end. On any
+        thread; again, it does nothing."""
         self._batches.put(SyncError("given up: its block was left", phase="pack", hint=""))
 
     def _give_up(self, error: BaseException) -> None:
-        """The error itself would keep the frames of its traceback, and the tensors in them."""
+        """The error itself would keep the frames of its traceback, and the tensors in
+        them."""
         self._batches.put(SyncError(f"given up: {type(error).__name__}: {error}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
-        """Copy ``source`` to the bytes from ``start`` to ``end``, on the current stream; it may be freed and written then.
+        """Copy ``source`` to the bytes from ``start`` to ``end``, on the current
+        stream; it may be freed and written then.
 
-        Another stream may be the current one each time, as inside an iterator: each copy waits for the one before.
+        Another stream may be the current one each time, as inside an iterator: each
+        copy waits for the one before.
         """
         uuid = self._accelerator.uuid_of(source)
         if uuid:
@@ -230,7 +245,8 @@ class DeviceCopies:
                 self._end_batch()  # on the streams of the copies
 
     def written(self) -> None:
-        """All bytes are what the current stream of their device, or of this thread's, has written, or is about to."""
+        """All bytes are what the current stream of their device, or of this thread's,
+        has written, or is about to."""
         self._use({self._device or self._accelerator.device()})
         self._note(0, self._nbytes)
 
@@ -247,7 +263,8 @@ class DeviceCopies:
     # ------------------------------------------------------------ any thread
 
     def fence(self) -> None:
-        """What is enqueued from now on, on the current streams of this thread, waits for the copies."""
+        """What is enqueued from now on, on the current streams of this thread, waits
+        for the copies."""
         if not self.ended.is_set:
             for event in list(self._ends.values()):
                 event.wait()
@@ -263,7 +280,8 @@ class DeviceCopies:
         self._accelerator.copy(destinations, sources)
 
     def _copy_from_host(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """They are copied on return. To a device by a stream that waits for none of the caller's."""
+        """They are copied on return. To a device by a stream that waits for none of the
+        caller's."""
         if not self._device:
             copy_all(destinations, sources)
             return
@@ -280,7 +298,8 @@ class DeviceCopies:
             event.record()
 
     def _aside(self, uuids: set[str]) -> ExitStack:
-        """Within it the current streams of these devices are ours, behind what the caller's have under way."""
+        """Within it the current streams of these devices are ours, behind what the
+        caller's have under way."""
         before = {uuid: self._accelerator.event(uuid) for uuid in uuids}
         for event in before.values():
             event.record()

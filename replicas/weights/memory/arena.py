@@ -3,23 +3,29 @@
 Theory of operation
 ===================
 
-An :class:`Arena` has a fixed number of slots of its own, whose life is the table ``SLOT`` of
-:mod:`replicas.core.membership`: *free*, *filling* (one writer, a rank or its sidecar) or *held* (a complete version). A held
-slot may be pinned by any number of readers; one that is released meanwhile is *leaving* until the last pin goes.
-:meth:`Arena.acquire` takes a free slot, or evicts the oldest version that nobody has pinned or protected; buffers are reused
-when the size fits exactly, because a slot's file must be as long as its image. The writer calls :meth:`Arena.hold` or
+An :class:`Arena` has a fixed number of slots of its own, whose life is the table
+``SLOT`` of :mod:`replicas.core.membership`: *free*, *filling* (one writer, a rank or
+its sidecar) or *held* (a complete version). A held slot may be pinned by any number of
+readers; one that is released meanwhile is *leaving* until the last pin goes.
+:meth:`Arena.acquire` takes a free slot, or evicts the oldest version that nobody has
+pinned or protected; buffers are reused when the size fits exactly, because a slot's
+file must be as long as its image. The writer calls :meth:`Arena.hold` or
 :meth:`Arena.free`; a slot whose writer may still be writing must stay *filling*.
 
-*Foreign* slots are versions in the memory of another member of this host, mapped (:meth:`Arena.adopt`). They come on top of
-the arena's own, cost no memory, and go as soon as nobody here needs them: neither pinned nor protected.
+*Foreign* slots are versions in the memory of another member of this host, mapped
+(:meth:`Arena.adopt`). They come on top of the arena's own, cost no memory, and go as
+soon as nobody here needs them: neither pinned nor protected.
 
-**Readers elsewhere** hold what is in our memory by locks of the kernel (:mod:`replicas.linux.locks`), which also end with
-a process that is killed. A buffer that somebody holds is not written to: its slot is not given away, whatever has become
-of its version here. Two kinds of readers are not waited for: those who keep a mapping of a version that they have let go of,
-and those who hold one that nobody who can be heard of holds (:meth:`Arena.released`: the holder is frozen, and evicted).
-The buffer is left to them then, *retired*, and its slot gets another one, from the :class:`~replicas.weights.memory.pool.Pool`,
-which also makes the memory of slots that have none yet ahead of time. Nobody is told when a lock ends: who waits for a slot
-has to look again.
+**Readers elsewhere** hold what is in our memory by locks of the kernel
+(:mod:`replicas.linux.locks`), which also end with a process that is killed. A buffer
+that somebody holds is not written to: its slot is not given away, whatever has become
+of its version here. Two kinds of readers are not waited for: those who keep a mapping
+of a version that they have let go of, and those who hold one that nobody who can be
+heard of holds (:meth:`Arena.released`: the holder is frozen, and evicted). The buffer
+is left to them then, *retired*, and its slot gets another one, from the
+:class:`~replicas.weights.memory.pool.Pool`, which also makes the memory of slots that
+have none yet ahead of time. Nobody is told when a lock ends: who waits for a slot has
+to look again.
 """
 
 from __future__ import annotations
@@ -47,8 +53,9 @@ __all__ = ["Arena", "ArenaStatistics", "Buffer", "BufferWatcher", "Slot"]
 class ArenaStatistics(NamedTuple):
     """What an arena has.
 
-    ``held``: own slots that hold a version. ``foreign``: mapped ones. ``retired``: buffers left to their readers. ``spare``:
-    buffers that wait for a slot. ``nbytes``: memory of its own, retired and spare included. ``kept``: kept mappings.
+    ``held``: own slots that hold a version. ``foreign``: mapped ones. ``retired``:
+    buffers left to their readers. ``spare``: buffers that wait for a slot. ``nbytes``:
+    memory of its own, retired and spare included. ``kept``: kept mappings.
     """
 
     slots: int
@@ -61,15 +68,21 @@ class ArenaStatistics(NamedTuple):
 
 
 class Arena:
-    """A fixed number of slots, and those of others. Every method is thread-safe; callbacks run without the lock held.
+    """A fixed number of slots, and those of others. Every method is thread-safe;
+    callbacks run without the lock held.
 
     :param slots: how many versions it can hold in memory of its own.
     :param name: shown with its memory in ``/proc/PID/maps``.
-    :param device: UUID of the GPU on which its own memory is; empty: host memory. On a GPU no header is written.
-    :param pin: pin the host memory that is made ahead of time: a GPU's bytes will be copied there. See :attr:`pinning`.
-    :param on_drop: called with the version whose slot was given to another one, or was foreign and is not needed any more.
-    :param on_change: called after a slot became free or lost its last pin: a waiting :meth:`acquire` may succeed now.
-    :ivar protected: versions that must not be evicted; replace or change it at will, and call :meth:`trim`.
+    :param device: UUID of the GPU on which its own memory is; empty: host memory. On a
+        GPU no header is written.
+    :param pin: pin the host memory that is made ahead of time: a GPU's bytes will be
+        copied there. See :attr:`pinning`.
+    :param on_drop: called with the version whose slot was given to another one, or was
+        foreign and is not needed any more.
+    :param on_change: called after a slot became free or lost its last pin: a waiting
+        :meth:`acquire` may succeed now.
+    :ivar protected: versions that must not be evicted; replace or change it at will,
+        and call :meth:`trim`.
     """
 
     def __init__(
@@ -116,8 +129,9 @@ class Arena:
 
     @property
     def pinning(self) -> bool:
-        """Whether memory that is made ahead of time is pinned (:meth:`Buffer.pin`), which takes as long as a copy. Set it as
-        soon as it is known that a GPU's bytes will be copied there."""
+        """Whether memory that is made ahead of time is pinned (:meth:`Buffer.pin`),
+        which takes as long as a copy. Set it as soon as it is known that a GPU's bytes
+        will be copied there."""
         return self._pool.pinning
 
     @pinning.setter
@@ -127,9 +141,11 @@ class Arena:
     # ------------------------------------------------------------ memory of its own
 
     def prepare(self, nbytes: int) -> None:
-        """Make the memory of the slots that have none in the background. Call it as soon as the size is known.
+        """Make the memory of the slots that have none in the background. Call it as
+        soon as the size is known.
 
-        Where there is not enough memory nothing happens: :meth:`acquire` says so when it is needed.
+        Where there is not enough memory nothing happens: :meth:`acquire` says so when
+        it is needed.
         """
         with self._lock:
             bare = sum(slot._buffer is None for slot in self._slots)
@@ -139,10 +155,12 @@ class Arena:
         self._pool.prepare(nbytes, bare + unfit)
 
     def acquire(self, version: int, manifest: Manifest | PartManifest) -> Slot | None:
-        """A slot to fill with ``version``, its header written; None when every slot is in use.
+        """A slot to fill with ``version``, its header written; None when every slot is
+        in use.
 
-        In use may mean: by readers in other processes. The kernel tells nobody when they let go, so look again every few
-        hundredths of a second, besides at each ``on_change``. It waits for nobody but for memory that is being made.
+        In use may mean: by readers in other processes. The kernel tells nobody when
+        they let go, so look again every few hundredths of a second, besides at each
+        ``on_change``. It waits for nobody but for memory that is being made.
 
         :raises NoCapacity: its memory cannot be allocated; the slot stays free.
         """
@@ -169,7 +187,8 @@ class Arena:
         return slot
 
     def hold(self, slot: Slot, digest: str) -> None:
-        """The slot is complete: it holds its version from now on, and others may map it."""
+        """The slot is complete: it holds its version from now on, and others may map
+        it."""
         with self._lock:
             if slot.state != "filling":
                 raise ValueError(f"{slot!r} is not being filled")
@@ -177,14 +196,16 @@ class Arena:
             slot.state, slot.digest = SLOT.next(slot.state, "completed"), digest
 
     def assign(self, slot: Slot, version: int) -> None:
-        """A slot that is being filled gets ``version``, which was not known when it was acquired."""
+        """A slot that is being filled gets ``version``, which was not known when it was
+        acquired."""
         with self._lock:
             if slot.state != "filling":
                 raise ValueError(f"{slot!r} is not being filled")
             slot.version = version
 
     def free(self, slot: Slot) -> None:
-        """Forget what is in the slot; its memory is kept for the next one. A free slot stays free."""
+        """Forget what is in the slot; its memory is kept for the next one. A free slot
+        stays free."""
         with self._lock:
             match slot.state:
                 case "free" | "closed":
@@ -200,7 +221,8 @@ class Arena:
         self._changed()
 
     def release(self, version: int) -> bool:
-        """Free the slot of ``version``, now or when its last pin goes; it counts as not held from now on. False: not held."""
+        """Free the slot of ``version``, now or when its last pin goes; it counts as not
+        held from now on. False: not held."""
         with self._lock:
             slot = self.find(version)
             if slot is None:
@@ -213,7 +235,8 @@ class Arena:
         return True
 
     def released(self, version: int) -> None:
-        """No member of this host that can be heard has ``version`` of ours any more: do not wait for locks on it."""
+        """No member of this host that can be heard has ``version`` of ours any more: do
+        not wait for locks on it."""
         with self._lock:
             for slot in self._slots:
                 if slot._buffer is not None and slot._buffer.offered == version:
@@ -221,7 +244,8 @@ class Arena:
         self._changed()
 
     def lent(self) -> set[int]:
-        """Versions that are not held here any more, and may still be read in memory of ours."""
+        """Versions that are not held here any more, and may still be read in memory of
+        ours."""
         with self._lock:
             held = {slot.version for slot in self._slots if slot.state != "free"}
             offered = {slot._buffer.offered for slot in self._slots if slot._buffer is not None}
@@ -230,15 +254,18 @@ class Arena:
     # ------------------------------------------------------------ memory of others
 
     def borrow(self, place: SlotPlace, version: int) -> Buffer:
-        """The memory of another member for a moment, to be closed by the caller; see :meth:`Buffer.open`."""
+        """The memory of another member for a moment, to be closed by the caller; see
+        :meth:`Buffer.open`."""
         buffer = Buffer.open(place, version)
         buffer.keep_mappings_in(self._kept)
         return buffer
 
     def adopt(self, version: int, manifest: Manifest | PartManifest, buffer: Buffer, digest: str = "") -> Slot:
-        """A foreign slot, held: ``version`` in ``buffer``, which is taken over also when this fails.
+        """A foreign slot, held: ``version`` in ``buffer``, which is taken over also
+        when this fails.
 
-        It stays until the next :meth:`trim` that finds it neither pinned nor protected, or until its own last unpin does.
+        It stays until the next :meth:`trim` that finds it neither pinned nor protected,
+        or until its own last unpin does.
 
         :raises Gone: the arena is closed.
         :raises ValueError: the version is held here already.
@@ -260,7 +287,8 @@ class Arena:
             return slot
 
     def trim(self) -> None:
-        """Let go of the foreign slots that are neither pinned nor protected. Call it when ``protected`` has changed."""
+        """Let go of the foreign slots that are neither pinned nor protected. Call it
+        when ``protected`` has changed."""
         with self._lock:
             unneeded = [slot for slot in self._foreign if not slot.pins and slot.version not in self.protected]
             versions = [slot.version for slot in unneeded]
@@ -279,7 +307,8 @@ class Arena:
             slot.pins += 1
 
     def unpin(self, slot: Slot) -> None:
-        """The last one lets a slot go that is leaving, or that is foreign and not protected."""
+        """The last one lets a slot go that is leaving, or that is foreign and not
+        protected."""
         dropped: list[int] = []
         with self._lock:
             if slot.pins < 1:
@@ -349,7 +378,8 @@ class Arena:
         return ArenaStatistics(len(self._slots), held, foreign, len(retired), len(spare), nbytes, len(self._kept))
 
     def close(self) -> None:
-        """Release the memory of all slots; that of one which is being filled or read goes when it is freed or unpinned."""
+        """Release the memory of all slots; that of one which is being filled or read
+        goes when it is freed or unpinned."""
         with self._lock:
             self._closed = True
             for slot in [*self._slots, *self._foreign]:
@@ -365,7 +395,8 @@ class Arena:
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")
 
     def _choose(self, nbytes: int) -> Slot | None:
-        """A free slot, rather one whose memory fits; else the oldest version that may go. Its memory is claimed, or gone."""
+        """A free slot, rather one whose memory fits; else the oldest version that may
+        go. Its memory is claimed, or gone."""
         free = sorted((slot for slot in self._slots if slot.state == "free"), key=lambda slot: not _fits(slot, nbytes))
         evictable = [
             slot
@@ -389,7 +420,8 @@ class Arena:
         return None
 
     def _fit(self, slot: Slot, nbytes: int) -> None:
-        """Give the slot memory of exactly ``nbytes`` and write the header of its image."""
+        """Give the slot memory of exactly ``nbytes`` and write the header of its
+        image."""
         if not _fits(slot, nbytes):
             self._drop_buffer(slot)
             slot._buffer = self._pool.take(nbytes, len(self._slots))
@@ -399,7 +431,8 @@ class Arena:
             slot.buffer.tensor()[: image.data_offset].copy_(header)
 
     def _clear(self, slot: Slot, event: SlotEvent) -> None:
-        """Forget what is in it. The slot is over when it is foreign or the arena is closed."""
+        """Forget what is in it. The slot is over when it is foreign or the arena is
+        closed."""
         slot.state = SLOT.next(slot.state, event)
         slot.version, slot.manifest, slot.digest, slot.pins = 0, None, "", 0
         if slot.state == "free" and (slot.foreign or self._closed):

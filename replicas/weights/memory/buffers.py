@@ -3,19 +3,23 @@
 Theory of operation
 ===================
 
-A :class:`Buffer` is a memfd: it has no name in any file system, so that nothing is left when every process that has it
-is killed. Its pages are allocated at once (``posix_fallocate``: a clean error in place of a SIGBUS later) and mapped at
-once (the first touch of a page is ten times slower than the next).
+A :class:`Buffer` is a memfd: it has no name in any file system, so that nothing is left
+when every process that has it is killed. Its pages are allocated at once
+(``posix_fallocate``: a clean error in place of a SIGBUS later) and mapped at once (the
+first touch of a page is ten times slower than the next).
 
-Sidecars get its descriptor, and so share it. Other members *open* it (:meth:`Buffer.open`) through ``/proc`` of the process
-that has it, read-only, and get locks of their own (see :mod:`replicas.linux.locks`). Such a buffer is for reading: by
-ourselves through :meth:`Buffer.readable`, which is never handed out, and by users through :meth:`Buffer.private`.
+Sidecars get its descriptor, and so share it. Other members *open* it
+(:meth:`Buffer.open`) through ``/proc`` of the process that has it, read-only, and get
+locks of their own (see :mod:`replicas.linux.locks`). Such a buffer is for reading: by
+ourselves through :meth:`Buffer.readable`, which is never handed out, and by users
+through :meth:`Buffer.private`.
 
-The bytes may be in the memory of a GPU in place of the file: :mod:`replicas.weights.devices.device_buffers`. The file is a page then
-that tells how to open them, and everything about locks is as it is here.
+The bytes may be in the memory of a GPU in place of the file:
+:mod:`replicas.weights.devices.device_buffers`. The file is a page then that tells how
+to open them, and everything about locks is as it is here.
 
-The owner *claims* its buffer before it writes, *offers* it when a version is complete in it, and asks before the next claim
-whether somebody's mapping of it is still alive.
+The owner *claims* its buffer before it writes, *offers* it when a version is complete
+in it, and asks before the next claim whether somebody's mapping of it is still alive.
 """
 
 from __future__ import annotations
@@ -73,12 +77,14 @@ class Buffer:
     :ivar nbytes: how many bytes it has.
     :ivar device: UUID of the GPU on which the bytes are; empty: they are in the file.
     :ivar key: a number that no other buffer of this process ever has.
-    :ivar watchers: told (``buffer_closed(key)``, on the closing thread) when it is closed; held weakly.
+    :ivar watchers: told (``buffer_closed(key)``, on the closing thread) when it is
+        closed; held weakly.
     :ivar writable: False for the memory of somebody else.
     :ivar serial: how often it has been filled.
     :ivar offered: the version that came of the last time, for others to hold; 0: none.
     :ivar released: nobody who can be heard of still needs that version.
-    :cvar on_device: set by :mod:`replicas.weights.devices.device_buffers`, which is above this module.
+    :cvar on_device: set by :mod:`replicas.weights.devices.device_buffers`, which is
+        above this module.
     """
 
     on_device: ClassVar[DeviceKind]
@@ -87,7 +93,8 @@ class Buffer:
     device = ""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
-        """``fd`` is owned from now on. Its locks are left alone: they may be those of the process that it came from."""
+        """``fd`` is owned from now on. Its locks are left alone: they may be those of
+        the process that it came from."""
         self.fd = fd
         self.nbytes = nbytes
         self.key = next(self._keys)
@@ -112,7 +119,8 @@ class Buffer:
 
         :param stop: asked every few megabytes whether to give up.
         :param device: UUID of the GPU on which it is to be.
-        :raises NoCapacity: the machine, the cgroup or the GPU has less than ``nbytes`` left.
+        :raises NoCapacity: the machine, the cgroup or the GPU has less than ``nbytes``
+            left.
         :raises AllocationStopped: ``stop`` said so.
         """
         if device:
@@ -143,10 +151,12 @@ class Buffer:
 
     @staticmethod
     def adopt(fd: int, device: str = "") -> Buffer:
-        """A buffer that came as a descriptor from another process; ``fd`` is owned from now on.
+        """A buffer that came as a descriptor from another process; ``fd`` is owned from
+        now on.
 
         :param device: UUID of the GPU on which it is.
-        :raises WorldError: what the descriptor tells of memory on a GPU cannot be used here.
+        :raises WorldError: what the descriptor tells of memory on a GPU cannot be used
+            here.
         """
         writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
         if device:
@@ -155,13 +165,15 @@ class Buffer:
 
     @staticmethod
     def open(place: SlotPlace, version: int) -> Buffer:
-        """The memory of another process on this host, held: it cannot be refilled until it is closed.
+        """The memory of another process on this host, held: it cannot be refilled until
+        it is closed.
 
         That the process is the one that is meant must be known beforehand.
 
         :param place: as its owner, or another one that holds it, has named it.
         :param version: what is in it, for texts.
-        :raises Gone: the process has ended, or the memory is not there any more, or is used for something else.
+        :raises Gone: the process has ended, or the memory is not there any more, or is
+            used for something else.
         :raises WorldError: it cannot be opened here, though it may be there.
         """
         fd = hold(place, version)
@@ -177,10 +189,12 @@ class Buffer:
     # ------------------------------------------------------------ for the owner
 
     def claim(self) -> Claim:
-        """Before writing: nobody can come and hold it from now on, and nobody looks at it.
+        """Before writing: nobody can come and hold it from now on, and nobody looks at
+        it.
 
-        "held": somebody holds what is in it. "in sight": nobody does, but a private mapping of it may be alive somewhere,
-        this process included. Nothing has changed then.
+        "held": somebody holds what is in it. "in sight": nobody does, but a private
+        mapping of it may be alive somewhere, this process included. Nothing has changed
+        then.
         """
         if not locks.hold_exclusive(self._open_fd):
             return "held"
@@ -222,14 +236,16 @@ class Buffer:
 
     @property
     def path(self) -> str:
-        """A path that opens this buffer as a file, while this process lives and the buffer is open.
+        """A path that opens this buffer as a file, while this process lives and the
+        buffer is open.
 
         :raises UsageError: it is on a GPU.
         """
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def tensor(self) -> torch.Tensor:
-        """The shared bytes to read and write, uint8 of shape ``[nbytes]``; the mapping lives as long as a tensor uses it.
+        """The shared bytes to read and write, uint8 of shape ``[nbytes]``; the mapping
+        lives as long as a tensor uses it.
 
         :raises ValueError: it is somebody else's memory, or closed.
         """
@@ -238,7 +254,8 @@ class Buffer:
         return self.readable()
 
     def readable(self) -> torch.Tensor:
-        """The shared bytes, uint8 of shape ``[nbytes]``. To write to those of a buffer that is not writable is a SIGSEGV."""
+        """The shared bytes, uint8 of shape ``[nbytes]``. To write to those of a buffer
+        that is not writable is a SIGSEGV."""
         mapped = self._mapped
         return locked(self._lock, self._map) if mapped is None else mapped
 
@@ -254,18 +271,22 @@ class Buffer:
         return self._mapped
 
     def private(self) -> torch.Tensor:
-        """A copy-on-write view, uint8 of shape ``[nbytes]``, on a GPU a copy: writes stay with the caller.
+        """A copy-on-write view, uint8 of shape ``[nbytes]``, on a GPU a copy: writes
+        stay with the caller.
 
-        What it shows stays as it is for as long as a tensor uses it, also when the buffer was closed.
+        What it shows stays as it is for as long as a tensor uses it, also when the
+        buffer was closed.
         """
         fd = self._open_fd
         return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
 
     def pin(self) -> bool:
-        """Pin its mapping, so that copies between it and a GPU hold nobody up; False where that cannot be.
+        """Pin its mapping, so that copies between it and a GPU hold nobody up; False
+        where that cannot be.
 
-        Once: it stays pinned until it is closed, or for somebody else's memory as long as the mapping is kept. It takes about
-        as long as a copy. The buffer must not be closed while a copy is under way.
+        Once: it stays pinned until it is closed, or for somebody else's memory as long
+        as the mapping is kept. It takes about as long as a copy. The buffer must not be
+        closed while a copy is under way.
         """
         found = accelerator()
         if found is None or not self.nbytes:
@@ -290,20 +311,24 @@ class Buffer:
         """Whether :meth:`pin` has pinned it."""
         return self._pin is not None
 
-    # ------------------------------------------------------------ order, on a GPU; nothing to do in host memory
+    # ------------------------------------ order, on a GPU; nothing to do in host memory
 
     def record_write(self) -> None:
-        """The owner's work that writes to it is enqueued, on this thread's current stream."""
+        """The owner's work that writes to it is enqueued, on this thread's current
+        stream."""
 
     def wait_for_write(self) -> None:
-        """Order this thread's current stream behind the recorded write, in the owner's process and in its sidecars."""
+        """Order this thread's current stream behind the recorded write, in the owner's
+        process and in its sidecars."""
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
-        """Where the mapping of somebody else's memory outlives this buffer, for the next one of the same memory."""
+        """Where the mapping of somebody else's memory outlives this buffer, for the
+        next one of the same memory."""
         self._kept = kept
 
     def close(self) -> None:
-        """Let go of it; the memory goes when the last mapping and the last descriptor anywhere have gone."""
+        """Let go of it; the memory goes when the last mapping and the last descriptor
+        anywhere have gone."""
         fd, self.fd = self.fd, -1
         self._mapped = None
         pin, self._pin = self._pin, None
@@ -323,9 +348,11 @@ class Buffer:
         self.close()
 
     def forget(self) -> None:
-        """This is a forked child (a DataLoader's worker, say): it must keep neither the memory nor its locks.
+        """This is a forked child (a DataLoader's worker, say): it must keep neither the
+        memory nor its locks.
 
-        Tensors that the user has of it stay valid. Memory on a GPU is not inherited, and its page is left as it is.
+        Tensors that the user has of it stay valid. Memory on a GPU is not inherited,
+        and its page is left as it is.
         """
         fd, self.fd, self._mapped, self._kept, self._pin = self.fd, -1, None, None, None
         if fd >= 0:

@@ -10,7 +10,8 @@ from replicas.errors import NoCapacity
 __all__ = ["RESERVE_NBYTES", "available_nbytes", "check_capacity"]
 
 RESERVE_NBYTES = 32 << 20
-"""What a large buffer must leave: the page tables of its mappings, and a little for everything else that runs here."""
+"""What a large buffer must leave: the page tables of its mappings, and a little for
+everything else that runs here."""
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _UNLIMITED_NBYTES = 1 << 60
@@ -25,8 +26,8 @@ def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_
 def check_capacity(nbytes: int, what: str) -> None:
     """Raise :class:`NoCapacity` when ``nbytes`` more cannot be allocated for ``what``.
 
-    The kernel would not say so: beyond the limit of a cgroup it kills a process, and it counts shared memory to whoever
-    touches it first.
+    The kernel would not say so: beyond the limit of a cgroup it kills a process, and it
+    counts shared memory to whoever touches it first.
     """
     available, limit = available_nbytes()
     reserve = RESERVE_NBYTES if nbytes >= RESERVE_NBYTES else 0
@@ -43,12 +44,14 @@ def _machine(proc: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Every memory limit between this process's cgroup and the root, of version 2 and of version 1."""
+    """Every memory limit between this process's cgroup and the root, of version 2 and
+    of version 1."""
     for line in _read(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         limit_names: tuple[str, ...]
         if controllers == "":
-            # Beyond memory.high nothing is refused, but every page is slowed down to a standstill.
+            # Beyond memory.high nothing is refused, but every page is slowed down to a
+            # standstill.
             base, limit_names, usage_name = root, ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
             base, limit_names, usage_name = root / "memory", ("memory.limit_in_bytes",), "memory.usage_in_bytes"

@@ -3,18 +3,23 @@
 Theory of operation
 ===================
 
-The first touch of a page through a new mapping costs a fault, and of a page that nobody has touched yet a page: together
-ten times the copy. ``madvise`` gets both done for many pages at once. It is called through ctypes, which lets the other
-threads of the process run meanwhile, as ``mmap.madvise`` does not.
+The first touch of a page through a new mapping costs a fault, and of a page that nobody
+has touched yet a page: together ten times the copy. ``madvise`` gets both done for many
+pages at once. It is called through ctypes, which lets the other threads of the process
+run meanwhile, as ``mmap.madvise`` does not.
 
-Every mapping is made through a descriptor *of its own description* (opened anew), as Python's mmap keeps a duplicate of the
-descriptor: the locks that a buffer holds must end with the buffer, not with the last tensor.
+Every mapping is made through a descriptor *of its own description* (opened anew), as
+Python's mmap keeps a duplicate of the descriptor: the locks that a buffer holds must
+end with the buffer, not with the last tensor.
 
-*Kept mappings.* An owner alternates between a few buffers, and a reader maps each of them again and again. A mapping for
-reading shows whatever the owner writes, so it stays as good as new, and :class:`KeptMappings` keeps it: the next time that
-the same file (the same inode) is mapped, it costs nothing. What is kept keeps memory alive that its owner may have closed,
-therefore a mapping that no held slot uses goes when the owner's descriptor is no longer that file, or when it was not used
-for :data:`KEPT_USES` versions. A file whose mapping is kept cannot end, so its inode number is not given to another one.
+*Kept mappings.* An owner alternates between a few buffers, and a reader maps each of
+them again and again. A mapping for reading shows whatever the owner writes, so it stays
+as good as new, and :class:`KeptMappings` keeps it: the next time that the same file
+(the same inode) is mapped, it costs nothing. What is kept keeps memory alive that its
+owner may have closed, therefore a mapping that no held slot uses goes when the owner's
+descriptor is no longer that file, or when it was not used for :data:`KEPT_USES`
+versions. A file whose mapping is kept cannot end, so its inode number is not given to
+another one.
 """
 
 from __future__ import annotations
@@ -53,7 +58,8 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def map_shared(fd: int, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
-    """Shared, to read and write, with all of its pages there. ``check`` is called every few megabytes, and may raise."""
+    """Shared, to read and write, with all of its pages there. ``check`` is called every
+    few megabytes, and may raise."""
     own = reopen(fd, os.O_RDWR)
     try:
         mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -65,20 +71,23 @@ def map_shared(fd: int, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
 
 
 def _bytes_of(mapping: object) -> torch.Tensor:
-    """A tensor over memory, which it keeps. Any thread may write to it, also when this one is in inference mode now."""
+    """A tensor over memory, which it keeps. Any thread may write to it, also when this
+    one is in inference mode now."""
     with torch.inference_mode(False):
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def map_readable(fd: int, nbytes: int) -> torch.Tensor:
-    """Shared, to read only, with all of its pages there. Whoever writes to the tensor is killed by SIGSEGV."""
+    """Shared, to read only, with all of its pages there. Whoever writes to the tensor
+    is killed by SIGSEGV."""
     own = reopen(fd)
     try:
         mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     finally:
         os.close(own)
     address = numpy.frombuffer(mapping, dtype=numpy.uint8).ctypes.data
-    # torch has no read-only tensors, and warns of every buffer that says it is one; this array does not say so.
+    # torch has no read-only tensors, and warns of every buffer that says it is one;
+    # this array does not say so.
     array = (ctypes.c_ubyte * nbytes).from_address(address)
     array.mapping = mapping  # type: ignore[attr-defined]  # lives as long as the array, which the tensor keeps
     tensor = _bytes_of(array)
@@ -87,9 +96,11 @@ def map_readable(fd: int, nbytes: int) -> torch.Tensor:
 
 
 def map_private(fd: int, nbytes: int) -> torch.Tensor:
-    """Copy-on-write, marked as mapped for as long as it lives, here or in a forked child.
+    """Copy-on-write, marked as mapped for as long as it lives, here or in a forked
+    child.
 
-    It is not populated: to fault the pages in as they are read costs less than to do it beforehand.
+    It is not populated: to fault the pages in as they are read costs less than to do it
+    beforehand.
     """
     own = reopen(fd)
     try:
@@ -166,7 +177,8 @@ class KeptMappings:
         return None if before is None else before.drop()
 
     def pin(self, inode: int, tensor: torch.Tensor, device: Accelerator) -> bool | None:
-        """Pin the mapping of this file for copies to ``device``, for as long as it is kept; None: ``tensor`` is not kept.
+        """Pin the mapping of this file for copies to ``device``, for as long as it is
+        kept; None: ``tensor`` is not kept.
 
         False: it cannot be pinned.
         """
@@ -190,7 +202,8 @@ class KeptMappings:
         return not kept.dropped
 
     def sweep(self, needed: Iterable[int]) -> None:
-        """Drop what is of no more use. ``needed``: inodes of the slots that are held."""
+        """Drop what is of no more use. ``needed``: inodes of the slots that are
+        held."""
         wanted = set(needed)
         pins: list[Registration | None] = []
         with self._lock:

@@ -25,7 +25,8 @@ def scatter_parts(manifest: Manifest, part: int, source: torch.Tensor, data: tor
 def part_pairs(
     manifest: Manifest, part: int, source: torch.Tensor, data: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What :func:`scatter_parts` copies: views of the image, each with those of the part."""
+    """What :func:`scatter_parts` copies: views of the image, each with those of the
+    part."""
     for piece in (manifest.parts or ())[part]:
         view = piece_view(data, manifest, piece)
         chunk = source[piece.source_offset : piece.source_offset + view.numel() * view.itemsize]

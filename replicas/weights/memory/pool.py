@@ -1,15 +1,19 @@
-"""The memory of an arena that is in none of its slots: made ahead of time, or left to its last readers.
+"""The memory of an arena that is in none of its slots: made ahead of time, or left to
+its last readers.
 
 Theory of operation
 ===================
 
-*Spare* buffers wait for a slot: a thread of its own makes them as soon as a size is known (:meth:`Pool.prepare`), because
-fresh pages cost ten times the copy, and no publish should wait for them but the first. Whoever needs one that is just being
-made waits for it, in place of making a second one.
+*Spare* buffers wait for a slot: a thread of its own makes them as soon as a size is
+known (:meth:`Pool.prepare`), because fresh pages cost ten times the copy, and no
+publish should wait for them but the first. Whoever needs one that is just being made
+waits for it, in place of making a second one.
 
-*Retired* buffers were taken out of their slots because somebody may still look at what is in them. There are at most as many
-as the arena has slots; when their locks are free they are spare again. More spare buffers than there are slots without
-memory are kept only for a while: a reader that always keeps something of the version before needs one each time.
+*Retired* buffers were taken out of their slots because somebody may still look at what
+is in them. There are at most as many as the arena has slots; when their locks are free
+they are spare again. More spare buffers than there are slots without memory are kept
+only for a while: a reader that always keeps something of the version before needs one
+each time.
 """
 
 from __future__ import annotations
@@ -60,7 +64,8 @@ class Pool:
     # ------------------------------------------------------------ ahead of time
 
     def prepare(self, nbytes: int, count: int) -> None:
-        """Make spare buffers of ``nbytes`` in the background, until there are ``count``. What does not fit is not made."""
+        """Make spare buffers of ``nbytes`` in the background, until there are
+        ``count``. What does not fit is not made."""
         if nbytes < PREPARED_NBYTES:
             return
         with self._changed:
@@ -122,7 +127,8 @@ class Pool:
         return found or self._allocate(nbytes)
 
     def retire(self, buffer: Buffer) -> bool:
-        """Leave ``buffer`` to its readers. False, and nothing is done, when too many are left to theirs already."""
+        """Leave ``buffer`` to its readers. False, and nothing is done, when too many
+        are left to theirs already."""
         with self._changed:
             self._sweep()
             if len(self._retired) >= self._cap:
@@ -131,7 +137,8 @@ class Pool:
             return True
 
     def beat(self, bare: int) -> None:
-        """Another version comes: look which retired buffers have no readers any more, and close what is of no more use.
+        """Another version comes: look which retired buffers have no readers any more,
+        and close what is of no more use.
 
         :param bare: how many slots have no memory.
         """

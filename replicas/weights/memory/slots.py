@@ -14,13 +14,16 @@ __all__ = ["Slot"]
 
 
 class Slot:
-    """One slot of an arena. Fields change under the arena's lock; read them, and leave the rest to the arena.
+    """One slot of an arena. Fields change under the arena's lock; read them, and leave
+    the rest to the arena.
 
     :ivar state: ``free``, ``filling``, ``held``, ``leaving`` or ``closed``.
     :ivar foreign: it is the memory of another member of this host.
-    :ivar manifest: of an image (:class:`Manifest`, or a :class:`PartManifest` without pieces), or of a packed part.
+    :ivar manifest: of an image (:class:`Manifest`, or a :class:`PartManifest` without
+        pieces), or of a packed part.
     :ivar digest: of the data, once held.
-    :ivar sharing: how many processes of this host are known to have got its version together.
+    :ivar sharing: how many processes of this host are known to have got its version
+        together.
     """
 
     def __init__(self, index: int, state: SlotState = "free", *, foreign: bool = False) -> None:
@@ -50,8 +53,9 @@ class Slot:
 
     @property
     def data(self) -> torch.Tensor:
-        """The data section of an image, or the whole of a packed part: uint8, shared, on a GPU if the slot is there. That
-        of a foreign slot is to be read only: to write to it is a SIGSEGV."""
+        """The data section of an image, or the whole of a packed part: uint8, shared,
+        on a GPU if the slot is there. That of a foreign slot is to be read only: to
+        write to it is a SIGSEGV."""
         image = self.image
         return self.buffer.readable()[image.data_offset if image else 0 :]
 

@@ -3,15 +3,18 @@
 Theory of operation
 ===================
 
-A :class:`WritableSlot` is a mapping of names to tensors that are views of a free slot. It is *open* until it is *taken* by a
-publish or *dropped*. Its bytes are whatever the slot held before: all of them must be written each time.
+A :class:`WritableSlot` is a mapping of names to tensors that are views of a free slot.
+It is *open* until it is *taken* by a publish or *dropped*. Its bytes are whatever the
+slot held before: all of them must be written each time.
 
-Once taken it is read by others, and must not be written any more. What the kernel offers for that was measured for 269 MB and
-left out: to protect the pages (``mprotect``) takes 15-40 ms twice for each publish and ends a trainer that writes late by
-SIGSEGV; to put a copy-on-write mapping in their place takes 40 ms and then 150 ms to fault the pages in again. Both cost more
-than the copy (20 ms) that is saved. Instead the tensors themselves are emptied: a late write through one of them is an error
-of shape, in Python, and reading the mapping is a UsageError. Views that the trainer made of them (slices, ``param.data``) are
-out of reach: they must not be kept.
+Once taken it is read by others, and must not be written any more. What the kernel
+offers for that was measured for 269 MB and left out: to protect the pages
+(``mprotect``) takes 15-40 ms twice for each publish and ends a trainer that writes late
+by SIGSEGV; to put a copy-on-write mapping in their place takes 40 ms and then 150 ms to
+fault the pages in again. Both cost more than the copy (20 ms) that is saved. Instead
+the tensors themselves are emptied: a late write through one of them is an error of
+shape, in Python, and reading the mapping is a UsageError. Views that the trainer made
+of them (slices, ``param.data``) are out of reach: they must not be kept.
 """
 
 from __future__ import annotations
@@ -34,11 +37,13 @@ __all__ = ["WritableSlot"]
 
 
 class WritableSlot(Mapping[str, torch.Tensor]):
-    """Names and tensors to write, of published dtypes and undefined contents: on the CPU, or where the channel has
-    ``staging = "device"`` on its GPU. Use it in a ``with`` block.
+    """Names and tensors to write, of published dtypes and undefined contents: on the
+    CPU, or where the channel has ``staging = "device"`` on its GPU. Use it in a
+    ``with`` block.
 
-    Write every tensor, then pass it to ``publish`` of the same channel, inside the block. From then on its tensors are empty;
-    leaving the block without a publish frees the slot. Do not keep views of its tensors, nor make parameters of them.
+    Write every tensor, then pass it to ``publish`` of the same channel, inside the
+    block. From then on its tensors are empty; leaving the block without a publish frees
+    the slot. Do not keep views of its tensors, nor make parameters of them.
 
     :param slot: a slot that is being filled, of which ``manifest`` is the manifest.
     :param drop: gives the slot back; again, it does nothing.
@@ -84,7 +89,8 @@ class WritableSlot(Mapping[str, torch.Tensor]):
     def drop(self) -> None:
         """Give the slot back, unless it was published.
 
-        In this order: wherever an interrupt comes in between, the slot is back, or this can be said again.
+        In this order: wherever an interrupt comes in between, the slot is back, or this
+        can be said again.
         """
         if self._state == "open":
             self._drop()
@@ -101,7 +107,8 @@ class WritableSlot(Mapping[str, torch.Tensor]):
         self._close("taken")
 
     def digest(self, begun: Begun = lambda copies: None) -> Packing:
-        """For the publish: the digest of what was written, once taken; returns at once. See :func:`packing_of`."""
+        """For the publish: the digest of what was written, once taken; returns at once.
+        See :func:`packing_of`."""
         return packing_of(self.slot, begun)
 
     def _close(self, state: Literal["taken", "dropped"]) -> None:
@@ -113,7 +120,8 @@ class WritableSlot(Mapping[str, torch.Tensor]):
 
 
 def _tensors(slot: Slot, manifest: PartManifest) -> dict[str, torch.Tensor]:
-    """A view for each tensor: whole in an image, and the rank's own piece of it in a part."""
+    """A view for each tensor: whole in an image, and the rank's own piece of it in a
+    part."""
     places = Places(manifest)
     views = dict(zip(places.order, places.views(slot.data, as_bits=False), strict=True))
     numbers = {number: number for number in range(len(manifest.tensors))}

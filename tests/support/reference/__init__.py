@@ -1,7 +1,7 @@
 """The reference in ``docs/reference``, made from the code.
 
-``make docs-reference`` writes it; a unit test compares, and looks in the code for things
-that no page names.
+``make docs-reference`` writes it; a unit test compares, and looks in the code for
+things that no page names.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _PAGES: dict[str, tuple[str, Callable[[], str]]] = {
 
 
 def pages() -> dict[str, str]:
-    """The text of each page by its file name; a page whose source is not there is left out."""
+    """The text of each page by its file name; a page whose source is not there is left
+    out."""
     found = {f"{name}.md": page(title, body()) for name, (title, body) in _PAGES.items() if name not in _missing()}
     contents = "\n".join(f"- [{_PAGES[name.removesuffix('.md')][0]}]({name})" for name in found)
     return {"README.md": page("Reference", contents), **found}

@@ -24,7 +24,8 @@ INTERNAL = {
     "Supervisor": {"emit", "environment", "fleet", "looked_at", "overseer", "save", "say", "spawn", "told"},
     "Update": {"ended", "touched", "withdraw"},
 }
-"""Names without an underscore that are there for other parts of this package, not for users."""
+"""Names without an underscore that are there for other parts of this package, not for
+users."""
 
 _MADE_BY_USERS = ("Coordinator", "Shard", "Supervisor")
 _SHOWN = ("__aenter__", "__iter__")
@@ -75,7 +76,8 @@ def _entry(name: str, value: Any) -> str:
 
 
 def members(kind: type) -> list[str]:
-    """Public methods, properties and documented attributes of a class and of ours that it extends."""
+    """Public methods, properties and documented attributes of a class and of ours that
+    it extends."""
     found: dict[str, None] = {}
     for base in kind.__mro__:
         if base.__module__.startswith("replicas."):

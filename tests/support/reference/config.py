@@ -18,7 +18,8 @@ def available() -> bool:
 
 
 def rows() -> list[Any]:
-    """Each key of a config file: its name, type, default, range, sentence, and when it is needed."""
+    """Each key of a config file: its name, type, default, range, sentence, and when it
+    is needed."""
     found: list[Any] = importlib.import_module(_MODULE).keys()
     return found
 

@@ -1,4 +1,5 @@
-"""The page of environment variables: ours by their constants, others' by a table here."""
+"""The page of environment variables: ours by their constants, others' by a table
+here."""
 
 from __future__ import annotations
 
@@ -40,7 +41,8 @@ OTHERS = {
     "NCCL_HOSTID": "Set in sidecars of several members on one GPU, with ``NCCL_IB_DISABLE``.",
     "NCCL_MULTI_RANK_GPU_ENABLE": "Read: 1 lets several members on one GPU use NCCL, from NCCL 2.30 on.",
 }
-"""The sentence of each variable that other programs know, too, and that this package names."""
+"""The sentence of each variable that other programs know, too, and that this package
+names."""
 
 _FAMILIES = {
     "NCCL_*": "Read: sidecars run NCCL with the variables of their rank. Those that decide what "
@@ -55,7 +57,8 @@ _IN_FAMILIES = re.compile(r"TORCH_NCCL_.*|TORCH_FR_.*|NCCL_.*|(LOCAL|MASTER)_")
 
 
 def ours() -> dict[str, str]:
-    """Name and sentence of each variable of this package, from the constants that hold their names."""
+    """Name and sentence of each variable of this package, from the constants that hold
+    their names."""
     found = (constant for path in modules() for constant in constants(path))
     return {
         value: " ".join(text.split()) for _, value, text in found if isinstance(value, str) and OURS.fullmatch(value)

@@ -1,4 +1,5 @@
-"""The page of events, from the types that make up ``replicas.telemetry.events.Event``."""
+"""The page of events, from the types that make up
+``replicas.telemetry.events.Event``."""
 
 from __future__ import annotations
 
@@ -50,7 +51,8 @@ def struct(kind: type[msgspec.Struct]) -> str:
 
 
 def _values(field: msgspec.structs.FieldInfo) -> str:
-    """What a field may be, where that is one of some words that its type does not show."""
+    """What a field may be, where that is one of some words that its type does not
+    show."""
     kinds = (field.type, *(get_args(field.type) if get_origin(field.type) in (Union, UnionType) else ()))
     words = [str(word) for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
     words += [

@@ -1,4 +1,5 @@
-"""What stands in the source of the package: documented constants, and all its strings."""
+"""What stands in the source of the package: documented constants, and all its
+strings."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def constants(path: Path) -> Iterator[tuple[str, object, str]]:
-    """Name, value and docstring ("" without one) of each literal that a module names."""
+    """Name, value and docstring ("" without one) of each literal that a module
+    names."""
     body = _parsed(path).body
     for node, after in zip(body, [*body[1:], None], strict=True):
         if not (isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant)):
@@ -54,7 +56,8 @@ def attributes(kind: type) -> dict[str, str]:
 
 
 def strings(path: Path) -> Iterator[str]:
-    """Every string literal of a module that is no docstring and no entry of ``__all__``."""
+    """Every string literal of a module that is no docstring and no entry of
+    ``__all__``."""
     tree = _parsed(path)
     left_out = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
     for node in ast.walk(tree):

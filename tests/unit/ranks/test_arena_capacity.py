@@ -83,7 +83,8 @@ def test_a_large_buffer_leaves_something_for_others(monkeypatch: pytest.MonkeyPa
 
 
 def test_what_others_take_meanwhile_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Beyond the limit of a cgroup there is no error but a kill: it is looked at again between the pieces."""
+    """Beyond the limit of a cgroup there is no error but a kill: it is looked at again
+    between the pieces."""
     left = [1 << 30, 1 << 30, 100]
     monkeypatch.setattr(capacity, "available_nbytes", lambda: (left.pop(0), "the test"))
     monkeypatch.setattr(buffers, "_ALLOCATE_NBYTES", 4096)

@@ -181,7 +181,8 @@ def test_a_forked_child_of_a_reader_keeps_its_view_and_not_the_version(
 
 
 def test_a_forked_child_keeps_no_memory_of_ours(child: Callable[..., Child]) -> None:
-    """A DataLoader's worker that outlives a model would keep it, and with its descriptors the locks."""
+    """A DataLoader's worker that outlives a model would keep it, and with its
+    descriptors the locks."""
     arena = Arena(2, name="replicas-fork")
     for version in (1, 2):
         slot = fill(arena, version)

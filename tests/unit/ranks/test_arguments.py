@@ -1,4 +1,5 @@
-"""Arguments in their wire form: what is taken as what, and what is refused by its name."""
+"""Arguments in their wire form: what is taken as what, and what is refused by its
+name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What a version is cut into on its way: nothing is lost, all members agree, and the image is settled from its start."""
+"""What a version is cut into on its way: nothing is lost, all members agree, and the
+image is settled from its start."""
 
 from __future__ import annotations
 
@@ -105,7 +106,8 @@ def fill(image: torch.Tensor, manifest: Manifest, piece: Piece) -> None:
 @settings(max_examples=30, deadline=None)
 @given(st.data())
 def test_what_is_settled_does_not_change_any_more(data: st.DataObject) -> None:
-    """Any cut of any tensors over any parts, in any order within each; some parts are in place from the start."""
+    """Any cut of any tensors over any parts, in any order within each; some parts are
+    in place from the start."""
     count = data.draw(st.integers(1, 3))
     specs: list[TensorSpec] = []
     boxes: list[tuple[int, tuple[int, int], tuple[int, int]]] = []

@@ -12,7 +12,8 @@ import pytest
 from replicas.sidecar import building
 
 ROUND_TRIPS_S = 1.3
-"""What a connection takes on a link of 300 ms each way, with the store's own first words."""
+"""What a connection takes on a link of 300 ms each way, with the store's own first
+words."""
 
 
 def test_a_store_that_is_far_away_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""What a member does on its own host: it finds out where it is, maps what others hold, and lets go of it again."""
+"""What a member does on its own host: it finds out where it is, maps what others hold,
+and lets go of it again."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ async def target() -> AsyncIterator[World]:
 
 @pytest.fixture
 def lender() -> Iterator[Arena]:
-    """The arena of another member; that it is of this very process makes no difference."""
+    """The arena of another member; that it is of this very process makes no
+    difference."""
     arena = Arena(2)
     yield arena
     arena.close()
@@ -107,7 +109,8 @@ async def test_nothing_is_mapped_that_is_not_there(target: World, lender: Arena)
 async def test_a_shortage_says_nothing_about_the_host(
     target: World, lender: Arena, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    """Of other errors the coordinator would conclude that the two share no memory, for good."""
+    """Of other errors the coordinator would conclude that the two share no memory, for
+    good."""
     slot = fill(lender, 1)
 
     def scarce(pid: int, fd: int, **only: int) -> int:

@@ -1,4 +1,5 @@
-"""The session thread's side of a channel against a scripted coordinator: messages in, messages out, slots between."""
+"""The session thread's side of a channel against a scripted coordinator: messages in,
+messages out, slots between."""
 
 from __future__ import annotations
 

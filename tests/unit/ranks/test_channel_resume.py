@@ -1,4 +1,5 @@
-"""A member and a new coordinator: what it announces again, what it keeps, what it no longer believes."""
+"""A member and a new coordinator: what it announces again, what it keeps, what it no
+longer believes."""
 
 from __future__ import annotations
 
@@ -265,7 +266,8 @@ async def test_an_interrupt_in_the_middle_of_a_publish_loses_no_slot(
 async def test_no_slot_is_found_for_a_publish_that_was_interrupted(
     source: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The interrupt comes while the caller waits for its slot, and a slot is free before all of it is heard of."""
+    """The interrupt comes while the caller waits for its slot, and a slot is free
+    before all of it is heard of."""
     filling, call, looked = source.publisher._filling, source.hub.call, threading.Event()
     find = filling._find
 
@@ -515,7 +517,8 @@ async def test_nothing_piles_up_over_many_publishes(leader: bool, monkeypatch: p
 
 
 async def test_a_target_that_is_caught_up_while_versions_go_on_ends_with_the_newest(target: World) -> None:
-    """Two slots: one for the catch-up, one for what is published meanwhile, until the catch-up is overtaken."""
+    """Two slots: one for the catch-up, one for what is published meanwhile, until the
+    catch-up is overtaken."""
     slow = await target.lane("catch-up")
     target.offer(100, 5)
     await target.session.next(wire.TransferReady)

@@ -1,4 +1,5 @@
-"""CUDA without CUDA: calls of the driver, made through ctypes as ever, to one that keeps everything in host memory."""
+"""CUDA without CUDA: calls of the driver, made through ctypes as ever, to one that
+keeps everything in host memory."""
 
 from __future__ import annotations
 
@@ -296,7 +297,8 @@ def test_the_class_is_not_used_where_torch_has_no_cuda(driver: Driver) -> None:
 
 
 class Torch:
-    """What is asked of torch.cuda: events and streams that only write down what is done with them."""
+    """What is asked of torch.cuda: events and streams that only write down what is done
+    with them."""
 
     class Stream:
         def __init__(self, pointer: int, device: int) -> None:

@@ -1,4 +1,5 @@
-"""Many copies at once between a device and the host, and within it; here both are host memory."""
+"""Many copies at once between a device and the host, and within it; here both are host
+memory."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ SHAPES: list[tuple[torch.dtype, tuple[int, ...]]] = [
 
 
 class Memory:
-    """A slot, and as many tensors each of which has memory of its own, on the device."""
+    """A slot, and as many tensors each of which has memory of its own, on the
+    device."""
 
     def __init__(self) -> None:
         torch.manual_seed(1)

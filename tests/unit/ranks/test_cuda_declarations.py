@@ -1,4 +1,5 @@
-"""What is called of CUDA and NVML is what NVIDIA declares (in the text of ``cuda-bindings``), on a machine without a GPU."""
+"""What is called of CUDA and NVML is what NVIDIA declares (in the text of
+``cuda-bindings``), on a machine without a GPU."""
 
 from __future__ import annotations
 
@@ -99,7 +100,8 @@ def test_the_prototypes_of_the_driver_are_nvidias(function: str) -> None:
 
 @pytest.mark.parametrize("function", sorted(cuda_driver._SIGNATURES))
 def test_nvidia_calls_the_driver_by_the_same_names(function: str) -> None:
-    """A prototype is that of one version of a function (``cuMemAlloc_v2``), which the text does not name."""
+    """A prototype is that of one version of a function (``cuMemAlloc_v2``), which the
+    text does not name."""
     loaders = [*folder().rglob("*driver*.so")]
     assert any(function.encode() + b"\0" in path.read_bytes() for path in loaders)
 

@@ -1,4 +1,5 @@
-"""Buffers on a GPU: what is said of the page is said of the memory, and memory outlives those who have it open."""
+"""Buffers on a GPU: what is said of the page is said of the memory, and memory outlives
+those who have it open."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Copies that a device makes while the caller goes on: with a fake device, whose streams lag behind."""
+"""Copies that a device makes while the caller goes on: with a fake device, whose
+streams lag behind."""
 
 from __future__ import annotations
 

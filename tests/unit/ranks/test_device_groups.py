@@ -1,4 +1,5 @@
-"""Process groups on device memory: what is staged, how NCCL is asked and waited for, and in which order versions go."""
+"""Process groups on device memory: what is staged, how NCCL is asked and waited for,
+and in which order versions go."""
 
 from __future__ import annotations
 
@@ -224,7 +225,7 @@ def test_ranks_on_one_gpu_take_another_name(
     assert (os.environ.get("NCCL_HOSTID") == "replicas-test-1") is named
 
 
-# ---------------------------------------------------------------- the order of what is spread
+# ---------------------------------------------------------- the order of what is spread
 
 
 class Board:
@@ -237,7 +238,8 @@ class Board:
 
 
 class SerialGroup(Group):
-    """As NCCL is: what a member asks for is done one after another, and a send ends when its receivers have taken it."""
+    """As NCCL is: what a member asks for is done one after another, and a send ends
+    when its receivers have taken it."""
 
     spreads = True
 
@@ -283,7 +285,8 @@ class SerialGroup(Group):
 
 @pytest.mark.parametrize("seed", range(3))
 def test_spread_parts_arrive_whatever_their_routes_are(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two owners of a part each, two receivers; some have a part already, and everybody works in its own order."""
+    """Two owners of a part each, two receivers; some have a part already, and everybody
+    works in its own order."""
     monkeypatch.setattr("replicas.sidecar.transfer.SPREAD_NBYTES", 1024)
     rng = random.Random(seed)
     whole = torch.arange(2000).view(20, 100)
@@ -324,7 +327,8 @@ def test_spread_parts_arrive_whatever_their_routes_are(seed: int, monkeypatch: p
 
 
 def test_a_digest_is_made_of_what_the_other_thread_has_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Streams of two threads know nothing of each other: what the one has enqueued is not there yet for the other."""
+    """Streams of two threads know nothing of each other: what the one has enqueued is
+    not there yet for the other."""
     told: list[tuple[str, str]] = []
 
     class Noted(FakeAccelerator):

@@ -1,4 +1,5 @@
-"""Operations on tensors on a GPU, with a fake one whose streams lag behind: a missing wait shows as wrong values."""
+"""Operations on tensors on a GPU, with a fake one whose streams lag behind: a missing
+wait shows as wrong values."""
 
 from __future__ import annotations
 
@@ -42,7 +43,8 @@ def filled(buffer: Buffer, tensors: tuple[torch.Tensor, ...]) -> list[list[float
 
 
 def settles(gpu: FakeAccelerator, nbytes: int) -> bool:
-    """Whether so much is allocated, as soon as what was closed is freed: then its thread ends."""
+    """Whether so much is allocated, as soon as what was closed is freed: then its
+    thread ends."""
     thread = device_buffers._lingering._thread
     if thread is not None:
         thread.join(20)

@@ -1,4 +1,5 @@
-"""When a process counts as frozen; frames as they come; who is to blame. Virtual time throughout."""
+"""When a process counts as frozen; frames as they come; who is to blame. Virtual time
+throughout."""
 
 from __future__ import annotations
 
@@ -73,7 +74,7 @@ def test_nobody_is_judged_after_our_own_pause() -> None:
     assert rank.now - woke >= SILENCE_S - 0.01
 
 
-# ---------------------------------------------------------------- stopped and idle processes
+# ----------------------------------------------------------- stopped and idle processes
 
 
 @pytest.fixture

@@ -1,4 +1,5 @@
-"""What the coordinator does not do for each of many members: walk, tell, encode or wake all the others."""
+"""What the coordinator does not do for each of many members: walk, tell, encode or wake
+all the others."""
 
 from __future__ import annotations
 
@@ -314,7 +315,7 @@ def test_the_same_manifest_is_joined_once(monkeypatch: pytest.MonkeyPatch) -> No
     assert joins == [1]
 
 
-# ------------------------------------------------------------ the model of the benchmark
+# ----------------------------------------------------------- the model of the benchmark
 
 
 def test_the_model_counts_the_messages_of_a_real_publish() -> None:

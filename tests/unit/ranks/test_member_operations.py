@@ -1,4 +1,5 @@
-"""The member's side of operations: attempts, unknown outcomes and how they are settled, and what is kept for them."""
+"""The member's side of operations: attempts, unknown outcomes and how they are settled,
+and what is kept for them."""
 
 from __future__ import annotations
 

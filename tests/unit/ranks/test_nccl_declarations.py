@@ -1,4 +1,5 @@
-"""What is asked of ProcessGroupNCCL is what torch declares in its stubs, which a torch without CUDA has, too."""
+"""What is asked of ProcessGroupNCCL is what torch declares in its stubs, which a torch
+without CUDA has, too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Packing weights into slots, and loading them again. CPU tensors in one process; DTensors are in tests/integration."""
+"""Packing weights into slots, and loading them again. CPU tensors in one process;
+DTensors are in tests/integration."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Packing at once: threads, digests beside the copy, and what one publish leaves to the next."""
+"""Packing at once: threads, digests beside the copy, and what one publish leaves to the
+next."""
 
 from __future__ import annotations
 
@@ -139,7 +140,8 @@ def test_the_digest_is_of_what_was_copied_in_any_order(helpers: int, beside: boo
 
 @pytest.mark.parametrize("had", [0, 1])
 def test_the_digest_comes_though_no_more_threads_can_be_had(had: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A limit of processes may refuse the helper, or only the one that takes the caller's core when all is filled."""
+    """A limit of processes may refuse the helper, or only the one that takes the
+    caller's core when all is filled."""
     data = torch.ones(LARGE, dtype=torch.uint8)
     wanted, start, started = digest_of(data), threading.Thread.start, list[threading.Thread]()
     refused: list[str] = []
@@ -298,7 +300,8 @@ UNUSUAL: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("unusual", UNUSUAL)
 def test_bytes_and_views_are_copied_alike(unusual: str, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Very many, very large, without elements, at odd places: by their addresses, or (one of them is odd) by torch."""
+    """Very many, very large, without elements, at odd places: by their addresses, or
+    (one of them is odd) by torch."""
     monkeypatch.setattr(streaming, "available", compiled and streaming.available)
     torch.manual_seed(3)
     memory = torch.randn(17_500)
@@ -327,7 +330,8 @@ def test_bytes_and_views_are_copied_alike(unusual: str, compiled: bool, monkeypa
 
 @pytest.mark.parametrize("count", [0, 10, 3 << 20])
 def test_memory_is_given_back_without_a_collection(count: int) -> None:
-    """A slot may be larger than all the rest of the process: it does not wait for Python to look for cycles."""
+    """A slot may be larger than all the rest of the process: it does not wait for
+    Python to look for cycles."""
     versions = Versions()
     versions.arena = Arena(2, name="given-back")
 

@@ -1,4 +1,5 @@
-"""Publishes that are under way together are announced in their order, whichever digest is there first."""
+"""Publishes that are under way together are announced in their order, whichever digest
+is there first."""
 
 from __future__ import annotations
 

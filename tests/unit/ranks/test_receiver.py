@@ -1,4 +1,5 @@
-"""Receives of one rank: what is given back unlooked at, and who may look at an update at the same time."""
+"""Receives of one rank: what is given back unlooked at, and who may look at an update
+at the same time."""
 
 from __future__ import annotations
 
@@ -31,7 +32,8 @@ async def target() -> AsyncIterator[World]:
 
 
 async def asked(target: World, version: int, bound: Bound = Bound()) -> Pending[Update]:
-    """A receive that was granted ``version``, which is here, and at which nobody has looked."""
+    """A receive that was granted ``version``, which is here, and at which nobody has
+    looked."""
     pending = target.receiver.receive(None, bound)
     target.tell(wire.ReceiveGrant((await target.session.next(wire.ReceiveAsk)).ask, version))
     assert pending.done()
@@ -80,7 +82,8 @@ async def test_one_that_somebody_has_looked_at_stays(target: World) -> None:
 
 
 async def test_a_wait_that_is_woken_too_late_waits_for_the_newer_one(target: World) -> None:
-    """The task was woken for version 3, and has not run before version 4 took its place."""
+    """The task was woken for version 3, and has not run before version 4 took its
+    place."""
     await target.hold(3)
     await target.hold(4, commit=False)
     pending = target.receiver.receive(None)

@@ -55,7 +55,8 @@ HELLO = Hello(PROTOCOL, "run", "policy", "rollout", 0, 0, 1, "abc", 1, ProcessId
 
 
 class Coordinator:
-    """Welcomes every connection and hands its frames to the test. ``term`` and ``received`` go into the Welcome."""
+    """Welcomes every connection and hands its frames to the test. ``term`` and
+    ``received`` go into the Welcome."""
 
     def __init__(self) -> None:
         self.term = 7
@@ -240,7 +241,8 @@ async def test_resumes_after_a_broken_connection(world: World) -> None:
 
 
 class Ending:
-    """A connection that ends when the test says so, and takes all that is written to it."""
+    """A connection that ends when the test says so, and takes all that is written to
+    it."""
 
     def __init__(self) -> None:
         self.end = asyncio.Event()
@@ -256,7 +258,8 @@ class Ending:
 
 @pytest.mark.parametrize("ticks", range(-8, 9))
 async def test_the_end_of_a_connection_is_not_lost_to_something_to_write(ticks: int) -> None:
-    """In whichever order, and so many turns of the loop apart, the two come: all that serves the connection ends."""
+    """In whichever order, and so many turns of the loop apart, the two come: all that
+    serves the connection ends."""
     ending = Ending()
     session = Session(Loop(), "127.0.0.1:1", "secret", HELLO, Handler())  # type: ignore[arg-type]  # a fake
     session._interval_s = 60.0
@@ -374,7 +377,8 @@ async def test_a_message_that_comes_in_slowly_is_no_silence(world: World, monkey
 async def test_a_connection_that_brings_nothing_is_followed_by_a_growing_pause(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A message that the coordinator does not take is sent again with each connection."""
+    """A message that the coordinator does not take is sent again with each
+    connection."""
     monkeypatch.setattr("tenacity.wait.random.uniform", lambda low, high: high)
     await world.session.open(5)
     began, at = time.monotonic(), []
@@ -442,7 +446,8 @@ async def test_refused_by_http(status: int, text: str) -> None:
 
 @needs_users
 async def test_whoever_has_taken_the_port_of_a_coordinator_is_not_shown_the_token() -> None:
-    """A member asks for its coordinator again and again, also while that is dead and the port is free."""
+    """A member asks for its coordinator again and again, also while that is dead and
+    the port is free."""
 
     def squat(pipe: Connection) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:

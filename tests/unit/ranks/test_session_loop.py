@@ -1,4 +1,5 @@
-"""The session thread's loop: it serves as long as the process lives, and who waits for it never waits in vain."""
+"""The session thread's loop: it serves as long as the process lives, and who waits for
+it never waits in vain."""
 
 from __future__ import annotations
 

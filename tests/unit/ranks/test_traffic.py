@@ -1,4 +1,5 @@
-"""What the kernel says of connections: bytes that others have, for how long nothing has moved, and who holds it up."""
+"""What the kernel says of connections: bytes that others have, for how long nothing has
+moved, and who holds it up."""
 
 from __future__ import annotations
 
