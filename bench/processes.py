@@ -29,7 +29,7 @@ from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from replicas.linux.sockets import Door
+from replicas.linux.sockets import SocketAddress
 
 __all__ = ["Forkserver", "Hit", "Progress", "children_of", "forkservers", "held", "one_core_left", "send"]
 
@@ -117,7 +117,7 @@ class Forkserver:
 @asynccontextmanager
 async def _forkserver() -> AsyncIterator[Forkserver]:
     name = f"replicas-bench-{secrets.token_hex(8)}"
-    with Door(name).listen() as listener:
+    with SocketAddress(name).listen() as listener:
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             *("-m", "replicas.sidecar.forkserver", "--listener", str(listener.fileno())),

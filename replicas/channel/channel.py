@@ -16,14 +16,14 @@ import torch
 from replicas import errors
 from replicas.channel.hub import BYE_TIMEOUT_S, GRACE_S, Hub
 from replicas.channel.operations.collectives import Collectives
-from replicas.channel.operations.operations import Operations
-from replicas.channel.operations.results import Operation
+from replicas.channel.operations.operations import RankOperations
+from replicas.channel.operations.results import OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.session import Session
-from replicas.channel.sidecar_lanes import Lanes
+from replicas.channel.sidecar_lanes import SidecarLanes
 from replicas.channel.versions.arena_like import arena_like
 from replicas.channel.versions.leases import Holder
-from replicas.channel.versions.manifest_exchange import Manifests
+from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.publish_job import PublishJob
 from replicas.channel.versions.receive import Bound, Receiver
@@ -63,13 +63,13 @@ class Channel(Collectives):
         self._pid = os.getpid()
         self._closed = self._leaving = False
         self._left = Latch()
-        self._lanes = Lanes(hub)
+        self._lanes = SidecarLanes(hub)
         self._publisher = Publisher(hub)
-        self._manifests = Manifests(hub, self._publisher.manifest_of)
+        self._manifests = ManifestExchange(hub, self._publisher.manifest_of)
         self._transfers = Transfers(hub, self._lanes, self._manifests)
         self._receiver = Receiver(hub)
         self._watches = Watches(hub)
-        self._operations = Operations(hub, self._lanes)
+        self._operations = RankOperations(hub, self._lanes)
         session = Session(hub.loop, endpoint, token, hello, hub, token_owners=token_owners)
         weights = (self._publisher, self._receiver, self._watches, self._transfers, self._manifests)
         hub.start(session, (*weights, self._operations, self._lanes))
@@ -416,7 +416,7 @@ class Channel(Collectives):
         if settings.role == "peer" and (settings.peer_ranks != "leader" or self._hub.leader):
             self._hub.call(self._lanes.prepare)  # the others have sidecars only if they are on several hosts
 
-    def _start_operation(self, operation: Operation, deadline: float | None) -> Pending[Receipt]:
+    def _start_operation(self, operation: OperationCall, deadline: float | None) -> Pending[Receipt]:
         self._check_open()
         if self.role != "peer":
             raise self._usage(

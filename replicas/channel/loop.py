@@ -39,7 +39,7 @@ from typing import Any, Protocol, TypeVar
 from replicas import errors
 from replicas.channel.pending import Pending
 from replicas.common.waits import locked
-from replicas.linux.sockets import Door
+from replicas.linux.sockets import SocketAddress
 from replicas.sidecar.rank_side.client import Forkserver
 
 __all__ = ["Inherited", "SessionLoop", "session_loop"]
@@ -216,7 +216,7 @@ class SessionLoop:
                     self.inherited.discard(old)
                     self.spawn(old.aclose(), "forkserver ends")
         if task is None:
-            label = Door.parse(key).name or "helper"
+            label = SocketAddress.parse(key).name or "helper"
             task = self.loop.create_task(self._make_forkserver(name), name=f"forkserver {label}")
             self._forkservers[key] = task
         return await asyncio.shield(task)

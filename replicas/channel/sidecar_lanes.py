@@ -1,9 +1,9 @@
 """Lanes: one sidecar each, made and killed on the coordinator's word.
 
 A sidecar that died, or failed in the middle of something, is never used again: its lane
-is *ended*, it is killed, and :meth:`Lane.gone` tells when that is certain. Only then
-may memory that it was reading or writing be used for anything else; a sidecar whose
-death cannot be confirmed keeps what it had.
+is *ended*, it is killed, and :meth:`SidecarLane.gone` tells when that is certain. Only
+then may memory that it was reading or writing be used for anything else; a sidecar
+whose death cannot be confirmed keeps what it had.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from replicas.channel.hub import Hub, as_wire_error
 from replicas.messages import Backend, LaneAhead, LaneDrop, LaneFailed, LaneForm, LaneFormed, LaneMoved
 from replicas.sidecar.rank_side.client import GroupSpec, Moved, Sidecar, SidecarDied, SidecarFailed
 
-__all__ = ["Lane", "Lanes"]
+__all__ = ["SidecarLane", "SidecarLanes"]
 
 logger = logging.getLogger("replicas.channel")
 
@@ -34,7 +34,7 @@ PREFORK_DELAY_S = 0.2
 what the lane was formed for."""
 
 
-class Lane:
+class SidecarLane:
     """One process group as this member sees it. ``turn``: of the operations in it, in
     the order of their Go."""
 
@@ -60,18 +60,18 @@ class Lane:
         return self.sidecar is None or await self.sidecar.wait_dead(DEATH_TIMEOUT_S)
 
 
-class Lanes:
+class SidecarLanes:
     """The lanes of one channel in this process."""
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
-        self._lanes: dict[str, Lane] = {}
+        self._lanes: dict[str, SidecarLane] = {}
         self._ending: set[asyncio.Task[None]] = set()
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         return {LaneAhead: self._ahead, LaneForm: self._form_asked, LaneDrop: self._drop_asked}
 
-    def get(self, name: str) -> Lane:
+    def get(self, name: str) -> SidecarLane:
         """The lane called ``name``, formed.
 
         :raises replicas.errors.Gone: it is not there any more, or not yet.
@@ -110,11 +110,11 @@ class Lanes:
             await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
 
     def _form_asked(self, message: LaneForm) -> None:
-        lane = Lane(message.lane, message.rank, message.backend)
+        lane = SidecarLane(message.lane, message.rank, message.backend)
         self._lanes[message.lane] = lane
         self._hub.spawn(self._form(lane, message), f"lane {lane.name}")
 
-    async def _form(self, lane: Lane, message: LaneForm) -> None:
+    async def _form(self, lane: SidecarLane, message: LaneForm) -> None:
         started = time.monotonic()
         try:
             async with asyncio.timeout(message.deadline_s):
@@ -165,17 +165,17 @@ class Lanes:
             logger.warning("%s: the forkserver has died (%s); trying a new one", self._hub.name, error)
         return await (await loop.forkserver(name)).fork()
 
-    def failed(self, lane: Lane, error: BaseException, *, phase: str) -> None:
+    def failed(self, lane: SidecarLane, error: BaseException, *, phase: str) -> None:
         """The lane is of no use any more: say so, once, and kill its sidecar."""
         if not lane.ended:
             lane.end()
             links = error.links if isinstance(error, SidecarFailed) else ()
             self._hub.send(LaneFailed(lane.name, as_wire_error(error, channel=self._hub.name, phase=phase), links))
 
-    def _exited(self, lane: Lane, reason: str) -> None:
+    def _exited(self, lane: SidecarLane, reason: str) -> None:
         self.failed(lane, errors.SyncError(f"the sidecar of {self._hub.member} ended: {reason}", hint=""), phase="lane")
 
-    def _moved(self, lane: Lane, moved: Moved) -> None:
+    def _moved(self, lane: SidecarLane, moved: Moved) -> None:
         now = time.monotonic()
         if not lane.ended and (moved.still_s >= STILL_S or now - lane.told_at >= MOVED_INTERVAL_S):
             lane.told_at = now
@@ -193,7 +193,7 @@ class Lanes:
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
-    async def _bury(self, lane: Lane) -> None:
+    async def _bury(self, lane: SidecarLane) -> None:
         gone = await lane.gone()
         if lane.sidecar is not None:
             self._hub.loop.inherited.discard(lane.sidecar)

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from replicas.cli.find_run import Place
+from replicas.cli.find_run import RunAddress
 from replicas.cli.screen import Screen, complain
 from replicas.common.foreign import ascii_controls, one_line
 from replicas.control.exit_codes import BAD_CONFIG, BUG, INTERRUPTED, UNAVAILABLE, USAGE
@@ -54,14 +54,14 @@ def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str,
     """Groups and replicas of the run that the line names so far. Never fails: there is
     nobody to tell."""
     try:
-        place = Place(context.params.get("config"), context.params.get("endpoint"))
+        place = RunAddress(context.params.get("config"), context.params.get("endpoint"))
         found = _targets(place)
     except (ReplicasError, OSError):
         return []
     return [(name, what) for name, what in found if name.startswith(incomplete)]
 
 
-def _targets(place: Place) -> list[tuple[str, str]]:
+def _targets(place: RunAddress) -> list[tuple[str, str]]:
     try:
         status = place.status(timeout_s=2.0)
     except Disconnected:
@@ -104,7 +104,7 @@ GroupArgument = Annotated[
 
 def place_of(
     config: Path | None, other: Path | None = None, endpoint: str | None = None, token_file: Path | None = None
-) -> Place:
+) -> RunAddress:
     """The run that a command line names. ``config``, ``other``: as an argument and as
     an option.
 
@@ -112,7 +112,7 @@ def place_of(
     """
     if config is not None and other is not None:
         raise UsageError("give CONFIG once")
-    return Place(config if config is not None else other, endpoint, token_file)
+    return RunAddress(config if config is not None else other, endpoint, token_file)
 
 
 def checked_target(target: str | None) -> str | None:

@@ -18,7 +18,7 @@ from replicas.cli.base import (
     json_text,
     place_of,
 )
-from replicas.cli.find_run import Place
+from replicas.cli.find_run import RunAddress
 from replicas.cli.screen import Screen
 from replicas.common.foreign import one_line
 from replicas.control.exit_codes import FAILED
@@ -62,7 +62,7 @@ def draw_findings(screen: Screen, findings: Iterable[Finding]) -> None:
             screen.print(Text(f"{'':14}-> {one_line(finding.remedy)}"))
 
 
-def _state_dir(place: Place) -> Path | None:
+def _state_dir(place: RunAddress) -> Path | None:
     """None: there is no run here, and only the machine is looked at."""
     try:
         return place.named_dir

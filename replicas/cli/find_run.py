@@ -26,10 +26,10 @@ from replicas.status import RunStatus
 __all__ = [
     "ENDPOINT_FILE",
     "SILENT_S",
-    "End",
     "EndpointFile",
     "NotTrusted",
-    "Place",
+    "RunAddress",
+    "RunEndWatcher",
     "find_endpoint",
     "find_state_dir",
     "lives",
@@ -149,7 +149,7 @@ def lives(state_dir: Path) -> bool:
         return False
 
 
-class End:
+class RunEndWatcher:
     """The end of a run, for whoever asks it again and again: nobody answers any more,
     but that may mean other things too.
 
@@ -206,7 +206,7 @@ def _here() -> Path:
         raise UsageError("the current folder has been removed", hint="change into another one") from error
 
 
-class Place:
+class RunAddress:
     """A run that a command is about. Nothing is asked or read before it is needed.
 
     :param config: its config file. :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of a
@@ -313,7 +313,7 @@ class Place:
             raise Disconnected(f'run "{where.run}" is gone: {where.endpoint} is now the port of run "{answer.run}"')
         return answer
 
-    def looks(self, interval_s: float, end: End | None = None) -> Iterator[RunStatus | None]:
+    def looks(self, interval_s: float, end: RunEndWatcher | None = None) -> Iterator[RunStatus | None]:
         """Its state again and again, until the run is over; None where nobody answered
         this time.
 
@@ -332,12 +332,12 @@ class Place:
             yield found
             time.sleep(interval_s)
 
-    def end(self) -> End:
+    def end(self) -> RunEndWatcher:
         """For whoever waits for the end of the run that is under way now.
 
         :raises Disconnected: it is not running.
         """
-        return End(None if self.remote else self.state_dir)
+        return RunEndWatcher(None if self.remote else self.state_dir)
 
     def _own_token(self, state_dir: Path) -> str:
         """The run's own. Read once: the file goes with the run, whose end may be waited

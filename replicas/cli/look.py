@@ -27,7 +27,7 @@ from replicas.cli.base import (
     place_of,
     show,
 )
-from replicas.cli.find_run import End, Place, lives
+from replicas.cli.find_run import RunAddress, RunEndWatcher, lives
 from replicas.cli.render_events import concerns, event_line
 from replicas.cli.screen import Screen
 from replicas.common.decoding import MALFORMED
@@ -75,7 +75,7 @@ def status(
             show(answer, lambda console: console.print(render.run_status(answer)), as_json=as_json)
 
 
-def _watch(place: Place, end: End, interval_s: float, *, as_json: bool) -> None:
+def _watch(place: RunAddress, end: RunEndWatcher, interval_s: float, *, as_json: bool) -> None:
     """On a terminal one picture that changes; elsewhere one after another; as JSON one
     line each."""
     console = Screen()
@@ -134,7 +134,7 @@ def logs(
         _print_lines(found, as_json=as_json)
 
 
-def _from_port(place: Place, selection: Selection, follow: bool) -> Iterator[tuple[LogLine, bool]]:
+def _from_port(place: RunAddress, selection: Selection, follow: bool) -> Iterator[tuple[LogLine, bool]]:
     query = {name: str(value) for name, value in msgspec.structs.asdict(selection).items() if value is not None}
     seen: set[tuple[str, int]] = set()
     for text in place.client().logs({**query, "follow": str(int(follow))}):
@@ -144,7 +144,9 @@ def _from_port(place: Place, selection: Selection, follow: bool) -> Iterator[tup
             yield line, len(seen) > 1 or "/" not in (selection.target or "")
 
 
-def _from_files(place: Place, selection: Selection, follow: bool, previous: bool) -> Iterator[tuple[LogLine, bool]]:
+def _from_files(
+    place: RunAddress, selection: Selection, follow: bool, previous: bool
+) -> Iterator[tuple[LogLine, bool]]:
     state_dir = place.state_dir
     follower = Follower(state_dir / ("logs.previous" if previous else "logs"), selection)
     try:
@@ -228,7 +230,7 @@ def _tell(console: Screen, record: Record, *, as_json: bool) -> None:
         console.print(event_line(record))
 
 
-def _began(place: Place) -> int:
+def _began(place: RunAddress) -> int:
     """Number of the last event before the run that is under way, or was the last
     one."""
     starts = (
@@ -237,7 +239,7 @@ def _began(place: Place) -> int:
     return max(starts, default=1) - 1
 
 
-def _past(place: Place, after: int) -> Iterator[Record]:
+def _past(place: RunAddress, after: int) -> Iterator[Record]:
     """From the file, which a run that is over has too; from the port of a run
     elsewhere."""
     if place.remote:
@@ -251,7 +253,7 @@ def _past(place: Place, after: int) -> Iterator[Record]:
     yield from event_log.read(path, after)
 
 
-def _coming(place: Place, after: int) -> Iterator[Record]:
+def _coming(place: RunAddress, after: int) -> Iterator[Record]:
     """:raises Disconnected: the run is not running. It ends with the run."""
     client = place.client()
     ended = False

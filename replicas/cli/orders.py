@@ -23,10 +23,10 @@ from replicas.cli.base import (
     patience,
     place_of,
 )
-from replicas.cli.find_run import End, Place
+from replicas.cli.find_run import RunAddress, RunEndWatcher
 from replicas.cli.screen import Screen
 from replicas.common.foreign import one_line
-from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, Stacks
+from replicas.control.commands import Answer, Drain, Order, Reload, ResetFailed, Restart, Scale, StacksOrder
 from replicas.control.exit_codes import FAILED
 from replicas.core.lives.lifecycle import SETTLED
 from replicas.status import RunStatus
@@ -157,7 +157,7 @@ def stacks(
     """Print what every thread of the ranks is doing now."""
     with exit_codes(failed=FAILED):
         place = place_of(config, None, endpoint, token_file)
-        answer = _hand_in(place, Stacks(target=checked_target(target)), "asking")
+        answer = _hand_in(place, StacksOrder(target=checked_target(target)), "asking")
     found: dict[str, str] = answer.result or {}
     if as_json:
         print(json_text(found))
@@ -171,13 +171,13 @@ def stacks(
 # ------------------------------------------------------------ how they work
 
 
-def _hand_in(place: Place, order: Order, doing: str, *, wait: bool = True) -> Answer:
+def _hand_in(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
     client = place.client()
     with patience(doing):
         return client.order(order, wait=wait)
 
 
-def _until_gone(place: Place, end: End) -> None:
+def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
     """Wait until the run has ended; it answers questions until then, each of them
     within some seconds.
 

@@ -12,7 +12,7 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from replicas.config.structs import ChannelConfig, Config, GroupConfig, Party, ResourcesConfig
+from replicas.config.structs import ChannelConfig, ChannelRole, Config, GroupConfig, ResourcesConfig
 from replicas.core.lives.ordering import enough
 from replicas.status import ChannelStatus, ReplicaStatus, RunStatus
 
@@ -195,7 +195,7 @@ def _table_of_channels(channels: Iterable[ChannelConfig]) -> Table:
     return table
 
 
-def _parties(parties: Iterable[Party]) -> str:
+def _parties(parties: Iterable[ChannelRole]) -> str:
     return ", ".join(f"{party.group} ({party.ranks})" for party in parties)
 
 

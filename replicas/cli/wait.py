@@ -21,7 +21,7 @@ from replicas.cli.base import (
     patience,
     place_of,
 )
-from replicas.cli.find_run import Place
+from replicas.cli.find_run import RunAddress
 from replicas.config import values as config_values
 from replicas.control.exit_codes import FAILED
 from replicas.core.lives.ordering import GOOD, enough, is_good
@@ -77,7 +77,7 @@ def _seconds(text: str) -> float:
     return seconds
 
 
-def _until_ready(place: Place, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
+def _until_ready(place: RunAddress, target: str | None, until: float, words: str) -> tuple[ReplicaStatus, ...]:
     missing: list[ReplicaStatus] | None = None
     with patience("waiting") as show_doing:
         for status in place.looks(_LOOK_AGAIN_S):

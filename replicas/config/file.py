@@ -23,10 +23,10 @@ from replicas.config import text as config_text
 from replicas.config.groups import build_group, build_restart
 from replicas.config.structs import (
     ChannelConfig,
+    ChannelRole,
     Config,
     ControlConfig,
     GroupConfig,
-    Party,
     RestartConfig,
     RunConfig,
 )
@@ -189,17 +189,17 @@ def _build_channel(place: Place, fields: dict[str, Any]) -> ChannelConfig:
     return channel
 
 
-def _parties(place: Place, value: object, default: Any, allowed: tuple[str, ...]) -> tuple[Party, ...]:
+def _parties(place: Place, value: object, default: Any, allowed: tuple[str, ...]) -> tuple[ChannelRole, ...]:
     if not isinstance(value, list | tuple):
         place.problem(f"expected a list of group names, got {show(value)}")
         return ()
     if len(value) > NAMED_MAX:
         place.problem(f"expected at most {NAMED_MAX} group names, got {len(value):,}")
         return ()
-    parties: list[Party] = []
+    parties: list[ChannelRole] = []
     for item in value:
         table = {"ranks": default, **item} if isinstance(item, Mapping) else item
-        party = Party(item, default) if isinstance(item, str) else config_tables.read(place, table, Party)
+        party = ChannelRole(item, default) if isinstance(item, str) else config_tables.read(place, table, ChannelRole)
         if party is UNSET:
             continue
         if any(party.group == other.group for other in parties):

@@ -22,13 +22,13 @@ from replicas.status import OnFailure
 
 __all__ = [
     "ChannelConfig",
+    "ChannelRole",
     "Config",
     "ControlConfig",
     "Dependency",
     "GroupConfig",
     "HealthConfig",
     "LogsConfig",
-    "Party",
     "ResourcesConfig",
     "RestartConfig",
     "RunConfig",
@@ -313,7 +313,7 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.nproc_per_node * self.nnodes
 
 
-class Party(msgspec.Struct, frozen=True):
+class ChannelRole(msgspec.Struct, frozen=True):
     """A group's part in a channel. ``ranks``: which ranks carry bytes (peers of a
     channel all have the same)."""
 
@@ -329,17 +329,17 @@ def _parties(ranks: str) -> Form:
 class ChannelConfig(msgspec.Struct, frozen=True, kw_only=True):
     name: str
     sources: Annotated[
-        tuple[Party, ...],
+        tuple[ChannelRole, ...],
         _parties('ranks "leader" (default) or "all"'),
         Doc("The groups that publish versions, by rank 0 or by all ranks, each with a part."),
     ] = ()
     targets: Annotated[
-        tuple[Party, ...],
+        tuple[ChannelRole, ...],
         _parties('ranks "leader" or "all" (default)'),
         Doc("The groups that receive versions, on rank 0 or on all ranks."),
     ] = ()
     peers: Annotated[
-        tuple[Party, ...],
+        tuple[ChannelRole, ...],
         _parties('ranks "leader" (default), "each" or "all"'),
         Doc(
             "The groups that run collectives with each other, in place of sources and targets.",

@@ -23,7 +23,7 @@ from msgspec import NODEFAULT, UNSET
 
 from replicas.config.values import NAMED_MAX, PROBLEMS_SHOWN, Form, Place, name, nearest, one_of, show
 
-__all__ = ["Builds", "Doc", "Key", "Located", "each", "in_order_of", "keys_of", "read"]
+__all__ = ["Builds", "Doc", "HasPlace", "Key", "each", "in_order_of", "keys_of", "read"]
 
 
 class Doc(NamedTuple):
@@ -144,14 +144,14 @@ def _no_table(place: Place, value: object) -> Any:
     return place.problem(f"expected a table, got {'a list' if isinstance(value, list | tuple) else show(value)}")
 
 
-class Located(Protocol):
+class HasPlace(Protocol):
     """Knows on which line of the file a key stands."""
 
     def of(self, path: Sequence[str]) -> int | None: ...
 
 
 def in_order_of(
-    mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: Located | None = None
+    mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: HasPlace | None = None
 ) -> list[str]:
     """The problems' texts, in the order in which their keys stand in the file; of very
     many the first ones."""

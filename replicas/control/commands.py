@@ -24,7 +24,7 @@ __all__ = [
     "ResetFailed",
     "Restart",
     "Scale",
-    "Stacks",
+    "StacksOrder",
     "carry_out",
 ]
 
@@ -84,13 +84,13 @@ class Reload(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Read the config file again."""
 
 
-class Stacks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StacksOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``target`` None: every rank of the run."""
 
     target: Target | None = None
 
 
-Order = Scale | Restart | Drain | ResetFailed | Reload | Stacks
+Order = Scale | Restart | Drain | ResetFailed | Reload | StacksOrder
 
 ORDERS: dict[str, type[Order]] = {
     "/scale": Scale,
@@ -98,7 +98,7 @@ ORDERS: dict[str, type[Order]] = {
     "/drain": Drain,
     "/reset-failed": ResetFailed,
     "/reload": Reload,
-    "/stacks": Stacks,
+    "/stacks": StacksOrder,
 }
 """The form of the body of each ``POST``."""
 
@@ -153,5 +153,5 @@ def carry_out(commands: Commands, order: Order) -> Coroutine[Any, Any, object]:
             return commands.reset_failed(target)
         case Reload():
             return commands.reload()
-        case Stacks(target=target):
+        case StacksOrder(target=target):
             return commands.stacks(target)

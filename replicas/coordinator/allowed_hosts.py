@@ -15,10 +15,10 @@ import ipaddress
 import socket
 from collections.abc import Iterable
 
-__all__ = ["Hosts"]
+__all__ = ["AllowedHosts"]
 
 
-class Hosts:
+class AllowedHosts:
     """:param host: what the port listens on, as the config has it. :param address: what
     became of it."""
 

@@ -14,9 +14,9 @@ with these holes closed:
   (streams of events among them); one more closes the oldest of the source that has
   most. One that does not take its answer is cut.
 * Of a session little is read at a time, so that everybody has a turn, and parsing is
-  paid from the connection's account (:class:`~replicas.coordinator.limits.Pace`): pings
-  and fragments never get as far as being messages. (The Hello has its own deadline in
-  the server.)
+  paid from the connection's account (:class:`~replicas.coordinator.limits.RateLimit`):
+  pings and fragments never get as far as being messages. (The Hello has its own
+  deadline in the server.)
 * A pong is only written to a peer that reads; a message may not come in thousands of
   fragments; text is no message.
 * A connection that is being closed is cut when its peer does not read what is left.
@@ -47,10 +47,19 @@ from replicas.coordinator.limits import (
     READ_NBYTES,
     STALL_TIMEOUT_S,
     STRANGERS,
-    Pace,
+    RateLimit,
 )
 
-__all__ = ["Charged", "Config", "Guard", "HttpProtocol", "SessionProtocol", "connection_of", "is_stranger", "welcome"]
+__all__ = [
+    "Charged",
+    "Guard",
+    "GuardConfig",
+    "HttpProtocol",
+    "SessionProtocol",
+    "connection_of",
+    "is_stranger",
+    "welcome",
+]
 
 _SCOPE_KEY = "replicas.connection"
 _NO_MESSAGE = b"\xc1"
@@ -124,7 +133,7 @@ class Charged(Generator[Any, Any, None]):
             self._pay(time.perf_counter() - began)
 
 
-class Config(uvicorn.Config):
+class GuardConfig(uvicorn.Config):
     """uvicorn's, with the guard. ``http``: what reads requests, :class:`HttpProtocol`
     or a subclass."""
 
@@ -146,7 +155,7 @@ class HttpProtocol(H11Protocol):
     source: bytes | None = None
     """Of a stranger."""
 
-    def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
+    def __init__(self, config: GuardConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.guard = config.guard
         self.app_state = {**self.app_state, _SCOPE_KEY: self}  # each request finds it as its scope's "state"
@@ -209,12 +218,12 @@ class HttpProtocol(H11Protocol):
 class SessionProtocol(WebSocketsSansIOProtocol):
     """The WebSocket of a session."""
 
-    def __init__(self, config: Config, *arguments: Any, **options: Any) -> None:
+    def __init__(self, config: GuardConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.guard = config.guard
         self.logger = self.conn.logger = _quiet
         self.close_timeout = CLOSE_TIMEOUT_S
-        self.pace = Pace(self.loop.time())
+        self.pace = RateLimit(self.loop.time())
         """The connection's account: parsing its bytes is paid from it, and handling its
         messages."""
         self._resting: asyncio.TimerHandle | None = None

@@ -16,7 +16,7 @@ from starlette.routing import BaseRoute
 from replicas.common import own_loop
 from replicas.config.file import channels_from
 from replicas.config.structs import ChannelConfig
-from replicas.coordinator.allowed_hosts import Hosts
+from replicas.coordinator.allowed_hosts import AllowedHosts
 from replicas.coordinator.connection_guard import Guard
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.door import Door
@@ -36,7 +36,7 @@ from replicas.coordinator.limits import REASONS
 from replicas.coordinator.readiness import Readiness, ReadinessBook
 from replicas.coordinator.server import Server, bind_listener, session_route
 from replicas.coordinator.statuses import channel_status
-from replicas.coordinator.store import StoreKeeper
+from replicas.coordinator.store import StoreWatcher
 from replicas.core.effects import Event, StoreChanged
 from replicas.core.members.roster import GroupShape
 from replicas.messages import arguments
@@ -99,7 +99,7 @@ class Coordinator:
         self.token: str = arguments.token("token", token) if token is not None else secrets.token_urlsafe(24)
         """What members must show: for ``join(token=...)``."""
         self._host, self._port = listen_host(host), port_of("port", port)
-        self._store = StoreKeeper(bind_address(store_bind), port_of("store_port", store_port), self._store_changed)
+        self._store = StoreWatcher(bind_address(store_bind), port_of("store_port", store_port), self._store_changed)
         self._routes, self._live = routes_of(routes), live_of(live)
         folder = state_folder(state_dir)
         run, epochs = arguments.text("run", run), epochs_of(epochs)
@@ -135,7 +135,7 @@ class Coordinator:
         try:
             await self._store.start()
             routes = [session_route(self.engine, self.token), *self._routes]
-            hosts = Hosts(self._host, listener.getsockname()[0])
+            hosts = AllowedHosts(self._host, listener.getsockname()[0])
             door = Door(listener, self.engine.refused, token=lambda: self.token, hosts=hosts, live=self._live)
             self._server = Server(listener, routes, Guard(self.engine.refused), door=door)
             await self._server.start()

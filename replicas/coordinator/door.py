@@ -20,8 +20,9 @@ before the head of its request is there and it is its turn:
 * ``GET /livez`` is answered from here: a probe that is kept waiting would have the
   supervisor restarted.
 * All other strangers queue, source by source (:mod:`replicas.coordinator.crowd`), and
-  together get a share of the loop's time (:class:`~replicas.coordinator.limits.Pace`).
-  Where there are too many, the source that has most loses its oldest.
+  together get a share of the loop's time
+  (:class:`~replicas.coordinator.limits.RateLimit`). Where there are too many, the
+  source that has most loses its oldest.
 
 Users of this machine are one source. The kernel would tell whose a connection is, but
 asking costs 70 µs, several times of all the above together, and those who matter
@@ -43,9 +44,17 @@ from collections.abc import Callable
 from typing import Any
 
 from replicas import errors
-from replicas.coordinator.allowed_hosts import Hosts
+from replicas.coordinator.allowed_hosts import AllowedHosts
 from replicas.coordinator.crowd import Crowd, source_of
-from replicas.coordinator.limits import HEAD_NBYTES, LOBBY, QUEUED, REQUEST_S, REQUEST_TIMEOUT_S, STRANGERS_SHARE, Pace
+from replicas.coordinator.limits import (
+    HEAD_NBYTES,
+    LOBBY,
+    QUEUED,
+    REQUEST_S,
+    REQUEST_TIMEOUT_S,
+    STRANGERS_SHARE,
+    RateLimit,
+)
 
 __all__ = ["Admit", "Door", "authorization_of", "head_of"]
 
@@ -118,7 +127,7 @@ class Door:
         refused: Callable[[str], None],
         *,
         token: Callable[[], str],
-        hosts: Hosts,
+        hosts: AllowedHosts,
         live: Callable[[], bool] | None = None,
     ) -> None:
         self._listener = listener
@@ -142,7 +151,7 @@ class Door:
     def open(self, admit: Admit) -> None:
         """Accept from now on."""
         self._loop = asyncio.get_running_loop()
-        self.pace = Pace(self._loop.time(), STRANGERS_SHARE)
+        self.pace = RateLimit(self._loop.time(), STRANGERS_SHARE)
         self._admit = admit
         self._poll = select.epoll()
         self._loop.add_reader(self._poll.fileno(), self._on_news)

@@ -30,7 +30,7 @@ from replicas import errors
 from replicas.config.structs import ChannelConfig
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.reach import check_reach
-from replicas.coordinator.sessions import Connection, Encoded, ProcessWatch, Session
+from replicas.coordinator.sessions import Connection, Encoded, MemberSession, ProcessWatch
 from replicas.core.channel import ChannelState
 from replicas.core.effects import (
     CaughtUp,
@@ -42,10 +42,10 @@ from replicas.core.effects import (
     MemberLost,
     MemberQuarantined,
     Read,
-    Record,
+    RecordDecision,
     ReplaceStore,
     Send,
-    Sweep,
+    SweepStore,
     SyncEnded,
 )
 from replicas.core.members.roster import GroupShape
@@ -53,7 +53,7 @@ from replicas.core.members.silence import Silence
 from replicas.core.moving.lanes import SECRET_NBYTES
 from replicas.core.versions.manifests import Joined, read
 from replicas.memory.beacon import own_beacon
-from replicas.memory.kept import Keeper
+from replicas.memory.kept import MemoryHolder
 from replicas.memory.process import own_process
 from replicas.messages import (
     PROTOCOL,
@@ -122,7 +122,7 @@ class Engine:
         self.run = run
         self.decisions = decisions
         self._store = store
-        self._keeper = Keeper()
+        self._keeper = MemoryHolder()
         beacon, process = own_beacon(), own_process()
         self._process = process
         here = ((process.boot_id, process.pid_namespace, beacon.uid), beacon)
@@ -139,7 +139,7 @@ class Engine:
             )
             for name, config in channels.items()
         }
-        self._sessions: dict[Member, Session] = {}
+        self._sessions: dict[Member, MemberSession] = {}
         self._channel_of: dict[Member, ChannelState] = {}
         self._callbacks: list[Callable[[Event], None]] = []
         self._outlets = {name: _Outlet() for name in channels}
@@ -169,7 +169,7 @@ class Engine:
 
     # ------------------------------------------------------------ sessions
 
-    def open(self, hello: Hello, connection: Connection, address: str, seen_as: str = "") -> Session:
+    def open(self, hello: Hello, connection: Connection, address: str, seen_as: str = "") -> MemberSession:
         """Bind a connection to a session: a new one, or the one that this incarnation
         already has.
 
@@ -194,7 +194,7 @@ class Engine:
         store = self._store.address[0]
         check_reach(hello, self._process, address, seen_as or store, store)
         watch = self._watch(hello, member)
-        session = Session(member)
+        session = MemberSession(member)
         session.watch = watch
         self._sessions[member] = session
         self._channel_of[member] = channel
@@ -211,11 +211,11 @@ class Engine:
             watch.start(lambda: self._exited(session))
         return session
 
-    def _attach(self, session: Session, connection: Connection, received: int, welcome: Welcome) -> None:
+    def _attach(self, session: MemberSession, connection: Connection, received: int, welcome: Welcome) -> None:
         session.attach(connection, received, welcome)
         connection.on_bytes = lambda: self._heard(session)
 
-    def _heard(self, session: Session) -> None:
+    def _heard(self, session: MemberSession) -> None:
         """Part of a message has come. Over a slow link the rest may take long: both
         sides hear of each other meanwhile."""
         channel, now = self._channel_of.get(session.member), self._now()
@@ -225,7 +225,7 @@ class Engine:
         if now - session.wrote_at >= ACK_BYTES_S:
             session.send(Ack())
 
-    def detach(self, session: Session, connection: Connection) -> None:
+    def detach(self, session: MemberSession, connection: Connection) -> None:
         """A connection has ended; its member may come back with another one."""
         channel = self._channel_of.get(session.member)
         if session.detach(connection) and channel is not None:
@@ -274,7 +274,7 @@ class Engine:
         if session is not None:
             session.close()
 
-    def _exited(self, session: Session) -> None:
+    def _exited(self, session: MemberSession) -> None:
         """The member's process has ended. What it said last may still lie in its
         socket: read that to the end first."""
         if session.watch is not None:
@@ -300,7 +300,7 @@ class Engine:
             channel.set_draining(group, replica, generation, self._now())
             self._apply(channel)
 
-    def expel(self, session: Session, error: errors.ReplicasError, reason: str) -> None:
+    def expel(self, session: MemberSession, error: errors.ReplicasError, reason: str) -> None:
         """Lose a member that says what no member can mean: it is told why, and would
         only say it again."""
         session.send(Refused(WireError.of(error)))
@@ -317,7 +317,7 @@ class Engine:
             channel.store_moved(self._now())
             self._apply(channel)
 
-    def receive(self, session: Session, frame: MemberFrame) -> bool:
+    def receive(self, session: MemberSession, frame: MemberFrame) -> bool:
         """A frame of the member; False when the connection must be closed (the frame is
         out of order)."""
         member, channel = session.member, self._channel_of.get(session.member)
@@ -366,14 +366,14 @@ class Engine:
         try:
             while outlet.due:
                 effect = outlet.due[0]
-                if isinstance(effect, Record) and not self._recorded(channel, outlet, effect):
+                if isinstance(effect, RecordDecision) and not self._recorded(channel, outlet, effect):
                     return
                 outlet.due.popleft()
                 self._do(channel, effect)
         finally:
             outlet.applying = False
 
-    def _recorded(self, channel: ChannelState, outlet: _Outlet, effect: Record) -> bool:
+    def _recorded(self, channel: ChannelState, outlet: _Outlet, effect: RecordDecision) -> bool:
         """Whether the decision is on disk. If not, nothing behind it happens on its
         channel: the next tick tries again."""
         decision = effect.decision
@@ -398,7 +398,7 @@ class Engine:
                     self.refused("overflow")
                     channel.lose(effect.member, "overflow", self._now())
                     self._apply(channel)
-            case Sweep():
+            case SweepStore():
                 self._store.sweep(effect.prefix)
             case ReplaceStore():
                 self._store.replace((effect.host, effect.port))

@@ -15,9 +15,9 @@ then the engine.
 *Fairness* is counted in the time for which the loop was busy with somebody (by the
 cheap clock: the thread's own costs as much as a small message; whoever is charged for a
 moment in which this process did not run has a reserve). A session has a small account,
-:class:`Pace`, that fills up at a fixed share of real time; handling its messages is
-paid from it, and one that is overdrawn is simply read later: TCP holds the sender back.
-A single expensive message is not punished, thousands are.
+:class:`RateLimit`, that fills up at a fixed share of real time; handling its messages
+is paid from it, and one that is overdrawn is simply read later: TCP holds the sender
+back. A single expensive message is not punished, thousands are.
 
 Each refusal has one of the reasons in :data:`REASONS`, which are also the values of a
 metric's label.
@@ -66,7 +66,7 @@ __all__ = [
     "REQUEST_TIMEOUT_S",
     "STALL_TIMEOUT_S",
     "STRANGERS",
-    "Pace",
+    "RateLimit",
     "hello_problem",
     "message_problem",
     "size_problem",
@@ -144,7 +144,7 @@ _HELD = 256
 _PID_MAX = 2**31
 
 
-class Pace:
+class RateLimit:
     """How fast one connection may go on. Times in seconds; ``used_s`` is time of the
     loop, ``share`` a part of it."""
 

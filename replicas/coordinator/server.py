@@ -33,7 +33,7 @@ from starlette.websockets import WebSocket, WebSocketDisconnect, WebSocketState
 
 from replicas import errors
 from replicas.config.values import NAME_ONE
-from replicas.coordinator.connection_guard import Charged, Config, Guard, HttpProtocol, connection_of, is_stranger
+from replicas.coordinator.connection_guard import Charged, Guard, GuardConfig, HttpProtocol, connection_of, is_stranger
 from replicas.coordinator.door import Door
 from replicas.coordinator.engine import Engine
 from replicas.coordinator.limits import (
@@ -45,7 +45,7 @@ from replicas.coordinator.limits import (
     message_problem,
     size_problem,
 )
-from replicas.coordinator.sessions import Session
+from replicas.coordinator.sessions import MemberSession
 from replicas.messages import Hello, MemberFrame, Refused, ServerFrame, WireError, decode_member_frame, encode
 
 __all__ = ["Server", "bind_listener", "session_route"]
@@ -124,7 +124,7 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
     await _converse(engine, session, websocket)
 
 
-async def _converse(engine: Engine, session: Session, websocket: WebSocket) -> None:
+async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket) -> None:
     """Read until one side ends it, or the session has no more use for this connection.
     The session writes by itself."""
     over, connection = session.over, connection_of(websocket.scope)
@@ -176,7 +176,7 @@ async def _receive(websocket: WebSocket) -> bytes:
     return data if data is not None else b""
 
 
-async def _read(engine: Engine, session: Session, websocket: WebSocket, over: asyncio.Event) -> None:
+async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, over: asyncio.Event) -> None:
     """:raises _Refusal: the connection is to be closed. It has been counted; when
     final, the session is over, too."""
     loop = asyncio.get_running_loop()
@@ -206,7 +206,7 @@ async def _read(engine: Engine, session: Session, websocket: WebSocket, over: as
             await asyncio.sleep(wait_s)
 
 
-def _refused(engine: Engine, session: Session, refusal: _Refusal) -> None:
+def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
     session.refused += 1
     engine.refused(refusal.reason)
     log.warning("%s is refused: %s", session.member, refusal.text)
@@ -214,7 +214,7 @@ def _refused(engine: Engine, session: Session, refusal: _Refusal) -> None:
         engine.expel(session, errors.UsageError(refusal.text, members=[session.member.name]), refusal.reason)
 
 
-def _handle(engine: Engine, session: Session, data: bytes) -> None:
+def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
     """:raises _Refusal: it is nothing that this session may say now."""
     if (problem := size_problem(data)) is not None:
         raise _Refusal("oversized", problem, TOO_BIG, final=True)
@@ -345,7 +345,7 @@ class Server:
         self._guard = guard
         self._door = door
         app: Any = Starlette(routes=list(routes))
-        self._config = Config(
+        self._config = GuardConfig(
             app if door is None else _Entrance(app, guard, door),
             guard,
             http=http,

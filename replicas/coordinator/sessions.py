@@ -12,9 +12,9 @@ shared by all queues; only its frame, made when it is written, is of one session
 carry no content but the newest number, so that there is never more than one of them
 waiting, however many heartbeats a member sends.
 
-Each connection has an event, :attr:`Session.over`, set when the session has no more use
-for it: it was closed, or another connection has taken its place. What is queued is
-still written then, for as long as the server waits for it.
+Each connection has an event, :attr:`MemberSession.over`, set when the session has no
+more use for it: it was closed, or another connection has taken its place. What is
+queued is still written then, for as long as the server waits for it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from replicas.linux.processes import START_TIME, stat_fields
 from replicas.messages import Ack, FromCoordinator, Refused, Welcome, encode_body, encode_frame
 from replicas.messages.identity import Member, ProcessIdentity
 
-__all__ = ["Connection", "Encoded", "ProcessWatch", "Session"]
+__all__ = ["Connection", "Encoded", "MemberSession", "ProcessWatch"]
 
 UNNUMBERED = (Ack, Refused, Welcome)
 _ACK = encode_body(Ack())
@@ -75,7 +75,7 @@ class Encoded:
         return self._body
 
 
-class Session:
+class MemberSession:
     """The outbox and the numbers of one member's session."""
 
     def __init__(self, member: Member) -> None:

@@ -22,7 +22,7 @@ from replicas.common import own_code
 from replicas.common.decoding import MALFORMED
 from replicas.coordinator.store_wire import Reply, Request
 
-__all__ = ["StoreKeeper"]
+__all__ = ["StoreWatcher"]
 
 log = logging.getLogger("replicas.store")
 
@@ -39,7 +39,7 @@ STRAGGLER_S = 30.0
 written after the first sweep."""
 
 
-class StoreKeeper:
+class StoreWatcher:
     """The master TCPStore's process. ``on_change(up)`` is called on the loop."""
 
     def __init__(self, bind: str, port: int, on_change: Callable[[bool], None]) -> None:

@@ -26,14 +26,14 @@ __all__ = [
     "OperationEnded",
     "Past",
     "Read",
-    "Record",
+    "RecordDecision",
     "ReplicaIdle",
     "ReplicaLoaded",
     "Retried",
     "Send",
     "SidecarReplaced",
     "StoreChanged",
-    "Sweep",
+    "SweepStore",
     "SyncEnded",
 ]
 
@@ -205,13 +205,13 @@ class Send(msgspec.Struct, frozen=True):
     message: FromCoordinator
 
 
-class Record(msgspec.Struct, frozen=True):
+class RecordDecision(msgspec.Struct, frozen=True):
     """Make the decision durable before any effect after it."""
 
     decision: CommitDecision
 
 
-class Sweep(msgspec.Struct, frozen=True):
+class SweepStore(msgspec.Struct, frozen=True):
     """Delete the keys under this prefix of the store, now and once more later
     (stragglers write after us)."""
 
@@ -259,4 +259,4 @@ class Emit(msgspec.Struct, frozen=True):
     event: Event
 
 
-Effect = Send | Record | Sweep | ReplaceStore | Keep | LetGo | Read | Emit
+Effect = Send | RecordDecision | SweepStore | ReplaceStore | Keep | LetGo | Read | Emit

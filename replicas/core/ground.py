@@ -13,7 +13,7 @@ from itertools import count
 
 from replicas.config.structs import ChannelConfig
 from replicas.core.effects import Effect, Emit, Event, Past, Retried, Send
-from replicas.core.members.high_water import Marks
+from replicas.core.members.high_water import HighWaterMarks
 from replicas.core.members.hosts import Hosts
 from replicas.core.members.links import Links
 from replicas.core.members.roster import Roster
@@ -46,7 +46,7 @@ class Ground:
     out: list[Effect]
     quarantine: Callable[[Member, str, float], None]
     others_wait: Callable[[float], bool]
-    marks: Marks = field(default_factory=Marks)
+    marks: HighWaterMarks = field(default_factory=HighWaterMarks)
     retries: dict[str, int] = field(default_factory=dict)
     ids: Iterator[int] = field(default_factory=lambda: count(1))
 

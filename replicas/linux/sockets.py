@@ -20,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-__all__ = ["Door", "is_own", "listener_uids", "listens", "peer_uid", "reachable", "whose"]
+__all__ = ["SocketAddress", "is_own", "listener_uids", "listens", "peer_uid", "reachable", "whose"]
 
 _CREDENTIALS = struct.Struct("3i")
 _LISTENS = "0A"
@@ -139,7 +139,7 @@ def listens(path: Path) -> bool:
     return True
 
 
-class Door(NamedTuple):
+class SocketAddress(NamedTuple):
     """Where a forkserver listens, as ``NAME:SECRET`` in the environment of those whom
     it serves.
 
@@ -154,7 +154,7 @@ class Door(NamedTuple):
     secret: str = ""
 
     @classmethod
-    def parse(cls, text: str) -> Door:
+    def parse(cls, text: str) -> SocketAddress:
         name, _, secret = text.partition(":")
         return cls(name, secret)
 

@@ -9,11 +9,11 @@ A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living p
 say so (:mod:`replicas.linux.locks`): from then on the memory is neither refilled by its
 owner nor freed with it.
 
-:class:`Keeper` holds the newest committed version of a channel in the coordinator's
-process, which has no use for it but to outlive its source. Others open it there as they
-would have opened it in the source. Nothing is mapped or copied for it, and memory that
-cannot be held (another host, another user; a GPU's, which ends with its owner) is
-simply not kept.
+:class:`MemoryHolder` holds the newest committed version of a channel in the
+coordinator's process, which has no use for it but to outlive its source. Others open it
+there as they would have opened it in the source. Nothing is mapped or copied for it,
+and memory that cannot be held (another host, another user; a GPU's, which ends with its
+owner) is simply not kept.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from replicas.linux.files import open_plain
 from replicas.memory.living import Living
 from replicas.messages import SlotPlace
 
-__all__ = ["Keeper", "hold"]
+__all__ = ["MemoryHolder", "hold"]
 
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
 """What passes: it says nothing about whether the two processes share memory."""
@@ -78,11 +78,11 @@ def hold(place: SlotPlace, version: int) -> int:
     return fd
 
 
-class Keeper:
+class MemoryHolder:
     """What this process keeps alive for others, by key; :meth:`close` lets go of
     everything."""
 
-    _living: Living[Keeper] = Living()
+    _living: Living[MemoryHolder] = Living()
 
     def __init__(self) -> None:
         self._held: dict[object, tuple[int, int]] = {}
@@ -128,7 +128,7 @@ class Keeper:
 
 
 def _forget_all() -> None:
-    for keeper in list(Keeper._living):
+    for keeper in list(MemoryHolder._living):
         keeper.forget()
 
 

@@ -10,7 +10,7 @@ cut along their first dimension until they fit a bucket, and runs of small ones 
 together share one. The buckets of several parts are mixed so that they fill the image
 from its start, as far as the order within each part allows: all owners send at the same
 time, and a receiver can digest the image behind the last byte that will still change
-(:attr:`Plan.settled`).
+(:attr:`BucketPlan.settled`).
 
 The size of a bucket depends on the route, which is the chain of lane ranks through
 which a part goes. Every member but the first and the last passes on what it has
@@ -31,7 +31,7 @@ from replicas.core.versions.manifest import Manifest, Piece, item_nbytes
 __all__ = [
     "MAX_BUCKET_NBYTES",
     "Bucket",
-    "Plan",
+    "BucketPlan",
     "bucket_limit",
     "buckets_of_part",
     "image_run",
@@ -63,7 +63,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Plan:
+class BucketPlan:
     """Those buckets that one member has to do with, in order.
 
     :ivar settled: one more than ``buckets``: before the first and after each of them,
@@ -85,7 +85,7 @@ def bucket_limit(nbytes: int, members: int) -> int:
 
 def make_plan(
     manifest: Manifest, routes: Sequence[Sequence[int]], rank: int, *, by_part: bool, limit: int | None = None
-) -> Plan:
+) -> BucketPlan:
     """What lane rank ``rank`` has to do when each part takes its route, or (not
     ``by_part``) the whole image the only one.
 
@@ -118,7 +118,7 @@ def make_plan(
     settled = [manifest.data_nbytes]
     for first in reversed(firsts):
         settled.append(min(settled[-1], first))
-    return Plan(tuple(buckets), tuple(reversed(settled)))
+    return BucketPlan(tuple(buckets), tuple(reversed(settled)))
 
 
 def _mixed(manifest: Manifest, parts: Sequence[tuple[int, list[Bucket]]]) -> tuple[list[int], list[Bucket]]:

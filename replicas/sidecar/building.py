@@ -42,7 +42,7 @@ from replicas.common.backoff import Backoff
 from replicas.core.members.preflight import MULTI_RANK_VERSION
 from replicas.errors import StoreTampered
 from replicas.linux.machine import boot_id
-from replicas.sidecar.groups import GlooGroup, Group, NcclGroup
+from replicas.sidecar.groups import CollectiveGroup, GlooGroup, NcclGroup
 from replicas.sidecar.meeting import meet
 from replicas.sidecar.signed_store import SignedStore
 from replicas.sidecar.wire import GroupSpec
@@ -78,7 +78,7 @@ _SIOCGIFADDR = 0x8915
 _never_destroyed: list[Any] = []
 
 
-def build_group(spec: GroupSpec) -> Group:
+def build_group(spec: GroupSpec) -> CollectiveGroup:
     """Form the process group of ``spec``; every rank of it does so with the same
     prefix.
 
@@ -105,7 +105,7 @@ def build_group(spec: GroupSpec) -> Group:
         raise
 
 
-def _build_over(store: SignedStore, spec: GroupSpec, deadline: float) -> Group:
+def _build_over(store: SignedStore, spec: GroupSpec, deadline: float) -> CollectiveGroup:
     remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
     store.set_timeout(remaining)
     group = _build_gloo(store, spec, remaining) if spec.backend == "gloo" else _build_nccl(store, spec)
@@ -146,7 +146,7 @@ def _store_timeout_s(deadline: float, number: int) -> float:
     return max(0.05, min(STORE_CONNECT.after(number - 1), deadline - time.monotonic()))
 
 
-def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> Group:
+def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> CollectiveGroup:
     options = _c10d.ProcessGroupGloo._Options()
     options._devices = [_c10d.ProcessGroupGloo.create_device(hostname=spec.address)]
     options._timeout = timeout
@@ -154,7 +154,7 @@ def _build_gloo(store: Any, spec: GroupSpec, timeout: timedelta) -> Group:
     return GlooGroup(_c10d.ProcessGroupGloo(store, spec.rank, spec.size, options), spec, device)
 
 
-def _build_nccl(store: Any, spec: GroupSpec) -> Group:
+def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
     device = accelerator()
     uuid = "" if device is None else device.device()
     if device is None or not uuid or not _c10d.is_nccl_available():
@@ -171,7 +171,7 @@ def _build_nccl(store: Any, spec: GroupSpec) -> Group:
     return NcclGroup(backend, spec, device, where)
 
 
-def _probe(group: Group, deadline: float) -> None:
+def _probe(group: CollectiveGroup, deadline: float) -> None:
     """Move 64 KiB from everyone to everyone, and look at what came."""
     steps = torch.arange(PROBE_NBYTES // 8, dtype=torch.int64)
     tensor = steps * (group.rank + 1)

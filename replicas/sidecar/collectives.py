@@ -16,7 +16,7 @@ import torch
 
 from replicas.core.versions.manifest import segment_layout
 from replicas.messages import Segment
-from replicas.sidecar.groups import REDUCIBLE, Group, Handle
+from replicas.sidecar.groups import REDUCIBLE, CollectiveGroup, Handle
 from replicas.sidecar.wire import CollectiveSpec
 from replicas.weights.tensors import torch_dtype
 
@@ -26,7 +26,7 @@ _EMPTY = torch.empty(0, dtype=torch.uint8)
 
 
 def run_collective(
-    group: Group, spec: CollectiveSpec, inputs: torch.Tensor | None, outputs: torch.Tensor | None
+    group: CollectiveGroup, spec: CollectiveSpec, inputs: torch.Tensor | None, outputs: torch.Tensor | None
 ) -> None:
     """Run one operation.
 
@@ -54,7 +54,7 @@ def run_collective(
 
 class _Operation:
     def __init__(
-        self, group: Group, spec: CollectiveSpec, inputs: torch.Tensor | None, outputs: torch.Tensor | None
+        self, group: CollectiveGroup, spec: CollectiveSpec, inputs: torch.Tensor | None, outputs: torch.Tensor | None
     ) -> None:
         self.group = group
         self.spec = spec

@@ -7,9 +7,9 @@ Theory of operation
 This process loads torch once, without touching CUDA, stays single-threaded, and forks a
 sidecar for each request. ``--listener``: serves every process of the same user that
 connects to this inherited socket and shows the secret of its door
-(:class:`replicas.linux.sockets.Door`, which is in the environment); it dies with its
-parent by a death signal. ``--fd``: serves the one process at the other end of that
-socket, and ends with it.
+(:class:`replicas.linux.sockets.SocketAddress`, which is in the environment); it dies
+with its parent by a death signal. ``--fd``: serves the one process at the other end of
+that socket, and ends with it.
 
 Nothing outlives its owner: a client's sidecars are killed when its connection ends or
 its process (pidfd) is dead; they watch the same two themselves; and the kernel kills
@@ -38,7 +38,7 @@ from replicas import environ
 from replicas.linux import inherited
 from replicas.linux.prctl import die_with_parent, name_process
 from replicas.linux.processes import send_signal
-from replicas.linux.sockets import Door, peer_uid
+from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
 
 __all__ = ["ForkServer", "main"]
@@ -212,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
 
     gc.enable()
     if options.listener is not None:
-        server = ForkServer(process.run, Door.parse(environ.read().forkserver or "").secret)
+        server = ForkServer(process.run, SocketAddress.parse(environ.read().forkserver or "").secret)
         server.listen(socket.socket(fileno=options.listener))
     else:
         server = ForkServer(process.run)

@@ -34,7 +34,7 @@ import torch.distributed as dist
 from replicas.sidecar.wire import GroupSpec
 from replicas.weights.devices.accelerator import Accelerator, Registration
 
-__all__ = ["REDUCIBLE", "GlooGroup", "Group", "Handle", "NcclGroup"]
+__all__ = ["REDUCIBLE", "CollectiveGroup", "GlooGroup", "Handle", "NcclGroup"]
 
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 _INTEGERS = ("int64", "int32", "int8", "uint8")
@@ -101,7 +101,7 @@ def _wait_nccl(work: Any, deadline: float) -> None:
     work.wait()
 
 
-class Group(ABC):
+class CollectiveGroup(ABC):
     """Operations of one process group on contiguous, non-empty tensors. ``deadline`` is
     of the monotonic clock.
 
@@ -228,7 +228,7 @@ class Group(ABC):
         return self._backend.reduce([tensor], reduce)
 
 
-class GlooGroup(Group):
+class GlooGroup(CollectiveGroup):
     """ProcessGroupGloo: on host memory."""
 
     def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator | None = None) -> None:
@@ -258,7 +258,7 @@ class GlooGroup(Group):
         return sent + [self._backend.recv([tensor], peer, 0) for peer in sources]
 
 
-class NcclGroup(Group):
+class NcclGroup(CollectiveGroup):
     """ProcessGroupNCCL: on device memory."""
 
     spreads = True

@@ -40,7 +40,7 @@ import time
 from collections.abc import Callable
 
 from replicas.sidecar import wire
-from replicas.sidecar.progress import Progress
+from replicas.sidecar.progress import PackingProgress
 from replicas.sidecar.traffic import Traffic
 
 __all__ = ["Mailbox"]
@@ -67,7 +67,7 @@ class Mailbox:
         self._requests: queue.SimpleQueue[tuple[wire.Request, list[int]]] = queue.SimpleQueue()
         self._writing = threading.Lock()
         self._reading = threading.Lock()
-        self._progress = Progress()
+        self._progress = PackingProgress()
         self.traffic = Traffic()
         self._interrupt = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
         self._working = threading.Event()

@@ -35,7 +35,7 @@ from replicas.linux.prctl import name_process
 from replicas.sidecar import wire
 from replicas.sidecar.building import build_group
 from replicas.sidecar.collectives import run_collective
-from replicas.sidecar.groups import Group
+from replicas.sidecar.groups import CollectiveGroup
 from replicas.sidecar.mailbox import Mailbox
 from replicas.sidecar.meeting import Unreachable
 from replicas.sidecar.transfer import run_transfer
@@ -52,7 +52,7 @@ class SidecarProcess:
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
-        self._group: Group | None = None
+        self._group: CollectiveGroup | None = None
         self._buffers: dict[int, Buffer] = {}
         self._unusable: dict[int, ReplicasError] = {}
         self._gpu: Accelerator | None = None
@@ -202,7 +202,7 @@ class SidecarProcess:
             self._gpu.synchronize(self._uuid)
 
     @property
-    def _built(self) -> Group:
+    def _built(self) -> CollectiveGroup:
         if self._group is None:
             raise ValueError("this sidecar has no group yet")
         return self._group

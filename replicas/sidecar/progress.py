@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-__all__ = ["KEPT_TRANSFERS", "Progress"]
+__all__ = ["KEPT_TRANSFERS", "PackingProgress"]
 
 KEPT_TRANSFERS = 16
 """What is told of transfers that never begin here, or have ended already, must not pile
 up."""
 
 
-class Progress:
+class PackingProgress:
     """Bytes that are there from the start of the data section, for each transfer.
 
     The rank packs when it likes: what is told of a transfer that has not begun is kept.

@@ -55,7 +55,8 @@ Without such a limit the CPU is the limit, and all ways cost about the same (2 h
 NCCL pipelines its own broadcast, and does what one member asks of it one after another:
 a chain would wait in circles. So its buckets (larger ones: an operation costs more than
 its bytes) go from their owner to all others of the route at once
-(:meth:`replicas.sidecar.groups.Group.spread`), in the one order that all members have.
+(:meth:`replicas.sidecar.groups.CollectiveGroup.spread`), in the one order that all
+members have.
 
 On a GPU
 --------
@@ -78,8 +79,8 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from replicas.core.versions.manifest import Manifest
-from replicas.sidecar.buckets import MAX_BUCKET_NBYTES, Bucket, Plan, image_run, make_plan
-from replicas.sidecar.groups import Group, Handle
+from replicas.sidecar.buckets import MAX_BUCKET_NBYTES, Bucket, BucketPlan, image_run, make_plan
+from replicas.sidecar.groups import CollectiveGroup, Handle
 from replicas.sidecar.wire import TransferResult, TransferSpec
 from replicas.weights.devices.accelerator import Accelerator
 from replicas.weights.devices.device_digest import DeviceDigest, DeviceStreamDigest
@@ -149,7 +150,7 @@ class _Checker:
 
     def __init__(
         self,
-        plan: Plan,
+        plan: BucketPlan,
         manifest: Manifest,
         data: torch.Tensor,
         device: Accelerator | None,
@@ -227,7 +228,7 @@ class _Mover:
 
     def __init__(
         self,
-        group: Group,
+        group: CollectiveGroup,
         spec: TransferSpec,
         manifest: Manifest,
         memory: torch.Tensor,
@@ -349,7 +350,7 @@ class _Mover:
 
 
 def run_transfer(
-    group: Group,
+    group: CollectiveGroup,
     spec: TransferSpec,
     manifest: Manifest,
     memory: torch.Tensor,

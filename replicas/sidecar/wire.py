@@ -199,8 +199,9 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
     """First packet; descriptor: a pidfd of the rank. Its sidecars die with it. Answered
     by :class:`Attached`.
 
-    :param secret: of the forkserver's door (:class:`replicas.linux.sockets.Door`);
-        empty: the socket is the rank's own.
+    :param secret: of the forkserver's door
+        (:class:`replicas.linux.sockets.SocketAddress`); empty: the socket is the rank's
+        own.
     """
 
     secret: str = ""

@@ -66,7 +66,7 @@ from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.event_log import EventLog
 from replicas.telemetry.events import ConnectionsRefused, Event, Record, Reloaded, RunEnded, Transition
 from replicas.telemetry.metrics import Metrics
-from replicas.telemetry.tally import Growth
+from replicas.telemetry.tally import CounterDeltas
 
 __all__ = ["Supervisor"]
 
@@ -131,7 +131,7 @@ class Supervisor:
         self.state: StateDir = StateDir(self.config.run.state_dir, self.config.run.name)
         self._events = EventLog(None)
         self._failures = FailureReports()
-        self._refusals = Growth(_REFUSALS_INTERVAL_S)
+        self._refusals = CounterDeltas(_REFUSALS_INTERVAL_S)
         self.metrics: Metrics = Metrics(self.status, lambda: self._events.tally)
         self._report = report or log.info
         self._coordinator: Coordinator | None = None
@@ -446,7 +446,7 @@ class Supervisor:
         """Whether the supervisor itself works."""
         return self.coordinator.store_up and self.coordinator.loop_lag_s < _STUCK_LOOP_S
 
-    # ------------------------------------------ what the fleet stands on (fleet.Ground)
+    # -------------------------------------- what the fleet stands on (FleetEnvironment)
 
     @property
     def overseer(self) -> Overseer:

@@ -24,7 +24,7 @@ from prometheus_client.utils import floatToGoString
 
 import replicas
 from replicas.status import ChannelStatus, GroupStatus, ReplicaState, RunStatus
-from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Spread, Tally
+from replicas.telemetry.tally import START_BUCKETS, SYNC_BUCKETS, Histogram, Tally
 
 __all__ = ["Metrics"]
 
@@ -100,7 +100,7 @@ def _histogram(
     text: str,
     labels: tuple[str, ...],
     bounds: tuple[float, ...],
-    series: Iterable[tuple[tuple[str, ...], Spread]],
+    series: Iterable[tuple[tuple[str, ...], Histogram]],
 ) -> Metric:
     family = HistogramMetricFamily(f"replicas_{name}", text, labels=labels)
     names = [*map(floatToGoString, bounds), "+Inf"]

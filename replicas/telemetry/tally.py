@@ -27,7 +27,7 @@ from replicas.telemetry.events import (
     RunStarted,
 )
 
-__all__ = ["START_BUCKETS", "SYNC_BUCKETS", "Growth", "Spread", "Tally"]
+__all__ = ["START_BUCKETS", "SYNC_BUCKETS", "CounterDeltas", "Histogram", "Tally"]
 
 SYNC_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 START_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200, 1800)
@@ -35,7 +35,7 @@ START_BUCKETS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20, 40, 60, 120, 300, 600, 1200,
 Counts = dict[str, int]
 
 
-class Spread(msgspec.Struct):
+class Histogram(msgspec.Struct):
     """A histogram. ``counts``: observations up to each bound and above the one before;
     the last: above all bounds."""
 
@@ -62,11 +62,11 @@ class Tally(msgspec.Struct):
     """
 
     restarts: dict[str, Counts] = {}
-    starts: dict[str, Spread] = {}
-    recoveries: dict[str, Spread] = {}
+    starts: dict[str, Histogram] = {}
+    recoveries: dict[str, Histogram] = {}
     syncs: dict[str, Counts] = {}
     sync_nbytes: Counts = {}
-    sync_phases: dict[str, dict[str, Spread]] = {}
+    sync_phases: dict[str, dict[str, Histogram]] = {}
     retries: dict[str, Counts] = {}
     sidecars: Counts = {}
     refused: Counts = {}
@@ -124,9 +124,9 @@ class Tally(msgspec.Struct):
         if step.restart_reason is not None:
             _add(self.restarts.setdefault(step.group, {}), step.restart_reason)
         if step.start_s is not None:
-            self.starts.setdefault(step.group, Spread()).observe(step.start_s, START_BUCKETS)
+            self.starts.setdefault(step.group, Histogram()).observe(step.start_s, START_BUCKETS)
         if step.recovery_s is not None:
-            self.recoveries.setdefault(step.group, Spread()).observe(step.recovery_s, START_BUCKETS)
+            self.recoveries.setdefault(step.group, Histogram()).observe(step.recovery_s, START_BUCKETS)
 
     def _synced(self, event: SyncEnded) -> None:
         record = event.record
@@ -136,7 +136,7 @@ class Tally(msgspec.Struct):
         _add(self.sync_nbytes, event.channel, record.moved_nbytes)
         phases = self.sync_phases.setdefault(event.channel, {})
         for phase, seconds in {**record.phases, "total": record.seconds}.items():
-            phases.setdefault(phase, Spread()).observe(seconds, SYNC_BUCKETS)
+            phases.setdefault(phase, Histogram()).observe(seconds, SYNC_BUCKETS)
 
     def shown_in(self, status: RunStatus) -> RunStatus:
         """The status with our counters in it."""
@@ -160,7 +160,7 @@ class Tally(msgspec.Struct):
         )
 
 
-class Growth:
+class CounterDeltas:
     """Turns counters that somebody else keeps, from zero, into what was added since the
     last look.
 

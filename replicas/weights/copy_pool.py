@@ -3,7 +3,7 @@
 Theory of operation
 ===================
 
-A :class:`Crew` lives as long as one job: a thread costs 0.1 ms to start, nothing is
+A :class:`CopyPool` lives as long as one job: a thread costs 0.1 ms to start, nothing is
 left behind, and a fork meets none of them. The caller's thread and the helpers take
 tasks from one queue until it is empty, so that nobody waits for a slow one.
 
@@ -30,7 +30,7 @@ import torch
 
 from replicas.common.waits import Latch, locked
 
-__all__ = ["ALONE_NBYTES", "Crew", "cores", "helpers_for", "one_thread"]
+__all__ = ["ALONE_NBYTES", "CopyPool", "cores", "helpers_for", "one_thread"]
 
 ALONE_NBYTES = 8 << 20
 """Less than this is done by the caller's thread alone: a helper would cost as much as
@@ -78,7 +78,7 @@ def helpers_for(nbytes: int, sharing: int = 1) -> int:
     return max(0, min(cores() // max(1, sharing) - 1, MOST_HELPERS, nbytes // ALONE_NBYTES))
 
 
-class Crew:
+class CopyPool:
     """The caller's thread and ``helpers`` more. Close it in the end; helpers end when
     nothing is left to do.
 

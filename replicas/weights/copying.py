@@ -4,10 +4,10 @@ Theory of operation
 ===================
 
 The work is cut into :class:`Step`\ s of about :data:`STEP_NBYTES`, each of which fills
-one run of bytes, and done by a :class:`~replicas.weights.copy_pool.Crew`. Every block
-(of the digest) of which all bytes are filled may be hashed, by any helper and in any
-order. The caller's thread hashes nothing (but a few MiB, which need no helper): it goes
-on when the last byte is copied, and the digest follows.
+one run of bytes, and done by a :class:`~replicas.weights.copy_pool.CopyPool`. Every
+block (of the digest) of which all bytes are filled may be hashed, by any helper and in
+any order. The caller's thread hashes nothing (but a few MiB, which need no helper): it
+goes on when the last byte is copied, and the digest follows.
 
 Where there are three cores or more, a helper hashes a block as soon as it is filled.
 Two cores copy at twice the speed of one, so that a helper which hashes meanwhile holds
@@ -39,7 +39,7 @@ import xxhash
 
 from replicas.common.waits import locked
 from replicas.weights import streaming
-from replicas.weights.copy_pool import ALONE_NBYTES, Crew, cores, helpers_for
+from replicas.weights.copy_pool import ALONE_NBYTES, CopyPool, cores, helpers_for
 from replicas.weights.devices.accelerator import Accelerator, accelerator
 from replicas.weights.digest import BLOCK_NBYTES, combined
 
@@ -162,7 +162,7 @@ def copy_pairs(
         on_device()
         used = _enqueue(device, enqueued)
     owner = _Caller()
-    crew = Crew(helpers_for(nbytes, sharing), owner=owner)
+    crew = CopyPool(helpers_for(nbytes, sharing), owner=owner)
     try:
         inference = any(any(map(torch.Tensor.is_inference, destinations)) for destinations, _ in batches)
         copy = functools.partial(streaming.copy_all, past_caches=streaming.pays(nbytes), inference=inference)
@@ -273,7 +273,7 @@ class Copier:
         self._unhashed = len(self._blocks)
         self._finished = False
         self._prefix = None if progress is None else Prefix(nbytes, progress)
-        self._crew = Crew(0, self._chore)
+        self._crew = CopyPool(0, self._chore)
         begun(self)
         self._crew.grow(helpers)
 

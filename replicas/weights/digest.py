@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import xxhash
 
-from replicas.weights.copy_pool import Crew, helpers_for
+from replicas.weights.copy_pool import CopyPool, helpers_for
 from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.devices.device_digest import device_digest_of
 
@@ -77,7 +77,7 @@ def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host"
     def hash_block(start: int) -> None:
         blocks[start] = xxhash.xxh3_128_digest(view[start : start + BLOCK_NBYTES])
 
-    crew = Crew(helpers_for(view.nbytes // 2))  # a thread hashes faster than it copies
+    crew = CopyPool(helpers_for(view.nbytes // 2))  # a thread hashes faster than it copies
     try:
         crew.run([functools.partial(hash_block, start) for start in range(0, view.nbytes, BLOCK_NBYTES)])
     finally:

@@ -50,7 +50,7 @@ from replicas.core.versions.manifest import PartManifest
 from replicas.weights.copy_pool import cores
 from replicas.weights.copying import Copier, Progress
 from replicas.weights.devices.accelerator import Accelerator, accelerator
-from replicas.weights.devices.device_copies import Begun, DeviceCopies, Manner
+from replicas.weights.devices.device_copies import Begun, CopyOptions, DeviceCopies
 from replicas.weights.feed import Feed
 from replicas.weights.layout import Entry, copy_elements, layout
 from replicas.weights.memory.arena import Slot
@@ -85,7 +85,7 @@ Fill = Callable[[Copier | DeviceCopies], None]
 def _filled(
     fill: Fill,
     data: torch.Tensor,
-    manner: Manner,
+    manner: CopyOptions,
     progress: Progress | None = None,
     *,
     device: Accelerator | None,
@@ -112,11 +112,12 @@ def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
     """The digest of a slot that is filled already. Returns at once.
 
     What was written to it on a device, or from one to pinned memory, is waited for
-    first, as far as it is on the current stream; see :class:`Manner` for ``begun``.
+    first, as far as it is on the current stream; see :class:`CopyOptions` for
+    ``begun``.
     """
     buffer = slot.buffer
     device = accelerator() if buffer.device or buffer.pinned else None
-    return _filled(lambda copies: copies.written(), slot.data, Manner(buffer, begun=begun), device=device)
+    return _filled(lambda copies: copies.written(), slot.data, CopyOptions(buffer, begun=begun), device=device)
 
 
 def _walk(feed: Feed, writer: Writer, copies: Copier | DeviceCopies) -> None:
@@ -126,7 +127,7 @@ def _walk(feed: Feed, writer: Writer, copies: Copier | DeviceCopies) -> None:
     writer.finish()
 
 
-def _device_for(sources: list[torch.Tensor], manner: Manner) -> Accelerator | None:
+def _device_for(sources: list[torch.Tensor], manner: CopyOptions) -> Accelerator | None:
     """The device that has anything to do with the copies of these."""
     device = accelerator()
     return device if device is not None and (manner.device or any(map(device.owns, sources))) else None
@@ -137,7 +138,7 @@ def _copy(
     destinations: list[torch.Tensor],
     sources: list[torch.Tensor],
     data: torch.Tensor,
-    manner: Manner,
+    manner: CopyOptions,
     progress: Progress | None = None,
 ) -> Packing:
     """Copy tensors that all exist; both in the order of their bytes."""
@@ -153,7 +154,7 @@ def _copy(
 
 
 def _copy_runs(
-    places: Places, sources: Addresses, data: torch.Tensor, manner: Manner, progress: Progress | None
+    places: Places, sources: Addresses, data: torch.Tensor, manner: CopyOptions, progress: Progress | None
 ) -> Packing:
     """Copy bytes of host memory as they are, by their addresses in the order of the
     places."""
@@ -220,11 +221,11 @@ class Packer:
             call says that all is, and comes before this returns, or after
             :attr:`Packing.copies` are done; it does not come when this raises or those
             fail.
-        :param hold: see :class:`Manner`, as for ``begun``.
+        :param hold: see :class:`CopyOptions`, as for ``begun``.
         :raises ManifestMismatch: the feed gave something else than ``manifest`` says;
             the feed has been drained.
         """
-        manner = Manner(slot.buffer, hold, begun)
+        manner = CopyOptions(slot.buffer, hold, begun)
         known = self.knows(feed, manifest)
         sources, feed.sources = feed.sources, None
         try:
@@ -272,7 +273,7 @@ class Staged:
     manifest: PartManifest
     entries: tuple[Entry, ...]
 
-    def write(self, data: torch.Tensor, manner: Manner = Manner()) -> Packing:
+    def write(self, data: torch.Tensor, manner: CopyOptions = CopyOptions()) -> Packing:
         """Copy everything to its place in ``data`` (uint8: a slot's data)."""
         places = Places(self.manifest)
         full = self.manifest.pieces is not None

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from replicas.cli.find_run import Place
+from replicas.cli.find_run import RunAddress
 from replicas.control.commands import Order
 from replicas.errors import Disconnected
 from replicas.status import ReplicaStatus
@@ -180,7 +180,7 @@ class TreeWorld:
 
         :raises replicas.errors.ReplicasError: it was not carried out.
         """
-        Place(self.run.config).client().order(order)
+        RunAddress(self.run.config).client().order(order)
 
     # ------------------------------------------------------------ what shows
 

@@ -22,7 +22,7 @@ from replicas.control.app import control_routes
 from replicas.control.commands import Answer, Restart, Scale
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import connection_guard as guard
-from replicas.coordinator.allowed_hosts import Hosts
+from replicas.coordinator.allowed_hosts import AllowedHosts
 from replicas.coordinator.connection_guard import Guard
 from replicas.coordinator.door import Door
 from replicas.coordinator.server import Server, bind_listener
@@ -114,7 +114,7 @@ async def test_who_has_shown_the_token_is_no_stranger(tmp_path: Path, monkeypatc
     listener = bind_listener("127.0.0.1", 0)
     address = listener.getsockname()
     access = ByToken(lambda: "secret", run.refused.append)
-    hosts = Hosts("127.0.0.1", "127.0.0.1")
+    hosts = AllowedHosts("127.0.0.1", "127.0.0.1")
     door = Door(listener, run.refused.append, token=lambda: "secret", hosts=hosts, live=run.live)
     asked: asyncio.Queue[None] = asyncio.Queue()
 

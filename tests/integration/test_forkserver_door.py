@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import children
-from replicas.linux.sockets import Door, peer_uid
+from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.sidecar import wire
 from replicas.sidecar.rank_side.client import Forkserver, SidecarDied
 from tests.support.runs import eventually
@@ -25,8 +25,8 @@ from tests.support.users import ATTACKER, needs_users, stranger
 pytestmark = pytest.mark.anyio
 
 
-def new_door() -> Door:
-    return Door(f"replicas-test-{secrets.token_hex(8)}", secrets.token_hex(8))
+def new_door() -> SocketAddress:
+    return SocketAddress(f"replicas-test-{secrets.token_hex(8)}", secrets.token_hex(8))
 
 
 @needs_users

@@ -25,7 +25,7 @@ from replicas.control.app import control_routes
 from replicas.control.commands import Scale
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import Coordinator
-from replicas.coordinator.store import StoreKeeper
+from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.store_wire import Reply, Request
 from replicas.sidecar import meeting
 from replicas.sidecar import wire as sidecar_wire
@@ -200,7 +200,7 @@ def use_store(port: int) -> bytes:
 async def test_the_tcp_store() -> None:
     """It is torch's: a frame may end it; then there is another one."""
     up = asyncio.Event()
-    keeper = StoreKeeper("127.0.0.1", 0, lambda is_up: up.set() if is_up else None)
+    keeper = StoreWatcher("127.0.0.1", 0, lambda is_up: up.set() if is_up else None)
     await keeper.start()
     try:
         real = await asyncio.to_thread(recorded, keeper.address[1], use_store)
@@ -216,7 +216,7 @@ async def test_the_tcp_store() -> None:
         await keeper.aclose()
 
 
-async def served(keeper: StoreKeeper) -> bool:
+async def served(keeper: StoreWatcher) -> bool:
     if not keeper.up:
         return False
     try:

@@ -25,7 +25,7 @@ from replicas import messages as wire
 from replicas.control.app import control_routes
 from replicas.control.socket import ControlSocket
 from replicas.coordinator import Coordinator
-from replicas.linux.sockets import Door
+from replicas.linux.sockets import SocketAddress
 from replicas.sidecar import wire as sidecar_wire
 from tests.integration.test_frames import attached, forked, messages, recorded, requests, say, use_store
 from tests.integration.test_security import framed, raw_session
@@ -176,7 +176,7 @@ async def test_the_forkserver(world: World) -> None:
     real = [sidecar_wire.encode(sidecar_wire.Attach()), sidecar_wire.encode(sidecar_wire.Fork(7))]
 
     def hurl(data: bytes) -> None:
-        with attached(Door.parse(world.forkserver).name) as client, contextlib.suppress(OSError):
+        with attached(SocketAddress.parse(world.forkserver).name) as client, contextlib.suppress(OSError):
             client.send(data[:100_000] or b"\0")
 
     await undisturbed(world, hurl, real, seed=7)
@@ -185,7 +185,7 @@ async def test_the_forkserver(world: World) -> None:
 async def test_requests_to_another_sidecar(world: World) -> None:
     real = [sidecar_wire.encode(message) for message in (sidecar_wire.Ping(1), sidecar_wire.MapBuffer(1))]
     whole = [sidecar_wire.frame_head(body, ()) + body for body in real]
-    with pidfd_of_this() as pidfd, attached(Door.parse(world.forkserver).name) as client:
+    with pidfd_of_this() as pidfd, attached(SocketAddress.parse(world.forkserver).name) as client:
         socket.send_fds(client, [sidecar_wire.encode(sidecar_wire.Attach())], [pidfd])
         assert sidecar_wire.read_packet(client)[0]
 

@@ -25,7 +25,7 @@ import pytest
 
 from replicas.linux.processes import MARK, start_time
 from replicas.supervisor.logs.pump import Log, LogSource, Pump
-from replicas.supervisor.logs.pump_watcher import LogKeeper
+from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import launcher, orders
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, RankExit
 from tests.support.frames import MANY, mutants
@@ -158,7 +158,7 @@ def test_what_a_log_pump_says(
     ours, theirs = orders.pair()
     drained: list[int] = []
     with selectors.DefaultSelector() as selector, theirs:
-        keeper = LogKeeper(SPEC._replace(log_dir=str(tmp_path)), selector, None, losses.append)
+        keeper = PumpWatcher(SPEC._replace(log_dir=str(tmp_path)), selector, None, losses.append)
         keeper._control = ours
         selector.register(ours, selectors.EVENT_READ, keeper._on_message)
         real = [LogLoss(3, "file", "full").message(), {"type": "drained", "number": 0}]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from replicas.core.effects import SyncEnded
-from replicas.core.lives.lifecycle import Event, Lifecycle
+from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent
 from replicas.status import ChannelStatus, GroupStatus, MemberStatus, ReplicaStatus, RunStatus, StoreStatus, SyncRecord
 from replicas.telemetry.metrics import Metrics
 from replicas.telemetry.tally import Tally
@@ -75,7 +75,7 @@ def test_metrics_pass_promtool() -> None:
     tally = Tally()
     metrics = Metrics(a_status, lambda: tally)
     life = Lifecycle("rollout", 0, now=0.0)
-    for now, event in enumerate((Event.START, Event.READY)):
+    for now, event in enumerate((ReplicaEvent.START, ReplicaEvent.READY)):
         tally.count(life.apply(event, now=float(now)))
     tally.count(SyncEnded("policy", SyncRecord(version=1, outcome="committed", seconds=0.2, nbytes=1)))
     assert promtool("check", "metrics", stdin=metrics.render()) == (0, "")

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
-from replicas.coordinator.store import StoreKeeper
+from replicas.coordinator.store import StoreWatcher
 from replicas.coordinator.store_process import MEMORY_MAX_NBYTES, MEMORY_NBYTES
 from replicas.coordinator.store_wire import Reply, Request
 
@@ -61,7 +61,7 @@ async def test_a_store_that_somebody_fills_is_replaced(caplog: pytest.LogCapture
         if ups == 2:
             replaced.set()
 
-    keeper = StoreKeeper("127.0.0.1", 0, changed)
+    keeper = StoreWatcher("127.0.0.1", 0, changed)
     await keeper.start()
     try:
         before = keeper.pid
@@ -103,7 +103,7 @@ def set_many(client: TCPStore) -> None:
 
 async def test_a_store_that_is_used_is_left_alone() -> None:
     """As by many more members than a run can have."""
-    keeper = StoreKeeper("127.0.0.1", 0, lambda _: None)
+    keeper = StoreWatcher("127.0.0.1", 0, lambda _: None)
     await keeper.start()
     try:
         client = TCPStore("127.0.0.1", keeper.address[1], is_master=False, timeout=timedelta(seconds=30))

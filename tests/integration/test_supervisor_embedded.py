@@ -15,7 +15,7 @@ import pytest
 
 import replicas
 from replicas import errors
-from replicas.core.lives.lifecycle import Event, Transition
+from replicas.core.lives.lifecycle import ReplicaEvent, Transition
 from replicas.supervisor import Supervisor
 from replicas.supervisor.state.state import AlreadySupervised
 from tests.support.runs import alive
@@ -105,8 +105,8 @@ async def test_scale_restart_and_drain(tmp_path: Path) -> None:
         assert await supervisor.run_until_done() == 0
         await supervisor.preempt()  # too late: it is over
         assert supervisor.exit_code == 0
-        assert steps.count(f"a/1 {Event.RETRY.value} 1") == 1
-        assert f"b/0 {Event.STOPPED.value} 1" in steps
+        assert steps.count(f"a/1 {ReplicaEvent.RETRY.value} 1") == 1
+        assert f"b/0 {ReplicaEvent.STOPPED.value} 1" in steps
 
 
 async def test_wait_ready_tells_of_a_failure(tmp_path: Path) -> None:

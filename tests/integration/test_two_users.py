@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 import pytest
 
-from replicas.linux.sockets import Door
+from replicas.linux.sockets import SocketAddress
 from tests.support.exposure import Listener, Process, files_of, listeners, processes_of
 from tests.support.programs import SERVES, group
 from tests.support.runs import MARK, Run, eventually
@@ -116,7 +116,7 @@ class Scene(NamedTuple):
         found = {(self.run.state_dir / "token").read_text().strip()}
         for process in self.processes:
             if "REPLICAS_FORKSERVER" in process.environment:
-                found.add(Door.parse(process.environment["REPLICAS_FORKSERVER"]).secret)
+                found.add(SocketAddress.parse(process.environment["REPLICAS_FORKSERVER"]).secret)
         assert len(found) > 2
         assert all(len(secret) >= 16 for secret in found)
         return found

@@ -19,7 +19,7 @@ import msgspec
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.config.structs import ChannelConfig, Party
+from replicas.config.structs import ChannelConfig, ChannelRole
 from replicas.core.channel import ChannelState
 from replicas.core.effects import (
     CommitDecision,
@@ -30,10 +30,10 @@ from replicas.core.effects import (
     MemberLost,
     Past,
     Read,
-    Record,
+    RecordDecision,
     ReplaceStore,
     Send,
-    Sweep,
+    SweepStore,
 )
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.fetching import pieces
@@ -61,14 +61,14 @@ class Hop(NamedTuple):
 def channel_config(**changes: object) -> ChannelConfig:
     fields: dict[str, object] = {
         "name": "policy",
-        "sources": (Party("trainer", "leader"),),
-        "targets": (Party("rollout", "all"),),
+        "sources": (ChannelRole("trainer", "leader"),),
+        "targets": (ChannelRole("rollout", "all"),),
     }
     return ChannelConfig(**{**fields, **changes})  # type: ignore[arg-type]  # the test names valid fields
 
 
 def peer_config(ranks: str = "leader", **changes: object) -> ChannelConfig:
-    party = Party("peer", ranks)  # type: ignore[arg-type]  # the test names valid ranks
+    party = ChannelRole("peer", ranks)  # type: ignore[arg-type]  # the test names valid ranks
     return channel_config(name="outer", sources=(), targets=(), peers=(party,), **changes)
 
 
@@ -623,11 +623,11 @@ class World:
                         self._lanes.setdefault(effect.message.lane, {})[effect.member] = effect.message.rank
                     if effect.member in self.members:
                         self.members[effect.member].inbox.append(effect.message)
-                case Record(decision=CommitDecision(kind="abort", version=version)):
+                case RecordDecision(decision=CommitDecision(kind="abort", version=version)):
                     forgotten = self.log_lost and version > self._newest_known()
                     if not forgotten or all(old.version != version for old in self.decisions):
                         self.aborted.add(version)  # else its number is used a second time
-                case Record():
+                case RecordDecision():
                     self.state.told.recorded(effect.decision)
                     assert effect.decision.version not in self.aborted
                     again = [old for old in self.decisions if old.version == effect.decision.version]
@@ -640,7 +640,7 @@ class World:
                     self.events.append(effect.event)
                     if isinstance(effect.event, MemberLost):
                         self.members.pop(effect.event.member, None)
-                case Sweep():
+                case SweepStore():
                     self.swept.append(effect.prefix)
                 case ReplaceStore(host, port):
                     self.replaced.append((host, port))

@@ -13,9 +13,9 @@ import torch
 from replicas import errors
 from replicas import messages as wire
 from replicas.channel.hub import Hub
-from replicas.channel.operations.operations import Operations
-from replicas.channel.sidecar_lanes import Lanes
-from replicas.channel.versions.manifest_exchange import Manifests
+from replicas.channel.operations.operations import RankOperations
+from replicas.channel.sidecar_lanes import SidecarLanes
+from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.publish import Publisher
 from replicas.channel.versions.receive import Receiver
 from replicas.channel.versions.transfers import Transfers
@@ -142,11 +142,11 @@ class World:
         self.hub = hub = Hub(self.loop, self.hello, None, "policy")  # type: ignore[arg-type]  # a fake
         self.session = Session()
         self.session.on_ask = self._answer
-        self.lanes = Lanes(hub)
+        self.lanes = SidecarLanes(hub)
         self.publisher, self.receiver = Publisher(hub), Receiver(hub)
-        self.manifests = Manifests(hub, self.publisher.manifest_of)
+        self.manifests = ManifestExchange(hub, self.publisher.manifest_of)
         self.transfers = Transfers(hub, self.lanes, self.manifests)
-        self.watches, self.operations = Watches(hub), Operations(hub, self.lanes)
+        self.watches, self.operations = Watches(hub), RankOperations(hub, self.lanes)
         weights = (self.publisher, self.receiver, self.watches, self.transfers, self.manifests)
         hub.start(self.session, (*weights, self.operations, self.lanes))  # type: ignore[arg-type]  # a fake
         settings = wire.ChannelSettings(role, 5.0, slots, "leader", "leader", "auto", 1.0)  # type: ignore[arg-type]  # a valid role

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from replicas.core.versions.manifest import item_nbytes, segment_layout
-from replicas.linux.sockets import Door
+from replicas.linux.sockets import SocketAddress
 from replicas.messages import OperationKind, ReduceOp, Segment
 from replicas.sidecar.rank_side.client import CollectiveSpec, Forkserver, GroupSpec, Sidecar
 from replicas.weights.memory.buffers import Buffer
@@ -204,7 +204,7 @@ async def gone(pidfds: Sequence[int], timeout_s: float = 5.0) -> bool:
 def start_forkserver(name: str) -> subprocess.Popen[str]:
     """A forkserver behind the door ``name``, which goes with it; it dies with this
     process."""
-    with Door.parse(name).listen() as listener:
+    with SocketAddress.parse(name).listen() as listener:
         return subprocess.Popen(
             [sys.executable, "-m", "replicas.sidecar.forkserver", "--listener", str(listener.fileno())],
             stderr=subprocess.PIPE,

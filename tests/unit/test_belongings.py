@@ -14,7 +14,7 @@ import pytest
 from replicas.linux.smi import _stuck as smi_stuck
 from replicas.supervisor.cleanup import still_held as remains
 from replicas.supervisor.cleanup.inventory import Belongings, Listener, Stocktaking, take
-from replicas.supervisor.cleanup.still_held import Held, held, wait_clear
+from replicas.supervisor.cleanup.still_held import StillHeld, held, wait_clear
 
 ME = f"process {os.getpid()} ("
 
@@ -46,7 +46,7 @@ def test_gpu_memory_that_the_driver_counts_for_the_old_is_waited_for(
     smi.chmod(0o755)
     monkeypatch.setattr("shutil.which", lambda _: str(smi))
     assert held([Belongings(gpu=True, processes=((4000001, 5),))]) == [
-        Held("512 MiB on GPU GPU-a", "process 4000001 (gone)")
+        StillHeld("512 MiB on GPU GPU-a", "process 4000001 (gone)")
     ]
     assert held([Belongings(processes=((4000001, 5),))]) == []
 
@@ -74,7 +74,7 @@ def test_a_driver_that_hangs_holds_nobody_up(tmp_path: Path, monkeypatch: pytest
 
 
 def test_the_wait_ends_when_it_is_clear_given_up_or_too_long() -> None:
-    said: list[Held] = []
+    said: list[StillHeld] = []
     pauses: list[float] = []
 
     async def waits(seconds: float) -> bool:
@@ -111,7 +111,7 @@ def test_what_cannot_be_looked_for_is_said_and_ends_nothing(monkeypatch: pytest.
         return False
 
     monkeypatch.setattr(remains, "listeners", no_descriptor)
-    said: list[Held] = []
+    said: list[StillHeld] = []
     old = [Belongings(ports=(Listener("127.0.0.1", 80, 1),))]
     assert anyio.run(wait_clear, old, said.append, gives_up) == said
     assert [one.holder for one in said] == ["unknown: it cannot be looked for (Too many open files)"]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.config.structs import Party
+from replicas.config.structs import ChannelRole
 from replicas.core.effects import CaughtUp, SyncEnded
 from replicas.core.members.hosts import LOCATE_S
 from replicas.core.members.member_state import MemberState
@@ -394,7 +394,7 @@ def publish_parts(world: World, trainers: list[SimMember]) -> wire.PublishEnd | 
 
 
 def parts_world(machines: tuple[str, str]) -> tuple[World, list[SimMember]]:
-    world = World(channel_config(sources=(Party("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
     trainers = [world.join(f"trainer/0/{rank}", world_size=2, machine=machines[rank]) for rank in range(2)]
     return world, trainers
 

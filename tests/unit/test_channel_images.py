@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.config.structs import Party
+from replicas.config.structs import ChannelRole
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from replicas.core.versions.recovery import RECOVERY_S
@@ -18,7 +18,7 @@ PARTS = [
 
 
 def parts_world() -> tuple[World, list[SimMember]]:
-    world = World(channel_config(sources=(Party("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
     trainers = [world.join(f"trainer/0/{rank}", world_size=2, machine="a") for rank in range(2)]
     world.run()
     return world, trainers

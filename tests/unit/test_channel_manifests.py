@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.config.structs import Party
+from replicas.config.structs import ChannelRole
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions import manifest as manifest_module
 from replicas.core.versions.fetching import Cache, pieces
@@ -79,7 +79,7 @@ def test_a_manifest_that_cannot_be_had_fails_its_publish_and_no_other(answer: by
 
 def test_parts_that_are_too_large_together_fail_their_publish(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each rank's own is small enough for it to say so."""
-    world = World(channel_config(sources=(Party("trainer", "all"),)))
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)))
     world.groups["trainer"] = GroupShape(1, 2)
     ranks = [world.join(f"trainer/0/{rank}", world_size=2) for rank in range(2)]
     world.join("rollout/0/0")

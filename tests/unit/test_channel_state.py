@@ -7,7 +7,7 @@ import pytest
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.config.structs import Party
+from replicas.config.structs import ChannelRole
 from replicas.core.effects import MemberLost, ReplicaLoaded, Retried
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
@@ -115,7 +115,7 @@ def test_a_rank_that_joins_late_counts_from_where_its_replica_began() -> None:
 
 @pytest.mark.parametrize("beginning", [False, True])
 def test_a_rank_that_joins_once_more_is_paired_with_what_its_replica_has_under_way(beginning: bool) -> None:
-    config = channel_config(sources=(Party("trainer", "all"),))
+    config = channel_config(sources=(ChannelRole("trainer", "all"),))
     world = World(config, {"trainer": GroupShape(world_size=2)})
     leader, other = world.join("trainer/0/0", world_size=2), world.join("trainer/0/1", world_size=2)
     spec = TensorSpec("weight", "float32", (4,))
@@ -469,7 +469,7 @@ def test_the_deadline_names_who_was_late() -> None:
 
 
 def test_a_rank_that_never_packs_ends_by_the_deadline() -> None:
-    world = World(channel_config(sources=(Party("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
     first = world.join("trainer/0/0", world_size=2)
     world.join("trainer/0/1", world_size=2)
     publish(world, first, deadline_s=5.0)
@@ -497,7 +497,7 @@ def test_tensors_that_do_not_fit_the_manifest_are_refused_unless_asked_for() -> 
 
 
 def test_parts_of_all_ranks_make_one_version() -> None:
-    world = World(channel_config(sources=(Party("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
+    world = World(channel_config(sources=(ChannelRole("trainer", "all"),)), {"trainer": GroupShape(world_size=2)})
     ranks = [world.join(f"trainer/0/{rank}", world_size=2) for rank in range(2)]
     target = world.join("rollout/0/0")
     spec = TensorSpec("weight", "float32", (4,))

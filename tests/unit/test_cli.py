@@ -334,7 +334,7 @@ def test_status_when_the_port_belongs_to_another_run_now(
 
 
 def test_the_end_of_a_run_is_more_than_its_silence(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    place, silence = find.Place(folder / "grpo.toml"), Disconnected("silence")
+    place, silence = find.RunAddress(folder / "grpo.toml"), Disconnected("silence")
     with pytest.raises(Disconnected, match="is not running"):
         place.end()
     write_endpoint(folder, "127.0.0.1:1")
@@ -353,7 +353,7 @@ def test_the_end_of_a_run_is_more_than_its_silence(folder: Path, monkeypatch: py
 
 
 def test_the_end_of_a_run_elsewhere() -> None:
-    end, refused = find.Place(endpoint="127.0.0.1:1").end(), Disconnected("nobody answers")
+    end, refused = find.RunAddress(endpoint="127.0.0.1:1").end(), Disconnected("nobody answers")
     assert not end.came(refused)
     refused.__cause__ = ConnectionRefusedError()
     assert end.came(refused)

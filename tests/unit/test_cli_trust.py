@@ -198,7 +198,7 @@ def test_a_token_is_shown_to_whose_it_is_and_to_whom_one_chooses(
 
 def test_a_token_is_read_once_as_its_file_goes_with_the_run(folder: Path) -> None:
     (folder / "mine").write_text(TOKEN)
-    place = find.Place(endpoint="127.0.0.1:1", token_file=folder / "mine")
+    place = find.RunAddress(endpoint="127.0.0.1:1", token_file=folder / "mine")
     first = place.client()
     (folder / "mine").unlink()
     assert place.client()._token == first._token == TOKEN

@@ -9,7 +9,7 @@ import pytest
 
 from replicas.cli import main as cli
 from replicas.cli import wait as cli_wait
-from replicas.cli.find_run import Place
+from replicas.cli.find_run import RunAddress
 from replicas.errors import Disconnected, UsageError, WorldError
 from replicas.status import GroupStatus, ReplicaStatus, RunStatus, StoreStatus
 
@@ -82,7 +82,7 @@ def test_who_is_not_there_is_named() -> None:
             cli_wait.unready(run_of(READY), target)
 
 
-class FakePlace(Place):
+class FakePlace(RunAddress):
     """A run that looks different each time; None: it is gone."""
 
     def __init__(self, *statuses: RunStatus | None) -> None:

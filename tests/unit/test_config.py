@@ -16,10 +16,10 @@ from hypothesis import strategies as st
 from replicas.config.file import channels_from, load, parse
 from replicas.config.structs import (
     ChannelConfig,
+    ChannelRole,
     ControlConfig,
     Dependency,
     LogsConfig,
-    Party,
     ResourcesConfig,
     RestartConfig,
 )
@@ -104,8 +104,8 @@ def test_the_contracts_example_is_read_and_equals_the_defaults(folder: Path) -> 
     assert rollout.restart == RestartConfig()
     assert config.groups["trainer"].health == rollout.health
     policy = config.channels["policy"]
-    assert policy.sources == (Party("trainer", "leader"),)
-    assert policy.targets == (Party("rollout", "all"),)
+    assert policy.sources == (ChannelRole("trainer", "leader"),)
+    assert policy.targets == (ChannelRole("rollout", "all"),)
     assert {"policy": policy} == channels_from({"policy": {"sources": ["trainer"], "targets": ["rollout"]}}, {})
     assert {"policy": policy} == channels_from({"policy": policy}, {"rollout": 1})
 
@@ -551,7 +551,7 @@ def test_a_file_that_cannot_be_read(tmp_path: Path, content: bytes | None, probl
 def test_peers_share_the_channels_ranks() -> None:
     table = {"peers": ["a", {"group": "b"}], "ranks": "each", "deadline": 5, "staging": "device"}
     channel = channels_from({"outer": table}, {})["outer"]
-    assert channel.peers == (Party("a", "each"), Party("b", "each"))
+    assert channel.peers == (ChannelRole("a", "each"), ChannelRole("b", "each"))
     assert channel.deadline_s == 5.0
     assert channel.staging == "device"
 
@@ -567,7 +567,9 @@ def test_a_channel_alone_is_checked_too() -> None:
     )
 
 
-SOURCED = ChannelConfig(name="policy", sources=(Party("trainer", "leader"),), targets=(Party("rollout", "all"),))
+SOURCED = ChannelConfig(
+    name="policy", sources=(ChannelRole("trainer", "leader"),), targets=(ChannelRole("rollout", "all"),)
+)
 
 
 @pytest.mark.parametrize(

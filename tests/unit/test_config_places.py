@@ -43,7 +43,7 @@ def test_a_release_that_is_switched(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         assert load("run.toml").run.state_dir == tmp_path / ".replicas/x"
     (tmp_path / ".replicas/x").mkdir(parents=True)
     (tmp_path / ".replicas/x/lock").touch()
-    assert find.Place().state_dir == tmp_path / ".replicas/x"
+    assert find.RunAddress().state_dir == tmp_path / ".replicas/x"
     monkeypatch.setenv("PWD", str(tmp_path))  # of another program's: it is not where this one is
     assert load("run.toml").run.state_dir == tmp_path / "releases/2/.replicas/x"
 

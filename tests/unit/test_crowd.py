@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from replicas.coordinator.allowed_hosts import Hosts
+from replicas.coordinator.allowed_hosts import AllowedHosts
 from replicas.coordinator.crowd import LOOPBACK, Crowd, source_of
 from replicas.coordinator.door import authorization_of, head_of
 
@@ -82,7 +82,7 @@ def test_the_head_of_a_request(end: bytes) -> None:
     assert head_of(head) is None
 
 
-LOOPBACK_PORT = Hosts("my.name", "127.0.0.1")
+LOOPBACK_PORT = AllowedHosts("my.name", "127.0.0.1")
 
 
 @pytest.mark.parametrize(
@@ -107,5 +107,5 @@ def test_names_of_this_machine(value: str) -> None:
 )
 def test_names_of_others(value: str) -> None:
     assert "does not answer to the name" in LOOPBACK_PORT.problem(["localhost", value])
-    assert Hosts("0.0.0.0", "0.0.0.0").problem([value]) == ""
-    assert Hosts("10.0.0.1", "10.0.0.1").problem([value]) == ""
+    assert AllowedHosts("0.0.0.0", "0.0.0.0").problem([value]) == ""
+    assert AllowedHosts("10.0.0.1", "10.0.0.1").problem([value]) == ""

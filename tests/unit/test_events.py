@@ -27,8 +27,8 @@ from replicas.core.effects import (
     StoreChanged,
     SyncEnded,
 )
-from replicas.core.lives.lifecycle import Event as Step
 from replicas.core.lives.lifecycle import Lifecycle
+from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.linux import private
 from replicas.messages.identity import Member
 from replicas.status import ChannelStatus, GroupStatus, RunStatus, StoreStatus, SyncRecord
@@ -57,7 +57,7 @@ from replicas.telemetry.events import (
     decode,
     encode,
 )
-from replicas.telemetry.tally import Growth, Tally
+from replicas.telemetry.tally import CounterDeltas, Tally
 from tests.support.full_disk import file_size_limit
 
 RANK = Member("a", 0, 1, "n")
@@ -177,11 +177,11 @@ def test_a_status_shows_the_counters_of_the_events() -> None:
 
 
 def test_growth_is_told_once() -> None:
-    growth = Growth()
+    growth = CounterDeltas()
     assert growth.since({"a": 2, "b": 0}) == [("a", 2)]
     assert growth.since({"a": 2, "b": 0}) == []
     assert growth.since({"a": 5, "b": 1}) == [("a", 3), ("b", 1)]
-    seldom = Growth(10.0)
+    seldom = CounterDeltas(10.0)
     assert seldom.since({"a": 1}, 100.0) == [("a", 1)]
     assert seldom.since({"a": 2}, 109.0) == []
     assert seldom.since({"a": 3}, 110.0) == [("a", 2)]

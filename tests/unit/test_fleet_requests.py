@@ -11,7 +11,7 @@ import pytest
 from replicas.config.structs import HealthConfig
 from replicas.errors import UsageError
 from replicas.supervisor.fleet.causes import Cause
-from replicas.supervisor.fleet.core import Crew
+from replicas.supervisor.fleet.core import FleetCore
 from replicas.supervisor.shim.orders import NodeSpec
 from tests.support.fleets import DONE, Life, SimShim, Yard, fleet, group_of
 from tests.support.virtual import virtually
@@ -203,7 +203,7 @@ async def test_a_group_that_is_scaled_to_none_keeps_no_run_going() -> None:
         assert made.exit_code == 0
 
 
-def saved_of(made: Crew, yard: Yard) -> dict[str, Any]:
+def saved_of(made: FleetCore, yard: Yard) -> dict[str, Any]:
     made.save()
     return dict(yard.saved)
 

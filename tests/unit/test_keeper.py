@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from replicas.linux.processes import Child
-from replicas.supervisor.shim.forkserver_watcher import TRIES, ForkserverKeeper
+from replicas.supervisor.shim.forkserver_watcher import TRIES, ForkserverWatcher
 
 
 def descriptors() -> int:
@@ -30,7 +30,7 @@ def test_one_that_cannot_be_started_again_is_tried_again_and_given_up(capfd: pyt
         return children[0]
 
     with selectors.DefaultSelector() as selector:
-        keeper = ForkserverKeeper(spawn, selector)
+        keeper = ForkserverWatcher(spawn, selector)
         keeper.start()
         assert keeper.pid == children[0].pid
         for key, _ in selector.select(30.0):

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.config.structs import Party
+from replicas.config.structs import ChannelRole
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
 from tests.support.channel_world import COORDINATOR, SimMember, World, channel_config
@@ -85,7 +85,7 @@ def test_another_host_gets_it_through_the_first_who_has_mapped_it() -> None:
 
 
 def test_a_version_in_parts_is_kept_whole() -> None:
-    config = channel_config(sources=(Party("trainer", "all"),))
+    config = channel_config(sources=(ChannelRole("trainer", "all"),))
     world = World(config, {"trainer": GroupShape(world_size=2)}, machine="a")
     trainers = [world.join(f"trainer/0/{rank}", world_size=2, machine="a") for rank in range(2)]
     publish(world, *trainers, manifests=PARTS)
@@ -102,7 +102,7 @@ def test_a_version_in_parts_is_kept_whole() -> None:
 
 
 def test_a_version_of_which_only_a_part_is_kept_is_lost_with_the_other() -> None:
-    config = channel_config(sources=(Party("trainer", "all"),))
+    config = channel_config(sources=(ChannelRole("trainer", "all"),))
     world = World(config, {"trainer": GroupShape(world_size=2)}, machine="a")
     near, far = (world.join(f"trainer/0/{rank}", world_size=2, machine=where) for rank, where in enumerate("ab"))
     publish(world, near, far, manifests=PARTS)

@@ -8,53 +8,66 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from replicas.core.lives.lifecycle import ALIVE, REPLICA, SETTLED, Event, Lifecycle, after_exit
+from replicas.core.lives.lifecycle import ALIVE, REPLICA, SETTLED, Lifecycle, ReplicaEvent, after_exit
 from replicas.core.tables import InvalidStep
 from replicas.status import ReplicaState
 
 STATES: tuple[ReplicaState, ...] = get_args(ReplicaState)
-GONE = {Event.FINISHED, Event.RETRY, Event.GIVE_UP, Event.STOPPED}
+GONE = {ReplicaEvent.FINISHED, ReplicaEvent.RETRY, ReplicaEvent.GIVE_UP, ReplicaEvent.STOPPED}
 
 
-def history(life: Lifecycle, *events: Event) -> list[ReplicaState]:
+def history(life: Lifecycle, *events: ReplicaEvent) -> list[ReplicaState]:
     return [life.apply(event, now=float(index)).after for index, event in enumerate(events)]
 
 
 def test_a_life_without_trouble() -> None:
     life = Lifecycle("trainer", 0, now=0.0)
-    assert history(life, Event.START, Event.READY, Event.FINISHED) == ["starting", "ready", "finished"]
+    assert history(life, ReplicaEvent.START, ReplicaEvent.READY, ReplicaEvent.FINISHED) == [
+        "starting",
+        "ready",
+        "finished",
+    ]
     assert (life.name, life.generation, life.restarts, life.settled) == ("trainer/0", 1, {}, True)
 
 
 def test_a_killed_replica_comes_back_as_the_next_generation() -> None:
     life = Lifecycle("rollout", 1, now=0.0)
-    life.apply(Event.START, now=10.0)
-    assert life.apply(Event.READY, now=12.0).start_s == 2.0
-    life.apply(Event.RETRY, now=20.0, reason="rank 0 was killed by SIGKILL", restart_reason="signal")
+    life.apply(ReplicaEvent.START, now=10.0)
+    assert life.apply(ReplicaEvent.READY, now=12.0).start_s == 2.0
+    life.apply(ReplicaEvent.RETRY, now=20.0, reason="rank 0 was killed by SIGKILL", restart_reason="signal")
     assert (life.state, life.reason, life.alive) == ("backoff", "rank 0 was killed by SIGKILL", False)
     assert life.state_age_s(21.0) == 1.0
-    life.apply(Event.BACKOFF_ELAPSED, now=21.0)
-    back = life.apply(Event.READY, now=24.0)
+    life.apply(ReplicaEvent.BACKOFF_ELAPSED, now=21.0)
+    back = life.apply(ReplicaEvent.READY, now=24.0)
     assert (back.generation, back.start_s, back.recovery_s) == (2, 3.0, 4.0)
     assert (life.restarts, life.reason) == ({"signal": 1}, "")
 
 
 def test_a_hung_replica_is_ended_before_its_next_generation_starts() -> None:
     life = Lifecycle("rollout", 0, now=0.0)
-    seen = history(life, Event.START, Event.READY, Event.HEARTBEAT_TIMEOUT, Event.RETRY, Event.BACKOFF_ELAPSED)
+    seen = history(
+        life,
+        ReplicaEvent.START,
+        ReplicaEvent.READY,
+        ReplicaEvent.HEARTBEAT_TIMEOUT,
+        ReplicaEvent.RETRY,
+        ReplicaEvent.BACKOFF_ELAPSED,
+    )
     assert seen == ["starting", "ready", "draining", "backoff", "starting"]
 
 
 def test_losing_readiness_alone_is_neither_a_start_nor_a_recovery() -> None:
     life = Lifecycle("rollout", 0, now=0.0)
-    history(life, Event.START, Event.READY, Event.UNREADY)
-    again = life.apply(Event.READY, now=9.0)
+    history(life, ReplicaEvent.START, ReplicaEvent.READY, ReplicaEvent.UNREADY)
+    again = life.apply(ReplicaEvent.READY, now=9.0)
     assert (again.start_s, again.recovery_s, life.generation) == (None, None, 1)
 
 
 def test_a_settled_replica_can_be_asked_back() -> None:
     life = Lifecycle("rollout", 0, now=0.0)
-    assert history(life, Event.START, Event.GIVE_UP, Event.STOP, Event.RESTART, Event.START)[1:] == [
+    assert history(
+        life, ReplicaEvent.START, ReplicaEvent.GIVE_UP, ReplicaEvent.STOP, ReplicaEvent.RESTART, ReplicaEvent.START
+    )[1:] == [
         "failed",
         "failed",
         "pending",
@@ -66,7 +79,7 @@ def test_a_settled_replica_can_be_asked_back() -> None:
 def test_an_impossible_event_raises_and_changes_nothing() -> None:
     life = Lifecycle("rollout", 0, now=0.0)
     with pytest.raises(InvalidStep) as caught:
-        life.apply(Event.READY, now=1.0)
+        life.apply(ReplicaEvent.READY, now=1.0)
     assert (
         caught.value.message
         == "a replica that is pending cannot take ready; possible: start, stop, group_failed, restart"
@@ -77,36 +90,36 @@ def test_an_impossible_event_raises_and_changes_nothing() -> None:
 @pytest.mark.parametrize(
     ("ok", "policy", "granted", "requested", "event"),
     [
-        (True, "on-failure", False, False, Event.FINISHED),
-        (False, "on-failure", True, False, Event.RETRY),
-        (False, "on-failure", False, False, Event.GIVE_UP),
-        (True, "always", True, False, Event.RETRY),
-        (True, "always", False, False, Event.GIVE_UP),
-        (False, "never", False, False, Event.GIVE_UP),
-        (True, "never", False, False, Event.FINISHED),
-        (False, "never", False, True, Event.RETRY),
+        (True, "on-failure", False, False, ReplicaEvent.FINISHED),
+        (False, "on-failure", True, False, ReplicaEvent.RETRY),
+        (False, "on-failure", False, False, ReplicaEvent.GIVE_UP),
+        (True, "always", True, False, ReplicaEvent.RETRY),
+        (True, "always", False, False, ReplicaEvent.GIVE_UP),
+        (False, "never", False, False, ReplicaEvent.GIVE_UP),
+        (True, "never", False, False, ReplicaEvent.FINISHED),
+        (False, "never", False, True, ReplicaEvent.RETRY),
     ],
 )
-def test_what_an_exit_leads_to(ok: bool, policy: str, granted: bool, requested: bool, event: Event) -> None:
+def test_what_an_exit_leads_to(ok: bool, policy: str, granted: bool, requested: bool, event: ReplicaEvent) -> None:
     found = after_exit(ok=ok, policy=policy, granted=granted, requested=requested)  # type: ignore[arg-type]  # pytest's parameters are plain strings
     assert found is event
 
 
 def test_processes_that_end_lead_out_of_every_living_state() -> None:
     for state in ALIVE:
-        assert REPLICA.allows(state, Event.RETRY)
-        assert REPLICA.allows(state, Event.GIVE_UP)
-        assert REPLICA.allows(state, Event.STOP)
+        assert REPLICA.allows(state, ReplicaEvent.RETRY)
+        assert REPLICA.allows(state, ReplicaEvent.GIVE_UP)
+        assert REPLICA.allows(state, ReplicaEvent.STOP)
     for state in STATES:
-        for event in GONE - {Event.GIVE_UP}:
+        for event in GONE - {ReplicaEvent.GIVE_UP}:
             if REPLICA.allows(state, event):
                 assert state in ALIVE
                 assert REPLICA.next(state, event) not in ALIVE
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.lists(st.sampled_from(Event), max_size=40))
-def test_no_history_starts_a_generation_while_another_one_lives(events: list[Event]) -> None:
+@given(st.lists(st.sampled_from(ReplicaEvent), max_size=40))
+def test_no_history_starts_a_generation_while_another_one_lives(events: list[ReplicaEvent]) -> None:
     life = Lifecycle("rollout", 0, now=0.0)
     for now, event in enumerate(events):
         was_alive, generation = life.alive, life.generation
@@ -117,5 +130,5 @@ def test_no_history_starts_a_generation_while_another_one_lives(events: list[Eve
             assert not was_alive
             assert life.generation == generation + 1
         if step.before in SETTLED:
-            assert event in (Event.RESTART, Event.RESET, Event.STOP)
+            assert event in (ReplicaEvent.RESTART, ReplicaEvent.RESET, ReplicaEvent.STOP)
         assert life.state in STATES

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from replicas import messages as wire
 from replicas.coordinator import limits
-from replicas.coordinator.limits import Pace, hello_problem, message_problem, size_problem
+from replicas.coordinator.limits import RateLimit, hello_problem, message_problem, size_problem
 from replicas.messages.bounds import OPERATION_NBYTES, VERSION_MAX
 from replicas.messages.identity import ProcessIdentity
 from tests.support.hostile import any_message
@@ -144,20 +144,20 @@ _SAMPLES: dict[str, object] = {
 
 
 def test_a_session_that_floods_is_slowed_down_and_no_other_is() -> None:
-    pace, now, waited = Pace(0.0), 0.0, 0.0
+    pace, now, waited = RateLimit(0.0), 0.0, 0.0
     for _ in range(100_000):
         wait_s = pace.after_message(100e-6, now)
         now += 150e-6 + (wait_s or 0.0)
         waited += wait_s or 0.0
     assert pace.flooded
     assert 100_000 * 150e-6 / now == pytest.approx(limits.LOOP_SHARE, rel=0.1)
-    calm = Pace(0.0)
+    calm = RateLimit(0.0)
     assert not any(calm.after_message(100e-6, i / 1000) for i in range(10_000))  # a thousand a second, for ever
     assert not calm.flooded
 
 
 def test_one_dear_message_is_not_punished() -> None:
-    pace = Pace(0.0)
+    pace = RateLimit(0.0)
     assert pace.after_message(0.4, 0.4) == 0.0
     assert not pace.flooded
     waits = [pace.after_message(30.0, 0.4) for _ in range(2)]
@@ -166,7 +166,7 @@ def test_one_dear_message_is_not_punished() -> None:
 
 
 def test_the_others_have_a_turn_after_a_few_messages() -> None:
-    pace = Pace(0.0)
+    pace = RateLimit(0.0)
     turns = [pace.after_message(1e-6, 0.0) for _ in range(16)]
     assert turns == ([None] * 7 + [0.0]) * 2
     assert pace.after_message(0.003, 0.0) == 0.0

@@ -6,7 +6,7 @@ from __future__ import annotations
 import pytest
 
 from replicas import messages as wire
-from replicas.config.structs import Party
+from replicas.config.structs import ChannelRole
 from replicas.core.effects import MemberQuarantined
 from replicas.core.members.roster import GroupShape
 from replicas.core.versions.manifest import PartManifest, Piece, TensorSpec
@@ -129,7 +129,7 @@ def test_a_joiner_behind_a_broken_link_is_caught_up_over_somebody_else() -> None
 
 
 def test_a_version_in_parts_goes_round_a_broken_link() -> None:
-    config = channel_config(sources=(Party("trainer", "all"),))
+    config = channel_config(sources=(ChannelRole("trainer", "all"),))
     world = World(config, {"trainer": GroupShape(world_size=2)})
     trainers = [world.join(f"trainer/0/{rank}", world_size=2, machine="a", address=TRAINER) for rank in range(2)]
     near = world.join("rollout/0/0", machine="b", address=NEAR)

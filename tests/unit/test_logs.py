@@ -15,7 +15,7 @@ from replicas.config.structs import LogsConfig
 from replicas.linux import private
 from replicas.supervisor.logs.log_file import RotatedFile, remove_old_generations
 from replicas.supervisor.logs.pump import LONGEST_NBYTES, Log, LogSource
-from replicas.supervisor.logs.pump_watcher import LogKeeper
+from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.logs.tee import Tee
 from replicas.supervisor.shim.guard import RANK_MARK
 from replicas.supervisor.shim.orders import NodeSpec
@@ -279,14 +279,14 @@ def test_a_pump_that_dies_at_the_end_is_replaced_until_its_time_is_over(
 ) -> None:
     selector = selectors.DefaultSelector()
     spec = NodeSpec("r", "a", 0, 1, 0, 1, 1, "exec", (), {}, str(tmp_path), str(tmp_path), 1.0, "nonce")
-    keeper = LogKeeper(spec, selector, None, lambda _: None)
+    keeper = PumpWatcher(spec, selector, None, lambda _: None)
     started: list[int] = []
 
-    def start(keeper: LogKeeper) -> None:
+    def start(keeper: PumpWatcher) -> None:
         started.append(1)
         keeper._pid = 4000001
 
-    monkeypatch.setattr(LogKeeper, "start", start)
+    monkeypatch.setattr(PumpWatcher, "start", start)
     os.write(keeper.streams("rank 0")[0], b"last words\n")
     keeper.close()
     assert not keeper.over

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from replicas.core.effects import Retried, SidecarReplaced, SyncEnded
-from replicas.core.lives.lifecycle import Event, Lifecycle
+from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent
 from replicas.status import (
     ChannelStatus,
     GroupStatus,
@@ -130,7 +130,9 @@ def metrics_of(tally: Tally) -> Metrics:
 def fed() -> Metrics:
     tally = Tally()
     life = Lifecycle("rollout", 0, now=0.0)
-    for now, event in enumerate((Event.START, Event.READY, Event.RETRY, Event.BACKOFF_ELAPSED, Event.READY)):
+    for now, event in enumerate(
+        (ReplicaEvent.START, ReplicaEvent.READY, ReplicaEvent.RETRY, ReplicaEvent.BACKOFF_ELAPSED, ReplicaEvent.READY)
+    ):
         tally.count(life.apply(event, now=float(now), restart_reason="signal"))
     tally.count(SyncEnded("policy", a_record()))
     tally.count(SyncEnded("policy", a_record("peers_lost")))

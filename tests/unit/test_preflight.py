@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from replicas.config.structs import ChannelConfig, Party
+from replicas.config.structs import ChannelConfig, ChannelRole
 from replicas.core.members.preflight import NCCL_AGREED, check_join
 from replicas.errors import Preflight
 from replicas.messages import PROTOCOL, Hello
@@ -29,8 +29,8 @@ def on_gpu(group: str = "trainer", replica: int = 0, uuid: str = "GPU-a", **more
 def config(backend: Any = "auto", target_ranks: Any = "all") -> ChannelConfig:
     return ChannelConfig(
         name="policy",
-        sources=(Party("trainer", "leader"),),
-        targets=(Party("rollout", target_ranks),),
+        sources=(ChannelRole("trainer", "leader"),),
+        targets=(ChannelRole("rollout", target_ranks),),
         backend=backend,
     )
 
@@ -121,6 +121,6 @@ def test_ranks_without_bytes_never_meet_in_a_group() -> None:
     check_join(on_gpu("rollout", rank=1), [on_gpu()], config("nccl", target_ranks="leader"))
     with pytest.raises(Preflight):
         check_join(on_gpu("rollout", rank=1), [on_gpu()], config("nccl"))
-    peers = ChannelConfig(name="outer", peers=(Party("trainer", "each"),), backend="nccl")
+    peers = ChannelConfig(name="outer", peers=(ChannelRole("trainer", "each"),), backend="nccl")
     with pytest.raises(Preflight):
         check_join(on_gpu(rank=1), [on_gpu()], peers)

@@ -9,7 +9,7 @@ import pytest
 
 from replicas.cli.render_events import concerns, event_line
 from replicas.core import effects
-from replicas.core.lives.lifecycle import Event as Step
+from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.messages.identity import Member
 from replicas.status import SyncRecord
 from replicas.telemetry import events

@@ -18,7 +18,7 @@ from replicas.supervisor.state.run_state import (
     machine,
     this_process,
 )
-from replicas.telemetry.tally import Spread, Tally
+from replicas.telemetry.tally import Histogram, Tally
 from tests.support.full_disk import file_size_limit
 
 STATE = Saved(
@@ -27,7 +27,7 @@ STATE = Saved(
     supervisor=this_process(),
     at=1.0,
     seq=7,
-    tally=Tally(restarts={"a": {"exit": 2}}, starts={"a": Spread([1, 2], 3.0)}, epochs={"p": 4}),
+    tally=Tally(restarts={"a": {"exit": 2}}, starts={"a": Histogram([1, 2], 3.0)}, epochs={"p": 4}),
     groups={
         "a": SavedGroup(
             size=3,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from replicas.sidecar.progress import KEPT_TRANSFERS, Progress
+from replicas.sidecar.progress import KEPT_TRANSFERS, PackingProgress
 
 
 def test_what_is_told_grows_and_stays_with_its_transfer() -> None:
-    progress = Progress()
+    progress = PackingProgress()
     assert progress.of(1) == 0
     progress.tell(2, 10)  # before it began
     progress.tell(1, 30)
@@ -18,7 +18,7 @@ def test_what_is_told_grows_and_stays_with_its_transfer() -> None:
 
 
 def test_transfers_that_never_come_do_not_pile_up() -> None:
-    progress = Progress()
+    progress = PackingProgress()
     for transfer in range(3 * KEPT_TRANSFERS):
         progress.tell(0, transfer)
         progress.tell(transfer + 1, 7)

@@ -9,7 +9,7 @@ from typing import Any
 
 from replicas.coordinator.decisions import DecisionLog
 from replicas.coordinator.engine import Engine
-from replicas.coordinator.sessions import Session
+from replicas.coordinator.sessions import MemberSession
 from replicas.core.effects import Event, MemberLost
 from replicas.core.members.roster import GroupShape
 from replicas.core.members.silence import DEAF_MAX_S, Silence
@@ -59,7 +59,7 @@ class FarMember:
             generation=1,
             process=ProcessIdentity(1, 1, f"another machine {replica}", 1),
         )
-        self.session: Session = engine.open(hello, self, "10.0.0.9")
+        self.session: MemberSession = engine.open(hello, self, "10.0.0.9")
 
     def rtt_s(self) -> float:
         return 0.0

@@ -13,7 +13,7 @@ import pytest
 
 from replicas import errors
 from replicas.config.structs import Dependency, GroupConfig
-from replicas.core.lives.lifecycle import Event, Lifecycle, Transition
+from replicas.core.lives.lifecycle import Lifecycle, ReplicaEvent, Transition
 from replicas.core.lives.ordering import start_levels
 from replicas.supervisor.fleet.causes import Cause, verdict
 from replicas.supervisor.fleet.log_lines import line
@@ -99,7 +99,13 @@ def test_a_rank_gets_its_own_identity_and_no_other(tmp_path: Path, monkeypatch: 
 
 def test_lines_name_the_log() -> None:
     step = Transition(
-        group="a", replica=1, generation=2, event=Event.RETRY, before="ready", after="backoff", reason="rank 0 died"
+        group="a",
+        replica=1,
+        generation=2,
+        event=ReplicaEvent.RETRY,
+        before="ready",
+        after="backoff",
+        reason="rank 0 died",
     )
     text = line(step, resume_in_s=1.5, logs=Path("/run/logs"))
     assert text == "a/1: rank 0 died; starting again in 1.5 s; logs: /run/logs/a/1/gen-2"
@@ -110,10 +116,10 @@ def test_the_last_word_on_a_healthy_replica_is_that_it_is_ready() -> None:
     said = [
         line(life.apply(event, now=1.0, reason=reason), resume_in_s=0.0, logs=Path("/run/logs"))
         for event, reason in (
-            (Event.START, ""),
-            (Event.READY, ""),
-            (Event.UNREADY, "has version 1, version 2 is committed"),
-            (Event.READY, ""),
+            (ReplicaEvent.START, ""),
+            (ReplicaEvent.READY, ""),
+            (ReplicaEvent.UNREADY, "has version 1, version 2 is committed"),
+            (ReplicaEvent.READY, ""),
         )
     ]
     assert said[1:] == [

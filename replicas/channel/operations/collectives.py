@@ -11,8 +11,8 @@ import torch
 from torch.nn.parameter import is_lazy
 
 from replicas import errors
-from replicas.channel.operations.operations import Operations
-from replicas.channel.operations.results import Operation
+from replicas.channel.operations.operations import RankOperations
+from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import segments_of
 from replicas.channel.pending import Pending, Receipt
 from replicas.messages import ReduceOp
@@ -68,9 +68,9 @@ class Collectives:
     did succeed, and nobody has waited for it again.
     """
 
-    _operations: Operations
+    _operations: RankOperations
 
-    def _start_operation(self, operation: Operation, deadline: float | None) -> Pending[Receipt]:
+    def _start_operation(self, operation: OperationCall, deadline: float | None) -> Pending[Receipt]:
         raise NotImplementedError
 
     def all_reduce(
@@ -80,7 +80,7 @@ class Collectives:
         (floating dtypes), min or max."""
         inputs = _tensors("all_reduce", tensors)
         _check_op("all_reduce", op, inputs)
-        return self._start_operation(Operation("all_reduce", inputs, reduce_op=op, step=step), deadline)
+        return self._start_operation(OperationCall("all_reduce", inputs, reduce_op=op, step=step), deadline)
 
     def broadcast(
         self, tensors: Tensors, src: Peer, *, step: int | None = None, deadline: float | None = None
@@ -88,7 +88,7 @@ class Collectives:
         """Give everyone ``src``'s values, in place. All peers pass tensors of the same
         shapes and dtypes."""
         inputs = _tensors("broadcast", tensors)
-        return self._start_operation(Operation("broadcast", inputs, root=_peer("src", src), step=step), deadline)
+        return self._start_operation(OperationCall("broadcast", inputs, root=_peer("src", src), step=step), deadline)
 
     def reduce(
         self,
@@ -102,7 +102,7 @@ class Collectives:
         """Like :meth:`all_reduce`, but only ``dst``'s tensors are changed."""
         inputs = _tensors("reduce", tensors)
         _check_op("reduce", op, inputs)
-        operation = Operation("reduce", inputs, reduce_op=op, root=_peer("dst", dst), step=step)
+        operation = OperationCall("reduce", inputs, reduce_op=op, root=_peer("dst", dst), step=step)
         return self._start_operation(operation, deadline)
 
     def all_gather(
@@ -121,7 +121,9 @@ class Collectives:
             stay as they are.
         """
         inputs = _tensors("all_gather", tensors)
-        return self._start_operation(Operation("all_gather", inputs, _targets("all_gather", out), step=step), deadline)
+        return self._start_operation(
+            OperationCall("all_gather", inputs, _targets("all_gather", out), step=step), deadline
+        )
 
     def gather(
         self,
@@ -135,7 +137,7 @@ class Collectives:
         """Like :meth:`all_gather`, but only ``dst`` gets the outputs."""
         inputs, root = _tensors("gather", tensors), _peer("dst", dst)
         return self._start_operation(
-            Operation("gather", inputs, _targets("gather", out), root=root, step=step), deadline
+            OperationCall("gather", inputs, _targets("gather", out), root=root, step=step), deadline
         )
 
     def scatter(
@@ -157,7 +159,7 @@ class Collectives:
         inputs = () if tensors is None else _tensors("scatter", tensors)
         targets = _targets("scatter", None if out is None else (out,))
         posted = () if targets is None else segments_of(targets)
-        operation = Operation("scatter", inputs, targets, posted, root=_peer("src", src), step=step)
+        operation = OperationCall("scatter", inputs, targets, posted, root=_peer("src", src), step=step)
         return self._start_operation(operation, deadline)
 
     def reduce_scatter(
@@ -177,7 +179,9 @@ class Collectives:
         inputs = _tensors("reduce_scatter", tensors)
         _check_op("reduce_scatter", op, inputs)
         targets = _targets("reduce_scatter", None if out is None else (out,))
-        return self._start_operation(Operation("reduce_scatter", inputs, targets, reduce_op=op, step=step), deadline)
+        return self._start_operation(
+            OperationCall("reduce_scatter", inputs, targets, reduce_op=op, step=step), deadline
+        )
 
     def send(
         self, tensors: Tensors, dst: Peer, *, step: int | None = None, deadline: float | None = None
@@ -185,7 +189,7 @@ class Collectives:
         """Send to one peer, which calls :meth:`recv`. Pairs of members do not wait for
         others."""
         inputs = _tensors("send", tensors)
-        return self._start_operation(Operation("send", inputs, root=_peer("dst", dst), step=step), deadline)
+        return self._start_operation(OperationCall("send", inputs, root=_peer("dst", dst), step=step), deadline)
 
     def recv(
         self,
@@ -202,12 +206,12 @@ class Collectives:
         """
         targets = None if tensors is None else _tensors("recv", tensors)
         posted = () if targets is None else segments_of(targets)
-        operation = Operation("recv", (), targets, posted, root=_peer("src", src), step=step)
+        operation = OperationCall("recv", (), targets, posted, root=_peer("src", src), step=step)
         return self._start_operation(operation, deadline)
 
     def barrier(self, *, step: int | None = None, deadline: float | None = None) -> Pending[Receipt]:
         """Resolves when every peer has called it."""
-        return self._start_operation(Operation("barrier", step=step), deadline)
+        return self._start_operation(OperationCall("barrier", step=step), deadline)
 
 
 def _fail(text: str, hint: str) -> NoReturn:

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import time
 
-from replicas.channel.operations.results import Operation
+from replicas.channel.operations.results import OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.messages import OperationGo
 from replicas.weights.memory.arena import Buffer
@@ -33,7 +33,7 @@ class Job:
     attempt ended with its sidecar.
     """
 
-    def __init__(self, operation: Operation, deadline_s: float, channel: str) -> None:
+    def __init__(self, operation: OperationCall, deadline_s: float, channel: str) -> None:
         self.operation = operation
         self.deadline_s = deadline_s
         self.began = time.monotonic()

@@ -46,10 +46,10 @@ from typing import Any
 from replicas import errors
 from replicas.channel.hub import GRACE_S, Hub, as_wire_error
 from replicas.channel.operations.operation_job import Attempt, Job
-from replicas.channel.operations.results import Operation
+from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import Scratch, write_segments
 from replicas.channel.pending import Pending, Receipt
-from replicas.channel.sidecar_lanes import Lane, Lanes
+from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.channel.unknown import Unknown
 from replicas.core.versions.manifest import segment_layout
 from replicas.messages import (
@@ -64,7 +64,7 @@ from replicas.messages import (
 )
 from replicas.sidecar.rank_side.client import CollectiveSpec, SidecarFailed
 
-__all__ = ["Operations"]
+__all__ = ["RankOperations"]
 
 logger = logging.getLogger("replicas.channel")
 
@@ -73,10 +73,10 @@ APPLIED = 16
 operations under way at once."""
 
 
-class Operations:
+class RankOperations:
     """The operations of one channel in this process."""
 
-    def __init__(self, hub: Hub, lanes: Lanes) -> None:
+    def __init__(self, hub: Hub, lanes: SidecarLanes) -> None:
         self._hub = hub
         self._lanes = lanes
         self._host_scratch = Scratch(f"replicas-{hub.name}")
@@ -89,7 +89,7 @@ class Operations:
 
     # ------------------------------------------------------------ caller's thread
 
-    def start(self, operation: Operation, deadline_s: float) -> Pending[Receipt]:
+    def start(self, operation: OperationCall, deadline_s: float) -> Pending[Receipt]:
         """Copy the inputs and post.
 
         :raises replicas.errors.NoCapacity: there is no memory for the copy; nothing was
@@ -112,7 +112,7 @@ class Operations:
         self._hub.call(self._post, job)
         return job.pending
 
-    def _scratch(self, operation: Operation) -> Scratch:
+    def _scratch(self, operation: OperationCall) -> Scratch:
         """Where its inputs and outputs lie: on the GPU if its tensors do, and the
         channel's memory is there."""
         if not (operation.gpu and self._hub.device):
@@ -213,7 +213,7 @@ class Operations:
 
     async def _run(self, job: Job, attempt: Attempt) -> None:
         """One attempt, from its Go to *done* or *failed*."""
-        lane: Lane | None = None
+        lane: SidecarLane | None = None
         try:
             lane = self._lanes.get(attempt.go.lane)
             async with lane.turn:
@@ -242,7 +242,7 @@ class Operations:
             self._give_outputs(job, attempt)
         self._release(job)
 
-    async def _collective(self, lane: Lane, job: Job, attempt: Attempt) -> float:
+    async def _collective(self, lane: SidecarLane, job: Job, attempt: Attempt) -> float:
         nbytes = self._output_nbytes(job, attempt)
         if nbytes:
             scratch = self._scratch(job.operation)

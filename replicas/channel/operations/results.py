@@ -23,7 +23,7 @@ from replicas.weights.layout import copy_elements
 from replicas.weights.memory.arena import Buffer
 from replicas.weights.tensors import dtype_name
 
-__all__ = ["Operation"]
+__all__ = ["OperationCall"]
 
 QUICK_NBYTES = 1 << 20
 _IN_PLACE = ("all_reduce", "broadcast", "reduce")
@@ -31,7 +31,7 @@ _GATHERING = ("all_gather", "gather")
 
 
 @dataclass(frozen=True, eq=False)
-class Operation:
+class OperationCall:
     """One call.
 
     :param inputs: tensors whose values are sent; empty where this member sends none.

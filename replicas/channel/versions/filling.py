@@ -17,7 +17,7 @@ from replicas.channel.versions.under_way import CopiesUnderWay
 from replicas.core.versions.manifest import PartManifest, check_size
 from replicas.weights.copying import Copier
 from replicas.weights.devices.accelerator import device_of
-from replicas.weights.devices.device_copies import DeviceCopies, Manner
+from replicas.weights.devices.device_copies import CopyOptions, DeviceCopies
 from replicas.weights.feed import Feed
 from replicas.weights.memory.arena import Slot
 from replicas.weights.memory.writable import WritableSlot
@@ -101,7 +101,7 @@ class Filling:
         slot = self._take_slot(job, manifest)
         begun = partial(self._begun, job)
         if staged is not None:
-            return manifest, staged.write(slot.data, Manner(slot.buffer, begun=begun))
+            return manifest, staged.write(slot.data, CopyOptions(slot.buffer, begun=begun))
         progress = None
         at_once = feed.mode == "image" and job.late_meta is None  # those who receive it are told its meta first
         if self._hub.several_hosts and at_once and self._packer.knows(feed, manifest):

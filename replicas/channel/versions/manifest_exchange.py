@@ -14,13 +14,13 @@ from replicas.core.versions.fetching import Cache, Fetch, pieces
 from replicas.core.versions.manifest import Manifest
 from replicas.messages import ManifestAsk, ManifestPiece
 
-__all__ = ["Manifests"]
+__all__ = ["ManifestExchange"]
 
 DECODED_NBYTES = 16 * 2**20
 """Of manifests, as they are encoded: so much is kept decoded, too."""
 
 
-class Manifests:
+class ManifestExchange:
     """On the session thread. ``published(hash)``: the encoding of one that is being
     published here."""
 

@@ -31,9 +31,9 @@ import msgspec
 
 from replicas import errors
 from replicas.channel.hub import Hub, as_wire_error
-from replicas.channel.sidecar_lanes import Lane, Lanes
+from replicas.channel.sidecar_lanes import SidecarLane, SidecarLanes
 from replicas.channel.versions.free_slot import look_again
-from replicas.channel.versions.manifest_exchange import Manifests
+from replicas.channel.versions.manifest_exchange import ManifestExchange
 from replicas.channel.versions.on_device import copy_image, copy_part
 from replicas.core.versions.manifest import Manifest
 from replicas.messages import (
@@ -78,7 +78,7 @@ class _Transfer:
 class Transfers:
     """The transfers of one channel in this process."""
 
-    def __init__(self, hub: Hub, lanes: Lanes, manifests: Manifests) -> None:
+    def __init__(self, hub: Hub, lanes: SidecarLanes, manifests: ManifestExchange) -> None:
         self._hub = hub
         self._lanes = lanes
         self._manifests = manifests
@@ -254,7 +254,7 @@ class Transfers:
         self._hub.spawn(self._move(transfer, transfer.slot, go), f"transfer {go.transfer}")
 
     async def _move(self, transfer: _Transfer, slot: Slot, go: TransferGo) -> None:
-        lane: Lane | None = None
+        lane: SidecarLane | None = None
         try:
             if go.places:
                 manifest = await self._manifests.decoded(transfer.offer.manifest_hash)
@@ -289,7 +289,7 @@ class Transfers:
             self._hub.version_held()
         self._hub.send(msgspec.structs.replace(done, place=place))
 
-    async def _through(self, lane: Lane, transfer: _Transfer, slot: Slot, go: TransferGo) -> TransferDone:
+    async def _through(self, lane: SidecarLane, transfer: _Transfer, slot: Slot, go: TransferGo) -> TransferDone:
         if lane.sidecar is None:
             raise self._hub.error(errors.Gone, f"lane {go.lane} is gone", hint="")
         offer = transfer.offer

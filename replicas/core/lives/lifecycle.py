@@ -38,15 +38,15 @@ __all__ = [
     "FREE_REASONS",
     "REPLICA",
     "SETTLED",
-    "Event",
     "Lifecycle",
+    "ReplicaEvent",
     "RestartReason",
     "Transition",
     "after_exit",
 ]
 
 
-class Event(enum.StrEnum):
+class ReplicaEvent(enum.StrEnum):
     """What can happen to a replica."""
 
     START = "start"  # its processes are being started for the first time
@@ -94,57 +94,57 @@ ALIVE: frozenset[ReplicaState] = frozenset({"starting", "ready", "draining"})
 SETTLED: frozenset[ReplicaState] = frozenset({"failed", "finished", "drained"})
 """States that nothing leaves by itself."""
 
-REPLICA: Table[ReplicaState, Event] = Table(
+REPLICA: Table[ReplicaState, ReplicaEvent] = Table(
     "a replica",
     ("pending",),
     {
-        ("pending", Event.START): "starting",
-        ("pending", Event.STOP): "drained",
-        ("pending", Event.GROUP_FAILED): "failed",
-        ("pending", Event.RESTART): "pending",
-        ("starting", Event.READY): "ready",
-        ("starting", Event.START_TIMEOUT): "draining",
-        ("starting", Event.HEARTBEAT_TIMEOUT): "draining",
-        ("starting", Event.PROGRESS_TIMEOUT): "draining",
-        ("starting", Event.LOAD_TIMEOUT): "draining",
-        ("starting", Event.HELD_UP): "draining",
-        ("starting", Event.RESTART): "draining",
-        ("starting", Event.STOP): "draining",
-        ("starting", Event.GROUP_FAILED): "draining",
-        ("starting", Event.FINISHED): "finished",
-        ("starting", Event.RETRY): "backoff",
-        ("starting", Event.GIVE_UP): "failed",
-        ("ready", Event.UNREADY): "starting",
-        ("ready", Event.HEARTBEAT_TIMEOUT): "draining",
-        ("ready", Event.PROGRESS_TIMEOUT): "draining",
-        ("ready", Event.LOAD_TIMEOUT): "draining",
-        ("ready", Event.HELD_UP): "draining",
-        ("ready", Event.RESTART): "draining",
-        ("ready", Event.STOP): "draining",
-        ("ready", Event.GROUP_FAILED): "draining",
-        ("ready", Event.FINISHED): "finished",
-        ("ready", Event.RETRY): "backoff",
-        ("ready", Event.GIVE_UP): "failed",
-        ("draining", Event.HELD_UP): "draining",
-        ("draining", Event.RESTART): "draining",
-        ("draining", Event.STOP): "draining",
-        ("draining", Event.GROUP_FAILED): "draining",
-        ("draining", Event.STOPPED): "drained",
-        ("draining", Event.FINISHED): "finished",
-        ("draining", Event.RETRY): "backoff",
-        ("draining", Event.GIVE_UP): "failed",
-        ("backoff", Event.BACKOFF_ELAPSED): "starting",
-        ("backoff", Event.STOP): "drained",
-        ("backoff", Event.GROUP_FAILED): "failed",
-        ("backoff", Event.RESTART): "pending",
-        ("backoff", Event.RESET): "pending",
-        ("failed", Event.RESTART): "pending",
-        ("failed", Event.RESET): "pending",
-        ("failed", Event.STOP): "failed",
-        ("drained", Event.RESTART): "pending",
-        ("drained", Event.STOP): "drained",
-        ("finished", Event.RESTART): "pending",
-        ("finished", Event.STOP): "finished",
+        ("pending", ReplicaEvent.START): "starting",
+        ("pending", ReplicaEvent.STOP): "drained",
+        ("pending", ReplicaEvent.GROUP_FAILED): "failed",
+        ("pending", ReplicaEvent.RESTART): "pending",
+        ("starting", ReplicaEvent.READY): "ready",
+        ("starting", ReplicaEvent.START_TIMEOUT): "draining",
+        ("starting", ReplicaEvent.HEARTBEAT_TIMEOUT): "draining",
+        ("starting", ReplicaEvent.PROGRESS_TIMEOUT): "draining",
+        ("starting", ReplicaEvent.LOAD_TIMEOUT): "draining",
+        ("starting", ReplicaEvent.HELD_UP): "draining",
+        ("starting", ReplicaEvent.RESTART): "draining",
+        ("starting", ReplicaEvent.STOP): "draining",
+        ("starting", ReplicaEvent.GROUP_FAILED): "draining",
+        ("starting", ReplicaEvent.FINISHED): "finished",
+        ("starting", ReplicaEvent.RETRY): "backoff",
+        ("starting", ReplicaEvent.GIVE_UP): "failed",
+        ("ready", ReplicaEvent.UNREADY): "starting",
+        ("ready", ReplicaEvent.HEARTBEAT_TIMEOUT): "draining",
+        ("ready", ReplicaEvent.PROGRESS_TIMEOUT): "draining",
+        ("ready", ReplicaEvent.LOAD_TIMEOUT): "draining",
+        ("ready", ReplicaEvent.HELD_UP): "draining",
+        ("ready", ReplicaEvent.RESTART): "draining",
+        ("ready", ReplicaEvent.STOP): "draining",
+        ("ready", ReplicaEvent.GROUP_FAILED): "draining",
+        ("ready", ReplicaEvent.FINISHED): "finished",
+        ("ready", ReplicaEvent.RETRY): "backoff",
+        ("ready", ReplicaEvent.GIVE_UP): "failed",
+        ("draining", ReplicaEvent.HELD_UP): "draining",
+        ("draining", ReplicaEvent.RESTART): "draining",
+        ("draining", ReplicaEvent.STOP): "draining",
+        ("draining", ReplicaEvent.GROUP_FAILED): "draining",
+        ("draining", ReplicaEvent.STOPPED): "drained",
+        ("draining", ReplicaEvent.FINISHED): "finished",
+        ("draining", ReplicaEvent.RETRY): "backoff",
+        ("draining", ReplicaEvent.GIVE_UP): "failed",
+        ("backoff", ReplicaEvent.BACKOFF_ELAPSED): "starting",
+        ("backoff", ReplicaEvent.STOP): "drained",
+        ("backoff", ReplicaEvent.GROUP_FAILED): "failed",
+        ("backoff", ReplicaEvent.RESTART): "pending",
+        ("backoff", ReplicaEvent.RESET): "pending",
+        ("failed", ReplicaEvent.RESTART): "pending",
+        ("failed", ReplicaEvent.RESET): "pending",
+        ("failed", ReplicaEvent.STOP): "failed",
+        ("drained", ReplicaEvent.RESTART): "pending",
+        ("drained", ReplicaEvent.STOP): "drained",
+        ("finished", ReplicaEvent.RESTART): "pending",
+        ("finished", ReplicaEvent.STOP): "finished",
     },
 )
 
@@ -155,7 +155,7 @@ def after_exit(
     policy: Literal["always", "on-failure", "never"],
     granted: bool,
     requested: bool = False,
-) -> Event:
+) -> ReplicaEvent:
     """The event for a generation whose last process is gone, when nobody has asked for
     its end (that is ``STOPPED``).
 
@@ -166,10 +166,10 @@ def after_exit(
     :param requested: it is a restart of :data:`FREE_REASONS`.
     """
     if requested:
-        return Event.RETRY
+        return ReplicaEvent.RETRY
     if ok and policy != "always":
-        return Event.FINISHED
-    return Event.RETRY if granted and policy != "never" else Event.GIVE_UP
+        return ReplicaEvent.FINISHED
+    return ReplicaEvent.RETRY if granted and policy != "never" else ReplicaEvent.GIVE_UP
 
 
 class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -184,7 +184,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     group: str
     replica: int
     generation: int
-    event: Event
+    event: ReplicaEvent
     before: ReplicaState
     after: ReplicaState
     reason: str
@@ -247,7 +247,7 @@ class Lifecycle:
         self._started_at += pause_s
 
     def apply(
-        self, event: Event, *, now: float, reason: str = "", restart_reason: RestartReason | None = None
+        self, event: ReplicaEvent, *, now: float, reason: str = "", restart_reason: RestartReason | None = None
     ) -> Transition:
         """Take one step.
 
@@ -262,13 +262,13 @@ class Lifecycle:
         after = REPLICA.next(before, event)
         start_s = recovery_s = None
         counted: RestartReason | None = None
-        if event in (Event.START, Event.BACKOFF_ELAPSED):
+        if event in (ReplicaEvent.START, ReplicaEvent.BACKOFF_ELAPSED):
             self.generation += 1
             self._started_at = now
             self._first_ready = True
-        elif event is Event.READY:
+        elif event is ReplicaEvent.READY:
             start_s, recovery_s = self._became_ready(now)
-        elif event is Event.RETRY:
+        elif event is ReplicaEvent.RETRY:
             counted = restart_reason or "exit"
             self.restarts[counted] = self.restarts.get(counted, 0) + 1
         if before == "ready" and after != "ready":
@@ -276,7 +276,7 @@ class Lifecycle:
         if after != before:
             self.since = now
         self.state = after
-        if reason or event in (Event.READY, Event.FINISHED, Event.RESET):
+        if reason or event in (ReplicaEvent.READY, ReplicaEvent.FINISHED, ReplicaEvent.RESET):
             self.reason = reason
         return Transition(
             group=self.group,

@@ -32,14 +32,14 @@ from dataclasses import dataclass
 from replicas.config.structs import RestartConfig
 from replicas.core.lives.budget import RestartBudget, wants_restart
 
-__all__ = ["Restarts", "Verdict"]
+__all__ = ["RestartVerdict", "Restarts"]
 
 _ALL = 0
 """Whose restart it is counted as when the whole group restarts together."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RestartVerdict:
     """``delay_s``: start again after so long; None: never, because of ``rule``."""
 
     delay_s: float | None
@@ -70,7 +70,7 @@ class Restarts:
         """Whose budget and cycles it is."""
         return _ALL if self.config.strategy == "group" else replica
 
-    def ended(self, replica: int, *, ok: bool, progressed: bool | None, ran_s: float, now: float) -> Verdict:
+    def ended(self, replica: int, *, ok: bool, progressed: bool | None, ran_s: float, now: float) -> RestartVerdict:
         """A generation has ended, and nobody asked for that.
 
         :param ok: every rank of it exited with code 0.
@@ -78,9 +78,9 @@ class Restarts:
         :param ran_s: how long it ran.
         """
         if not wants_restart(self.config, ok=ok):
-            return Verdict(None, f"restart policy is {self.config.policy}")
+            return RestartVerdict(None, f"restart policy is {self.config.policy}")
         if self._resume_at is not None:
-            return Verdict(max(0.0, self._resume_at - now))
+            return RestartVerdict(max(0.0, self._resume_at - now))
         whose = self.key(replica)
         limit = self.config.no_progress_cycles
         if ok or progressed is not False or ran_s >= self.config.window_s:
@@ -88,13 +88,15 @@ class Restarts:
         else:
             self.cycles[whose] = self.cycles.get(whose, 0) + 1
             if 0 < limit <= self.cycles[whose]:
-                return Verdict(None, f"{self.cycles[whose]} generations in a row without a new step or version")
+                return RestartVerdict(None, f"{self.cycles[whose]} generations in a row without a new step or version")
         delay_s = self.budget.take(whose, now=now)
         if delay_s is None:
-            return Verdict(None, f"no restart is left of {self.config.max_restarts} in {self.config.window_s:g} s")
+            return RestartVerdict(
+                None, f"no restart is left of {self.config.max_restarts} in {self.config.window_s:g} s"
+            )
         if self.config.strategy == "group":
             self._resume_at = now + delay_s
-        return Verdict(delay_s)
+        return RestartVerdict(delay_s)
 
     def resumed(self) -> None:
         """The replicas are being started again: the next failure is another

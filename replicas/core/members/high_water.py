@@ -10,10 +10,10 @@ from __future__ import annotations
 
 from replicas.messages.identity import Member
 
-__all__ = ["Marks"]
+__all__ = ["HighWaterMarks"]
 
 
-class Marks:
+class HighWaterMarks:
     """The marks of one channel. A mark never gets smaller."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ import msgspec
 
 from replicas import errors
 from replicas.common.backoff import Backoff
-from replicas.config.structs import ChannelConfig, Party
+from replicas.config.structs import ChannelConfig, ChannelRole
 from replicas.core.members.heartbeats import Heartbeats
 from replicas.core.members.member_state import Held, MemberState
 from replicas.core.members.preflight import carries_bytes, check_join
@@ -67,7 +67,7 @@ class GroupShape:
     heartbeat_timeout_s: float = 30.0
 
 
-def _party(parties: tuple[Party, ...], group: str) -> Party | None:
+def _party(parties: tuple[ChannelRole, ...], group: str) -> ChannelRole | None:
     return next((party for party in parties if party.group == group), None)
 
 

@@ -23,12 +23,12 @@ from replicas.core.moving.probes import Probe
 from replicas.messages import Backend
 from replicas.messages.identity import Member
 
-__all__ = ["Blame", "Verdict"]
+__all__ = ["Blame", "TransferVerdict"]
 
 MAX_PROBES = 3
 
 
-class Verdict(Protocol):
+class TransferVerdict(Protocol):
     """What a transfer does on the word of its :class:`Blame`."""
 
     def again(self, reason: str, now: float) -> None: ...
@@ -48,7 +48,7 @@ class Blame:
     """Failures of one transfer. ``failures``: of its lane in a row, with everybody
     alive."""
 
-    def __init__(self, ground: Ground, transfer: Verdict) -> None:
+    def __init__(self, ground: Ground, transfer: TransferVerdict) -> None:
         self._ground = ground
         self._transfer = transfer
         self.failures = 0

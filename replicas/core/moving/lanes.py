@@ -17,7 +17,7 @@ import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from replicas.core.effects import Effect, Emit, ReplaceStore, Send, SidecarReplaced, Sweep
+from replicas.core.effects import Effect, Emit, ReplaceStore, Send, SidecarReplaced, SweepStore
 from replicas.core.members.member_state import MemberState
 from replicas.core.members.roster import Roster
 from replicas.core.membership import LANE, LaneState
@@ -186,7 +186,7 @@ class Lanes:
             self._kept = None
         here = [member for member in lane.members if member in self.roster]
         self._out.extend(Send(member, LaneDrop(lane.name)) for member in here)
-        self._out.append(Sweep(lane.prefix))
+        self._out.append(SweepStore(lane.prefix))
         if reason and here:
             self.replaced[reason] = self.replaced.get(reason, 0) + len(here)
             self._out.append(Emit(SidecarReplaced(self.roster.config.name, reason, len(here))))

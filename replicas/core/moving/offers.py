@@ -13,7 +13,7 @@ from replicas.core.effects import Send
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState
 from replicas.core.moving.lanes import Lane
-from replicas.core.moving.paths import Plan
+from replicas.core.moving.paths import TransferPlan
 from replicas.core.moving.payload import Payload
 from replicas.messages import SlotPlace, TransferCancel, TransferGo, TransferOffer
 from replicas.messages.identity import Member
@@ -28,7 +28,7 @@ class Offers:
         self._ground = ground
         self._payload = payload
 
-    def offer(self, plan: Plan, transfer: int, remaining_s: float) -> None:
+    def offer(self, plan: TransferPlan, transfer: int, remaining_s: float) -> None:
         """Tell everyone who has something to do in attempt ``transfer`` what it is."""
         # of a part only what is taken from it is digested
         digest = self._payload.digest if plan.mode == "image" else ""
@@ -45,7 +45,12 @@ class Offers:
             self._send(member, place, self._place(lender), sharing=readers[lender])
 
     def _alike(
-        self, plan: Plan, transfer: int, role: Literal["send", "receive", "map"], remaining_s: float, digest: str
+        self,
+        plan: TransferPlan,
+        transfer: int,
+        role: Literal["send", "receive", "map"],
+        remaining_s: float,
+        digest: str,
     ) -> list[TransferOffer]:
         """The offer, in a list: the last one made of it."""
         payload = self._payload
@@ -71,7 +76,7 @@ class Offers:
             last[0] = msgspec.structs.replace(last[0], place=place, sharing=sharing)
         self._ground.send(member, last[0])
 
-    def go(self, plan: Plan, go: TransferGo, lane: Lane | None) -> None:
+    def go(self, plan: TransferPlan, go: TransferGo, lane: Lane | None) -> None:
         """All have what they need: move the bytes."""
         for member in (*plan.senders, *plan.receivers):
             places = tuple(self._part(plan, number) for number in plan.local.get(member, ()))
@@ -93,7 +98,7 @@ class Offers:
         state = self.lender(member)
         return state.places.get(self._payload.version) if state is not None else None
 
-    def _part(self, plan: Plan, number: int) -> SlotPlace:
+    def _part(self, plan: TransferPlan, number: int) -> SlotPlace:
         place = self._place(plan.owners[number])
         if place is None:
             raise errors.InternalError(f"part {number} of version {self._payload.version} lies nowhere")

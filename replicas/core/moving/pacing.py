@@ -44,7 +44,7 @@ from replicas.common.backoff import Backoff
 from replicas.core.ground import Ground
 from replicas.core.membership import TransferState
 from replicas.core.moving.lanes import Lane
-from replicas.core.moving.paths import Plan
+from replicas.core.moving.paths import TransferPlan
 from replicas.core.moving.payload import Payload
 from replicas.messages.identity import Member
 
@@ -73,7 +73,7 @@ class Paced(Protocol):
     """What pacing looks at in its transfer, and may have it do."""
 
     payload: Payload
-    plan: Plan
+    plan: TransferPlan
     state: TransferState
     lane: Lane | None
     needers: set[Member]

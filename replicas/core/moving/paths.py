@@ -16,8 +16,8 @@ What the coordinator *keeps* for members that are lost
 (:mod:`replicas.core.versions.keeping`) can be mapped, or copied from, on its host;
 nobody can send it.
 
-The lane is a chain for each part (:attr:`Plan.routes`): the owner first, then the
-leaders, in order of their hosts. A process group connects each of its members with
+The lane is a chain for each part (:attr:`TransferPlan.routes`): the owner first, then
+the leaders, in order of their hosts. A process group connects each of its members with
 each, so a link that does not work (:mod:`replicas.core.members.links`) keeps its two
 ends out of one lane: those that do not fit to the sender and the other leaders wait,
 and get it in the next attempt from somebody who reaches them and has it by then. Those
@@ -34,14 +34,14 @@ from typing import Literal
 from replicas.core.members.member_state import MemberState
 from replicas.messages.identity import Member
 
-__all__ = ["Plan", "Works", "plan"]
+__all__ = ["TransferPlan", "Works", "plan"]
 
 Works = Callable[[MemberState, MemberState], bool]
 """Whether two members may be in one lane."""
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TransferPlan:
     """One attempt.
 
     :param mode: ``"image"``: from a holder; ``"parts"``: from the ranks of a source.
@@ -91,7 +91,7 @@ def plan(
     kept: Collection[Member] = (),
     works: Works | None = None,
     last: Collection[str] = (),
-) -> Plan | None:
+) -> TransferPlan | None:
     """How ``needers`` get it now; None when nobody who can give it to any of them has
     all of it.
 
@@ -120,7 +120,7 @@ def _from_holders(
     filling: Member | None,
     kept: Collection[Member],
     works: Works | None,
-) -> Plan | None:
+) -> TransferPlan | None:
     on_host = {state.host: state.member for state in reversed(holders) if version in state.places}
     maps = {state.member: on_host[state.host] for state in needers if state.host in on_host}
     others = [state for state in needers if state.host not in on_host]
@@ -130,7 +130,7 @@ def _from_holders(
     senders, receivers = _reached(able, leaders, works)
     if needers and not maps and not able:
         return None
-    return Plan(
+    return TransferPlan(
         mode="image",
         senders=senders,
         receivers=receivers,
@@ -146,7 +146,7 @@ def _from_parts(
     owners: Sequence[MemberState],
     kept: Collection[Member],
     works: Works | None,
-) -> Plan | None:
+) -> TransferPlan | None:
     there = {owner.host for owner in owners if owner.member in kept}
     leaders = _leaders([state for state in needers if there <= {state.host}])
     if needers and not leaders:
@@ -160,7 +160,7 @@ def _from_parts(
     for part, owner in enumerate(owners):
         remote = tuple(member for member in receivers if part not in local[member])
         routes.append((owner.member, *remote) if remote else ())
-    return Plan(
+    return TransferPlan(
         mode="parts",
         senders=tuple(route[0] for route in routes if route),
         receivers=receivers,

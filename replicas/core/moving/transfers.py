@@ -45,7 +45,7 @@ from replicas.core.moving.blame import Blame
 from replicas.core.moving.lanes import Lane, form_timeout
 from replicas.core.moving.offers import Offers
 from replicas.core.moving.pacing import Pacing
-from replicas.core.moving.paths import Plan, Works, plan
+from replicas.core.moving.paths import TransferPlan, Works, plan
 from replicas.core.moving.payload import Payload
 from replicas.messages import (
     Backend,
@@ -87,7 +87,7 @@ class Transfer:
         self._avoid = avoid
         self.id = 0
         self.state: TransferState = "offering"
-        self.plan = Plan("image")
+        self.plan = TransferPlan("image")
         self.lane: Lane | None = None
         self.verified: set[Member] = set()
         self.refused: dict[Member, errors.ReplicasError] = {}
@@ -225,7 +225,7 @@ class Transfer:
         state = self._ground.roster.get(member)
         return state is not None and self.payload.version in state.held
 
-    def _plan(self, now: float) -> Plan | None:
+    def _plan(self, now: float) -> TransferPlan | None:
         """From holders of the image (in catch-up from targets first: trainers are left
         alone), or from all parts' owners."""
         version, roster = self.payload.version, self._ground.roster
@@ -583,7 +583,7 @@ class Transfer:
             self.blame.probing.tick(now)
             return
         frozen = self._suspects({*self._movers, *self._mapping}, now)
-        if frozen and not self._in_vain_without(frozen, now):
+        if frozen and not self._would_lose_version(frozen, now):
             self.exclude(frozen, now, reason="frozen", why="no sign of life")
         elif self.lane is not None and self.lane.state == "forming" and now > self.lane.deadline:
             if self._ground.lanes.waits_for_store(self.lane):
@@ -596,7 +596,7 @@ class Transfer:
         else:
             self.pacing.tick(now)
 
-    def _in_vain_without(self, silent: set[Member], now: float) -> bool:
+    def _would_lose_version(self, silent: set[Member], now: float) -> bool:
         """Whether nobody else has what is published, and nobody waits for its end: then
         its source may take its time."""
         givers, ground = silent & set(self.givers), self._ground

@@ -11,14 +11,14 @@ from replicas.core.moving.lanes import Lane
 from replicas.core.operations.operation import Operation
 from replicas.messages.identity import Member
 
-__all__ = ["ATTEMPT_MIN_S", "Faults", "Verdict"]
+__all__ = ["ATTEMPT_MIN_S", "Faults", "OperationVerdict"]
 
 ATTEMPT_MIN_S = 0.2
 """With less time than this left, a failed attempt is the last one."""
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class OperationVerdict:
     """``again``: in another lane; ``apart``: in one of the pair's own; ``stuck``: find
     out whom it is up to, or it ends with ``error``; ``end``: so at once."""
 
@@ -54,25 +54,25 @@ class Faults:
 
     def verdict(
         self, operation: Operation, lane: Lane | None, error: errors.ReplicasError, now: float, *, final: bool = False
-    ) -> Verdict:
+    ) -> OperationVerdict:
         """After a failure in ``lane``, which is counted already. ``final``: of a group
         another attempt would end as this."""
         refused = isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go"
         parted = lane is not None and isinstance(error, errors.Preflight) and self._parted(operation, lane, error)
         if operation.pairwise and lane is not None and len(lane.members) > 2 and (parted or not refused):
-            return Verdict("apart", error)
+            return OperationVerdict("apart", error)
         if refused and not parted:
-            return Verdict("end", error)
+            return OperationVerdict("end", error)
         if operation.deadline - now < ATTEMPT_MIN_S:
             text = f"did not end by its deadline: {error.message}"
             members = error.members or None
             late = operation.error(errors.DeadlineExceeded, text, members=members, phase=error.phase)
-            return Verdict("end", late)
+            return OperationVerdict("end", late)
         if parted:
-            return Verdict("stuck", error)
+            return OperationVerdict("stuck", error)
         if operation.failures > 1 or (final and not operation.pairwise):
-            return Verdict("stuck", self._repeated(operation, error))
-        return Verdict("again", error)
+            return OperationVerdict("stuck", self._repeated(operation, error))
+        return OperationVerdict("again", error)
 
     def _parted(self, operation: Operation, lane: Lane, error: errors.ReplicasError) -> bool:
         """Whether members of the lane cannot reach each other any more. A group that

@@ -19,7 +19,7 @@ from typing import Literal
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.core.effects import CommitDecision, Record, Send, SyncEnded
+from replicas.core.effects import CommitDecision, RecordDecision, Send, SyncEnded
 from replicas.core.ground import Ground
 from replicas.core.members.member_state import MemberState, Reading
 from replicas.core.moving.lanes import Lane
@@ -360,7 +360,7 @@ class Commits:
     def _record(self, kind: Literal["commit", "abort"], version: int, digest: str = "") -> None:
         ground = self._ground
         decision = CommitDecision(kind, ground.config.name, version, digest, self._roster.epoch, ground.term)
-        ground.out.append(Record(decision))
+        ground.out.append(RecordDecision(decision))
 
     def commit_message(self) -> wire.Commit:
         """What everybody is told of the newest committed version."""

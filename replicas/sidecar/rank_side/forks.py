@@ -17,7 +17,7 @@ import tenacity
 
 from replicas.common import own_code
 from replicas.linux.processes import send_signal
-from replicas.linux.sockets import Door, peer_uid
+from replicas.linux.sockets import SocketAddress, peer_uid
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
 from replicas.sidecar import wire
 from replicas.sidecar.rank_side.answers import SidecarDied, SidecarFailed
@@ -68,8 +68,8 @@ class Forkserver:
 
     @classmethod
     async def connect(cls, door: str, *, timeout_s: float = 30.0) -> Forkserver:
-        """The forkserver behind ``door`` (:class:`replicas.linux.sockets.Door`); waits
-        until it can fork.
+        """The forkserver behind ``door``
+        (:class:`replicas.linux.sockets.SocketAddress`); waits until it can fork.
 
         One that ends before it has answered (it froze while it started, and was killed)
         is waited for again.
@@ -89,11 +89,11 @@ class Forkserver:
             reraise=True,
         ):
             with attempt:
-                return await cls._connect_once(Door.parse(door), deadline, timeout_s)
+                return await cls._connect_once(SocketAddress.parse(door), deadline, timeout_s)
         raise AssertionError  # tenacity ends with a result or an error
 
     @classmethod
-    async def _connect_once(cls, door: Door, deadline: float, timeout_s: float) -> Forkserver:
+    async def _connect_once(cls, door: SocketAddress, deadline: float, timeout_s: float) -> Forkserver:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         sock.setblocking(False)
         try:
@@ -298,7 +298,7 @@ class Forkserver:
         self._pending.clear()
 
 
-def _check_owner(sock: socket.socket, door: Door) -> None:
+def _check_owner(sock: socket.socket, door: SocketAddress) -> None:
     """Before anything is sent: what a rank hands over are its weights, writable.
 
     :raises Squatted: another user's process listens.

@@ -41,7 +41,7 @@ from replicas.supervisor.cleanup.sweeping import Sweep
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.notes import note
 
-__all__ = ["SHIMS_S", "Watched", "clean_up", "main", "remove_socket"]
+__all__ = ["SHIMS_S", "WatchedShim", "clean_up", "main", "remove_socket"]
 
 SHIMS_S = 3.5
 """How long shims may take to end by themselves when the supervisor is gone (they need
@@ -49,7 +49,7 @@ up to 3 s)."""
 _SWEEP_S = 5.0
 
 
-class Watched:
+class WatchedShim:
     """One shim: its pidfd, or None when it is gone."""
 
     def __init__(self, message: orders.Message) -> None:
@@ -71,10 +71,10 @@ class Watched:
             self.pidfd = None
 
 
-def _listen(control: socket.socket, parent: int) -> tuple[dict[str, Watched], Path | None, bool]:
+def _listen(control: socket.socket, parent: int) -> tuple[dict[str, WatchedShim], Path | None, bool]:
     """Take notes until the supervisor is gone. Returns the shims, the run's control
     group, and whether to clean up."""
-    watched: dict[str, Watched] = {}
+    watched: dict[str, WatchedShim] = {}
     run: Path | None = None
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -95,7 +95,7 @@ def _listen(control: socket.socket, parent: int) -> tuple[dict[str, Watched], Pa
             kind = message["type"]
             with orders.reading(kind):
                 if kind == "watch":
-                    watched[message["nonce"]] = Watched(message)
+                    watched[message["nonce"]] = WatchedShim(message)
                 elif kind == "forget":
                     gone = watched.pop(message["nonce"], None)
                     if gone is not None:
@@ -110,7 +110,7 @@ def _listen(control: socket.socket, parent: int) -> tuple[dict[str, Watched], Pa
             note(f"what the supervisor said is no message: {error}")
 
 
-def clean_up(watched: Sequence[Watched], run: Path | None, shims_s: float = SHIMS_S) -> bool:
+def clean_up(watched: Sequence[WatchedShim], run: Path | None, shims_s: float = SHIMS_S) -> bool:
     """End the shims that do not end by themselves, and what was started under any;
     False when something survives."""
     deadline = time.monotonic() + shims_s
@@ -136,7 +136,7 @@ def clean_up(watched: Sequence[Watched], run: Path | None, shims_s: float = SHIM
     return (not Sweep((), groups=[run]).run(_SWEEP_S) if run is not None else True) and swept
 
 
-def _sweep(shims: list[Watched]) -> bool:
+def _sweep(shims: list[WatchedShim]) -> bool:
     """Kill what was started under these shims, until none of it is seen any more."""
     groups = [shim.cgroup for shim in shims if shim.cgroup is not None]
     return not Sweep((shim.nonce for shim in shims), groups=groups).run(_SWEEP_S)

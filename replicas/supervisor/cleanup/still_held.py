@@ -20,7 +20,7 @@ from replicas.linux.processes import command_line
 from replicas.linux.smi import gpu_processes
 from replicas.supervisor.cleanup.inventory import Belongings, listeners
 
-__all__ = ["CLEAR_S", "Held", "held", "wait_clear"]
+__all__ = ["CLEAR_S", "StillHeld", "held", "wait_clear"]
 
 CLEAR_S = 10.0
 """How long the next generation waits for what the old one had."""
@@ -28,7 +28,7 @@ _LOOK_INTERVAL_S = 0.1
 _SMI_TIMEOUT_S = 5.0
 
 
-class Held(NamedTuple):
+class StillHeld(NamedTuple):
     """``what``: such as ``port 127.0.0.1:8000``. ``holder``: such as ``process 1234
     (python serve.py)``."""
 
@@ -38,11 +38,11 @@ class Held(NamedTuple):
 
 async def wait_clear(
     old: Sequence[Belongings],
-    told: Callable[[Held], None],
+    told: Callable[[StillHeld], None],
     pause: Callable[[float], Awaitable[bool]],
     *,
     timeout_s: float = CLEAR_S,
-) -> list[Held]:
+) -> list[StillHeld]:
     """Wait until nothing of what an old generation had is held any more.
 
     :param told: called once for each thing that is waited for.
@@ -52,7 +52,7 @@ async def wait_clear(
     if not any(one.ports or one.gpu for one in old):
         return []
     deadline = time.monotonic() + timeout_s
-    known: set[Held] = set()
+    known: set[StillHeld] = set()
     while True:
         found = await anyio.to_thread.run_sync(_looked, old)  # for 5 s at most
         for one in found:
@@ -64,30 +64,32 @@ async def wait_clear(
             return found
 
 
-def _looked(old: Sequence[Belongings]) -> list[Held]:
+def _looked(old: Sequence[Belongings]) -> list[StillHeld]:
     try:
         return held(old)
     except OSError as error:  # such as: no descriptor is left to this process
-        return [Held("what the old generation had", f"unknown: it cannot be looked for ({error.strerror or error})")]
+        return [
+            StillHeld("what the old generation had", f"unknown: it cannot be looked for ({error.strerror or error})")
+        ]
 
 
-def held(old: Sequence[Belongings]) -> list[Held]:
+def held(old: Sequence[Belongings]) -> list[StillHeld]:
     """What is held of that, and by whom. Blocks: some milliseconds, with a GPU up to 5
     s for nvidia-smi."""
     return [found for one in old for found in (*_ports(one), *_gpu(one))]
 
 
-def _ports(old: Belongings) -> list[Held]:
+def _ports(old: Belongings) -> list[StillHeld]:
     inodes = {one.inode for one in old.ports}
-    found: list[Held] = []
+    found: list[StillHeld] = []
     for one in listeners() if inodes else ():
         if one.inode in inodes:
             where = f"[{one.address}]" if ":" in one.address else one.address
-            found.append(Held(f"port {where}:{one.port}", _holder(f"socket:[{one.inode}]")))
+            found.append(StillHeld(f"port {where}:{one.port}", _holder(f"socket:[{one.inode}]")))
     return found
 
 
-def _gpu(old: Belongings) -> list[Held]:
+def _gpu(old: Belongings) -> list[StillHeld]:
     """Memory that the driver still counts for a process of the old generation."""
     if not old.gpu:
         return []
@@ -96,13 +98,13 @@ def _gpu(old: Belongings) -> list[Held]:
     except (OSError, subprocess.CalledProcessError):
         return []  # the driver does not tell
     except subprocess.TimeoutExpired:
-        return [Held("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")]
+        return [StillHeld("GPU memory", f"the driver: nvidia-smi does not answer within {_SMI_TIMEOUT_S:g} s")]
     pids = {pid for pid, _ in old.processes}
-    found: list[Held] = []
+    found: list[StillHeld] = []
     for line in lines:
         pid, gpu, used = (word.strip() for word in (*line.split(","), "", "")[:3])
         if pid.isdigit() and int(pid) in pids:
-            found.append(Held(one_line(f"{used} MiB on GPU {gpu}"), _name(int(pid))))
+            found.append(StillHeld(one_line(f"{used} MiB on GPU {gpu}"), _name(int(pid))))
     return found
 
 

@@ -17,8 +17,8 @@ Groups start when what they depend on is there. With ``strategy = "group"`` a re
 that fails takes the others of its group with it; they come back together, when the last
 of them is gone. What people ask for is in :mod:`replicas.supervisor.fleet.fleet`.
 
-The clock is the loop's, and the world is behind :class:`Ground`, so that a whole crew
-can live in virtual time.
+The clock is the loop's, and the world is behind :class:`FleetEnvironment`, so that a
+whole crew can live in virtual time.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from typing import Any, Protocol
 import anyio
 
 from replicas import errors
-from replicas.config.structs import ChannelConfig, Config, LogsConfig, Party
+from replicas.config.structs import ChannelConfig, ChannelRole, Config, LogsConfig
 from replicas.control.exit_codes import DONE, FAILED
 from replicas.core.lives.lifecycle import SETTLED
-from replicas.core.lives.lifecycle import Event as Step
+from replicas.core.lives.lifecycle import ReplicaEvent as Step
 from replicas.core.lives.ordering import unmet
 from replicas.core.members.roster import GroupShape
 from replicas.status import GroupStatus
@@ -49,7 +49,7 @@ from replicas.supervisor.state.run_state import SavedGroup, ShimRecord
 from replicas.supervisor.state.state import StateDir
 from replicas.telemetry.events import Event, Transition
 
-__all__ = ["Crew", "Ground"]
+__all__ = ["FleetCore", "FleetEnvironment"]
 
 TICK_S = 0.25
 _PAUSE_S = 1.0
@@ -58,7 +58,7 @@ nobody's fault."""
 _SETTLE_S = 0.75
 
 
-class Ground(Protocol):
+class FleetEnvironment(Protocol):
     """What a crew stands on: the supervisor, or a fake."""
 
     @property
@@ -78,7 +78,7 @@ class Ground(Protocol):
     def spawn(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None: ...
 
 
-class Crew:
+class FleetCore:
     """The groups of a run, from :meth:`start` on. Made on the event loop.
 
     :param saved: what a dead supervisor knew of its groups; :param wall: the time of
@@ -89,7 +89,7 @@ class Crew:
     def __init__(
         self,
         config: Config,
-        ground: Ground,
+        ground: FleetEnvironment,
         *,
         saved: Mapping[str, SavedGroup] | None = None,
         wall: float = 0.0,
@@ -372,5 +372,5 @@ class Crew:
         return found.replicas.get(replica) if found is not None else None
 
 
-def _parties(channel: ChannelConfig) -> tuple[Party, ...]:
+def _parties(channel: ChannelConfig) -> tuple[ChannelRole, ...]:
     return (*channel.sources, *channel.targets, *channel.peers)

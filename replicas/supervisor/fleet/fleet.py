@@ -4,7 +4,7 @@ Ending goes in reverse start order, one level of ``depends_on`` after the other.
 Commands that take long (a drain, a rolling restart) are tasks of whoever asked: nothing
 else waits for them, so that any number of them, and the status, go on side by side.
 Whoever waits does so for what the monitor sees
-(:meth:`~replicas.supervisor.fleet.core.Crew.until`).
+(:meth:`~replicas.supervisor.fleet.core.FleetCore.until`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from replicas.control.exit_codes import FAILED
 from replicas.core.lives.ordering import is_good, start_levels, within
 from replicas.messages.bounds import text_of
 from replicas.supervisor.fleet.causes import Cause
-from replicas.supervisor.fleet.core import Crew
+from replicas.supervisor.fleet.core import FleetCore
 from replicas.supervisor.fleet.group import Group
 from replicas.supervisor.fleet.replica import REQUESTED, Replica
 from replicas.telemetry.events import Drained, Draining, FailedReset, RestartAsked, Scaled
@@ -32,7 +32,7 @@ _DIGITS = 7
 DrainReason = Literal["requested", "preempted", "over", "scaled", "reloaded", "restart"]
 
 
-class Fleet(Crew):
+class Fleet(FleetCore):
     """The groups of a run, from :meth:`start` to :meth:`drain`. Made on the event
     loop."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from replicas.config.structs import HealthConfig
-from replicas.core.lives.lifecycle import Event
+from replicas.core.lives.lifecycle import ReplicaEvent
 from replicas.supervisor.fleet.causes import Cause
 from replicas.supervisor.fleet.environment import Readiness
 
@@ -19,7 +19,7 @@ __all__ = ["Health", "Sick"]
 class Sick(NamedTuple):
     """Why a generation must be ended."""
 
-    event: Event
+    event: ReplicaEvent
     cause: Cause
 
 
@@ -58,20 +58,20 @@ class Health:
         if not ready and not self.was_ready and starting_s > config.start_timeout_s:
             why = f": {view.reason}" if view is not None and view.reason else ""
             text = f"not ready within {config.start_timeout_s:g} s{why}"
-            return Sick(Event.START_TIMEOUT, Cause("start_timeout", text))
+            return Sick(ReplicaEvent.START_TIMEOUT, Cause("start_timeout", text))
         if view is None:
             return None
         if view.heartbeat_age_s is not None and view.heartbeat_age_s > config.heartbeat_timeout_s:
             text = f"no heartbeat for {config.heartbeat_timeout_s:g} s"
-            return Sick(Event.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
+            return Sick(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
         if view.progressed_s is not None and view.progressed_s > config.progress_timeout_s:
             text = f"no progress for {config.progress_timeout_s:g} s"
-            return Sick(Event.PROGRESS_TIMEOUT, Cause("progress_timeout", text))
+            return Sick(ReplicaEvent.PROGRESS_TIMEOUT, Cause("progress_timeout", text))
         if view.partial:
-            return Sick(Event.LOAD_TIMEOUT, Cause("load_timeout", "it loaded a version only in part"))
+            return Sick(ReplicaEvent.LOAD_TIMEOUT, Cause("load_timeout", "it loaded a version only in part"))
         if self._overdue(view, ready) and now - self._unready_at > config.load_deadline_s:
             text = f"not ready again within {config.load_deadline_s:g} s: {view.reason}"
-            return Sick(Event.LOAD_TIMEOUT, Cause("load_timeout", text))
+            return Sick(ReplicaEvent.LOAD_TIMEOUT, Cause("load_timeout", text))
         return None
 
     def _overdue(self, view: Readiness, ready: bool) -> bool:

@@ -11,7 +11,7 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 
 from replicas.supervisor.cleanup.inventory import Belongings
-from replicas.supervisor.cleanup.still_held import Held, wait_clear
+from replicas.supervisor.cleanup.still_held import StillHeld, wait_clear
 from replicas.supervisor.fleet.environment import Host
 from replicas.supervisor.shim.orders import Remains
 from replicas.telemetry.events import HeldUp
@@ -55,7 +55,7 @@ class HoldUps:
         """Wait for what the generation before had, as long as that may take. ``pause``:
         as of :func:`wait_clear`."""
 
-        def told(held: Held) -> None:
+        def told(held: StillHeld) -> None:
             self._waits = f"waits for {held.what}, held by {held.holder}"
             self._tell(held.what, held.holder, gave_up=False)
 

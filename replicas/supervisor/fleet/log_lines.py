@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from replicas.core.lives.lifecycle import Event, Transition
+from replicas.core.lives.lifecycle import ReplicaEvent, Transition
 
 __all__ = ["line"]
 
@@ -22,24 +22,24 @@ def line(transition: Transition, *, resume_in_s: float, logs: Path) -> str:
     again = f" (generation {generation})" if generation > 1 else ""
     reason = transition.reason
     match transition.event:
-        case Event.START | Event.BACKOFF_ELAPSED:
+        case ReplicaEvent.START | ReplicaEvent.BACKOFF_ELAPSED:
             return f"{name}: starting{again}"
-        case Event.READY if transition.start_s is not None:
+        case ReplicaEvent.READY if transition.start_s is not None:
             return f"{name}: ready after {transition.start_s:.1f} s{again}"
-        case Event.READY:
+        case ReplicaEvent.READY:
             return f"{name}: ready again{again}"
-        case Event.HELD_UP:
+        case ReplicaEvent.HELD_UP:
             return f"{name}: {reason}"
-        case Event.RETRY:
+        case ReplicaEvent.RETRY:
             when = f"in {resume_in_s:.1f} s" if resume_in_s else "now"
             return f"{name}: {reason}; starting again {when}; logs: {_folder(transition, logs)}"
-        case Event.GIVE_UP:
+        case ReplicaEvent.GIVE_UP:
             return f"{name}: failed: {reason}; logs: {_folder(transition, logs)}"
-        case Event.FINISHED | Event.STOPPED:
+        case ReplicaEvent.FINISHED | ReplicaEvent.STOPPED:
             return f"{name}: {transition.event.value}"
-        case Event.UNREADY:
+        case ReplicaEvent.UNREADY:
             return f"{name}: not ready{': ' if reason else ''}{reason}"
-        case Event.STOP | Event.RESTART | Event.RESET:
+        case ReplicaEvent.STOP | ReplicaEvent.RESTART | ReplicaEvent.RESET:
             return ""
         case _:
             return f"{name}: {reason}; stopping it"

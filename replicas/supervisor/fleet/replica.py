@@ -29,8 +29,8 @@ from typing import Literal
 
 from replicas import errors
 from replicas.config.structs import GroupConfig
-from replicas.core.lives.lifecycle import FREE_REASONS, Event, Lifecycle, RestartReason, after_exit
-from replicas.core.lives.restarts import Restarts, Verdict
+from replicas.core.lives.lifecycle import FREE_REASONS, Lifecycle, ReplicaEvent, RestartReason, after_exit
+from replicas.core.lives.restarts import Restarts, RestartVerdict
 from replicas.status import ReplicaStatus
 from replicas.supervisor.fleet.causes import Cause, dropped, exited, verdict
 from replicas.supervisor.fleet.environment import Host, Readiness, ShimStarter
@@ -171,7 +171,7 @@ class Replica:
         if self._ending != "leave":
             self._ending = how
         if first and not self.life.settled:
-            self._apply(Event.STOP, reason="stop requested")
+            self._apply(ReplicaEvent.STOP, reason="stop requested")
             if self.life.alive and hurry_s is None:
                 self._drain()
         if self.life.alive and hurry_s is not None:
@@ -186,7 +186,7 @@ class Replica:
         if self.life.settled or self._ending:
             return
         self._ending, self._cause = "fail", Cause("group", reason)
-        self._apply(Event.GROUP_FAILED, reason=reason)
+        self._apply(ReplicaEvent.GROUP_FAILED, reason=reason)
         if self.life.alive:
             self._drain()
         self._rest_if_settled()
@@ -206,7 +206,7 @@ class Replica:
             raise errors.UsageError(f"replica {self.name} is being stopped")
         self._ending = ""
         running, before = self.life.alive, self.life.state
-        self._apply(Event.RESTART, reason=cause.text)
+        self._apply(ReplicaEvent.RESTART, reason=cause.text)
         if running:
             if self._cause is None or cause.reason == "requested":
                 self._cause = cause
@@ -221,7 +221,7 @@ class Replica:
         nor waits after a failure."""
         if self._ending or self.life.state not in ("failed", "backoff"):
             return False
-        self._apply(Event.RESET)
+        self._apply(ReplicaEvent.RESET)
         self.poke()
         return True
 
@@ -256,10 +256,10 @@ class Replica:
         ready = view.ready if view is not None else self._generation.started
         if ready and self.life.state == "starting":
             self._health.became_ready()
-            self._apply(Event.READY)
+            self._apply(ReplicaEvent.READY)
         elif not ready and self.life.state == "ready":
             self._health.became_unready(now)
-            self._apply(Event.UNREADY, reason=view.reason if view is not None else "")
+            self._apply(ReplicaEvent.UNREADY, reason=view.reason if view is not None else "")
         starting_s = self.life.starting_s(now)
         sick = self._health.judge(self.group.health, ready=ready, starting_s=starting_s, now=now)
         if sick is not None:
@@ -271,7 +271,8 @@ class Replica:
         timeout_s = self.group.health.heartbeat_timeout_s
         names = ", ".join(map(str, frozen))
         self._end(
-            Event.HEARTBEAT_TIMEOUT, Cause("lost", f"the shim of node {names} did not answer for {timeout_s:g} s")
+            ReplicaEvent.HEARTBEAT_TIMEOUT,
+            Cause("lost", f"the shim of node {names} did not answer for {timeout_s:g} s"),
         )
         for index in frozen:
             self._generation.nodes[index].kill()
@@ -295,7 +296,7 @@ class Replica:
             health = self.group.health
             silent = f"sent no heartbeat for {health.heartbeat_timeout_s:g} s"
             text = f"rank {rank} {silent if reason == 'lease' else 'does not read what it is sent'}"
-            self._end(Event.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
+            self._end(ReplicaEvent.HEARTBEAT_TIMEOUT, Cause("heartbeat_timeout", text))
 
     @property
     def progressed(self) -> bool | None:
@@ -307,7 +308,7 @@ class Replica:
 
     # ------------------------------------------------------------ ending a generation
 
-    def _end(self, event: Event, cause: Cause) -> None:
+    def _end(self, event: ReplicaEvent, cause: Cause) -> None:
         """It is sick."""
         self._cause = cause
         self._apply(event, reason=cause.text)
@@ -346,7 +347,7 @@ class Replica:
         self._generation.stop(timeout_s, stacks=stacks)
         self.poke()  # there is a time now by which it must be gone, and a shim that is frozen says nothing
 
-    def _apply(self, event: Event, *, reason: str = "", restart_reason: RestartReason | None = None) -> None:
+    def _apply(self, event: ReplicaEvent, *, reason: str = "", restart_reason: RestartReason | None = None) -> None:
         transition = self.life.apply(event, now=self._now(), reason=reason, restart_reason=restart_reason)
         self._host.moved(transition, self.last_exit)
 
@@ -373,11 +374,11 @@ class Replica:
             self._waits_for = self._host.waits_for(name, self.index)
             if not self._waits_for:
                 self._restarts.resumed()
-                self._apply(Event.START)
+                self._apply(ReplicaEvent.START)
                 return True
         elif state == "backoff" and self._now() >= self._resume_at and self._host.may_resume(name, self.index):
             self._restarts.resumed()
-            self._apply(Event.BACKOFF_ELAPSED)
+            self._apply(ReplicaEvent.BACKOFF_ELAPSED)
             return True
         return False
 
@@ -416,7 +417,7 @@ class Replica:
                     turn.over()
                 generation.press()
                 if self._hold_ups.remain(generation.remains):
-                    self._apply(Event.HELD_UP, reason=self._with_hold_ups())
+                    self._apply(ReplicaEvent.HELD_UP, reason=self._with_hold_ups())
         finally:
             turn.over()
         self._follow()
@@ -446,7 +447,7 @@ class Replica:
         if any(report.outcome != "ok" for report in generation.reports) and generation.gone_by is None:
             self._end_processes(self.group.stop_timeout_s)
         if generation.ended:
-            generation.be_gone_soon()
+            generation.stop_soon()
             if not generation.noted:
                 generation.noted = True
                 self._ran_s = self.life.starting_s(self._now())
@@ -488,10 +489,10 @@ class Replica:
         generation.abandon()
         if not generation.gone:
             self._hold_ups.remain(generation.remains, gave_up=True)
-            self._apply(Event.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
+            self._apply(ReplicaEvent.GIVE_UP, reason=self._with_hold_ups("left behind at the end of the run"))
         elif self._ending:
             generation.records = []
-            self._apply(Event.GIVE_UP if self._ending == "fail" else Event.STOPPED, reason=self.last_exit)
+            self._apply(ReplicaEvent.GIVE_UP if self._ending == "fail" else ReplicaEvent.STOPPED, reason=self.last_exit)
         else:
             generation.records = []
             found = self._judge_end(cause)
@@ -499,20 +500,20 @@ class Replica:
             policy = self.group.restart.policy
             granted = found.delay_s is not None
             event = after_exit(ok=cause is None, policy=policy, granted=granted, requested=free)
-            if event is Event.RETRY:
+            if event is ReplicaEvent.RETRY:
                 self._resume_at = self._now() + (found.delay_s or 0.0)
                 self._apply(event, reason=self.last_exit, restart_reason=cause.reason if cause else "exit")
             else:
-                text = self.last_exit if event is Event.FINISHED else f"{self.last_exit}; {found.rule}"
+                text = self.last_exit if event is ReplicaEvent.FINISHED else f"{self.last_exit}; {found.rule}"
                 self._apply(event, reason=text)
         self._rest_if_settled()
 
-    def _judge_end(self, cause: Cause | None) -> Verdict:
+    def _judge_end(self, cause: Cause | None) -> RestartVerdict:
         """What the rules of the group say; of a restart that was asked for they only
         know whether it waits for others."""
         now = self._now()
         if cause is not None and cause.reason in FREE_REASONS:
-            return Verdict(self._restarts.resume_in_s(now) if cause.reason == "group" else 0.0)
+            return RestartVerdict(self._restarts.resume_in_s(now) if cause.reason == "group" else 0.0)
         progressed = self._host.progressed(self.group.name, self.index)
         ok, ran_s = cause is None, self._ran_s  # and not how long the last process of it took to die
         return self._restarts.ended(self.index, ok=ok, progressed=progressed, ran_s=ran_s, now=now)

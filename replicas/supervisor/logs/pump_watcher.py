@@ -4,17 +4,17 @@ it for the last lines.
 Theory of operation
 ===================
 
-:class:`LogKeeper` holds both ends of every pipe (:mod:`replicas.supervisor.logs.pump`).
-A pump that ends is replaced at once, later each time if that happens again and again;
-meanwhile the pipes keep what is written. One that was stopped, or hangs in a write,
-shows by bytes that wait and are not read: after ``STUCK_S`` it is killed, which costs
-what it had read and not written.
+:class:`PumpWatcher` holds both ends of every pipe
+(:mod:`replicas.supervisor.logs.pump`). A pump that ends is replaced at once, later each
+time if that happens again and again; meanwhile the pipes keep what is written. One that
+was stopped, or hangs in a write, shows by bytes that wait and are not read: after
+``STUCK_S`` it is killed, which costs what it had read and not written.
 
 Files in ``/proc/<shim>/fd`` are how torchrun's workers, which inherit nothing, come to
 their pipes: their guards open them there. So no FIFO lies on a disk, and none is left
 behind.
 
-In the end (:meth:`LogKeeper.close`) the shim gives up its own ends, and the pump ends
+In the end (:meth:`PumpWatcher.close`) the shim gives up its own ends, and the pump ends
 when nobody else has one. Standard library only.
 """
 
@@ -43,7 +43,7 @@ from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.notes import note
 from replicas.supervisor.shim.orders import LogLoss, NodeSpec
 
-__all__ = ["DRAIN_S", "LogKeeper"]
+__all__ = ["DRAIN_S", "PumpWatcher"]
 
 DRAIN_S = 2.0
 """How long the exit report waits for the last lines."""
@@ -57,7 +57,7 @@ KILLED = Backoff(0.02, 0.05)
 _SPEAK_INTERVAL_S = 0.01
 
 
-class LogKeeper:
+class PumpWatcher:
     """See the module's header.
 
     :param tee: descriptor of the supervisor's stderr, if lines are wanted there.

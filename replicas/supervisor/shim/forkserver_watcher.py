@@ -25,14 +25,14 @@ from replicas.linux.processes import Child
 from replicas.linux.stalls import LOOK_INTERVAL_S, StallWatch
 from replicas.supervisor.shim.notes import note
 
-__all__ = ["TRIES", "ForkserverKeeper"]
+__all__ = ["TRIES", "ForkserverWatcher"]
 
 TRIES = 8
 AGAIN = Backoff(0.1, 6.4)
 _STEADY_S = 60.0
 
 
-class ForkserverKeeper:
+class ForkserverWatcher:
     """See the module's header.
 
     :param spawn: starts one, which inherits the given descriptor and writes a byte to

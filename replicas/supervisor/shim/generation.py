@@ -136,7 +136,7 @@ class Generation:
         for node in self.nodes:
             node.stop(timeout_s, stacks=stacks)
 
-    def be_gone_soon(self) -> None:
+    def stop_soon(self) -> None:
         """Its programs have ended: what is left is swept."""
         if self.gone_by is None:
             self.be_gone_within(STUCK_S)

@@ -80,8 +80,8 @@ class NodeSpec(NamedTuple):
 
     :param nonce: random mark of this shim and of all that is started under it.
     :param env: the whole environment of the replica's processes.
-    :param forkserver: its door (:class:`replicas.linux.sockets.Door`); empty: none is
-        wanted.
+    :param forkserver: its door (:class:`replicas.linux.sockets.SocketAddress`); empty:
+        none is wanted.
     :param cgroup: path of the control group that its processes start in; empty: there
         is none.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.

@@ -68,11 +68,11 @@ from replicas.linux.processes import Child, command_line, descendants, own_child
 from replicas.supervisor.cleanup.inventory import Stocktaking
 from replicas.supervisor.cleanup.sweeping import Grace, kill_group
 from replicas.supervisor.fleet.endings import exit_report
-from replicas.supervisor.logs.pump_watcher import LogKeeper
+from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.deaths import DeathWatch
 from replicas.supervisor.shim.dumps import LAST_WORDS_S, Stack, Stacks, ranks_below, short
-from replicas.supervisor.shim.forkserver_watcher import ForkserverKeeper
+from replicas.supervisor.shim.forkserver_watcher import ForkserverWatcher
 from replicas.supervisor.shim.notes import note
 from replicas.supervisor.shim.orders import ExitReport, LogLoss, NodeSpec, Remains
 from replicas.supervisor.shim.starting import Starter
@@ -106,7 +106,7 @@ class Shim:
         self._selector = selectors.DefaultSelector()
         self._parent_fd: int | None = None
         self._main: Child | None = None
-        self._forkserver: ForkserverKeeper | None = None
+        self._forkserver: ForkserverWatcher | None = None
         self._broken = ""
         self._launcher: socket.socket | None = None
         self._stopped: StoppedWatch | None = None
@@ -116,7 +116,7 @@ class Shim:
         self._stacks: Stacks | None = None
         self._deaths: DeathWatch | None = None
         self._tee = tee
-        self._logs: LogKeeper | None = None
+        self._logs: PumpWatcher | None = None
         self._starter: Starter | None = None
         self._stopping = False
         self._sweeping = False
@@ -264,11 +264,11 @@ class Shim:
         self._stacks = Stacks(Path(spec.log_dir), self._save_stacks)
         self._deaths = DeathWatch(self._selector, self._own, self._helpers, time.monotonic)
         try:
-            self._logs = LogKeeper(spec, self._selector, self._tee, self._on_loss)
+            self._logs = PumpWatcher(spec, self._selector, self._tee, self._on_loss)
             self._starter = Starter(spec, self._logs)
             self._logs.start()
             if spec.forkserver:
-                self._forkserver = ForkserverKeeper(self._starter.forkserver, self._selector)
+                self._forkserver = ForkserverWatcher(self._starter.forkserver, self._selector)
                 self._forkserver.start()
             if spec.launcher == "torchrun":
                 self._main, self._launcher = self._starter.launcher()

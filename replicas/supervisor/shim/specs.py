@@ -8,7 +8,7 @@ import secrets
 from replicas import environ
 from replicas.config.structs import GroupConfig, LogsConfig
 from replicas.linux.processes import MARK
-from replicas.linux.sockets import Door
+from replicas.linux.sockets import SocketAddress
 from replicas.supervisor.fleet.environment import Host
 from replicas.supervisor.fleet.node import Node, rank_environment
 from replicas.supervisor.shim.orders import NodeSpec
@@ -21,10 +21,10 @@ def wants_tee(logs: LogsConfig) -> bool:
     return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
 
 
-def _door() -> Door:
+def _door() -> SocketAddress:
     """A new one; the name can be seen by everyone on the machine, and says nothing of
     the shim's mark."""
-    return Door(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
+    return SocketAddress(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
 
 
 def node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:

@@ -11,8 +11,8 @@ from pathlib import Path
 from replicas.common import own_code
 from replicas.linux import cgroups
 from replicas.linux.processes import Child, python_module
-from replicas.linux.sockets import Door
-from replicas.supervisor.logs.pump_watcher import LogKeeper
+from replicas.linux.sockets import SocketAddress
+from replicas.supervisor.logs.pump_watcher import PumpWatcher
 from replicas.supervisor.shim import orders
 from replicas.supervisor.shim.commands import guard_command, guard_orders, scratch_folder
 from replicas.supervisor.shim.guard import GUARD
@@ -28,7 +28,7 @@ class Starter:
     :ivar scratch: folder that torchrun got for itself; empty: none.
     """
 
-    def __init__(self, spec: NodeSpec, logs: LogKeeper) -> None:
+    def __init__(self, spec: NodeSpec, logs: PumpWatcher) -> None:
         self.scratch = ""
         self._spec = spec
         self._logs = logs
@@ -64,7 +64,7 @@ class Starter:
         :raises OSError: the name is taken, or there is no process for it.
         """
         if self._door is None:
-            self._door = Door.parse(self._spec.forkserver).listen()
+            self._door = SocketAddress.parse(self._spec.forkserver).listen()
         fds = (self._door.fileno(), ready)
         command = python_module("replicas.sidecar.forkserver", "--listener", str(fds[0]), "--ready", str(ready))
         child = self._spawn(command, own_code.findable(self._spec.env), "forkserver", fds)

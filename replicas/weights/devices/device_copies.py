@@ -56,7 +56,7 @@ from replicas.weights.devices.device_digest import device_digest_of
 from replicas.weights.memory.buffers import Buffer
 from replicas.weights.streaming import copy_all
 
-__all__ = ["DeviceCopies", "Manner"]
+__all__ = ["CopyOptions", "DeviceCopies"]
 
 _Batch = tuple[list[Event], list[tuple[int, int]]]
 """Its events, and the bytes that are filled when they have happened."""
@@ -67,7 +67,7 @@ Begun = Callable[["DeviceCopies | Copier"], object]
 
 
 @dataclass(frozen=True, eq=False)
-class Manner:
+class CopyOptions:
     """How a publish fills its slot, where a device makes the copies.
 
     :param buffer: the slot's memory, claimed; None: host memory that is not pinned.
@@ -141,7 +141,7 @@ class DeviceCopies:
     """
 
     def __init__(
-        self, accelerator: Accelerator, data: torch.Tensor, manner: Manner, progress: Progress | None = None
+        self, accelerator: Accelerator, data: torch.Tensor, manner: CopyOptions, progress: Progress | None = None
     ) -> None:
         self.copied: Future[float] = Future()
         self.ended = Latch()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from replicas.errors import Gone
-from replicas.memory.kept import Keeper
+from replicas.memory.kept import MemoryHolder
 from replicas.messages import SlotPlace
 from replicas.weights.memory.arena import Arena
 from replicas.weights.memory.buffers import Buffer
@@ -186,7 +186,7 @@ def test_a_forked_child_keeps_no_memory_of_ours(child: Callable[..., Child]) -> 
     arena = Arena(2, name="replicas-fork")
     for version in (1, 2):
         slot = fill(arena, version)
-    keeper, kept = Keeper(), KeptMappings()
+    keeper, kept = MemoryHolder(), KeptMappings()
     assert keeper.keep("newest", slot.place, 2) is not None
     foreign = Buffer.open(slot.place, 2)
     foreign.keep_mappings_in(kept)

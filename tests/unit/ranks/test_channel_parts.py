@@ -13,7 +13,7 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.operations.results import Operation
+from replicas.channel.operations.results import OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.versions.leases import Holder
 from replicas.channel.versions.publish_job import PublishJob
@@ -214,7 +214,7 @@ async def test_a_bug_in_a_handler_ends_the_waits(target: World, monkeypatch: pyt
 async def posted(
     world: World, tensor: torch.Tensor, deadline_s: float = 5.0
 ) -> tuple[Pending[Receipt], wire.OperationGo]:
-    pending = world.operations.start(Operation("all_reduce", (tensor,)), deadline_s)
+    pending = world.operations.start(OperationCall("all_reduce", (tensor,)), deadline_s)
     post = await world.session.next(wire.OperationPost)
     return pending, wire.OperationGo(post.post, 1, "x", (ME,), (0,), (post.segments,), -1, 5.0)
 
@@ -267,19 +267,19 @@ def test_where_results_lie() -> None:
     def go(*segments: tuple[Segment, ...], root: int = -1) -> wire.OperationGo:
         return wire.OperationGo(1, 1, "x", members, (0, 1), segments, root, 1.0)
 
-    assert Operation("all_gather").output_segments(go((one,), (two, one)), 0) == (one, two, one)
-    assert Operation("gather").output_segments(go((one,), (two,), root=1), 0) == ()
-    assert Operation("gather").output_segments(go((one,), (two,), root=1), 1) == (one, two)
-    assert Operation("scatter").output_segments(go((), (one, two), root=1), 0) == (one,)
-    assert Operation("reduce_scatter").output_segments(go((one, one), (one, one)), 1) == (one, one)
-    assert Operation("broadcast").output_segments(go((one,), (one,), root=1), 1) == ()
-    assert Operation("broadcast").output_segments(go((one,), (one,), root=1), 0) == (one,)
-    assert Operation("recv").output_segments(go((two,), (two,), root=0), 1) == (two,)
-    assert Operation("barrier").output_segments(go((), ()), 0) == ()
+    assert OperationCall("all_gather").output_segments(go((one,), (two, one)), 0) == (one, two, one)
+    assert OperationCall("gather").output_segments(go((one,), (two,), root=1), 0) == ()
+    assert OperationCall("gather").output_segments(go((one,), (two,), root=1), 1) == (one, two)
+    assert OperationCall("scatter").output_segments(go((), (one, two), root=1), 0) == (one,)
+    assert OperationCall("reduce_scatter").output_segments(go((one, one), (one, one)), 1) == (one, one)
+    assert OperationCall("broadcast").output_segments(go((one,), (one,), root=1), 1) == ()
+    assert OperationCall("broadcast").output_segments(go((one,), (one,), root=1), 0) == (one,)
+    assert OperationCall("recv").output_segments(go((two,), (two,), root=0), 1) == (two,)
+    assert OperationCall("barrier").output_segments(go((), ()), 0) == ()
     with pytest.raises(
         errors.RanksDisagree, match=r"recv: the tensors given here are float32\[1\], the others send int64"
     ):
-        Operation("recv", targets=(torch.ones(1),)).output_segments(go((two,), (two,), root=0), 1)
+        OperationCall("recv", targets=(torch.ones(1),)).output_segments(go((two,), (two,), root=0), 1)
 
 
 # ---------------------------------------------------------------- publishing

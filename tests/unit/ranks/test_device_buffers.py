@@ -13,7 +13,7 @@ import torch
 from replicas import environ
 from replicas.core.versions.manifest import Manifest, TensorSpec
 from replicas.errors import Gone, NoCapacity, Preflight, UsageError, WorldError
-from replicas.memory.kept import Keeper
+from replicas.memory.kept import MemoryHolder
 from replicas.weights.devices.accelerator import accelerator
 from replicas.weights.devices.device_buffers import PAGE_NBYTES
 from replicas.weights.digest import digest_of
@@ -266,7 +266,7 @@ def test_a_device_without_room(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_what_is_on_a_device_is_not_kept_by_others() -> None:
     buffer = offered()
-    keeper = Keeper()
+    keeper = MemoryHolder()
     assert keeper.keep("key", buffer.place, 7) is None
     buffer.close()
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from replicas.errors import ManifestMismatch, SyncError, UsageError, WorldError
-from replicas.weights.devices.device_copies import DeviceCopies, Manner
+from replicas.weights.devices.device_copies import CopyOptions, DeviceCopies
 from replicas.weights.devices.device_digest import device_digest_of
 from replicas.weights.digest import digest_of
 from replicas.weights.feed import Feed
@@ -202,7 +202,7 @@ def test_private_copies_go_to_a_device_slot(gpu: FakeAccelerator) -> None:
     staged = stage(Feed(iter(given.items())))
     slot = Arena(1, device=GPU).acquire(1, staged.manifest)
     assert slot is not None
-    packing = staged.write(slot.data, Manner(slot.buffer))
+    packing = staged.write(slot.data, CopyOptions(slot.buffer))
     assert packing.copies is not None
     outcome(packing.copies.copied)
     assert lists(views(slot.buffer.readable(), staged.manifest)) == lists(given)
@@ -282,7 +282,7 @@ def test_bytes_that_never_came_are_an_error(gpu: FakeAccelerator) -> None:
     data = gpu.allocate(64, GPU).tensor
     with (
         pytest.raises(ValueError, match="40 bytes"),
-        DeviceCopies(gpu, torch.zeros(64, dtype=torch.uint8), Manner()) as one,
+        DeviceCopies(gpu, torch.zeros(64, dtype=torch.uint8), CopyOptions()) as one,
     ):
         one.put(torch.empty(24, dtype=torch.uint8), data[:24], 0, 24)
         one.finish()

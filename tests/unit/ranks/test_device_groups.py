@@ -22,7 +22,7 @@ import torch.distributed as dist
 from replicas.core.versions.manifest import Manifest, TensorSpec, merge_parts
 from replicas.errors import Preflight, WorldError
 from replicas.sidecar import building, wire
-from replicas.sidecar.groups import GlooGroup, Group, Handle, NcclGroup
+from replicas.sidecar.groups import CollectiveGroup, GlooGroup, Handle, NcclGroup
 from replicas.sidecar.process import SidecarProcess
 from replicas.sidecar.transfer import run_transfer
 from replicas.weights.devices.device_digest import DeviceDigest, DeviceStreamDigest, device_digest_of
@@ -237,7 +237,7 @@ class Board:
         self.taken: defaultdict[tuple[int, int], int] = defaultdict(int)
 
 
-class SerialGroup(Group):
+class SerialGroup(CollectiveGroup):
     """As NCCL is: what a member asks for is done one after another, and a send ends
     when its receivers have taken it."""
 

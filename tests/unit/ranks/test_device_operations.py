@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 
-from replicas.channel.operations.results import Operation
+from replicas.channel.operations.results import OperationCall
 from replicas.channel.operations.scratch import Scratch, read_segments, segments_of, write_segments
 from replicas.channel.operations.tensor_copies import call_point, copy_out, gpu_of
 from replicas.errors import NoCapacity
@@ -98,9 +98,9 @@ def test_results_are_written_behind_what_the_caller_had_under_way(gpu: FakeAccel
 def test_an_operation_knows_where_its_tensors_are(gpu: FakeAccelerator) -> None:
     near = torch.zeros(2)
     gpu.host(near)
-    assert (Operation("barrier").gpu, Operation("barrier").device) == ("", "cpu")
-    assert Operation("all_reduce", (near,)).device == "cpu"
-    mixed = Operation("all_reduce", (near, torch.zeros(2)))
+    assert (OperationCall("barrier").gpu, OperationCall("barrier").device) == ("", "cpu")
+    assert OperationCall("all_reduce", (near,)).device == "cpu"
+    mixed = OperationCall("all_reduce", (near, torch.zeros(2)))
     assert (mixed.gpu, mixed.device, mixed.quick) == (GPU, "cuda", False)
     mixed.begin()
     assert len(mixed.called) == 1

@@ -12,7 +12,7 @@ import pytest
 
 from bench.scale_model import Rates, chain_s, leaders_of, messages_of, messages_to_commit, model
 from replicas import messages as wire
-from replicas.coordinator.sessions import Encoded, Session
+from replicas.coordinator.sessions import Encoded, MemberSession
 from replicas.core.members.member_state import Held, MemberState
 from replicas.core.members.roster import GroupShape, Roster
 from replicas.core.versions import manifests
@@ -235,7 +235,7 @@ WELCOME = wire.Welcome(1, wire.ChannelSettings("target", 5.0, 2, "leader", "lead
 
 @pytest.mark.anyio
 async def test_what_is_sent_in_one_turn_is_written_at_once() -> None:
-    session, connection = Session(Member("rollout", 0, 0, "x")), Wire(room=100)
+    session, connection = MemberSession(Member("rollout", 0, 0, "x")), Wire(room=100)
     session.attach(connection, 0, WELCOME)
     session.send(wire.Commit(1, "d", "m"))
     session.send(wire.Ack())
@@ -256,7 +256,7 @@ async def test_what_is_sent_in_one_turn_is_written_at_once() -> None:
 
 @pytest.mark.anyio
 async def test_what_a_slow_connection_does_not_take_waits() -> None:
-    session, connection = Session(Member("rollout", 0, 0, "x")), Wire(room=1)
+    session, connection = MemberSession(Member("rollout", 0, 0, "x")), Wire(room=1)
     session.attach(connection, 0, WELCOME)
     await asyncio.sleep(0)
     session.send(wire.Commit(1, "d", "m"))
@@ -273,7 +273,7 @@ async def test_what_a_slow_connection_does_not_take_waits() -> None:
 
 @pytest.mark.anyio
 async def test_a_new_connection_gets_what_was_not_acknowledged() -> None:
-    session, first, second = Session(Member("rollout", 0, 0, "x")), Wire(room=9), Wire(room=9)
+    session, first, second = MemberSession(Member("rollout", 0, 0, "x")), Wire(room=9), Wire(room=9)
     session.attach(first, 0, WELCOME)
     for version in (1, 2):
         session.send(wire.Commit(version, "d", "m"))

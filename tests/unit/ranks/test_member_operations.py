@@ -14,7 +14,7 @@ import torch
 
 from replicas import errors
 from replicas import messages as wire
-from replicas.channel.operations.results import Operation
+from replicas.channel.operations.results import OperationCall
 from replicas.channel.pending import Pending, Receipt
 from replicas.channel.unknown import KEPT_RESULTS
 from replicas.messages.identity import Member
@@ -66,7 +66,7 @@ class Call:
 
 async def call(world: World) -> Call:
     tensor = torch.arange(4.0)
-    pending = world.operations.start(Operation("all_reduce", (tensor,)), 60.0)
+    pending = world.operations.start(OperationCall("all_reduce", (tensor,)), 60.0)
     return Call(tensor, pending, await world.session.next(wire.OperationPost))
 
 
@@ -94,7 +94,7 @@ async def test_results_that_cannot_be_written_fail_that_call_alone(
 ) -> None:
     await open_lane(world)
     tensor = torch.ones(numel)
-    pending = world.operations.start(Operation("all_reduce", (tensor,)), 60.0)
+    pending = world.operations.start(OperationCall("all_reduce", (tensor,)), 60.0)
     made = Call(tensor, pending, await world.session.next(wire.OperationPost))
     world.tell(made.go(1))
     await world.session.next(wire.OperationDone)
@@ -178,7 +178,7 @@ async def test_a_lane_gets_its_operations_in_the_order_of_their_go(
     monkeypatch.setattr(Sidecar, "collective", collective)
     await open_lane(world)
     slow = await call(world)  # it needs fresh memory, which takes a thread
-    pending = world.operations.start(Operation("send", (torch.ones(1),), root="rollout/1"), 60.0)
+    pending = world.operations.start(OperationCall("send", (torch.ones(1),), root="rollout/1"), 60.0)
     quick = Call(torch.ones(1), pending, await world.session.next(wire.OperationPost))
     world.tell(slow.go(1), quick.go(2))
     for number in (1, 2):
@@ -204,16 +204,16 @@ async def test_an_unknown_outcome_that_was_a_success_is_collected_by_waiting_aga
         await doubtful.pending
 
     writers: list[int] = []
-    finish = Operation.finish
+    finish = OperationCall.finish
 
-    def watched(self: Operation, *args: Any) -> Receipt:
+    def watched(self: OperationCall, *args: Any) -> Receipt:
         writers.append(threading.get_ident())
         return finish(self, *args)
 
     def wait() -> tuple[Receipt, int]:
         return made.pending.wait(), threading.get_ident()
 
-    monkeypatch.setattr(Operation, "finish", watched)
+    monkeypatch.setattr(OperationCall, "finish", watched)
     receipt, waiter = await asyncio.to_thread(wait)
     assert writers == [waiter]
     assert receipt.members == (ME, OTHER)

@@ -23,7 +23,7 @@ from torch import nn
 from replicas.core.versions.manifest import Manifest, PartManifest, Piece, TensorSpec
 from replicas.errors import ManifestMismatch, UsageError
 from replicas.weights import streaming
-from replicas.weights.copy_pool import ALONE_NBYTES, Crew, helpers_for, one_thread
+from replicas.weights.copy_pool import ALONE_NBYTES, CopyPool, helpers_for, one_thread
 from replicas.weights.copying import PROGRESS_NBYTES, STEP_NBYTES, Copier, Prefix, Step, copy_pairs
 from replicas.weights.digest import BLOCK_NBYTES, Digest, digest_of
 from replicas.weights.feed import Feed, Shard
@@ -54,7 +54,7 @@ LARGE = BLOCK_NBYTES + STEP_NBYTES + 4096
 
 def test_a_crew_does_every_task_once_and_leaves_no_thread() -> None:
     before = threading.active_count()
-    crew, done, lock = Crew(3), list[int](), threading.Lock()
+    crew, done, lock = CopyPool(3), list[int](), threading.Lock()
 
     def note(number: int) -> None:
         with lock:
@@ -73,7 +73,7 @@ def test_a_crew_does_every_task_once_and_leaves_no_thread() -> None:
 
 @pytest.mark.parametrize("helpers", [0, 2])
 def test_a_task_that_fails_ends_the_run_and_is_raised(helpers: int) -> None:
-    crew = Crew(helpers)
+    crew = CopyPool(helpers)
 
     def fail() -> None:
         raise KeyError("mine")
