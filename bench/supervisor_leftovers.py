@@ -102,7 +102,7 @@ def _start(contender: str, kind: str, folder: Path) -> Tree:
 
 def _hit(tree: Tree, fault: str) -> float | None:
     """Do it, and wait; seconds that a SIGTERM took to end the supervisor."""
-    launcher = tree.find("supervisor.launcher", "torch.distributed.run")
+    launcher = tree.find("supervisor.shim.launcher", "torch.distributed.run")
     if fault == "SIGTERM supervisor":
         began = time.monotonic()
         send(tree.main, signal.SIGTERM)
@@ -134,7 +134,7 @@ def _once(contender: str, kind: str, fault: str, folder: Path) -> LeftoverSample
 def _job(tree: Tree, processes: dict[Process, str]) -> dict[Process, str]:
     """Torchrun, its ranks and their daemons."""
     told = {pid for line in tree.told() for pid in (line["pid"], *line["daemons"])}
-    launcher = tree.find("supervisor.launcher", "torch.distributed.run")
+    launcher = tree.find("supervisor.shim.launcher", "torch.distributed.run")
     return {one: line for one, line in processes.items() if one[0] in told or one == launcher}
 
 

@@ -58,7 +58,7 @@ def _restarts(run: Supervised, launcher: str) -> Iterator[RestartSample]:
             pid = run.told()[-1]["pid"]
             victim = next(process for process in run.processes() if process[0] == pid)
         else:
-            victim = run.find("supervisor.launcher" if what == "torchrun" else "supervisor.shim")
+            victim = run.find("supervisor.shim.launcher" if what == "torchrun" else "supervisor.shim.shim")
         at = _kill(victim)
         yield RestartSample(launcher, what, _next(run, at) - at)
 

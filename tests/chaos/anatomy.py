@@ -62,7 +62,7 @@ class Anatomy:
             below.setdefault(up.get(pid, 0), []).append(pid)
         own = below.get(run.pid, [])
         self.store = next((pid for pid in own if "store_process" in lines[pid]), 0)
-        self.janitor = next((pid for pid in own if "supervisor.janitor" in lines[pid]), 0)
+        self.janitor = next((pid for pid in own if "supervisor.cleanup.janitor" in lines[pid]), 0)
         self.bodies: dict[str, Body] = {}
         for name, one in replicas.items():
             try:
@@ -93,7 +93,7 @@ def _body(
     shim = up.get(main, 0)
     server = next((pid for pid in below.get(shim, []) if "sidecar.forkserver" in lines[pid]), 0)
     pump = next((pid for pid in below.get(shim, []) if lines[pid].startswith("replicas log pump")), 0)
-    launcher = main if "supervisor.launcher" in lines[main] else 0
+    launcher = main if "supervisor.shim.launcher" in lines[main] else 0
     ranks = sorted(below.get(launcher, []), key=_rank) if launcher else [main]
     if not ranks or (channels and not server):
         raise Unfinished(f"{name} has no {'forkserver' if ranks else 'ranks'}")

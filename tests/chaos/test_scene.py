@@ -127,7 +127,7 @@ class Operator:
         return self._kill("scene_trainer.py")
 
     def _kill_helper(self) -> str:
-        return self._kill("supervisor.shim", "sidecar.forkserver", "store_process")
+        return self._kill("supervisor.shim.shim", "sidecar.forkserver", "store_process")
 
     def _freeze_rollout(self) -> str:
         pid, seconds = self._one("scene_rollout.py"), self.rng.uniform(1.0, 12.0)

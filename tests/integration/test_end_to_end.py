@@ -192,7 +192,7 @@ def _parent(pid: int) -> int:
 
 
 def _shim_of(pid: int) -> int:
-    while "shim" not in Path(f"/proc/{pid}/cmdline").read_text():
+    while "shim.shim" not in Path(f"/proc/{pid}/cmdline").read_text():
         pid = _parent(pid)
     return pid
 

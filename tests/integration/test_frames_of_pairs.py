@@ -185,7 +185,7 @@ def test_what_a_log_pump_says(
 
 FAKE_LAUNCHER = """
 import socket, subprocess, sys
-from replicas.supervisor import shim, starting
+from replicas.supervisor.shim import shim, starting
 from replicas.linux.processes import Child
 
 def launcher(self):

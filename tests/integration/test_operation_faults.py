@@ -33,7 +33,7 @@ BIG = 4_000_000
 PEER = """
 import json, os, signal, sys
 import torch, replicas
-from replicas.sidecar import pulse
+from replicas.sidecar.rank_side import pulse
 pulse.SILENCE_S = 600.0  # the test alone decides what becomes of a stopped sidecar
 endpoint, token, replica = sys.argv[1:]
 channel = replicas.join("policy", endpoint=endpoint, token=token, group="peer", replica=int(replica), rank=0, world_size=1)

@@ -143,7 +143,7 @@ def test_a_run_that_loses_its_supervisor_and_another_one_leaves_nothing(
     with hiding(tmp_path, EXEC) as (run, _):
         noted = all_pids(tmp_path, 1)
         rank = main_pid(run)
-        pids = {"supervisor": run.pid, "shim": parent(rank), "rank": rank, "janitor": run.find("supervisor.janitor")}
+        pids = {"supervisor": run.pid, "shim": parent(rank), "rank": rank, "janitor": run.find("supervisor.cleanup.janitor")}
         groups = list(find_own().glob(f"replicas-{run.name}-*"))
         assert groups
         everyone = [*noted, *((pid, start_time(pid) or 0) for pid in (*run.processes(), run.pid))]
@@ -176,9 +176,9 @@ def test_a_replica_that_loses_two_of_its_processes_leaves_nothing_and_starts_aga
 def test_a_killed_janitor_is_replaced_and_nothing_else_happens(tmp_path: Path) -> None:
     with running(tmp_path, group("a", SLEEPS)) as run:
         rank = main_pid(run)
-        first = run.find("supervisor.janitor")
+        first = run.find("supervisor.cleanup.janitor")
         kill(first)
-        second = run.find("supervisor.janitor", besides=first)
+        second = run.find("supervisor.cleanup.janitor", besides=first)
         assert main_pid(run) == rank
         kill(run.pid, parent(rank))  # the second one knows of the shim, too
         run.assert_nothing_left(timeout_s=BOUND_S)

@@ -108,7 +108,7 @@ def test_workers_that_ignore_sigterm_do_not_hold_up_a_drain(tmp_path: Path) -> N
         # torchrun's stores listen on the local address, never on all
         listening = Path("/proc/net/tcp6").read_text().splitlines()[1:]
         inodes = {line.split()[9] for line in listening if line.split()[3] == "0A"}
-        launcher = run.find("supervisor.launcher")
+        launcher = run.find("supervisor.shim.launcher")
         held = {path.readlink().name for path in Path(f"/proc/{launcher}/fd").iterdir()}
         assert not any(f"socket:[{inode}]" in held for inode in inodes)
         run.signal(signal.SIGTERM)
