@@ -84,7 +84,8 @@ async def peer(world: ChannelWorld, replica: int) -> AsyncIterator[Peer]:
     finally:
         with contextlib.suppress(ProcessLookupError):
             process.kill()
-        await process.wait()
+        async with asyncio.timeout(20):
+            await process.communicate()  # to the end of the pipe: its helper has it open for a moment longer
 
 
 def running(coordinator: Coordinator) -> tuple[Operation, ...]:
