@@ -1,7 +1,9 @@
 """Sidecars: killable processes that own a rank's cross-replica process groups.
 
-``forkserver`` makes them, ``process`` is what runs in one, ``mailbox`` reads its
-channel, ``meeting`` and ``groups`` build the process group; ``client`` (``forks``,
-``handle``, ``pulse``) is the rank's side, ``wire`` what they say to each other. Nothing
-is imported here, so that the forkserver listens before it loads torch.
+``forkserver`` forks them. In the sidecar, ``process`` is the main loop, ``mailbox``
+reads the channel, ``meeting`` and ``building`` make the process group, ``groups`` has
+its operations. In the rank, ``rank_side`` (``client``, ``forks``, ``handle``,
+``pulse``) controls them. ``wire`` has the messages between the two.
+
+This file imports nothing, so that the forkserver listens before it loads torch.
 """

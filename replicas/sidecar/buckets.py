@@ -1,22 +1,22 @@
-"""What a version is cut into on its way between hosts; pure arithmetic on its manifest.
+"""Buckets: cut a version into units of transfer; pure arithmetic on its manifest.
 
 Theory of operation
 ===================
 
-Every member of a lane makes the same plan from the manifest and the routes, without a
-word: buckets, in one order for all. An image is cut from its start to its end. The
-pieces of a part come in the order in which they lie in the owner's memory; pieces are
-cut along their first dimension until they fit a bucket, and runs of small ones that lie
-together share one. The buckets of several parts are mixed so that they fill the image
-from its start, as far as the order within each part allows: all owners send at the same
-time, and a receiver can digest the image behind the last byte that will still change
+Every member of a lane computes the same plan from the manifest and the routes, without
+communication: buckets, in one order for all members. An image is cut from start to end.
+The pieces of a part come in the order of the owner's memory. A piece larger than a
+bucket is cut along its first dimensions; adjacent small pieces share a bucket. The
+buckets of several parts are interleaved to fill the image from its start, as far as the
+order within each part allows. So all owners send at the same time, and a receiver can
+digest the image behind the last byte that will still change
 (:attr:`BucketPlan.settled`).
 
-The size of a bucket depends on the route, which is the chain of lane ranks through
-which a part goes. Every member but the first and the last passes on what it has
-received, so the last one has everything (members - 2) buckets after the first one:
-small buckets, then. With one receiver nothing is passed on, and large ones cost the
-least. (Measured; see :mod:`replicas.sidecar.transfer`.)
+The size of a bucket depends on the route (the chain of lane ranks that a part passes
+through). Every member except the first and the last forwards what it receives, so the
+last one finishes (members - 2) buckets after the first receiver: small buckets, then.
+With one receiver nothing is forwarded, and large buckets cost least. (Measured; see
+:mod:`replicas.sidecar.transfer`.)
 """
 
 from __future__ import annotations
@@ -43,16 +43,15 @@ MAX_BUCKET_NBYTES = 8 << 20
 CHAIN_BUCKET_NBYTES = 4 << 20
 MIN_BUCKET_NBYTES = 512 << 10
 FILL_RATIO = 16
-"""The buckets that fill a chain are at most this part of the bytes, unless they would
-be too small."""
+"""Filling a chain takes at most 1/16 of the bytes (above MIN_BUCKET_NBYTES)."""
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """``nbytes`` bytes that lie together in their owner's memory, from ``start`` on;
-    ``pieces`` of a part, whole.
+    """A contiguous range of ``nbytes`` in the owner's memory, from ``start``.
 
-    :ivar part: which part (0 for an image).
+    :ivar pieces: whole pieces of a part; empty for an image.
+    :ivar part: index of the part (0 for an image).
     """
 
     owner: int
@@ -64,10 +63,10 @@ class Bucket:
 
 @dataclass(frozen=True)
 class BucketPlan:
-    """Those buckets that one member has to do with, in order.
+    """The buckets in which one member takes part, in order.
 
-    :ivar settled: one more than ``buckets``: before the first and after each of them,
-        up to which byte of the image's data nothing will change any more.
+    :ivar settled: one entry more than ``buckets``: before the first and after each of
+        them, up to which byte of the image's data nothing will change any more.
     """
 
     buckets: tuple[Bucket, ...]
@@ -75,8 +74,7 @@ class BucketPlan:
 
 
 def bucket_limit(nbytes: int, members: int) -> int:
-    """The size of the buckets in which ``nbytes`` go through a chain of so many
-    ``members``."""
+    """Bucket size for ``nbytes`` through a chain of ``members``, in bytes."""
     passing = members - 2
     if passing < 1:
         return MAX_BUCKET_NBYTES
@@ -86,14 +84,11 @@ def bucket_limit(nbytes: int, members: int) -> int:
 def make_plan(
     manifest: Manifest, routes: Sequence[Sequence[int]], rank: int, *, by_part: bool, limit: int | None = None
 ) -> BucketPlan:
-    """What lane rank ``rank`` has to do when each part takes its route, or (not
-    ``by_part``) the whole image the only one.
+    """Plan the buckets of lane rank ``rank``.
 
-    Parts whose route leaves ``rank`` out are of no concern to it: whatever it has of
-    them is in place.
-
-    :param limit: size of the buckets of all routes; by default :func:`bucket_limit`
-        says it.
+    :param routes: one route for each part; unless ``by_part``, one for the whole image.
+        Routes without ``rank`` are skipped: it already has the bytes of those parts.
+    :param limit: bucket size in bytes on all routes; default :func:`bucket_limit`.
     """
 
     def limit_of(nbytes: int, route: Sequence[int]) -> int:
@@ -122,8 +117,7 @@ def make_plan(
 
 
 def _mixed(manifest: Manifest, parts: Sequence[tuple[int, list[Bucket]]]) -> tuple[list[int], list[Bucket]]:
-    """All buckets by where in the image they begin, those of one part in their own
-    order; and where that is."""
+    """Merge the buckets by image offset, each part in its order; return offsets too."""
     heap: list[tuple[int, int, int]] = []
     of_part = dict(parts)
 
@@ -145,8 +139,7 @@ def _mixed(manifest: Manifest, parts: Sequence[tuple[int, list[Bucket]]]) -> tup
 
 
 def split_piece(piece: Piece, item: int, limit: int) -> Iterator[Piece]:
-    """Cut a piece along its first dimensions until each part has at most ``limit``
-    bytes (or is one element)."""
+    """Cut a piece along its first axes to at most ``limit`` bytes or 1 element."""
     nbytes = prod(piece.shape) * item
     axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), None)
     if nbytes <= limit or axis is None:
@@ -163,8 +156,7 @@ def split_piece(piece: Piece, item: int, limit: int) -> Iterator[Piece]:
 
 
 def buckets_of_part(manifest: Manifest, part: int, owner: int, limit: int = MAX_BUCKET_NBYTES) -> list[Bucket]:
-    """The buckets of one part; each byte that the manifest takes from it is in exactly
-    one of them."""
+    """Cut one part: each byte that the manifest takes from it is in just one bucket."""
     assert manifest.parts is not None
     buckets: list[Bucket] = []
     run: list[Piece] = []
@@ -188,8 +180,7 @@ def buckets_of_part(manifest: Manifest, part: int, owner: int, limit: int = MAX_
 
 
 def image_run(manifest: Manifest, bucket: Bucket) -> int | None:
-    """Where the bucket's bytes start in the data section, if they lie there together
-    and in the same order; else None."""
+    """Offset in the data section, if the bucket is one run of bytes there; or None."""
     if not bucket.pieces:
         return bucket.start
     first = _image_offset(manifest, bucket.pieces[0])
@@ -203,14 +194,16 @@ def image_run(manifest: Manifest, bucket: Bucket) -> int | None:
 
 
 def _in_one_run(whole: tuple[int, ...], piece: Piece) -> bool:
-    """Whether a box of a tensor of shape ``whole`` is one run of bytes: after the first
-    axis with extent > 1 all is taken."""
+    """True if a box of a tensor of shape ``whole`` is one contiguous run of bytes.
+
+    That is: every axis after the first one with extent > 1 is taken whole.
+    """
     axis = next((axis for axis, extent in enumerate(piece.shape) if extent > 1), len(whole))
     return piece.shape[axis + 1 :] == whole[axis + 1 :]
 
 
 def _image_offset(manifest: Manifest, piece: Piece) -> int:
-    """Of the first byte of a piece in the data section."""
+    """Offset of the piece's first byte in the data section."""
     spec = manifest.tensors[piece.tensor]
     index = 0
     for offset, extent in zip(piece.offsets, spec.shape, strict=True):

@@ -1,26 +1,25 @@
-"""How a process group is made, straight from a store: the only place.
+"""Build process groups on a store; no other module makes one.
 
-The connection to the store is tried again until the deadline (nothing has moved yet,
-and the store may be on its way back); the rest is tried once, after the members have
-met (:mod:`replicas.sidecar.meeting`). None of this is safe against a frozen store or a
-hung device: the process is killed by its owner when the deadline has passed.
+The connection to the store is retried until the deadline: nothing has moved yet, and
+the store may be restarting. The rest is tried once, after the members have met
+(:mod:`replicas.sidecar.meeting`). Nothing here is safe against a frozen store or a hung
+device: the owner kills this process when the deadline has passed.
 
-What ProcessGroupNCCL may not do
-================================
+ProcessGroupNCCL without its watchdog
+=====================================
 
-Its watchdog is made for a rank that ends with its group. Here the owner of the process
-has the deadlines, and the store is everybody's. So it has no watchdog at all, which is
-torch's own rule where waits block (``TORCH_NCCL_BLOCKING_WAIT``): nobody writes a dump
-signal (``exception_dump``, unprefixed: every other process with a group on that store
-would abort minutes later), aborts the process, tears anything down after an error, or
-knows a timeout that could come before ours. Should a release of torch have one all the
-same, the other variables leave it nothing to do. With
-``TORCH_DISTRIBUTED_DEBUG=DETAIL`` it would do all of that again: the level is lowered,
-in this process only.
+The watchdog of ProcessGroupNCCL assumes that the rank ends with its group. Here the
+process's owner enforces the deadlines, and the store is shared by all. So the watchdog
+is off, by torch's own rule for blocking waits (``TORCH_NCCL_BLOCKING_WAIT``). It cannot
+write a dump signal (``exception_dump``, unprefixed: every other process with a group on
+that store would abort minutes later), abort the process, tear down after an error, or
+apply a timeout earlier than ours. The other variables disable its actions, should a
+torch release start one all the same. ``TORCH_DISTRIBUTED_DEBUG=DETAIL`` would turn all
+of that on again, so the level is lowered, in this process only.
 
-Nor is it ever destroyed: it would abort its communicators, wait for that up to its
-timeout, and keep back the answer that says what went wrong. The end of the process does
-it.
+The process group is never destroyed either: that would abort its communicators, wait
+for it up to its timeout, and delay the error that the sidecar has to report. The end of
+the process cleans up.
 """
 
 from __future__ import annotations
@@ -53,11 +52,12 @@ __all__ = ["NCCL_ENVIRONMENT", "build_group", "connect_store"]
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 
 STORE_CONNECT = Backoff(0.5, 4.0)
-"""For the first attempt to connect to the store, twice as long each time (on a long way
-a round trip takes more than that); torch's client takes up to twice that."""
+"""Timeout of an attempt to connect: 0.5 s, doubled each time up to 4 s.
+
+It exceeds a long round trip; torch's client takes up to twice the timeout."""
 PROBE_NBYTES = 64 << 10
 NCCL_TIMEOUT = timedelta(days=30)
-"""Of ProcessGroupNCCL itself: never. Ours are
+"""ProcessGroupNCCL's own timeout: never. The deadlines are
 :class:`~replicas.sidecar.groups.Handle`'s, and the owner's."""
 NCCL_ENVIRONMENT = {
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
@@ -73,18 +73,17 @@ NCCL_ENVIRONMENT = {
     "TORCH_NCCL_USE_COMM_NONBLOCKING": "0",
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Whatever the rank has for itself."""
+"""Set in every sidecar with NCCL, whatever the rank's own environment says."""
 _SIOCGIFADDR = 0x8915
 _never_destroyed: list[Any] = []
 
 
 def build_group(spec: GroupSpec) -> CollectiveGroup:
-    """Form the process group of ``spec``; every rank of it does so with the same
-    prefix.
+    """Form the process group of ``spec``; all of its ranks use the same prefix.
 
     :raises replicas.errors.Preflight: the members do not agree, or cannot reach each
         other; names them.
-    :raises replicas.errors.StoreTampered: somebody else writes into the store.
+    :raises replicas.errors.StoreTampered: another client writes into the store.
     :raises RuntimeError: a peer did not come in time, the store cannot be reached, or
         the probe found wrong values.
     """
@@ -115,10 +114,9 @@ def _build_over(store: SignedStore, spec: GroupSpec, deadline: float) -> Collect
 
 
 def connect_store(host: str, port: int, deadline: float) -> Any:
-    """A client of the store; a refused or broken connection is tried again until
-    ``deadline`` (monotonic clock).
+    """Connect to the store, retrying until ``deadline`` (monotonic clock).
 
-    :raises RuntimeError: no store answered there by then.
+    :raises RuntimeError: no store answered by then.
     """
     retry = tenacity.Retrying(
         wait=tenacity.wait_exponential(multiplier=0.02, max=0.5) + tenacity.wait_random(0, 0.05),
@@ -172,7 +170,7 @@ def _build_nccl(store: Any, spec: GroupSpec) -> CollectiveGroup:
 
 
 def _probe(group: CollectiveGroup, deadline: float) -> None:
-    """Move 64 KiB from everyone to everyone, and look at what came."""
+    """All-reduce 64 KiB and verify the result."""
     steps = torch.arange(PROBE_NBYTES // 8, dtype=torch.int64)
     tensor = steps * (group.rank + 1)
     group.all_reduce(tensor, "sum", deadline).wait()
@@ -182,7 +180,7 @@ def _probe(group: CollectiveGroup, deadline: float) -> None:
 
 
 def _set_nccl_environment(spec: GroupSpec) -> None:
-    """See the module's text. Bootstrap goes over the lane's address."""
+    """Turn the watchdog off (see the header); bootstrap uses the lane's address."""
     os.environ.update(NCCL_ENVIRONMENT)
     if hasattr(_c10d, "set_debug_level"):
         _c10d.set_debug_level(_c10d.DebugLevel.OFF)
@@ -196,7 +194,7 @@ def _set_nccl_environment(spec: GroupSpec) -> None:
 
 
 def _interface_of(address: str) -> str | None:
-    """The network interface that has this IPv4 address."""
+    """Name of the network interface with this IPv4 address."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             try:
@@ -209,8 +207,10 @@ def _interface_of(address: str) -> str | None:
 
 
 def _allow_shared_device(store: Any, spec: GroupSpec, uuid: str) -> None:
-    """NCCL refuses two ranks on one GPU, unless it takes them for two hosts: slow, and
-    right for tests."""
+    """Let two ranks share a GPU: NCCL allows it if they seem to be on two hosts.
+
+    Slow, and meant for tests.
+    """
     store.set(f"device/{spec.rank}", f"{boot_id()}/{uuid}")
     devices = [store.get(f"device/{rank}") for rank in range(spec.size)]
     if len(set(devices)) == len(devices) or _takes_several_ranks():

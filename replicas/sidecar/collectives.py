@@ -1,10 +1,9 @@
-"""The operations between peers, on two byte ranges: inputs and outputs (see
-:func:`run_collective`).
+"""Run one collective between peers, on byte buffers for inputs and outputs.
 
-Data moves as bytes, so that every dtype can be moved; reductions work on the dtype and
-refuse those that the backend cannot reduce, on every participant alike and before
-anything is sent. ``inputs`` are only ever read: after a failure the operation is run
-again from them, in another group.
+Data moves as bytes, so that every dtype can be moved. Reductions work on the dtype;
+those that the backend cannot reduce are refused on every participant alike, before
+anything is sent. ``inputs`` are only read: after a failure the operation is run again
+from them, in another group.
 """
 
 from __future__ import annotations
@@ -30,20 +29,20 @@ def run_collective(
 ) -> None:
     """Run one operation.
 
-    ``inputs`` and ``outputs`` are uint8, laid out by
+    ``inputs`` and ``outputs`` are uint8 tensors, laid out by
     :func:`replicas.core.versions.manifest.segment_layout`:
 
-    * all_reduce, reduce: ``outputs`` is laid out as ``inputs`` and gets the result (of
-      reduce, the root's alone counts);
+    * all_reduce, reduce: ``outputs`` has the layout of ``inputs`` and gets the result
+      (for reduce, only the root's is valid);
     * broadcast: the root's ``inputs``, the others' ``outputs``;
     * all_gather, gather (the root): ``outputs`` has the segments of every participant,
       one after another;
-    * scatter: the root's ``inputs`` has one segment a participant of the first attempt,
-      ``outputs`` is the own one;
-    * reduce_scatter: ``inputs`` has one segment a participant of the first attempt;
-      ``outputs`` is laid out in the same way and gets the own one, reduced, in its
-      place (the rest is scratch);
-    * send: ``inputs``; recv: ``outputs``, both laid out by the sender's segments;
+    * scatter: the root's ``inputs`` has one segment for each participant of the first
+      attempt; ``outputs`` gets the caller's own;
+    * reduce_scatter: ``inputs`` has one segment for each participant of the first
+      attempt; ``outputs`` has the same layout and gets the caller's own segment,
+      reduced, in its place (the rest is scratch);
+    * send: ``inputs``; recv: ``outputs``; both laid out by the sender's segments;
     * barrier: neither.
 
     :raises ValueError: the arguments do not fit the group or each other.
@@ -97,7 +96,7 @@ class _Operation:
             mine = self._reduced()[self.spec.me]
             mine.div_(self.group.size)
 
-    # -- elementwise, on a copy
+    # -- elementwise, on a copy of the inputs
 
     def _copy_inputs(self) -> None:
         _, nbytes = segment_layout(self.spec.segments[self.spec.me])
@@ -123,7 +122,7 @@ class _Operation:
                 yield self.group.reduce(tensor, rank, self.spec.reduce_op, self.deadline)
 
     def _reduced(self) -> list[torch.Tensor]:
-        """Each participant's segment of the own outputs."""
+        """Every participant's segment in ``outputs``, as typed tensors."""
         segments = self._one_each(self.spec.me)
         offsets, _ = segment_layout(segments)
         return [
@@ -140,7 +139,7 @@ class _Operation:
         if nbytes:
             yield self.group.broadcast(self._region(memory, 0, nbytes), self._root_rank, self.deadline)
 
-    # -- from and to everyone
+    # -- all to all or one
 
     def _all_gather(self) -> Iterator[Handle]:
         regions = self._regions_of_all()
@@ -177,7 +176,7 @@ class _Operation:
             elif region.numel():
                 yield self.group.send(region, self.spec.lane_ranks[index], self.deadline)
 
-    # -- from one to one
+    # -- between two participants
 
     def _send(self) -> Iterator[Handle]:
         _, nbytes = segment_layout(self.spec.segments[self.spec.me])
@@ -203,15 +202,17 @@ class _Operation:
         return self.spec.lane_ranks[1 - self.spec.me]
 
     def _one_each(self, participant: int) -> tuple[Segment, ...]:
-        """One segment for each participant of the first attempt."""
+        """``participant``'s segments, one for each participant of the first attempt."""
         segments = self.spec.segments[participant]
         if len(segments) <= max(self.places) or (not self.spec.places and len(segments) != len(self.places)):
             raise ValueError(f"{self.spec.kind} has {len(segments)} segments for {len(self.places)} participants")
         return segments
 
     def _runs(self) -> Iterator[torch.Tensor]:
-        """The own segments in ``outputs``, each run of one dtype as one flat tensor:
-        the padding between does no harm."""
+        """Own segments in ``outputs``, each run of one dtype as one flat tensor.
+
+        The padding in between is reduced too, which does no harm.
+        """
         segments = self.spec.segments[self.spec.me]
         offsets, total = segment_layout(segments)
         first = 0

@@ -1,11 +1,10 @@
-"""Can a sidecar open the device memory of its rank? Found out at the join, and not in
-the first transfer.
+"""Check at join that a sidecar can open the device memory of its rank.
 
-The rank allocates a little memory in the way in which slots are allocated, and writes a
-nonce there; a fresh sidecar, forked for this alone, opens it and says what it sees.
-That shows at once a container that forbids CUDA IPC, a ``CUDA_VISIBLE_DEVICES`` that
-hides the rank's GPU from its sidecars, and a driver that cannot be used there. (How
-torch's own allocator is configured is of no concern: slots are not allocated by it.)
+The rank allocates a little memory in the same way as slots and writes a nonce there; a
+sidecar forked for this purpose opens it and returns the bytes. So a container that
+forbids CUDA IPC, a ``CUDA_VISIBLE_DEVICES`` that hides the rank's GPU from its
+sidecars, or an unusable driver is found at join and not in the first transfer. (The
+configuration of torch's allocator does not matter: it does not allocate slots.)
 """
 
 from __future__ import annotations
@@ -31,15 +30,14 @@ _HINT = (
     "give all processes of a replica the same CUDA_VISIBLE_DEVICES; in a container use --ipc=host and one PID namespace"
 )
 _proven: set[tuple[int, str]] = set()
-"""By process and GPU: one that could once can go on doing so."""
+"""(pid, GPU) pairs that passed the check; they are not checked again."""
 
 
 async def prove_device(forkserver: Forkserver, uuid: str, *, timeout_s: float) -> None:
-    """Have a sidecar open memory that this process allocates on GPU ``uuid``; once in
-    the life of this process.
+    """Check that a sidecar can open this process's memory on GPU ``uuid``; cached.
 
-    :raises Preflight: it cannot, or it is not done within ``timeout_s``.
-    :raises NoCapacity: there is not even so little memory left on the GPU.
+    :raises Preflight: it cannot, or the check took longer than ``timeout_s``.
+    :raises NoCapacity: the GPU has not even this little memory left.
     """
     if (os.getpid(), uuid) in _proven:
         return

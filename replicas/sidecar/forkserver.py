@@ -1,23 +1,26 @@
-"""Makes sidecars in milliseconds: ``python -m replicas.sidecar.forkserver (--listener N
-| --fd N) [--parent PID] [...]``.
+"""Forkserver: a process with torch loaded that forks sidecars in milliseconds.
+
+``python -m replicas.sidecar.forkserver (--listener N | --fd N) [--parent PID] [...]``
 
 Theory of operation
 ===================
 
-This process loads torch once, without touching CUDA, stays single-threaded, and forks a
-sidecar for each request. ``--listener``: serves every process of the same user that
-connects to this inherited socket and shows the secret of its door
-(:class:`replicas.linux.sockets.SocketAddress`, which is in the environment); it dies
-with its parent by a death signal. ``--fd``: serves the one process at the other end of
-that socket, and ends with it.
+The process loads torch once, without touching CUDA, stays single-threaded, and forks a
+sidecar for each request. With ``--listener`` it serves every process of the same user
+that connects to this inherited socket and presents its secret (part of the
+:class:`replicas.linux.sockets.SocketAddress` in the environment); a death signal ends
+it with its parent. With ``--fd`` it serves the one process at the other end of that
+socket, and ends with it.
 
-Nothing outlives its owner: a client's sidecars are killed when its connection ends or
-its process (pidfd) is dead; they watch the same two themselves; and the kernel kills
-them when this process dies. The listening socket was bound by whoever starts this
-process, and outlives it: nobody else can take its name, and clients connect at once,
-also between two forkservers, and wait for their first answer. ``--ready``: a pipe that
-gets one byte when torch is loaded; whoever started this process watches it until then,
-and replaces it when it freezes.
+No sidecar outlives its owner. The forkserver kills a client's sidecars when the
+client's connection ends or its process (pidfd) is dead; the sidecars watch the same two
+themselves; and the kernel kills them when the forkserver dies.
+
+The process that starts the forkserver binds the listening socket and keeps it longer
+than any forkserver. So no other process can take the name, and clients connect at once,
+also between two forkservers, and wait for their first answer. ``--ready`` is a pipe
+that gets one byte when torch is loaded; until then the starter watches the forkserver,
+and replaces it if it freezes.
 """
 
 from __future__ import annotations
@@ -52,10 +55,10 @@ class _Client:
 
 
 class ForkServer:
-    """The loop. ``run_sidecar(channel, pidfd)`` runs in a forked child, and the child
-    exits when it returns.
+    """The forkserver's loop. A forked child calls ``run_sidecar(channel, pidfd)``, then
+    exits.
 
-    :param secret: what clients must show.
+    :param secret: what clients must present.
     """
 
     def __init__(self, run_sidecar: Callable[[socket.socket, int], None], secret: str = "") -> None:
@@ -67,16 +70,16 @@ class ForkServer:
         self._children: dict[int, tuple[int, _Client]] = {}
 
     def listen(self, listener: socket.socket) -> None:
-        """Serve everyone of this user who connects."""
+        """Serve every process of this user that connects."""
         self._listener = listener
         self._selector.register(listener, selectors.EVENT_READ, self._accept)
 
     def serve_only(self, sock: socket.socket) -> None:
-        """Serve this one client, and end with it."""
+        """Serve only this client, and end with it."""
         self._add(sock)
 
     def run(self) -> None:
-        """Serve until there is no one to serve."""
+        """Serve until there is neither a listener nor a client."""
         while self._listener is not None or self._clients:
             for key, _ in self._selector.select():
                 if key.fileobj in self._selector.get_map():
@@ -158,8 +161,10 @@ class ForkServer:
             os._exit(code)
 
     def _forget_everything(self, keep: set[int]) -> None:
-        """Close all inherited descriptors; detach the objects first, so that none
-        closes a number that is reused."""
+        """Close all inherited descriptors.
+
+        The objects are detached first, so that none of them closes a reused number.
+        """
         for client in self._clients:
             client.sock.detach()
         if self._listener is not None:
@@ -171,7 +176,7 @@ class ForkServer:
                     os.close(fd)
 
     def _drop(self, client: _Client) -> None:
-        """The client is gone: so are its sidecars."""
+        """Forget a client that is gone, and kill its sidecars."""
         if client not in self._clients:
             return
         self._clients.remove(client)
@@ -192,7 +197,7 @@ class ForkServer:
 
 
 def main(argv: list[str] | None = None) -> None:
-    """The command line."""
+    """Run the forkserver from its command line."""
     parser = argparse.ArgumentParser(prog="replicas.sidecar.forkserver", description=(__doc__ or "").splitlines()[0])
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--listener", type=int, help="inherited SOCK_SEQPACKET socket that listens")

@@ -1,22 +1,22 @@
-"""Process groups, and their operations on host and device memory.
+"""Process groups (Gloo, NCCL) and their operations on host and device memory.
 
-Each backend works in place on one kind of memory: Gloo on the host's, NCCL on the
-device's. What lies on the other side goes through staging memory, so that every lane
-can move everything (a lane of Gloo between GPUs that NCCL refuses, a lane of NCCL for
-slots in host memory). Operations start at once and end in :meth:`Handle.wait`; each
-carries its own deadline. None of this is safe against a hung device or peer: the
-process is killed by its owner when the deadline has passed.
+Each backend works in place on one kind of memory: Gloo on host memory, NCCL on device
+memory. Tensors of the other kind go through staging memory, so that every lane can move
+everything (Gloo between GPUs that NCCL refuses, NCCL for slots in host memory).
+Operations start at once and end in :meth:`Handle.wait`; each has its own deadline.
+Nothing here is safe against a hung device or peer: the owner kills the process when the
+deadline has passed.
 
-Order on the device: an operation of NCCL starts behind what the caller's stream has
-under way; when its handle was waited for it is done, for every stream, other processes,
-and the host. Gloo reads and writes with the CPU: what lies on the device is copied, and
-the copy waited for, before it starts and after it has ended.
+Order on the device: an NCCL operation starts after the pending work of the caller's
+stream; when its handle was waited for, it is complete for every stream, for other
+processes and for the host. Gloo reads and writes with the CPU: device tensors are
+copied, synchronously, before it starts and after it has ended.
 
-Why NCCL is waited for here, and not by ``Work.wait``: that looks every 10 ms, counts
-its timeout from the start of the operation, and when something failed it aborts the
-communicator, which may hang in its turn. The process ends instead. What has ended well
-is then waited for by ``Work.wait``, which costs nothing any more: until then torch
-keeps the tensors, and with them memory that the rank has long closed.
+NCCL operations are not waited for by ``Work.wait``. It polls every 10 ms, counts its
+timeout from the start of the operation, and on an error aborts the communicator, which
+may hang in turn. Here they are polled instead, and on an error the process ends.
+``Work.wait`` is called only after an operation has succeeded, when it costs nothing:
+until then torch keeps the tensors, and with them memory that the rank closed long ago.
 """
 
 from __future__ import annotations
@@ -45,10 +45,9 @@ REDUCIBLE = {
 """Dtypes (by torch's name) that each backend can reduce. Any dtype can be moved."""
 
 PINNED_NBYTES = 8 << 20
-"""Staging memory of this size is pinned once and used again; what is larger is
-allocated for each operation."""
+"""Size of a reusable pinned staging buffer; larger ones are allocated each time."""
 PAUSE_S = 1e-3
-"""At the longest, between two looks at an operation of NCCL."""
+"""Maximum pause between two polls of an NCCL operation, in seconds."""
 _PAUSE_STEP_S = 2e-5
 _REDUCE_OPS = {
     "sum": _c10d.ReduceOp.SUM,
@@ -59,7 +58,7 @@ _REDUCE_OPS = {
 
 
 class Handle:
-    """Operations that have started."""
+    """Started operations, which :meth:`wait` completes."""
 
     def __init__(
         self,
@@ -75,8 +74,10 @@ class Handle:
         self._wait = wait or _wait
 
     def wait(self) -> None:
-        """Return when the tensors hold the result; :class:`RuntimeError` when it failed
-        or its deadline passed."""
+        """Wait until the tensors hold the result.
+
+        :raises RuntimeError: an operation failed, or the deadline passed.
+        """
         for work in self._works:
             self._wait(work, self._deadline)
         if self._finish is not None:
@@ -102,17 +103,17 @@ def _wait_nccl(work: Any, deadline: float) -> None:
 
 
 class CollectiveGroup(ABC):
-    """Operations of one process group on contiguous, non-empty tensors. ``deadline`` is
-    of the monotonic clock.
+    """Operations of one process group on contiguous, non-empty tensors.
 
-    :ivar spreads: whether :meth:`spread` is the way to move bytes from one to several.
+    Each ``deadline`` is of the monotonic clock.
+
+    :ivar spreads: True if :meth:`spread` is the way to send bytes to several members.
     """
 
     spreads = False
 
     def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator | None = None) -> None:
-        """``device``: what it needs for tensors that are not in host memory; None:
-        there are none."""
+        """:param device: accelerator of device tensors; None if all are on the host."""
         self.rank = spec.rank
         self.size = spec.size
         self.backend = spec.backend
@@ -120,7 +121,7 @@ class CollectiveGroup(ABC):
         self._device = device
 
     def use(self, device: Accelerator) -> None:
-        """From now on tensors may be on ``device``."""
+        """Accept tensors on ``device`` from now on."""
         self._device = self._device or device
 
     def broadcast(self, tensor: torch.Tensor, root: int, deadline: float) -> Handle:
@@ -136,8 +137,7 @@ class CollectiveGroup(ABC):
         return self._run(tensor, start, deadline, read=True, write=True)
 
     def reduce(self, tensor: torch.Tensor, root: int, op: str, deadline: float) -> Handle:
-        """The result is in ``tensor`` of the root; the others' tensors are scratch
-        afterwards."""
+        """The root's ``tensor`` gets the result; the others' become scratch."""
 
         def start(near: torch.Tensor) -> list[Any]:
             return [self._start("reduce", near, root, op, deadline)]
@@ -151,12 +151,11 @@ class CollectiveGroup(ABC):
         return self._run(tensor, lambda near: self._exchange(near, (), (peer,)), deadline, read=False, write=True)
 
     def spread(self, tensor: torch.Tensor, route: Sequence[int], deadline: float) -> Handle:
-        """From the first of ``route`` to the rest of it, of whom each calls this too:
-        all at once.
+        """Send from the first member of ``route`` to the rest at once; each calls this.
 
-        With NCCL all of a member's operations are done one after another. So all
-        members must begin the operations that they share in the same order, whoever
-        else takes part: then the first that is not done anywhere waits for nothing.
+        NCCL runs a member's operations one after another. So all members must start the
+        operations that they share in the same order, whoever else takes part: then the
+        first unfinished operation never waits for another.
         """
         if len(route) == 1:
             return Handle((), deadline)
@@ -171,11 +170,11 @@ class CollectiveGroup(ABC):
 
     @abstractmethod
     def _in_place(self, tensor: torch.Tensor) -> bool:
-        """Whether the backend works on this memory."""
+        """True if the backend works on this memory directly."""
 
     @abstractmethod
     def _near(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Callable[[], None]]:
-        """Memory like ``tensor`` where the backend works, and what gives it back."""
+        """Staging memory like ``tensor`` for the backend, and a function to free it."""
 
     def _run(
         self,
@@ -186,8 +185,7 @@ class CollectiveGroup(ABC):
         read: bool,
         write: bool,
     ) -> Handle:
-        """:param read: the operation needs what is in ``tensor``. :param write: it
-        changes it."""
+        """:param read: the operation reads ``tensor``. :param write: it changes it."""
         if self._in_place(tensor):
             return Handle(start(tensor), deadline, wait=self._wait_for)
         device = self._device
@@ -211,7 +209,7 @@ class CollectiveGroup(ABC):
 
     @abstractmethod
     def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
-        """Start to send ``tensor`` to some, or to receive it from one."""
+        """Start to send ``tensor`` to some members, or to receive it from one."""
 
     def _start(self, kind: str, tensor: torch.Tensor, root: int, op: str, deadline: float) -> Any:
         timeout = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
@@ -229,7 +227,7 @@ class CollectiveGroup(ABC):
 
 
 class GlooGroup(CollectiveGroup):
-    """ProcessGroupGloo: on host memory."""
+    """ProcessGroupGloo: works on host memory."""
 
     def __init__(self, backend: Any, spec: GroupSpec, device: Accelerator | None = None) -> None:
         super().__init__(backend, spec, device)
@@ -259,7 +257,7 @@ class GlooGroup(CollectiveGroup):
 
 
 class NcclGroup(CollectiveGroup):
-    """ProcessGroupNCCL: on device memory."""
+    """ProcessGroupNCCL: works on device memory."""
 
     spreads = True
     _wait_for = staticmethod(_wait_nccl)
@@ -275,8 +273,7 @@ class NcclGroup(CollectiveGroup):
         return torch.empty_like(tensor, device=self._where), lambda: None
 
     def _exchange(self, tensor: torch.Tensor, to: Sequence[int], sources: Sequence[int]) -> list[Any]:
-        """One batch: its parts go at the same time. (Where torch has no batches they go
-        one after another.)"""
+        """Start all parts as one batch; one after another if torch has no batches."""
         batch = hasattr(self._backend, "_start_coalescing")
         if batch:
             self._backend._start_coalescing()

@@ -1,31 +1,29 @@
-"""The sidecar's end of its channel: requests in, replies out, and the end of either
-side.
+"""Mailbox: the sidecar's end of its channel to the rank; requests in, replies out.
 
 Theory of operation
 ===================
 
-While the main thread has nothing to do, it reads the channel itself: no other thread
-has to hand it the request. Once it is at work it may be stuck inside Gloo, NCCL or a
-store client for as long as it likes. So a second thread, the *watch*, looks ten times a
-second whether the main thread has been at work for :data:`BUSY_S`, and then reads the
-channel in its place: it answers each :class:`~replicas.sidecar.wire.Ping` at once and
-queues every other request. When the main thread has done its work, it interrupts the
-watch and reads on. A sidecar that has had nothing to do for a while wakes up for
-nothing.
+While the main thread is idle, it reads the channel itself, so that no other thread has
+to hand over a request. While it handles a request it may be stuck inside Gloo, NCCL or
+a store client for any time. So a second thread, the *watch*, checks ten times a second
+whether the main thread has been busy for :data:`BUSY_S`, and then reads the channel in
+its place: it answers each :class:`~replicas.sidecar.wire.Ping` at once and queues every
+other request. When the main thread has finished, it interrupts the watch and reads
+again. A sidecar that has been idle for a while has no periodic wake-ups.
 
-A sender of an image that is still being packed reads the channel itself, too, while it
-waits in the midst of its transfer for a
-:class:`~replicas.sidecar.wire.TransferProgress` (:meth:`Mailbox.wait_packed`): it
-learns of it without delay.
+The sender of an image that is still being packed also reads the channel in the main
+thread, while it waits during the transfer for a
+:class:`~replicas.sidecar.wire.TransferProgress` (:meth:`Mailbox.wait_packed`), so that
+the progress arrives without delay.
 
-The watch needs Python's lock for that, so whatever the main thread calls must release
-it; what does not (pre-faulting memory,
-:func:`replicas.weights.memory.mappings._populate`) is done in small steps.
+The watch needs the GIL, so every call of the main thread must release it; calls that do
+not (pre-faulting memory, :func:`replicas.weights.memory.mappings._populate`) are made
+in small steps.
 
-Whoever reads ends the process at once when the channel ends or the rank is dead (its
-pidfd; a forked child of the rank may keep the channel open). Both are watched while a
-request is half read. Pings are one at a time, and replies are small, so that a write
-never waits for the rank to read.
+The reading thread ends the process at once when the channel ends or the rank is dead.
+(It also watches the rank's pidfd, because a forked child of the rank may keep the
+channel open.) Both are watched even while a request is half read. There is one ping at
+a time, and replies are small, so that a write never waits for the rank to read.
 """
 
 from __future__ import annotations
@@ -47,17 +45,16 @@ __all__ = ["Mailbox"]
 
 BUSY_S = 0.1
 QUIET_LOOKS = 50
-"""Looks without work, after which the watch waits for the next request."""
+"""Idle polls (of 0.1 s) after which the watch sleeps until the next request."""
 LONGEST_POLL_S = 60.0
 _POLL_END = select.POLLHUP | select.POLLRDHUP | select.POLLERR
 
 
 class Mailbox:
-    """Requests in, replies out. ``pidfd`` is of the rank at the other end of
-    ``channel``.
+    """Requests in, replies out.
 
-    :ivar traffic: what moves for the request that the main thread works on; each pong
-        tells it.
+    :param pidfd: of the rank at the other end of ``channel``.
+    :ivar traffic: progress of the main thread's current request; each pong reports it.
     """
 
     def __init__(self, channel: socket.socket, pidfd: int) -> None:
@@ -76,8 +73,7 @@ class Mailbox:
         threading.Thread(target=self._watch, name="mailbox", daemon=True).start()
 
     def get(self) -> tuple[wire.Request, list[int]]:
-        """The next request and its descriptors, which are the caller's from now on;
-        waits for it."""
+        """Wait for the next request; the caller owns its descriptors."""
         self._busy_since = None
         self._take_over()
         self._or_end(self._read_until_request)
@@ -92,11 +88,12 @@ class Mailbox:
             wire.write_frame(self._channel, message)
 
     def wait_packed(self, transfer: int, nbytes: int, deadline: float) -> None:
-        """For the main thread, in the midst of a request: return when the first
-        ``nbytes`` of what it sends are there.
+        """Wait until the first ``nbytes`` of the image to send are packed.
+
+        Called by the main thread, during a transfer.
 
         :param deadline: of the monotonic clock.
-        :raises TimeoutError: they were not by then.
+        :raises TimeoutError: the deadline passed.
         """
         if self._progress.of(transfer) >= nbytes:
             return
@@ -109,13 +106,13 @@ class Mailbox:
             raise TimeoutError(f"the image was packed up to byte {packed}, not {nbytes}, when the time was up")
 
     def transfer_ended(self, transfer: int) -> None:
-        """What was told of its progress is of no use any more."""
+        """Forget the packing progress of a transfer."""
         self._progress.forget(transfer)
 
     # ------------------------------------------------------------ reading
 
     def _take_over(self) -> None:
-        """The main thread reads from now on."""
+        """Make the main thread the reader."""
         if not self._reading.acquire(blocking=False):
             os.eventfd_write(self._interrupt, 1)
             self._reading.acquire()
@@ -144,8 +141,7 @@ class Mailbox:
         return poller
 
     def _read(self, events: list[tuple[int, int]]) -> None:
-        """Take what has come; the end of the process when the rank or the channel has
-        ended."""
+        """Handle incoming data; end the process when the rank or the channel ended."""
         for fd, event in events:
             if fd == self._pidfd or event & _POLL_END:
                 os._exit(0)
@@ -165,8 +161,7 @@ class Mailbox:
 
     @staticmethod
     def _or_end(do: Callable[[], None]) -> None:
-        """A channel that fails, or brings nonsense, is the end of the process,
-        whichever thread sees it."""
+        """Run ``do``; end the process if the channel fails or is malformed."""
         code = 1
         try:
             do()

@@ -1,22 +1,23 @@
-"""Before a group is built: do its members agree, and can they reach each other?
+"""Check that the members of a group agree and reach each other, before it is built.
 
 Theory of operation
 ===================
 
-Gloo and NCCL take a wrong address, or a peer with other ideas, for a slow peer, and
-wait until their timeout. Here each member first puts a *card* into the store (signed,
-under the group's own prefix) with what it is about to build and where it listens, and
-reads everybody else's; that costs one write and one read. Only where there is more than
-one address, each then connects to every member with another address, which greets with
-what only members know of it (made of the lane's secret, its rank and its port): a
-listener that happens to have the same port on another machine does not pass. Each puts
-what it found into the store and reads all findings, so that every member comes to the
-same verdict within some two seconds, and names the same links, and the same culprits:
-the members that most others could not reach.
+To Gloo and NCCL, a wrong address or a peer with another config looks like a slow peer:
+they wait until their timeout. Here each member first puts a *card* into the store
+(signed, under the group's own prefix) with what it is about to build and where it
+listens, and reads the cards of all others: one write and one read.
 
-A member whose own address cannot be bound says so on its card. A card that does not
-come is waited for until the deadline (its sidecar may be on its way), half a second at
-a time, so that a disagreement between those that are there is seen at once.
+If the members have more than one address, each connects to every member with another
+address, which greets with a keyed hash (by the lane's secret, of its rank and port). So
+another listener that has the same port on another machine does not pass. Each member
+puts its findings into the store and reads all findings. So all of them reach the same
+verdict within some two seconds, with the same links and the same culprits: the members
+that most others could not reach.
+
+A member that cannot bind its own address says so on its card. A missing card is waited
+for until the deadline (the sidecar may be on its way), in steps of half a second, so
+that a disagreement between the present members is found at once.
 """
 
 from __future__ import annotations
@@ -46,11 +47,9 @@ from replicas.sidecar.wire import GroupSpec
 __all__ = ["CONNECT_S", "Unreachable", "blame", "meet"]
 
 CONNECT_S = 1.5
-"""To connect to a member that is there: a lost first packet is sent again after one
-second."""
+"""Timeout to connect to a member: a lost first packet is sent again after 1 s."""
 GREETING_S = 3.0
-"""From the attempt to connect to the greeting, which a thread of the other one has to
-send."""
+"""Timeout from the attempt to connect to the greeting, sent by the peer's thread."""
 _FINDINGS_S = GREETING_S + 2.0
 _GREETING_NBYTES = 16
 
@@ -65,8 +64,12 @@ class Unreachable(Preflight):
 
 
 class _Card(msgspec.Struct, frozen=True):
-    """``host``: machine and network namespace. ``port``: 0 where nobody needs to
-    connect. ``error``: it cannot take part."""
+    """A member's entry in the store.
+
+    :ivar host: machine and network namespace.
+    :ivar port: where it listens; 0 if nobody connects to it.
+    :ivar error: why it cannot take part.
+    """
 
     name: str
     backend: Backend
@@ -78,16 +81,16 @@ class _Card(msgspec.Struct, frozen=True):
 
 
 _Finding = dict[int, str]
-"""Why members (by rank) could not be reached."""
+"""Reasons, by rank, why members could not be reached."""
 
 
 def meet(store: SignedStore, spec: GroupSpec, deadline: float) -> None:
     """Meet all members of the group over ``store``, which has the group's prefix.
 
     :param deadline: of the monotonic clock.
-    :raises replicas.errors.Preflight: they cannot work together; ``members`` are those
-        that it is up to.
-    :raises replicas.errors.StoreTampered: somebody else writes into the store.
+    :raises replicas.errors.Preflight: they cannot work together; its ``members`` are
+        at fault.
+    :raises replicas.errors.StoreTampered: another client writes into the store.
     :raises RuntimeError: one did not come by the deadline, or the store failed.
     """
     several = len(set(spec.addresses)) > 1
@@ -128,7 +131,7 @@ def _check(mine: _Card, card: _Card) -> None:
 
 
 def _check_hosts(cards: Iterable[_Card]) -> None:
-    """:raises Preflight: an address is on two machines; the same on every member."""
+    """:raises Preflight: two machines have one address; raised on every member."""
     known: dict[str, _Card] = {}
     for card in cards:
         first = known.setdefault(card.address, card)
@@ -143,8 +146,7 @@ def _check_hosts(cards: Iterable[_Card]) -> None:
 def _collect(
     store: SignedStore, spec: GroupSpec, what: str, kind: type[_T], deadline: float, check: Callable[[_T], None]
 ) -> dict[int, _T]:
-    """What every member has put into the store as ``what``, each checked as soon as it
-    is there."""
+    """Every member's value of ``what`` in the store, checked as soon as it arrives."""
     found: dict[int, _T] = {}
     while missing := [rank for rank in range(spec.size) if rank not in found]:
         remaining = deadline - time.monotonic()
@@ -183,8 +185,7 @@ def _socket(address: str) -> socket.socket:
 
 @contextmanager
 def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
-    """Port, and why the address cannot be bound. Everyone who connects is greeted,
-    until the end."""
+    """Bind, and greet every caller until the end; yield the port and the bind error."""
     try:
         listener = _socket(spec.address)
     except OSError as error:
@@ -213,7 +214,7 @@ def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
 
 
 def _greeting(spec: GroupSpec, rank: int, port: int) -> bytes:
-    """By which the member with this rank is known, at this port."""
+    """Greeting that proves the member with this rank, at this port."""
     words = f"greeting {rank} {port}".encode()
     return hashlib.blake2b(words, digest_size=_GREETING_NBYTES, key=spec.secret).digest()
 
@@ -233,8 +234,7 @@ def _greet(listener: socket.socket, words: bytes) -> None:
 
 
 def _reach(spec: GroupSpec, mine: _Card, cards: dict[int, _Card]) -> _Finding:
-    """Connect to every member with another address, to all at once; why it failed, by
-    rank."""
+    """Connect to all members with another address at once; failures by rank."""
     found: _Finding = {}
     started = time.monotonic()
     calls: dict[int, _Call] = {}
@@ -278,8 +278,7 @@ class _Call:
             self.why = os.strerror(code)
 
     def advance(self, events: int) -> bool:
-        """Something happened; True when it is over, and ``why`` then says why it
-        failed."""
+        """Handle ``events``; True when the call is over (``why`` says if it failed)."""
         error = self.sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error:
             self.why = os.strerror(error)
@@ -312,10 +311,10 @@ class _Call:
 
 
 def blame(edges: set[tuple[int, int]]) -> list[int]:
-    """Which members it is up to, given who (first) could not reach whom (second).
+    """Ranks at fault, given pairs of (caller, unreachable).
 
-    The one that most others failed to reach, then what is left without it; of equals,
-    all.
+    Take the rank that most others failed to reach, remove it, and repeat; of equals,
+    take all.
     """
     left, guilty = set(edges), set[int]()
     while left:

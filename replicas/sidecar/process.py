@@ -1,21 +1,22 @@
-"""What runs in a sidecar: one process group, and requests one after another.
+"""A sidecar's main loop: one process group, requests one after another.
 
-The main thread takes a request, does it, answers it. It may be stuck inside Gloo, NCCL
-or a store client at any time; that is what the process is for. When its group has
-failed it says so and exits: that closes its connections, so that peers which wait for
-it in another place fail at once too. A second thread (:mod:`replicas.sidecar.mailbox`)
+The main thread takes a request, handles it and answers it. It may be stuck inside Gloo,
+NCCL or a store client at any time; therefore it has a process of its own. When its
+group has failed it answers so and exits, which closes its connections: peers that wait
+for it elsewhere fail at once too. A second thread (:mod:`replicas.sidecar.mailbox`)
 reads the channel, answers pings, and ends the process with the rank or the channel.
 
 On a GPU
 ========
 
-Buffers may be in the memory of a GPU: the rank's own, which is the only one that this
-process ever sees (the first that names one chooses it). It works on a stream of its
-own. What the rank has enqueued on a buffer is waited for before it is read; and an
-answer goes out only when nothing of the request is under way any more, on any stream.
-So the rank's side needs no event of ours: it knows that the memory is its own again by
-the answer, or by our death. (An event that was recorded by a process which is killed
-might never happen, and whoever let a stream wait for it would hang.)
+Buffers may be in the memory of the rank's GPU, the only one that this process uses; the
+first request that names it selects it. The sidecar works on its own stream. The rank's
+pending work on a buffer is waited for before the buffer is read, and an answer is sent
+only when no work of the request is pending on any stream.
+
+So the rank needs no event of the sidecar: the answer, or the sidecar's death, tells it
+that the memory is its own again. (An event recorded by a killed process might never
+complete, and a stream that waits for it would hang.)
 """
 
 from __future__ import annotations
@@ -47,8 +48,7 @@ __all__ = ["SidecarProcess", "run"]
 
 
 class SidecarProcess:
-    """Handles the requests that ``mailbox`` brings; keeps the group and the mapped
-    buffers."""
+    """Handles the requests of ``mailbox``; keeps the group and the mapped buffers."""
 
     def __init__(self, mailbox: Mailbox) -> None:
         self._mailbox = mailbox
@@ -61,7 +61,7 @@ class SidecarProcess:
         self._manifest: tuple[bytes, Manifest] | None = None
 
     def handle(self, request: wire.Request, fds: list[int]) -> wire.Reply | None:
-        """Do what ``request`` asks; the reply, if it has one. Takes over ``fds``."""
+        """Handle ``request``; return its reply, if it has one. Takes over ``fds``."""
         match request:
             case wire.MapBuffer(key=key, device=device):
                 (fd,) = fds
@@ -156,7 +156,7 @@ class SidecarProcess:
     # ------------------------------------------------------------ memory
 
     def _map(self, key: int, fd: int, device: str) -> None:
-        """Errors are the answer to the request that needs the buffer."""
+        """Map a buffer; an error is reported by the request that needs it."""
         try:
             if device:
                 self._choose(device)
@@ -190,14 +190,14 @@ class SidecarProcess:
         return nullcontext() if self._gpu is None else self._gpu.on_side_stream(self._uuid)
 
     def _await_rank(self, *buffers: Buffer) -> None:
-        """What the rank has enqueued on them is done."""
+        """Wait for the rank's pending work on the buffers."""
         if self._gpu is not None and any(buffer.device for buffer in buffers):
             for buffer in buffers:
                 buffer.wait_for_write()
             self._gpu.synchronize(self._uuid)
 
     def _settle(self, *buffers: Buffer) -> None:
-        """What we have enqueued on them is done."""
+        """Wait for the sidecar's own pending work on the buffers."""
         if self._gpu is not None and any(buffer.device for buffer in buffers):
             self._gpu.synchronize(self._uuid)
 
@@ -208,15 +208,14 @@ class SidecarProcess:
         return self._group
 
     def _decoded(self, manifest: bytes) -> Manifest:
-        """The manifest of every version is the same, as a rule: decode and check it
-        once."""
+        """Decode and check the manifest, cached: most versions have the same one."""
         if self._manifest is None or self._manifest[0] != manifest:
             self._manifest = (manifest, Manifest.decode(manifest))
         return self._manifest[1]
 
 
 def _summary(error: Exception) -> str:
-    """The first line, without Gloo's source position and advice."""
+    """First line of the error, without Gloo's source position and advice."""
     lines = str(error).splitlines() or [type(error).__name__]
     return re.sub(r"^\[\S+:\d+\] ", "", lines[0]).partition(". This is typically")[0]
 

@@ -1,35 +1,33 @@
-"""How far the images are packed that this sidecar sends, as its rank tells it."""
+"""Packing progress of the images that this sidecar sends, as reported by its rank."""
 
 from __future__ import annotations
 
 __all__ = ["KEPT_TRANSFERS", "PackingProgress"]
 
 KEPT_TRANSFERS = 16
-"""What is told of transfers that never begin here, or have ended already, must not pile
-up."""
+"""Limit for transfers that never began here or have ended, so they do not pile up."""
 
 
 class PackingProgress:
-    """Bytes that are there from the start of the data section, for each transfer.
+    """Bytes packed from the start of the data section, for each transfer.
 
-    The rank packs when it likes: what is told of a transfer that has not begun is kept.
-    No number stands for two transfers in the life of a sidecar.
+    The rank may pack early: the progress of a transfer that has not begun is kept. A
+    number stands for one transfer in the life of a sidecar.
     """
 
     def __init__(self) -> None:
         self._nbytes: dict[int, int] = {}
 
     def tell(self, transfer: int, nbytes: int) -> None:
-        """The first ``nbytes`` are there; a smaller number that comes later says
-        nothing new."""
+        """Note that the first ``nbytes`` are packed; ignore a smaller late report."""
         self._nbytes[transfer] = max(nbytes, self._nbytes.pop(transfer, 0))
         while len(self._nbytes) > KEPT_TRANSFERS:
             del self._nbytes[next(iter(self._nbytes))]
 
     def of(self, transfer: int) -> int:
-        """How many bytes are there."""
+        """Bytes packed so far."""
         return self._nbytes.get(transfer, 0)
 
     def forget(self, transfer: int) -> None:
-        """It has ended."""
+        """Forget an ended transfer."""
         self._nbytes.pop(transfer, None)
