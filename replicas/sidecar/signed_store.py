@@ -1,24 +1,22 @@
-"""A store whose values only members of one lane can write: what anybody else puts there
-is noticed, and believed by nobody.
+"""Store with signed values: detects values that no member of the lane has written.
 
 Theory of operation
 ===================
 
-torch's TCPStore knows no users: whoever reaches its port reads, writes and deletes
-every key. A process group trusts what it finds there, above all the addresses of its
+torch's TCPStore has no users: every process that reaches its port reads, writes and
+deletes every key. A process group trusts the values, above all the addresses of its
 members. So each value is stored behind a tag, the keyed BLAKE2b (RFC 7693) of its key
-and itself; the secret comes from the coordinator with the lane, over the member's
-authenticated session, and is never in the store. A value without its tag is *tampered
-with*. So is a key that this member wrote and that is not there any more, or holds
-something else: that is looked up twice a second while others are waited for, which
-would wait in vain.
+and itself. The secret comes from the coordinator with the lane, over the member's
+authenticated session, and is never in the store.
 
-Either way the lane fails with :class:`replicas.errors.StoreTampered`, which names no
-member: nobody of the run did it. A value that is written back in an older state cannot
-be: lanes have prefixes and secrets of their own, and no key of a lane is written twice.
+A value without its tag is *tampered with*. So is a key of this member that was deleted
+or overwritten; as others would wait for it in vain, this is checked twice a second
+while a member waits. Either way the lane fails with
+:class:`replicas.errors.StoreTampered`, which names no member: no member did it.
 
-Counters and appended values cannot be signed; no backend of a process group needs them
-here, and they are refused.
+An older value cannot be replayed: each lane has its own prefix and secret, and no key
+of a lane is written twice. Counters and appended values cannot be signed; no process
+group needs them here, and they are refused.
 """
 
 from __future__ import annotations
@@ -38,20 +36,20 @@ __all__ = ["SECRET_NBYTES", "SignedStore"]
 SECRET_NBYTES = 32
 TAG_NBYTES = 16
 LOOK_S = 0.5
-"""While keys of others are waited for: how often the own ones are looked up."""
+"""Interval of the checks of own keys while others are waited for, in seconds."""
 _SLICE_TRIPS = 4.0
-"""But so many round trips at least, or no answer would come in time."""
+"""Minimum of that interval in round trips: with less, no answer would come in time."""
 
 _T = TypeVar("_T")
 _c10d: Any = dist  # torch's own annotations leave out most of the names below
 
 
 class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores untyped
-    """The keys of one lane. ``inner``: the store, with the lane's prefix. ``secret``:
-    of all its members.
+    """The keys of one lane.
 
-    :ivar tampered: what has been found; empty: nothing. An error that came out of torch
-        may hide it.
+    :param inner: the store, with the lane's prefix.
+    :param secret: shared by all members of the lane.
+    :ivar tampered: what was found, or empty. An error raised by torch may hide it.
     """
 
     def __init__(self, inner: Any, secret: bytes) -> None:
@@ -71,11 +69,11 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         self._inner.set(key, self._mine[key])
 
     def get(self, key: str) -> bytes:
-        """Waits for the key as :meth:`wait` does."""
+        """Wait for the key as :meth:`wait` does, and return its value."""
         return self._opened(key, self._patiently(lambda: self._inner.get(key), self._timeout))
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Waits for the keys as :meth:`wait` does."""
+        """Wait for the keys as :meth:`wait` does, and return their values."""
         values = self._patiently(lambda: self._inner.multi_get(list(keys)), self._timeout)
         return [self._opened(key, value) for key, value in zip(keys, values, strict=True)]
 
@@ -88,9 +86,9 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         return found
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """:raises torch.distributed.DistStoreError: they are not all there by then.
+        """:raises torch.distributed.DistStoreError: a key is missing after the timeout.
 
-        :raises replicas.errors.StoreTampered: they cannot be expected any more.
+        :raises replicas.errors.StoreTampered: the keys can no longer be expected.
         """
         self._patiently(lambda: self._inner.wait(list(keys)), self._timeout if timeout is None else timeout)
 
@@ -121,12 +119,11 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
     def clone(self) -> SignedStore:
         return self
 
-    # ------------------------------------------------------------ what it finds
+    # ------------------------------------------------------------ tampering
 
     @property
     def slice_s(self) -> float:
-        """How long the store is waited for at a time: long enough for an answer to come
-        over a long way."""
+        """Timeout of one wait for the store: long enough for a long round trip."""
         if not self._slice_s:
             asked = time.monotonic()
             self._inner.set_timeout(self._timeout)
@@ -135,8 +132,7 @@ class SignedStore(_c10d.Store):  # type: ignore[misc]  # torch leaves its stores
         return self._slice_s
 
     def verify(self) -> None:
-        """:raises replicas.errors.StoreTampered: what this member wrote is not what is
-        there."""
+        """:raises replicas.errors.StoreTampered: a key of this member has changed."""
         keys = list(self._mine)
         self._inner.set_timeout(timedelta(seconds=self.slice_s))
         if keys and not self._inner.check(keys):

@@ -1,23 +1,23 @@
-"""What goes between this process and its peers, by the count of the kernel.
+"""Progress of this process's connections to its peers, by the kernel's TCP counts.
 
 Theory of operation
 ===================
 
-A process group cannot be asked how far it is: Gloo tells of an operation when it has
-ended, and one of a few megabytes takes minutes on a slow link. The kernel counts the
-bytes of each TCP connection that the other side has acknowledged, so it knows a slow
-link from a broken one (``TCP_INFO``). A thread that is not stuck in the group reads
-those counts with each sign of life (:mod:`replicas.sidecar.mailbox`).
+A process group does not report progress: Gloo reports only the end of an operation, and
+one of a few megabytes takes minutes on a slow link. The kernel counts the bytes of each
+TCP connection that the peer has acknowledged (``TCP_INFO``), which tells a slow link
+from a broken one. A thread that is not stuck in the group reads those counts with each
+sign of life (:mod:`replicas.sidecar.mailbox`).
 
-What moves past TCP (memory of GPUs, RDMA), and what is done with the bytes beside the
-network (digests), is told by whoever does it (:meth:`Traffic.worked`). While a member
-waits for something else than the network it is *paused*.
+Traffic outside TCP (GPU memory, RDMA) and work beside the network (digests) are
+reported by the code that does it (:meth:`Traffic.worked`). While a member waits for
+anything but the network it is *paused*.
 
-A peer *holds up* this process when bytes for it are under way, and either it has not
-acknowledged anything through several retransmissions, or the network to it, and not the
-reader at its end or a lack of data at ours, was what limited the connection for most of
-the time. In a chain of members one slow or broken link stops them all; only the member
-in front of that link says that it is held up.
+A peer *holds up* this process when bytes for it are queued and one of two things is
+true. Either it has acknowledged nothing through several retransmissions, or for most of
+the time the connection was limited by the network, and not by the reader at its end or
+a lack of data at ours. In a chain of members one slow or broken link stops all of them;
+only the member in front of that link reports that it is held up.
 """
 
 from __future__ import annotations
@@ -37,22 +37,19 @@ from replicas.sidecar.wire import Moved
 __all__ = ["Traffic"]
 
 TRIES = 2
-"""Retransmissions in a row without an answer, from which on a connection counts as held
-up."""
+"""Unanswered retransmissions in a row that mark a connection as held up."""
 SHARE = 0.5
-"""Of the time between two looks, in which the network was the limit."""
+"""Share of the time between two looks in which the network was the limit."""
 MIN_LOOK_S = 0.2
-"""Shares of less time than this say nothing."""
+"""Shortest interval between two looks, in seconds, whose shares mean anything."""
 _INET = (socket.AF_INET, socket.AF_INET6)
 _NBYTES = 256
-_HEAD = struct.Struct(
-    "<xxBB"
-)  # of struct tcp_info: retransmits, probes (of a closed window) in a row without an answer
+_HEAD = struct.Struct("<xxBB")  # of tcp_info: unanswered retransmits, window probes
 _UNACKED = struct.Struct("<24xI")
 _RTT = struct.Struct("<68xI")
 _COUNTS = struct.Struct("<120xQQ8xI20xQQ")  # bytes_acked, bytes_received, notsent_bytes, busy_time, rwnd_limited
 _Key = tuple[tuple[object, ...], tuple[object, ...]]
-"""The addresses of the two ends of a connection."""
+"""Addresses of the two ends of a connection."""
 
 
 class _Connection(NamedTuple):
@@ -62,13 +59,12 @@ class _Connection(NamedTuple):
     queued: bool
     tries: int
     limited_s: float
-    """For how long bytes were under way, and the reader's window was not the limit."""
+    """Time in which bytes were queued and the reader's window was not the limit."""
     rtt_s: float
 
 
 class Traffic:
-    """Of the request that the process works on. Every method may be called on any
-    thread."""
+    """Traffic of the current request. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -76,8 +72,8 @@ class Traffic:
         self._paused = 0
         self._worked = 0
         self._sockets: dict[int, _Key] = {}
-        """Descriptors of connections, as of the last look: to go through all of the
-        process takes longer than a barrier."""
+        """Connections' descriptors at the last look: listing all takes longer than a
+        barrier."""
         self._first: dict[_Key, tuple[int, int]] = {}
         self._last: dict[_Key, _Connection] = {}
         self._seen: tuple[int, int, int] | None = None
@@ -86,7 +82,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def of_request(self) -> Iterator[None]:
-        """In the block bytes go to and from peers."""
+        """Context in which bytes go to and from peers."""
         now = time.monotonic()
         with self._lock:
             self._last = self._read() if self._sockets else self._find()
@@ -101,7 +97,7 @@ class Traffic:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """In the block something else than the network is waited for."""
+        """Context in which this member waits for something other than the network."""
         with self._lock:
             self._paused += 1
         try:
@@ -112,11 +108,11 @@ class Traffic:
                 self._still_since = time.monotonic()
 
     def worked(self, nbytes: int) -> None:
-        """So many bytes were moved past TCP, or worked on."""
+        """Count ``nbytes`` as moved outside TCP, or processed."""
         self._worked += nbytes  # a count that is missed now and then still moves
 
     def look(self) -> Moved | None:
-        """How far it is; None while no bytes are to move."""
+        """Progress so far; None while no bytes are to move."""
         with self._lock:
             if not self._active:
                 return None
@@ -137,13 +133,12 @@ class Traffic:
             return Moved(sent, received, now - self._still_since, rtt_s, tuple(sorted(held_up)))
 
     def _find(self) -> dict[_Key, _Connection]:
-        """All connections of this process to other processes."""
+        """Counts of all connections of this process to other processes."""
         self._sockets = {fd: key for fd in _descriptors() if (key := _ends(fd)) is not None}
         return self._read()
 
     def _read(self) -> dict[_Key, _Connection]:
-        """Those that are known; one that was closed meanwhile is found out by the next
-        look."""
+        """Counts of the known connections; the next look notices a closed one."""
         read = ((key, _counts(fd, key)) for fd, key in self._sockets.items())
         return {key: counts for key, counts in read if counts is not None}
 
@@ -157,7 +152,7 @@ def _holds_up(now: _Connection, before: _Connection | None, elapsed_s: float) ->
 
 
 def _descriptors() -> Iterator[int]:
-    """Those that are sockets."""
+    """Descriptors of sockets."""
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # twice a second, and maybe a thousand of them
         with contextlib.suppress(OSError):  # closed meanwhile
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
@@ -165,7 +160,7 @@ def _descriptors() -> Iterator[int]:
 
 
 def _ends(fd: int) -> _Key | None:
-    """The two ends of a TCP connection; None: it is none."""
+    """Both ends of a TCP connection; None for any other socket."""
     try:
         sock = socket.socket(fileno=fd)
     except OSError:
@@ -181,7 +176,7 @@ def _ends(fd: int) -> _Key | None:
 
 
 def _counts(fd: int, ends: _Key) -> _Connection | None:
-    """None: it was closed meanwhile, or the kernel does not count."""
+    """Counts of a connection; None if it was closed or the kernel has no counts."""
     try:
         sock = socket.socket(
             socket.AF_INET, socket.SOCK_STREAM, 0, fd

@@ -1,71 +1,68 @@
-"""Moving one version within a group: chains of members, buckets, a short window, and
-digests on the way.
+"""Move one version within a group: chains of members, buckets, a window, and digests.
 
 Theory of operation
 ===================
 
-Each part (an image is one part) has a *route*: lane ranks, its owner first. The bytes
-go through it as through a chain: each member receives a bucket from the one before it
-while it sends the bucket before to the one after it. A member that is not in a route
-has nothing to do with that part. So every link carries the bytes once each way, however
-many members there are. :mod:`replicas.sidecar.buckets` says what the buckets are, and
-in which order all members take them.
+Each part (an image is one part) has a *route*: lane ranks, the owner first. The bytes
+go along it as through a chain: each member receives a bucket from its predecessor while
+it sends the previous bucket to its successor. A member outside the route does not
+handle that part. So every link carries the bytes once each way, however many members
+there are. :mod:`replicas.sidecar.buckets` defines the buckets and their order, which is
+the same for all members.
 
-A receiver takes a bucket straight into the image where it is one run of bytes there
-too, else into staging memory, from which its pieces are scattered. A member that passes
-on what it does not need receives it into staging memory and forgets it.
+A receiver takes a bucket straight into the image if it is one run of bytes there too,
+else into staging memory, from which its pieces are scattered. A member that only
+forwards a bucket receives it into staging memory.
 
-Each member begins its receives and sends in the order of the buckets, which is the same
-for all, and before it waits for anything that comes later in that order. Therefore the
-first bucket that is not everywhere yet never waits for a later one: there is no
-deadlock, whatever the routes are, and what goes between two members arrives in the
-order in which it was sent.
+Each member starts its receives and sends in the order of the buckets, and before it
+waits for anything later in that order. Therefore the first unfinished bucket never
+waits for a later one: there is no deadlock, whatever the routes are, and between two
+members bytes arrive in the order in which they were sent.
 
 A second thread digests what has arrived (and scatters what was staged) while the next
-buckets are on their way. It goes through the image from its start to the end, up to
-where nothing will change any more, so that little is left to do after the last bucket.
-A sender whose digest is known already reads nothing.
+buckets are moving. It goes through the image from start to end, up to where nothing
+will change any more, so that little is left to do after the last bucket. A sender whose
+digest is known already reads nothing.
 
-A *streaming* sender begins while its rank still packs the image: before it sends a
-bucket it waits until its rank has said that the image is there up to the bucket's end.
-It digests nothing, as its rank does that beside the copy; so packing, sending, and
-verifying at the receivers overlap. Nobody else notices.
+A *streaming* sender starts while its rank still packs the image: before it sends a
+bucket it waits until the rank has reported the image packed up to the bucket's end. It
+digests nothing, as the rank digests beside the copy; so packing, sending, and verifying
+at the receivers overlap. Receivers do not notice.
 
-Nothing is tried again here: a failed or late operation is the end of the group. (Gloo
-fails what is queued to or from a peer that has died at once, but not the one operation
-that was half done: that ends at its timeout, or when the sidecar is killed, because the
-coordinator has dropped the lane.)
+Nothing is retried here: a failed or late operation ends the group. (When a peer has
+died, Gloo fails operations queued to or from it at once, but not the one that was half
+done: that ends at its timeout, or when the sidecar is killed because the coordinator
+has dropped the lane.)
 
 Why a chain
 -----------
 
-Measured between network namespaces of one machine with two cores that others used, too;
-medians. 64 MiB over links of 800 Mbit/s each way, which take 671 ms for it; "Gloo" is
-its broadcast of one flat buffer, "tree" a binary one by 4 MiB:
+Measured between network namespaces of one shared machine with two cores; medians.
+64 MiB over links of 800 Mbit/s each way, which take 671 ms for it; "Gloo" is its
+broadcast of one flat buffer, "tree" a binary tree with buckets of 4 MiB:
 
     hosts     Gloo      tree   chain of buckets of 1 MiB     2 MiB     4 MiB     8 MiB
         2   693 ms                                700 ms    701 ms    701 ms    697 ms
         3  1402 ms   1395 ms                      710 ms    710 ms    730 ms    788 ms
         4  2085 ms   1436 ms                      706 ms    721 ms    767 ms    900 ms
 
-Without such a limit the CPU is the limit, and all ways cost about the same (2 hosts,
+Without that limit the CPU is the limit, and all ways cost about the same (2 hosts,
 128 MiB: Gloo 134 ms; send and receive by buckets of 1, 2, 4, 8, 16 MiB: 182, 162, 135,
 139, 133 ms). Hence the sizes in :mod:`replicas.sidecar.buckets`.
 
-NCCL pipelines its own broadcast, and does what one member asks of it one after another:
-a chain would wait in circles. So its buckets (larger ones: an operation costs more than
-its bytes) go from their owner to all others of the route at once
-(:meth:`replicas.sidecar.groups.CollectiveGroup.spread`), in the one order that all
-members have.
+NCCL pipelines its own broadcast, and runs the operations of one member one after
+another: a chain would wait in circles. So each bucket goes from its owner to all others
+of the route at once (:meth:`replicas.sidecar.groups.CollectiveGroup.spread`), in the
+one order of all members. These buckets are larger, as an operation costs more than its
+bytes.
 
 On a GPU
 --------
 
-The image may be in device memory: NCCL works on it in place, as everything else does.
-Digests are then those of :mod:`replicas.weights.devices.device_digest`, on every
-member. An operation that was waited for is done, for every stream; what the second
-thread enqueues on its own stream it waits for before anybody else may use that memory,
-and before the answer.
+The image may be in device memory: NCCL and everything else work on it in place. All
+members then use the digests of :mod:`replicas.weights.devices.device_digest`. An
+operation that was waited for is complete for every stream. The second thread waits for
+the work on its own stream before other threads use that memory, and before the answer.
 """
 
 from __future__ import annotations
@@ -90,20 +87,19 @@ from replicas.weights.tensors import piece_view
 __all__ = ["WaitPacked", "check_routes", "run_transfer", "scatter"]
 
 WaitPacked = Callable[[int, float], None]
-"""Return when so many bytes of the image's data are there, or raise
-:class:`TimeoutError` at a deadline (monotonic)."""
+"""Wait until so many bytes of the image's data are packed; :class:`TimeoutError` at a
+deadline (monotonic)."""
 
 WINDOW = 4
-"""Buckets that a member has begun to receive, and as many that it has begun to send."""
+"""Buckets in flight on each side: as many receives as sends."""
 DIGEST_NBYTES = 64 << 20
-"""So much is digested between two words that something is done."""
+"""Bytes to digest between two progress reports."""
 SPREAD_NBYTES = 32 << 20
-"""Size of the buckets of a group that spreads them."""
+"""Bucket size in a group that spreads, in bytes."""
 
 
 def scatter(staged: torch.Tensor, bucket: Bucket, data: torch.Tensor, manifest: Manifest) -> None:
-    """Copy the pieces of a bucket (uint8, as they lie in their owner's memory) to their
-    places in an image's data."""
+    """Copy a bucket's pieces (uint8, in the owner's layout) to their image offsets."""
     for piece in bucket.pieces:
         view = piece_view(data, manifest, piece)
         first = piece.source_offset - bucket.start
@@ -118,10 +114,9 @@ def _elements(staged: torch.Tensor, first: int, like: torch.Tensor) -> torch.Ten
 
 
 def check_routes(spec: TransferSpec, manifest: Manifest, size: int) -> None:
-    """Check that there is a route for each part, through members of a group of
-    ``size``.
+    """Check that each part has a route through members of a group of ``size``.
 
-    :raises ValueError: they do not fit the manifest or the group.
+    :raises ValueError: the routes do not fit the manifest or the group.
     """
     parts = 1 if spec.mode == "image" else len(manifest.parts or ())
     if len(spec.routes) != parts:
@@ -132,7 +127,7 @@ def check_routes(spec: TransferSpec, manifest: Manifest, size: int) -> None:
 
 
 class _Flight:
-    """One bucket on its way through this member."""
+    """One bucket in flight through this member."""
 
     def __init__(self, number: int, bucket: Bucket, tensor: torch.Tensor, spare: torch.Tensor | None) -> None:
         self.number = number
@@ -145,8 +140,7 @@ class _Flight:
 
 
 class _Checker:
-    """What is done with bytes beside the network, on a thread of its own, in the order
-    of the buckets."""
+    """Digests and scatters buckets on a second thread, in their order."""
 
     def __init__(
         self,
@@ -158,7 +152,7 @@ class _Checker:
         *,
         by_part: bool,
     ) -> None:
-        """``device``: on which ``data`` is; None: it is host memory."""
+        """:param device: of ``data``; None for host memory."""
         self._plan = plan
         self._manifest = manifest
         self._data = data
@@ -170,7 +164,7 @@ class _Checker:
         self._parts: dict[int, Digest | DeviceStreamDigest] = {}
 
     def begin(self) -> None:
-        """Whatever no bucket will change."""
+        """Digest the bytes that no bucket will change."""
         with self._stream():
             self._settle(0)
 
@@ -189,8 +183,7 @@ class _Checker:
             self._part(flight.bucket.owner).update(flight.tensor)
 
     def end(self) -> None:
-        """Other threads, whose streams know nothing of this one's, may use what was
-        enqueued."""
+        """Wait for this thread's stream, before other threads use the memory."""
         if self._device is not None:
             with self._stream():
                 self._device.synchronize()
@@ -224,7 +217,7 @@ class _Checker:
 
 
 class _Mover:
-    """One member's side of a transfer."""
+    """One member's part in a transfer."""
 
     def __init__(
         self,
@@ -261,8 +254,7 @@ class _Mover:
         self.checker = _Checker(self._plan, manifest, self._memory, device, worked, by_part=by_part)
 
     def run(self, thread: ThreadPoolExecutor) -> None:
-        """Return when nothing moves any more; ``thread``, which digests, may still be
-        at work."""
+        """Run until nothing moves any more; ``thread`` may still be digesting."""
         if self._receives:
             self._checks.append(thread.submit(self.checker.begin))
         arriving: deque[_Flight] = deque()
@@ -277,7 +269,7 @@ class _Mover:
         self._checks.append(thread.submit(self.checker.end))
 
     def finish(self) -> None:
-        """Wait until all is digested and in its place."""
+        """Wait until all bytes are digested and in their places."""
         self._look_at_checks(to_the_end=True)
 
     def _look_at_checks(self, *, to_the_end: bool = False) -> None:
@@ -285,8 +277,7 @@ class _Mover:
             self._checks.popleft().result()
 
     def _take(self, number: int, bucket: Bucket) -> _Flight:
-        """Begin to receive a bucket that is not ours; where buckets are spread, to send
-        our own."""
+        """Start to receive another member's bucket, or to spread this member's own."""
         flight = _Flight(number, bucket, *self._place(bucket))
         if self._group.spreads:
             self._await_packing(bucket)
@@ -298,7 +289,7 @@ class _Mover:
         return flight
 
     def _pass_on(self, flight: _Flight, thread: ThreadPoolExecutor) -> None:
-        """Wait until a bucket is here; begin to send it, and to digest it."""
+        """Wait until a bucket has arrived; start to send it, and to digest it."""
         bucket, route = flight.bucket, self._routes[flight.bucket.part]
         if flight.arriving is not None:
             flight.arriving.wait()
@@ -333,8 +324,7 @@ class _Mover:
             self._wait_packed(bucket.start + bucket.nbytes, self._deadline)
 
     def _place(self, bucket: Bucket) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The memory that this member sends from or receives into, and the staging
-        memory of which it is a part."""
+        """Memory to send from or receive into, and the staging memory around it."""
         if bucket.owner == self._group.rank:
             if bucket.start + bucket.nbytes > self._memory.numel():
                 raise ValueError(f"the slot has {self._memory.numel()} bytes, less than its part of the manifest")
@@ -362,11 +352,11 @@ def run_transfer(
 
     :param memory: uint8: an image slot, or the packed part of a sender in mode
         ``"parts"``. A sender's may be read-only.
-    :param wait_packed: what a streaming sender asks before it sends.
-    :param device: on which ``memory`` is; None: it is host memory.
-    :param worked: told of bytes that were moved or digested, as they are.
-    :raises RuntimeError: a peer failed, or the timeout passed; ``memory`` of a receiver
-        is undefined then.
+    :param wait_packed: called by a streaming sender before it sends.
+    :param device: of ``memory``; None for host memory.
+    :param worked: called with each number of bytes moved or digested.
+    :raises RuntimeError: a peer failed, or the timeout passed; a receiver's ``memory``
+        is then undefined.
     :raises TimeoutError: the image of a streaming sender was not packed in time.
     :raises ValueError: ``spec`` does not fit the manifest, the group or the memory.
     """
@@ -385,8 +375,7 @@ def run_transfer(
 
 
 def _digests(rank: int, spec: TransferSpec, mover: _Mover) -> tuple[str, dict[int, str]]:
-    """Of the image, and of each part by its owner, as far as this member has seen or
-    knows them."""
+    """Digests of the image and of each part by owner, where this member has them."""
     if spec.role == "receive":
         seen = {route[0] for route in spec.routes if rank in route} if spec.mode == "parts" else set()
         return mover.checker.image_digest(), {owner: mover.checker.part_digest(owner) for owner in seen}

@@ -1,5 +1,4 @@
-"""What a rank, its forkserver and its sidecars say to each other, over Unix sockets of
-one machine.
+"""Messages between a rank, its forkserver and its sidecars, over local Unix sockets.
 
 Theory of operation
 ===================
@@ -7,17 +6,17 @@ Theory of operation
 Messages are msgspec structs of closed unions in MessagePack; nothing is ever unpickled.
 File descriptors travel beside them (SCM_RIGHTS).
 
-* A rank and a forkserver: SOCK_SEQPACKET, one message a packet. The rank opens with
-  :class:`Attach` and a pidfd of itself, answered by :class:`Attached` once torch is
-  loaded. Each :class:`Fork` carries the sidecar's end of a fresh socket pair and is
+* Rank and forkserver: SOCK_SEQPACKET, one message per packet. The rank first sends
+  :class:`Attach` with a pidfd of itself, answered by :class:`Attached` once torch is
+  loaded. Each :class:`Fork` carries the sidecar's end of a new socket pair and is
   answered by :class:`Forked` with a pidfd of the sidecar, or by :class:`ForkFailed`.
-* A rank and a sidecar: SOCK_STREAM, frames of a 5-byte head (length, number of
-  descriptors) and a body. Requests carry an ``id`` and are handled one after another;
-  each is answered by exactly one reply with the same ``id``. Buffers are sent once
+* Rank and sidecar: SOCK_STREAM, frames of a 5-byte head (length, number of descriptors)
+  and a body. Requests carry an ``id`` and are handled one after another; each is
+  answered by exactly one reply with the same ``id``. Buffers are sent once
   (:class:`MapBuffer`) and named by a key from then on. A sidecar whose group has failed
-  says so (:class:`Failed`, ``over``) and exits: its closed connections tell its peers,
-  as a rule. A :class:`Ping` is answered at once, and a :class:`TransferProgress` noted
-  at once, whatever is being handled.
+  says so (:class:`Failed`, ``over``) and exits; its closed connections usually tell its
+  peers. A :class:`Ping` is answered, and a :class:`TransferProgress` noted, at once,
+  whatever request is being handled.
 
 The end of either socket, or of the rank's process, ends the sidecar.
 """
@@ -91,22 +90,18 @@ _HEAD = struct.Struct("<IB")
 class GroupSpec(msgspec.Struct, frozen=True):
     """A process group to form.
 
-    :param prefix: fresh key prefix on the store, the same for all ranks and never used
-        before.
+    :param prefix: new key prefix on the store, the same for all ranks and never reused.
     :param rank: of this sidecar in the group of ``size``.
     :param address: IP address to bind.
-    :param timeout_s: the group is there by then, or the sidecar is killed.
+    :param timeout_s: if the group is not formed by then, the sidecar is killed.
     :param device: UUID of the one GPU to use, for NCCL and for buffers; empty: NCCL
-        takes the current one.
-    :param names: of the members, in the order of ranks, for messages; empty: ranks are
-        named by their number.
-    :param addresses: of the members, in the order of ranks; empty: all have
-        ``address``.
-    :param probe: move a few bytes each way, and look at them, before the group counts
-        as formed.
-    :param nccl_env: the NCCL_* variables to work with (NCCL only); None: those of the
-        forkserver.
-    :param secret: the members' own, by which they know what they wrote into the store.
+        uses the current one.
+    :param names: of the members by rank, for messages; empty: their rank numbers.
+    :param addresses: of the members by rank; empty: all have ``address``.
+    :param probe: move and verify a few bytes each way before the group counts as
+        formed.
+    :param nccl_env: NCCL_* variables to use (NCCL only); None: the forkserver's.
+    :param secret: shared by the members; signs their values in the store.
     """
 
     prefix: str
@@ -125,7 +120,7 @@ class GroupSpec(msgspec.Struct, frozen=True):
     secret: bytes = b""
 
     def name(self, rank: int) -> str:
-        """Of the member with this rank."""
+        """Name of the member with this rank."""
         return self.names[rank] if rank < len(self.names) else f"rank {rank}"
 
 
@@ -138,13 +133,12 @@ class TransferSpec(msgspec.Struct, frozen=True):
         has a packed part.
     :param manifest: :meth:`replicas.core.versions.manifest.Manifest.encode`.
     :param routes: for each part (one for mode ``"image"``) the lane ranks that it goes
-        through, its owner first. A member that is not in a part's route has nothing to
-        do with it (a receiver has its bytes in place already); a route may be empty.
-    :param part: index of my part, when I send in mode ``"parts"``.
-    :param digest: of what I send, if it is known: it is not computed again then.
-    :param streaming: I send an image that is still being packed: its bytes may go only
-        as far as :class:`TransferProgress` has said. It is not digested here: whoever
-        packs it does that.
+        through, its owner first. A member outside a part's route does not handle it (a
+        receiver has its bytes already); a route may be empty.
+    :param part: index of this sender's part in mode ``"parts"``.
+    :param digest: of the bytes to send, if known; it is then not computed again.
+    :param streaming: this sender's image is still being packed: bytes may be sent only
+        as far as :class:`TransferProgress` reports. The rank that packs it digests it.
     """
 
     transfer: int
@@ -159,12 +153,14 @@ class TransferSpec(msgspec.Struct, frozen=True):
 
 
 class TransferResult(msgspec.Struct, frozen=True):
-    """``image_digest``: of the data section (senders of a whole image, every receiver;
-    else empty).
+    """Digests and durations of a transfer.
 
-    ``part_digests``: by owner's lane rank, of each part sent or received (mode
-    ``"parts"``). ``transfer_s``: until the last byte had moved; ``verify_s``: from then
-    until all was digested and in its place.
+    :ivar image_digest: of the data section (senders of a whole image, all receivers;
+        else empty).
+    :ivar part_digests: by owner's lane rank, of each part sent or received (mode
+        ``"parts"``).
+    :ivar transfer_s: until the last byte had moved.
+    :ivar verify_s: from then until all bytes were digested and in their places.
     """
 
     image_digest: str
@@ -174,11 +170,13 @@ class TransferResult(msgspec.Struct, frozen=True):
 
 
 class CollectiveSpec(msgspec.Struct, frozen=True):
-    """One operation. ``segments``: what each participant posted; ``me`` and ``root``:
-    indices of participants, or -1.
+    """One operation.
 
-    ``places``: index of each participant among those of the first attempt; empty: they
-    are the same.
+    :param segments: those that each participant posted.
+    :param me: index of this participant.
+    :param root: index of the root, or -1.
+    :param places: index of each participant among those of the first attempt; empty if
+        they are the same.
     """
 
     operation: int
@@ -196,20 +194,22 @@ class CollectiveSpec(msgspec.Struct, frozen=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """First packet; descriptor: a pidfd of the rank. Its sidecars die with it. Answered
-    by :class:`Attached`.
+    """First packet, answered by :class:`Attached`; descriptor: a pidfd of the rank.
 
-    :param secret: of the forkserver's door
-        (:class:`replicas.linux.sockets.SocketAddress`); empty: the socket is the rank's
-        own.
+    The rank's sidecars die with it.
+
+    :param secret: of the forkserver's
+        :class:`replicas.linux.sockets.SocketAddress`; empty on the rank's own socket.
     """
 
     secret: str = ""
 
 
 class Attached(msgspec.Struct, frozen=True, tag=True):
-    """The forkserver is ready to fork; descriptor: a pidfd of it, as its socket tells
-    who bound it, not who serves."""
+    """The forkserver is ready to fork; descriptor: a pidfd of it.
+
+    (The socket's peer credentials tell who bound it, not who serves it.)
+    """
 
 
 class Fork(msgspec.Struct, frozen=True, tag=True):
@@ -237,8 +237,10 @@ ForkserverReply = Attached | Forked | ForkFailed
 
 
 class MapBuffer(msgspec.Struct, frozen=True, tag=True):
-    """Descriptor: the buffer that ``key`` names from now on. ``device``: UUID of the
-    GPU that has it; empty: host memory."""
+    """Descriptor: the buffer named ``key`` from now on.
+
+    :param device: UUID of its GPU; empty for host memory.
+    """
 
     key: int
     device: str = ""
@@ -249,8 +251,7 @@ class ForgetBuffer(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeBuffer(msgspec.Struct, frozen=True, tag=True):
-    """What is in this small buffer? Shows that the sidecar can open the memory that its
-    rank allocates."""
+    """Read a small buffer, to check that the sidecar can open the rank's memory."""
 
     id: int
     buffer: int
@@ -268,11 +269,10 @@ class RunTransfer(msgspec.Struct, frozen=True, tag=True):
 
 
 class TransferProgress(msgspec.Struct, frozen=True, tag=True):
-    """The first ``nbytes`` of the data section of what ``transfer`` sends are there;
-    the last one says all of them.
+    """The first ``nbytes`` of the data section to send are packed; finally all.
 
-    Has no answer, may come before :class:`RunTransfer`, and is noted at once, before
-    requests that came earlier.
+    It has no answer, may come before :class:`RunTransfer`, and is noted at once, before
+    earlier requests.
     """
 
     transfer: int
@@ -287,19 +287,20 @@ class RunCollective(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ping(msgspec.Struct, frozen=True, tag=True):
-    """Answered by :class:`Pong` at once, before requests that came earlier."""
+    """Answered by :class:`Pong` at once, before earlier requests."""
 
     id: int
 
 
 class Moved(msgspec.Struct, frozen=True):
-    """What has moved for the request that is being handled, by
-    :mod:`replicas.sidecar.traffic`.
+    """Traffic of the current request, measured by :mod:`replicas.sidecar.traffic`.
 
-    ``sent`` and ``received``: bytes over TCP, the former acknowledged. ``still_s``: for
-    so long nothing has moved, though the network was waited for. ``rtt_s``: the longest
-    round trip to a peer. ``held_up``: addresses of peers to which bytes are under way
-    that the network does not take, or not as fast as they are there.
+    :ivar sent: bytes over TCP that peers have acknowledged.
+    :ivar received: bytes over TCP.
+    :ivar still_s: seconds without progress while waiting for the network.
+    :ivar rtt_s: the longest round trip to a peer.
+    :ivar held_up: addresses of peers whose queued bytes the network does not take, or
+        takes slower than they are ready.
     """
 
     sent: int
@@ -310,7 +311,7 @@ class Moved(msgspec.Struct, frozen=True):
 
 
 class Pong(msgspec.Struct, frozen=True, tag=True):
-    """``moved``: None while no bytes are to move."""
+    """:ivar moved: None while no bytes are to move."""
 
     id: int
     moved: Moved | None = None
@@ -332,18 +333,20 @@ class Collected(msgspec.Struct, frozen=True, tag=True):
 
 
 class Probed(msgspec.Struct, frozen=True, tag=True):
-    """``seen``: all bytes of the buffer."""
+    """:ivar seen: all bytes of the buffer."""
 
     id: int
     seen: bytes
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """``over``: the group is of no use any more, and the sidecar exits; else the
-    request was refused, nothing moved.
+    """A request has failed.
 
-    ``kind``, ``members``, ``hint``: of an error of :mod:`replicas.errors`; empty for
-    any other. ``links``: pairs of addresses between which members could not connect.
+    :ivar over: True if the group is unusable, and the sidecar exits; False if the
+        request was refused, and nothing moved.
+    :ivar kind: class name of an error of :mod:`replicas.errors`, which ``members`` and
+        ``hint`` belong to; empty for any other error.
+    :ivar links: pairs of addresses between which members could not connect.
     """
 
     id: int
@@ -363,8 +366,8 @@ def encode(message: msgspec.Struct) -> bytes:
     return msgspec.msgpack.encode(message)
 
 
-# Made here and not at the first use: two threads must not meet a struct type for the
-# first time at once.
+# Created here, not at first use: two threads must not meet a struct type for the first
+# time at once.
 _forkserver_request = msgspec.msgpack.Decoder(ForkserverRequest)
 _forkserver_reply = msgspec.msgpack.Decoder(ForkserverReply)
 _request = msgspec.msgpack.Decoder(Request)
@@ -379,8 +382,10 @@ def _decode(data: bytes, decoder: Any) -> Any:
 
 
 def decode_forkserver_request(data: bytes) -> ForkserverRequest:
-    """What a rank sent to a forkserver; :class:`ConnectionError` for anything
-    malformed, as in all of these."""
+    """Decode a rank's message to a forkserver.
+
+    :raises ConnectionError: malformed (in all of these functions).
+    """
     request: ForkserverRequest = _decode(data, _forkserver_request)
     return request
 
@@ -391,14 +396,16 @@ def decode_forkserver_reply(data: bytes) -> ForkserverReply:
 
 
 def decode_request(data: bytes) -> Request:
-    """What a rank sent to a sidecar."""
+    """Decode a rank's message to a sidecar."""
     request: Request = _decode(data, _request)
     return request
 
 
 def check_descriptors(request: Request, count: int) -> None:
-    """:class:`ConnectionError` when the request does not come with so many: one with a
-    buffer, none with all others."""
+    """Check the number of descriptors: one with a buffer, none with other requests.
+
+    :raises ConnectionError: it is wrong.
+    """
     if count != isinstance(request, MapBuffer):
         raise ConnectionError(f"a {type(request).__name__} came with {count} descriptors")
 
@@ -409,13 +416,15 @@ def decode_reply(data: bytes) -> Reply:
 
 
 def write_packet(sock: socket.socket, message: msgspec.Struct, fds: Sequence[int] = ()) -> None:
-    """Send one packet of a SOCK_SEQPACKET socket."""
+    """Send one packet on a SOCK_SEQPACKET socket."""
     socket.send_fds(sock, [encode(message)], list(fds))
 
 
 def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
-    """Receive one packet; empty at the end of the connection. The caller owns the
-    descriptors (close-on-exec)."""
+    """Receive one packet; empty at the end of the connection.
+
+    The caller owns the descriptors (close-on-exec).
+    """
     data, fds, flags = _receive(sock, MAX_PACKET_NBYTES, socket.MSG_CMSG_CLOEXEC)
     if flags & (socket.MSG_TRUNC | socket.MSG_CTRUNC):
         close_all(fds)
@@ -424,8 +433,10 @@ def read_packet(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _receive(sock: socket.socket, nbytes: int, flags: int) -> tuple[bytes, list[int], int]:
-    """Data, descriptors, and flags. (:func:`socket.recv_fds` of Python 3.11 drops the
-    flags that it is given.)"""
+    """Receive data, descriptors, and flags.
+
+    (:func:`socket.recv_fds` of Python 3.11 ignores the flags that it is given.)
+    """
     fds = array.array("i")
     data, ancillary, flags, _ = sock.recvmsg(nbytes, socket.CMSG_SPACE(_MAX_FDS * fds.itemsize), flags)
     for level, kind, content in ancillary:
@@ -439,8 +450,10 @@ def frame_head(body: bytes, fds: Sequence[int]) -> bytes:
 
 
 def parse_head(head: bytes) -> tuple[int, int]:
-    """Length of the body, and number of descriptors; :class:`ConnectionError` when they
-    cannot be right."""
+    """Length of the body, and number of descriptors.
+
+    :raises ConnectionError: they exceed the limits.
+    """
     length, count = _HEAD.unpack(head)
     if length > MAX_FRAME_NBYTES or count > _MAX_FDS:
         raise ConnectionError(f"a frame of {length} bytes with {count} descriptors")
@@ -454,7 +467,7 @@ def write_frame(sock: socket.socket, message: msgspec.Struct) -> None:
 
 
 class FrameReader:
-    """Takes frames from a stream socket as they come, without waiting."""
+    """Reads frames from a stream socket as they arrive, without waiting."""
 
     def __init__(self, sock: socket.socket) -> None:
         self._sock = sock
@@ -462,8 +475,10 @@ class FrameReader:
         self._fds: list[int] = []
 
     def receive(self) -> list[tuple[bytes, list[int]]] | None:
-        """The frames that are complete now; None at the end of the connection. The
-        caller owns their descriptors."""
+        """Frames that are complete now; None at the end of the connection.
+
+        The caller owns their descriptors.
+        """
         flags = socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
         try:
             data, fds, _ = _receive(self._sock, _CHUNK_NBYTES, flags)

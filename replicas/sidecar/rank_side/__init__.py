@@ -1,1 +1,1 @@
-"""The rank's side of sidecars: starting them, asking them, ending them."""
+"""The rank's side of sidecars: fork them, send requests, kill them."""

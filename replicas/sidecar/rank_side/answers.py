@@ -1,4 +1,4 @@
-"""The errors that a request to a sidecar ends with."""
+"""Errors of requests to a sidecar."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ __all__ = ["SidecarDied", "SidecarFailed", "failure"]
 
 
 class SidecarFailed(RuntimeError):
-    """The sidecar said why it could not do it.
+    """The sidecar answered with an error.
 
-    :ivar over: its group is of no use any more, and it exits by itself; else the
+    :ivar over: True if its group is unusable and it exits by itself; False if the
         request was refused and nothing moved.
-    :ivar kind: name of a class of :mod:`replicas.errors`, or empty. :ivar members:
-        those concerned. :ivar hint: the remedy.
+    :ivar kind: name of a class of :mod:`replicas.errors`, or empty.
+    :ivar members: the members concerned.
+    :ivar hint: the remedy.
     :ivar links: pairs of addresses between which members of the group could not
         connect.
     """
@@ -39,17 +40,17 @@ class SidecarFailed(RuntimeError):
         self.links = links
 
     def as_error(self, **fields: Any) -> errors.ReplicasError:
-        """The same as an error of the library. ``fields``: channel, phase, version."""
+        """Convert to an error of the library. ``fields``: channel, phase, version."""
         kind = errors.error_class(self.kind) if self.kind else errors.SyncError
         return kind(str(self), members=self.members, hint=self.hint or None, **fields)
 
 
 class SidecarDied(RuntimeError):
-    """The sidecar, or the forkserver, is gone (killed at a deadline too)."""
+    """The sidecar or the forkserver is dead, or was killed at a deadline."""
 
 
 def failure(reply: wire.Failed) -> SidecarFailed:
-    """The reply as an error."""
+    """Convert the reply to an error."""
     return SidecarFailed(
         reply.error, over=reply.over, kind=reply.kind, members=reply.members, hint=reply.hint, links=reply.links
     )

@@ -1,5 +1,7 @@
-"""A connection to the process that makes sidecars; see
-:mod:`replicas.sidecar.rank_side.client` for how it works."""
+"""Connection to a forkserver, or a helper process of its kind.
+
+:mod:`replicas.sidecar.rank_side.client` has the theory of operation.
+"""
 
 from __future__ import annotations
 
@@ -29,19 +31,17 @@ logger = logging.getLogger("replicas.sidecar")
 
 FORK_TIMEOUT_S = 4.0
 REAP_TIMEOUT_S = 5.0
-"""A fork takes milliseconds: a forkserver that has not answered for so long is frozen,
-and is killed to be replaced."""
+"""How long to wait for a killed process to end, in seconds."""
 HELPER_TRIES = 3
-"""Helper processes that are started, one after another, until one is ready."""
+"""Helper processes to start, one after another, until one is ready."""
 
 
 class Squatted(SidecarDied):
-    """Another user's process listens where the forkserver should be."""
+    """Another user's process listens on the forkserver's socket."""
 
 
 class Forkserver:
-    """A connection to the process that makes sidecars. Every sidecar of it ends with
-    the connection."""
+    """Connection to a forkserver; its sidecars end with the connection."""
 
     def __init__(
         self, sock: socket.socket, process: subprocess.Popen[bytes] | None = None, *, secret: str = ""
@@ -68,21 +68,20 @@ class Forkserver:
 
     @classmethod
     async def connect(cls, door: str, *, timeout_s: float = 30.0) -> Forkserver:
-        """The forkserver behind ``door``
-        (:class:`replicas.linux.sockets.SocketAddress`); waits until it can fork.
+        """Connect to the forkserver at ``door``, and wait until it can fork.
 
-        One that ends before it has answered (it froze while it started, and was killed)
-        is waited for again.
+        ``door`` is a :class:`replicas.linux.sockets.SocketAddress` as text. If a
+        forkserver ends before it has answered (it froze while it started, and was
+        killed), its successor is waited for.
 
-        :raises SidecarDied: nobody listens there, or it has not loaded torch, after
-            ``timeout_s``; or at once: another user's process listens there, and was
-            told nothing.
+        :raises SidecarDied: after ``timeout_s``, no forkserver listens or it has not
+            loaded torch; or, at once, another user's process listens (nothing is sent
+            to it).
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         async for attempt in tenacity.AsyncRetrying(
-            # A shim has bound its socket before its ranks start; those who find their
-            # own places may be early, and nothing announces that an abstract socket has
-            # appeared.
+            # A shim binds its socket before its ranks start; a rank that finds its own
+            # places may be early, and no event announces a new abstract socket.
             wait=tenacity.wait_exponential(multiplier=0.02, max=0.5, exp_base=1.3) + tenacity.wait_random(0, 0.01),
             stop=tenacity.stop_before_delay(timeout_s),
             retry=tenacity.retry_if_exception(lambda e: isinstance(e, SidecarDied) and not isinstance(e, Squatted)),
@@ -110,13 +109,12 @@ class Forkserver:
 
     @classmethod
     async def spawn(cls, *, timeout_s: float = 60.0) -> Forkserver:
-        """A helper process of our own, which dies with us. Returns when it can fork
-        (1.5-5 s: it loads torch).
+        """Start a helper process, which dies with this one, and wait until it can fork.
 
-        One that freezes or dies while it starts is replaced, up to ``HELPER_TRIES``
-        processes in all.
+        That takes 1.5-5 s: it loads torch. A helper that freezes or dies while it
+        starts is replaced, up to ``HELPER_TRIES`` processes in all.
 
-        :raises SidecarDied: none came up within ``timeout_s``.
+        :raises SidecarDied: none was ready within ``timeout_s``.
         """
         deadline = asyncio.get_running_loop().time() + timeout_s
         async for attempt in tenacity.AsyncRetrying(
@@ -133,8 +131,7 @@ class Forkserver:
         raise AssertionError  # tenacity ends with a result or an error
 
     async def _attached(self, remaining_s: float, timeout_s: float) -> Forkserver:
-        """Wait for the first answer. A helper of our own is watched meanwhile; anyone
-        else's is watched by its shim."""
+        """Wait for the first answer, watching an own helper (a shim watches others)."""
         watch = None if self._process is None else StallWatch(self._process.pid, self._loop.time())
         try:
             async with asyncio.timeout(remaining_s):
@@ -154,16 +151,16 @@ class Forkserver:
 
     @property
     def alive(self) -> bool:
-        """Whether it can still fork."""
+        """True while it can fork."""
         return not self._closed
 
     async def fork(self, *, timeout_s: float = FORK_TIMEOUT_S) -> Sidecar:
-        """A new sidecar: the spare one, if there is one.
+        """Return the spare sidecar if there is one, or a new one.
 
         :raises SidecarDied: the forkserver is gone, or has not answered for
             ``timeout_s`` (it is killed then, also when an earlier call began that wait
             and was cancelled).
-        :raises SidecarFailed: the system has no process left to give.
+        :raises SidecarFailed: the system has no process left.
         """
         spare, self._spare = self._spare, None
         if spare is not None and spare.usable and not self._closed:
@@ -172,8 +169,7 @@ class Forkserver:
         return await self._fork(timeout_s, kill=True)
 
     def prefork(self) -> None:
-        """Have a spare sidecar made, unless there is one: the next :meth:`fork` costs
-        nothing."""
+        """Start to fork a spare for the next :meth:`fork`, unless there is one."""
         if self._closed or self._preforking is not None or (self._spare is not None and self._spare.usable):
             return
         self._preforking = self._loop.create_task(self._prefork(), name="prefork")
@@ -188,8 +184,7 @@ class Forkserver:
             self._preforking = None
 
     async def _fork(self, timeout_s: float, *, kill: bool) -> Sidecar:
-        """``kill``: end a forkserver that does not answer, which ends the sidecars that
-        it has made, too."""
+        """:param kill: kill an unanswering forkserver, and thus all of its sidecars."""
         if self._closed:
             raise SidecarDied(self._closed)
         now = self._loop.time()
@@ -222,8 +217,7 @@ class Forkserver:
         return sidecar
 
     async def aclose(self) -> None:
-        """Close the connection: its sidecars are killed, and a helper process of ours
-        ends. Idempotent."""
+        """Close the connection; kill its sidecars and an own helper. Idempotent."""
         self._close("the forkserver connection was closed")
         if self._preforking is not None:
             await asyncio.wait((self._preforking,))
@@ -235,8 +229,7 @@ class Forkserver:
             await _reap(process)
 
     def _kill(self, reason: str) -> None:
-        """End the server itself, with all its sidecars; whoever started it starts
-        another one."""
+        """Kill the forkserver with all its sidecars; its starter replaces it."""
         if self._process is not None:
             self._process.kill()
         elif self._pidfd >= 0:
@@ -244,8 +237,7 @@ class Forkserver:
         self._close(reason)
 
     def close_in_child(self) -> None:
-        """In a forked child of this process: drop the descriptors, so that the rank's
-        end is seen at once."""
+        """Close the descriptors in a forked child, which would hide the rank's end."""
         for fd in (self._sock.detach(), self._pidfd):
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -299,7 +291,7 @@ class Forkserver:
 
 
 def _check_owner(sock: socket.socket, door: SocketAddress) -> None:
-    """Before anything is sent: what a rank hands over are its weights, writable.
+    """Check the listener's user before sending anything: it gets writable weights.
 
     :raises Squatted: another user's process listens.
     """
@@ -335,10 +327,9 @@ def _tell(state: tenacity.RetryCallState) -> None:
 
 
 async def _reap(process: subprocess.Popen[bytes]) -> None:
-    """Wait for a process that was killed, for :data:`REAP_TIMEOUT_S`: one that the
-    kernel cannot end is left to it.
+    """Wait up to :data:`REAP_TIMEOUT_S` for a killed process, then leave it.
 
-    Without a worker thread: at interpreter exit there are none any more.
+    No worker thread is used: at interpreter exit there are none any more.
     """
     if process.poll() is not None:
         return

@@ -1,5 +1,7 @@
-"""One sidecar as its rank sees it; see :mod:`replicas.sidecar.rank_side.client` for how
-it works."""
+"""One sidecar, as its rank uses it: requests, signs of life, and its end.
+
+:mod:`replicas.sidecar.rank_side.client` has the theory of operation.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,10 @@ from replicas.weights.memory.arena import Buffer
 __all__ = ["KILL_GRACE_S", "Sidecar"]
 
 KILL_GRACE_S = 1.0
-"""A sidecar has its own timeouts; it is killed when it has not answered this much
-later."""
+"""Time past a request's own timeout after which the sidecar is killed, in seconds."""
 
 SMALL_NBYTES = 32 << 10
-"""A request that a socket takes in one piece."""
+"""Size up to which a socket takes a request in one piece."""
 
 _R = TypeVar("_R")
 
@@ -41,7 +42,7 @@ class Sidecar:
     :ivar pid: its process id.
     :ivar on_exit: called on the loop, once, with a reason, when it ends without
         :meth:`kill`.
-    :ivar on_moved: called on the loop, about twice a second while it works on a request
+    :ivar on_moved: called on the loop, about twice a second while it handles a request
         that moves bytes.
     """
 
@@ -72,16 +73,16 @@ class Sidecar:
 
     @property
     def dead(self) -> bool:
-        """Whether the process is confirmed dead."""
+        """True if the process is confirmed dead."""
         return self._dead.is_set()
 
     @property
     def usable(self) -> bool:
-        """Whether it may still be asked for something."""
+        """True if it can still take requests."""
         return not self.dead and not self._over
 
     async def build(self, spec: GroupSpec) -> float:
-        """Form the process group. Returns seconds.
+        """Form the process group; return the duration in seconds.
 
         :raises SidecarFailed: a peer did not come, or an address is wrong.
         :raises SidecarDied: it died, or was killed ``KILL_GRACE_S`` after
@@ -93,40 +94,44 @@ class Sidecar:
         return (await self._ask(wire.BuildGroup(number, spec), (), spec.timeout_s, wire.Built)).seconds
 
     async def transfer(self, spec: TransferSpec, buffer: Buffer) -> TransferResult:
-        """Move one version from or into ``buffer``. Errors as of :meth:`build`; a
-        receiver's slot is undefined then."""
+        """Move one version from or into ``buffer``.
+
+        Errors as of :meth:`build`; after one, a receiver's slot is undefined.
+        """
         request = wire.RunTransfer(next(self._numbers), buffer.key, spec)
         return (await self._ask(request, (buffer,), spec.timeout_s, wire.Transferred)).result
 
     async def probe(self, buffer: Buffer, timeout_s: float) -> bytes:
-        """All bytes of a small buffer as the sidecar sees them. Errors as of
-        :meth:`build`; the sidecar goes on after those that say why the memory cannot be
-        opened."""
+        """Read all bytes of a small buffer in the sidecar.
+
+        Errors as of :meth:`build`; the sidecar stays usable if it only cannot open the
+        memory.
+        """
         return (
             await self._ask(wire.ProbeBuffer(next(self._numbers), buffer.key), (buffer,), timeout_s, wire.Probed)
         ).seen
 
     def progress(self, transfer: int, nbytes: int) -> None:
-        """The first ``nbytes`` of the data that a streaming ``transfer`` sends are
-        there; all of them in the end.
+        """Report the first ``nbytes`` of a streaming ``transfer``'s data as packed.
 
-        Never waits. What comes before :meth:`transfer` is kept; what comes after its
-        end, or the sidecar's, does nothing.
+        The last report is for all bytes. Never waits. A report before :meth:`transfer`
+        is kept; one after its end, or the sidecar's, is ignored.
         """
         if self.usable:
             self._post(wire.TransferProgress(transfer, nbytes))
 
     async def collective(self, spec: CollectiveSpec, inputs: Buffer | None, outputs: Buffer | None) -> float:
-        """Run one operation; see :func:`replicas.sidecar.collectives.run_collective`.
-        Returns seconds. Errors as of build."""
+        """Run one operation (:func:`replicas.sidecar.collectives.run_collective`).
+
+        Returns the duration in seconds. Errors as of :meth:`build`.
+        """
         buffers = tuple(buffer for buffer in (inputs, outputs) if buffer is not None)
         first, second = (None if buffer is None else buffer.key for buffer in (inputs, outputs))
         request = wire.RunCollective(next(self._numbers), first, second, spec)
         return (await self._ask(request, buffers, spec.timeout_s, wire.Collected)).seconds
 
     def _send_at_once(self, message: msgspec.Struct) -> bool:
-        """Send it in one piece, if it is small, nobody else is sending, and there is
-        room."""
+        """Send a small message at once, if no other send is pending and it fits."""
         body = wire.encode(message)
         data = wire.frame_head(body, ()) + body
         if self._sending.locked() or len(data) > SMALL_NBYTES:
@@ -143,28 +148,27 @@ class Sidecar:
         return True
 
     def kill(self, reason: str = "killed") -> None:
-        """SIGKILL. Whoever waits for a reply gets :class:`SidecarDied`; ``on_exit`` is
-        not called."""
+        """SIGKILL; pending requests raise :class:`SidecarDied`; no ``on_exit`` call."""
         self._killed = True
         self._put_down(reason)
 
     async def wait_dead(self, timeout_s: float = 5.0) -> bool:
-        """Whether the process is dead, which none of its memory accesses outlives;
-        waits up to ``timeout_s``."""
+        """Wait up to ``timeout_s`` for the death of the process; True if it is dead.
+
+        A dead process accesses no memory any more.
+        """
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._dead.wait()
         return self.dead
 
     def buffer_closed(self, key: int) -> None:
-        """A buffer that the sidecar has mapped was closed (on any thread): have it
-        unmapped."""
+        """Have the sidecar unmap a buffer that was closed here (on any thread)."""
         with contextlib.suppress(RuntimeError):  # the loop is closed, and the sidecar gone with it
             self._loop.call_soon_threadsafe(self._forget, key)
 
     def close_in_child(self) -> None:
-        """In a forked child of this process: drop the descriptors, so that the rank's
-        end is seen at once."""
+        """Close the descriptors in a forked child, which would hide the rank's end."""
         for fd in (self._sock.detach(), self._pidfd):
             with contextlib.suppress(OSError):
                 os.close(fd)
@@ -208,8 +212,7 @@ class Sidecar:
             await self._send(wire.MapBuffer(buffer.key, buffer.device), (buffer.fd,))
 
     async def _send(self, message: msgspec.Struct, fds: tuple[int, ...] = ()) -> None:
-        """One frame; the caller holds the lock. A frame that is cut off by a
-        cancellation ends the sidecar."""
+        """Send one frame, under the lock; if cancelled halfway, kill the sidecar."""
         body = wire.encode(message)
         head = wire.frame_head(body, fds)
         sent = 0
@@ -238,7 +241,7 @@ class Sidecar:
             self._post(wire.ForgetBuffer(key))
 
     def _post(self, message: msgspec.Struct) -> None:
-        """Send ``message``, now or soon, without a reply to wait for."""
+        """Send ``message``, now or soon, without waiting for a reply."""
         if not self._send_at_once(message):
             self._in_background(self._send_alone(message))
 
@@ -260,7 +263,7 @@ class Sidecar:
         return self._loop.call_later(delay, self._look)
 
     def _look_soon(self) -> None:
-        """There is something under way: it is looked after more often."""
+        """Look more often while a request is pending."""
         if not self._pulse.asked and not self._busy:
             self._busy = True
             self._timer.cancel()
@@ -289,8 +292,7 @@ class Sidecar:
             self._hang_up(str(error))
 
     def _hang_up(self, reason: str) -> None:
-        """As a rule the process has ended. One that closed its channel without ending
-        is of no use: make it end."""
+        """Close the channel; kill a process that has closed it without ending."""
         if self._open:
             self._open = False
             self._loop.remove_reader(self._sock)
@@ -317,7 +319,7 @@ class Sidecar:
             future.set_result(reply)
 
     def _put_down(self, reason: str) -> None:
-        """SIGKILL, if it still lives; whoever waits for it is told."""
+        """SIGKILL it if it still lives, and fail all pending requests."""
         self._reason = self._reason or reason
         if not self.dead:
             send_signal(self._pidfd, signal.SIGKILL)
@@ -336,7 +338,7 @@ class Sidecar:
         return f"sidecar {self.pid}: {self._reason or 'it died'}"
 
     def _fail(self) -> None:
-        """No reply will come any more. Whoever uses the socket last closes it."""
+        """Fail all pending requests. The last user of the socket closes it."""
         self._over = True
         self._timer.cancel()
         with contextlib.suppress(OSError):
@@ -348,8 +350,7 @@ class Sidecar:
 
 
 def _of_this_process(spec: GroupSpec) -> GroupSpec:
-    """With the GPU and the NCCL variables of this process: the forkserver's may be
-    older."""
+    """Use this process's GPU and NCCL variables: the forkserver's may be older."""
     changes: dict[str, Any] = {}
     if not spec.device and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # torch leaves it untyped
         found = accelerator()
