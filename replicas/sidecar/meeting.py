@@ -297,7 +297,7 @@ class _Call:
         if data and len(self._heard) < _GREETING_NBYTES:
             return False
         if self._heard != self._words:
-            self.why = "somebody else answers there"
+            self.why = "another listener answers there"
         return True
 
     def late(self, elapsed_s: float) -> bool:

@@ -237,7 +237,7 @@ class Forkserver:
         self._close(reason)
 
     def close_in_child(self) -> None:
-        """Close the descriptors in a forked child, which would hide the rank's end."""
+        """In a forked child, close the descriptors: they would hide the rank's end."""
         for fd in (self._sock.detach(), self._pidfd):
             with contextlib.suppress(OSError):
                 os.close(fd)

@@ -168,7 +168,7 @@ class Sidecar:
             self._loop.call_soon_threadsafe(self._forget, key)
 
     def close_in_child(self) -> None:
-        """Close the descriptors in a forked child, which would hide the rank's end."""
+        """In a forked child, close the descriptors: they would hide the rank's end."""
         for fd in (self._sock.detach(), self._pidfd):
             with contextlib.suppress(OSError):
                 os.close(fd)

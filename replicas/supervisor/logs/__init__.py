@@ -1,1 +1,1 @@
-"""Log pumps: from the pipes of ranks to log files."""
+"""The log pump and its files: from the pipes of ranks to rotated logs."""

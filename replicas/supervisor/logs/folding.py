@@ -1,15 +1,14 @@
-"""From what a process wrote to the lines that go into its log. Pure: bytes in, bytes
-out, the time is an argument.
+"""Fold progress bars: turn a process's output into the lines of its log.
 
-Lines are kept as they are, byte for byte, whatever their encoding. What a terminal
-would have overwritten is folded:
+Pure: bytes in, bytes out, the time is an argument. Lines are kept as they are, byte for
+byte, whatever their encoding. Output that a terminal would have overwritten is folded:
 
-* of a line that was drawn again and again (``12%\\r13%\\r14%\\n``) the last state is
-  kept; ``\\r\\n`` ends a line;
-* of a bar that is still growing, which has no end of line yet, the latest state is
-  logged every ``BAR_INTERVAL_S``;
-* lines that move the cursor up again (nested bars) are pictures of one and the same
-  thing: one in ``BAR_INTERVAL_S``, and the last one.
+* of a line that was redrawn (``12%\\r13%\\r14%\\n``) the last state is kept; ``\\r\\n``
+  ends a line;
+* the latest state of a growing bar, which has no end of line yet, is logged every
+  ``BAR_INTERVAL_S``;
+* lines that move the cursor up (nested bars) are frames of one picture: one frame per
+  ``BAR_INTERVAL_S``, and the last one.
 """
 
 from __future__ import annotations
@@ -20,21 +19,23 @@ from typing import NamedTuple
 __all__ = ["BAR_INTERVAL_S", "Folded", "Folder"]
 
 BAR_INTERVAL_S = 10.0
-"""How often a growing progress bar is logged."""
+"""Interval at which a growing progress bar is logged, in seconds."""
 _UP = re.compile(rb"\x1b\[\d*A")
 
 
 class Folded(NamedTuple):
-    """``lines``: complete lines, each with its end; ``used``: how many bytes of the
-    input are done with."""
+    """Output of one fold.
+
+    :ivar lines: complete lines, each with its end.
+    :ivar used: consumed bytes of the input.
+    """
 
     lines: bytes
     used: int
 
 
 class Folder:
-    """The state of one stream. A stream's input is given again, from the first byte
-    that was not yet used."""
+    """Folding state of one stream. Each input starts at the first byte not yet used."""
 
     def __init__(self) -> None:
         self._frame = b""
@@ -45,14 +46,13 @@ class Folder:
 
     @property
     def due(self) -> float | None:
-        """When :meth:`late` has something to tell."""
+        """When :meth:`late` has lines to return."""
         times = [self._frame_at + BAR_INTERVAL_S] if self._frame else []
         times += [] if self._bar_at is None or not self._bar else [self._bar_at + BAR_INTERVAL_S]
         return min(times, default=None)
 
     def fold(self, data: bytes, now: float) -> Folded:
-        """Take all that is there; the end of it, which may be half a line, is not used
-        yet."""
+        """Fold all complete lines; an unfinished line at the end is not used yet."""
         end = data.rfind(b"\n") + 1
         lines = data[:end]
         if b"\r" in lines or self._frame or _UP.search(lines):
@@ -77,7 +77,7 @@ class Folder:
         return text + b"\n"
 
     def _look_at_bar(self, data: bytes, start: int, now: float) -> int:
-        """The unfinished line: returns how much of it is overwritten already."""
+        """Note the state of the unfinished line; return its overwritten bytes."""
         last = data.rfind(b"\r", start)
         if last < 0:
             return 0
@@ -92,8 +92,7 @@ class Folder:
         return begin - start
 
     def late(self, now: float) -> bytes:
-        """Lines that are due by their time: the state of a bar that grows, the last
-        picture of nested ones."""
+        """Lines due now: the state of a growing bar, the last frame of nested bars."""
         lines = b""
         if self._frame and now >= self._frame_at + BAR_INTERVAL_S:
             lines, self._frame, self._frame_at = self._frame, b"", now
@@ -105,7 +104,7 @@ class Folder:
         return lines
 
     def finish(self, data: bytes) -> bytes:
-        """No more will come: what is left becomes a line of its own."""
+        """End the stream: the rest becomes a line of its own."""
         frame, self._frame = self._frame, b""
         shown, self._shown = self._shown, b""
         text = _last_state(data)
@@ -114,7 +113,7 @@ class Folder:
 
 
 def _last_state(line: bytes) -> bytes:
-    """What is left of a line after its carriage returns."""
+    """The line as its carriage returns leave it."""
     if b"\r" in line:
         line = line.rstrip(b"\r")
         return line[line.rfind(b"\r") + 1 :]

@@ -1,10 +1,10 @@
-"""One log file that is rotated by size. Standard library only.
+"""One log file, rotated by size, with an index of times. Standard library only.
 
 ``rank-0.log`` is the newest part; when it is full it becomes ``rank-0.log.1``, that one
 ``rank-0.log.2``, and so on up to ``keep``. Beside a rank's log lies
-``rank-0.log.times``: a line ``OFFSET TIME`` (seconds since 1970) for about each second
-in which something was written, so that readers find the lines since a time. It is an
-aid: where it cannot be written, it is left alone until the next part.
+``rank-0.log.times``: a line ``OFFSET TIME`` (seconds since 1970) about every second
+with output, so that readers find the lines since a time. It is only an aid: if it
+cannot be written, it is skipped until the next part.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ _TIMES_INTERVAL_S = 1.0
 
 
 class RotatedFile:
-    """A file of which this object is the only writer.
+    """A rotated file with this object as its only writer.
 
-    :param keep: how many older parts are kept.
-    :param times: whether the times are noted beside it.
+    :param keep: number of older parts to keep.
+    :param times: True to write the times beside it.
     """
 
     def __init__(self, path: Path, max_nbytes: int, keep: int, *, times: bool) -> None:
@@ -38,10 +38,11 @@ class RotatedFile:
         self._noted_at = 0.0
 
     def append(self, lines: bytes) -> None:
-        """Write all of ``lines`` or nothing, into the next part if this one is full;
-        the file is there in any case.
+        """Write all of ``lines`` or nothing, into the next part if this one is full.
 
-        :raises OSError: there is no room, or worse.
+        The file is created in any case.
+
+        :raises OSError: the disk is full or fails.
         """
         size = self._open()
         if size and size + len(lines) > self._max_nbytes:
@@ -52,8 +53,7 @@ class RotatedFile:
             self._write(lines, size)
 
     def _open(self) -> int:
-        """Go on at the end of the file, of which a line may be torn: returns how long
-        it is."""
+        """Open the file at its end, and end a torn line; return its size in bytes."""
         if self._file is not None:
             return os.fstat(self._file).st_size
         self._file = _append_to(self.path)
@@ -77,13 +77,12 @@ class RotatedFile:
             raise
 
     def rotate(self) -> None:
-        """Begin the next part. It may be killed or fail anywhere in it: once more does
-        what is left.
+        """Start the next part. Safe to repeat after a kill or failure at any point.
 
-        So parts are moved only up to the first number that is free, and a part's times
-        go before the part itself.
+        For that, parts are moved only up to the first free number, and a part's times
+        move before the part itself.
 
-        :raises OSError: it cannot be renamed.
+        :raises OSError: a part cannot be renamed.
         """
         self.close()
         free = (number for number in range(1, self._keep) if not self._part(number).exists())
@@ -111,7 +110,7 @@ class RotatedFile:
                 _close(times)
 
     def close(self) -> None:
-        """What is open is closed; that never fails."""
+        """Close the open files; never fails."""
         open_ones = [descriptor for descriptor in (self._file, self._times) if descriptor is not None]
         self._file = self._times = None
         self._noted_at = 0.0
@@ -120,8 +119,10 @@ class RotatedFile:
 
 
 def _close(descriptor: int) -> None:
-    """It is closed whatever ``close`` says; on NFS that says what a write before should
-    have said (no room, EIO)."""
+    """Close, ignoring errors: the descriptor is closed in any case.
+
+    On NFS, ``close`` reports errors of earlier writes (no room, EIO).
+    """
     with contextlib.suppress(OSError):
         os.close(descriptor)
 
@@ -135,8 +136,7 @@ def _times_of(path: Path) -> Path:
 
 
 def remove_old_generations(folder: Path, keep: int) -> None:
-    """Of the logs of a replica, of which ``folder`` (``gen-<n>``) is the newest, keep
-    those of ``keep`` generations."""
+    """Keep the logs of ``keep`` generations; ``folder`` (``gen-<n>``) is the newest."""
     newest = _generation(folder)
     for other in folder.parent.glob("gen-*"):
         if _generation(other) > newest - keep:
@@ -145,6 +145,6 @@ def remove_old_generations(folder: Path, keep: int) -> None:
 
 
 def _generation(folder: Path) -> int:
-    """Its number; a large one for a folder that is none of ours."""
+    """Number of a generation's folder; a large one for any other folder."""
     number = folder.name.removeprefix("gen-")
     return int(number) if number.isdigit() else 1 << 62

@@ -1,42 +1,43 @@
-"""The log pump: one process for each node of a replica, between what its processes
-write and the log files.
+"""Log pump: the process that writes the output of a node's processes to log files.
 
 Theory of operation
 ===================
 
 Each rank writes into two pipes of its own, stdout and stderr; torchrun and the
-forkserver into one each. Pipes, and not files, because a program must never meet a full
-disk, a rotation or a slow terminal; two of them, because half a line on one must not
-end up in the middle of a line on the other (the order of lines *between* the two is
-that of reading, to some milliseconds). The shim made the pipes and holds both ends of
-them, so that no writer ever gets SIGPIPE, and none sees that a pump has died: the shim
-(:mod:`replicas.supervisor.logs.pump_watcher`) forks another one. What a killed pump had
-read and not yet written is lost: usually one line, at most one read and one line. Its
-successor ends a torn line and notes the gap in every log.
+forkserver into one each. Pipes, not files: a program must never meet a full disk, a
+rotation or a slow terminal. Two of them: half a line on one must not end up in the
+middle of a line on the other (the order of lines *between* the two is that of reading,
+to some milliseconds).
 
-The pump is forked, not exec'ed: it starts in some ms less of CPU time, and has 3 MiB of
-its own in place of 6. It keeps nothing of the shim but the pipes, leads a session of
-its own and ignores SIGTERM, which systemd sends to every process of a unit: it ends
-when nobody can write any more (the shim has closed its ends, and whatever it started is
-gone), or soon after the shim is dead.
+The shim makes the pipes and holds both ends of them, so that no writer ever gets
+SIGPIPE or notices the death of a pump: the shim
+(:mod:`replicas.supervisor.logs.pump_watcher`) forks another one. Data that a killed
+pump had read and not yet written is lost: usually one line, at most one read and one
+line. Its successor ends a torn line and notes the gap in every log.
 
-One loop, which waits for pipes, orders and the terminal::
+The pump is forked, not exec'ed: it starts with some ms less of CPU time, and takes
+3 MiB instead of 6. It keeps only the pipes of the shim, leads a session of its own and
+ignores SIGTERM, which systemd sends to every process of a unit. It ends when no writer
+is left (the shim has closed its ends, and the processes that it started are gone), or
+soon after the shim is dead.
+
+One loop waits for pipes, orders and the terminal::
 
     pipe ──read──► buffer ──fold──► complete lines ─┬─► rank-<r>.log, rotated by size
-                                                    ├─► shared tail, for the failure report
-                                                    └─► the supervisor's stderr, if it is wanted there
+                                                    ├─► shared tail, for failure reports
+                                                    └─► supervisor's stderr, if wanted
 
 * A line is written when it is complete, in one piece, byte for byte as it came
-  (:mod:`replicas.supervisor.logs.folding` says what happens to progress bars). Lines of
-  up to 1 MiB stay whole. What has no end of line when its process has ended gets one.
-* A disk that is full, or fails: the lines are dropped, so that their writers go on, and
-  counted; the shim is told once. The file is tried again four times a second, and at
-  the end; when it takes lines again, the first one says how many are missing.
+  (:mod:`replicas.supervisor.logs.folding` handles progress bars). Lines of up to 1 MiB
+  stay whole. An unfinished line gets an end when its process has ended.
+* When the disk is full or fails, lines are dropped, so that their writers go on, and
+  counted; the shim is told once. The file is retried four times a second, and at the
+  end; the first line that it takes again says how many are missing.
 * The workers of torchrun learn their rank late, so the guard writes it as the first
   line (``RANK_MARK``) into both pipes.
 
 Standard library only.
-"""  # noqa: W505  # a picture
+"""
 
 from __future__ import annotations
 
@@ -63,11 +64,11 @@ from replicas.supervisor.shim.notes import note
 __all__ = ["ALONE_S", "COMM", "Log", "LogSource", "Pump", "is_pump", "waiting_nbytes"]
 
 ALONE_S = 2.0
-"""How long it goes on after the shim's death."""
+"""How long the pump goes on after the shim's death, in seconds."""
 COMM = "replicas-logs"
-"""The process's name, of at most 15 bytes."""
+"""Name of the process, at most 15 bytes."""
 LONGEST_NBYTES = 1 << 20
-"""A line is kept whole up to this size."""
+"""Size up to which a line is kept whole."""
 READ_NBYTES = 64 << 10
 TAIL_NBYTES = 8192
 _TAIL_AT = 24
@@ -79,14 +80,17 @@ _RANK_NDIGITS = 10
 
 
 def waiting_nbytes(pipe: int) -> int:
-    """How much there is to read."""
+    """Bytes to read in the pipe."""
     count: int = struct.unpack("i", fcntl.ioctl(pipe, termios.FIONREAD, b"\0\0\0\0"))[0]
     return count
 
 
 def is_pump(pid: int) -> bool:
-    """Whether this process calls itself a log pump: of use for who is ended last, never
-    for who is ended."""
+    """True if this process names itself a log pump.
+
+    Names can be forged: use this for the order in which processes are ended, never to
+    decide whether one is.
+    """
     try:
         return Path(f"/proc/{pid}/comm").read_text().rstrip() == COMM
     except (OSError, UnicodeDecodeError):
@@ -94,23 +98,23 @@ def is_pump(pid: int) -> bool:
 
 
 def _has_ended(pipe: int) -> bool:
-    """Whether nobody can write into it any more, and all was read."""
+    """True if the pipe has no writer any more and all was read."""
     poll = select.poll()
     poll.register(pipe, select.POLLIN)
     return any(events & select.POLLHUP and not events & select.POLLIN for _, events in poll.poll(0))
 
 
 class LogSource:
-    """One log, as the shim made it, and the few facts of it that the shim reads.
+    """One log, as the shim made it, with the facts that the shim reads of it.
 
-    The facts lie in memory that the shim shares with every pump it forks; only the pump
-    writes them: how often it has read, whose log it is, and the last lines.
+    These facts (number of reads, rank, last lines) lie in memory shared between the
+    shim and every pump it forks; only the pump writes them.
 
-    :param name: of the file, without ``.log``; empty: ``rank-<r>``, of a rank that the
-        guard tells.
+    :param name: of the file, without ``.log``; empty: ``rank-<r>``, with the rank that
+        the guard reports.
     :param pipes: the ends to read from.
-    :param shown: whether its lines are wanted on the terminal; only those of ranks are,
-        and get times.
+    :param shown: True for the logs of ranks, which are shown on the terminal if that is
+        wanted, and have times.
     """
 
     def __init__(self, name: str, pipes: tuple[int, ...], shown: bool = False) -> None:
@@ -122,7 +126,7 @@ class LogSource:
 
     @property
     def reads(self) -> int:
-        """How often something was read."""
+        """Number of reads so far."""
         return self._numbers[0]
 
     def count_read(self) -> None:
@@ -130,29 +134,28 @@ class LogSource:
 
     @property
     def rank(self) -> int:
-        """The rank whose log it is, as its guard told; -1: it did not."""
+        """Rank whose log this is, as its guard reported; -1 before that."""
         return self._numbers[1] - 1
 
     def name_rank(self, rank: int) -> None:
         self._numbers[1] = 1 + rank
 
     def tail(self) -> bytes:
-        """The last bytes of the log, whether or not there was room for them in the
-        file."""
+        """Last bytes of the log, even if the file had no room for them."""
         return self._map[_TAIL_AT : _TAIL_AT + self._numbers[2]]
 
     def keep(self, lines: bytes) -> None:
-        """Note what comes last."""
+        """Append to the tail."""
         tail = (self.tail() + lines)[-TAIL_NBYTES:]
         self._map[_TAIL_AT : _TAIL_AT + len(tail)] = tail
         self._numbers[2] = len(tail)
 
 
 class Log:
-    """One log: its streams, its file.
+    """One log: its streams and its file.
 
     :param replica: ``group/replica``.
-    :param replaces: whether this pump goes on for one that was killed.
+    :param replaces: True if this pump succeeds one that was killed.
     :param now: monotonic seconds.
     """
 
@@ -161,7 +164,7 @@ class Log:
     ) -> None:
         self.source = source
         self.trouble = ""
-        """Why its lines are dropped, if they are."""
+        """Why lines are being dropped; empty if they are not."""
         self._folder = folder
         self._limits = (max_nbytes, keep)
         self._read_nbytes = max(4096, min(READ_NBYTES, max_nbytes // 4))
@@ -174,9 +177,9 @@ class Log:
         self._retry_at = 0.0
         self._lost_lines = self._lost_nbytes = 0
         self.taken = 0
-        """How much the last read took."""
+        """Bytes taken by the last read."""
         self.dropped = 0
-        """Lines that this pump could not write."""
+        """Number of lines that this pump could not write."""
         self.why_dropped = ""
         if self._name:
             self._write(b"", time.monotonic())
@@ -187,19 +190,18 @@ class Log:
 
     @property
     def prefix(self) -> str:
-        """How its lines begin on a terminal."""
+        """Prefix of its lines on a terminal."""
         return f"{self._replica}.{self._name.removeprefix('rank-')}"
 
     @property
     def due(self) -> float | None:
-        """When :meth:`late` wants to be called."""
+        """When :meth:`late` must be called."""
         times = [folder.due for folder in self._folders if folder.due is not None]
         times += [self._retry_at] if self.trouble and self._lost_lines else []
         return min(times, default=None)
 
     def read(self, index: int, now: float) -> bytes | None:
-        """Take what one stream has. Returns the lines that were completed by it; None
-        at the end of the stream."""
+        """Read one stream; return completed lines, or None at the end of the stream."""
         pipe = self.source.pipes[index]
         self.taken = 0
         nbytes = waiting_nbytes(pipe)
@@ -218,8 +220,7 @@ class Log:
         return self._put(lines, now)
 
     def _learn_rank(self, data: bytes, index: int, now: float) -> bytes:
-        """Take the guard's line, which is whole if it is there, from the beginning of a
-        stream; the rest is returned."""
+        """Take the guard's line, if any, off the start of a stream; return the rest."""
         line, end, rest = data.partition(b"\n")
         number = line.removeprefix(RANK_MARK)
         if not (end and line.startswith(RANK_MARK) and number.isdigit() and len(number) < _RANK_NDIGITS):
@@ -233,20 +234,20 @@ class Log:
         return rest
 
     def late(self, now: float) -> bytes:
-        """Log what is due by its time, and return it."""
+        """Log the lines that are due by time, and return them."""
         lines = b"".join(self._put(folder.late(now), now) for folder in self._folders)
         if self.trouble and now >= self._retry_at:
             self._write(b"", now)
         return lines
 
     def retry(self, now: float) -> None:
-        """Try the file again now, if there is something to tell in it."""
+        """Retry the file now, if lines were dropped."""
         self._retry_at = now
         if self.trouble:
             self._write(b"", now)
 
     def finish(self, now: float) -> bytes:
-        """Log lines without an end, too, as nothing more is expected; returns them."""
+        """Log unfinished lines too, at the end of input; return them."""
         self.retry(now)
         lines = b""
         for index, folder in enumerate(self._folders):
@@ -261,7 +262,7 @@ class Log:
     # ------------------------------------------------------------ the file
 
     def _put(self, lines: bytes, now: float) -> bytes:
-        """Write lines, or count them as lost; returns them."""
+        """Write lines, or count them as lost; return them."""
         if lines:
             self.source.keep(lines)
             if not self._write(lines, now):
@@ -273,8 +274,10 @@ class Log:
         return lines
 
     def _write(self, lines: bytes, now: float) -> bool:
-        """Append to the file, after what is to be said of missing lines. Without lines,
-        people see the file at least."""
+        """Append to the file, after a note about missing lines.
+
+        Without lines, it only creates the file, so that users see it.
+        """
         if self.trouble and now < self._retry_at:
             return False
         missing = self._gap
@@ -297,11 +300,11 @@ class Log:
 
 
 class Pump:
-    """The loop. ``run`` returns when all streams have ended.
+    """The pump's loop. ``run`` returns when all streams have ended.
 
-    :param control: orders of the shim: ``drain``, answered with ``drained``;
-        ``dropped`` tells it of lost lines.
-    :param tee: descriptor of the terminal; None: it is not wanted.
+    :param control: socket to the shim: ``drain``, answered with ``drained``, and
+        ``dropped``, which reports lost lines.
+    :param tee: descriptor of the terminal; None if lines are not shown there.
     """
 
     def __init__(self, logs: list[Log], control: socket.socket, tee: int | None, replica: str) -> None:
@@ -380,7 +383,7 @@ class Pump:
             orders.send(self._control, {"type": "drained", "number": message.get("number")})
 
     def _drain(self) -> None:
-        """Log all that was written up to now, also lines without an end."""
+        """Log all output up to now, including unfinished lines."""
         now = time.monotonic()
         for log in self._logs:
             log.retry(now)
@@ -394,7 +397,7 @@ class Pump:
         self._tell_dropped(now, at_once=True)
 
     def _tell_dropped(self, now: float, *, at_once: bool = False) -> None:
-        """Tell the shim how many more lines were lost, at most once a second."""
+        """Report newly lost lines to the shim, at most once a second."""
         lost = {"file": sum(log.dropped for log in self._logs), "tee": 0 if self._tee is None else self._tee.dropped}
         new = {where: count - self._told.get(where, 0) for where, count in lost.items()}
         if not any(count > 0 for count in new.values()):
@@ -422,7 +425,7 @@ class Pump:
         self._on_tee(lambda tee: tee.write())
 
     def _on_tee(self, use: Callable[[Tee], None]) -> None:
-        """Use it, and wait for it if it does not take all."""
+        """Call ``use`` on the tee, and poll the tee while it has unwritten lines."""
         tee = self._tee
         if tee is None:
             return

@@ -1,21 +1,19 @@
-"""The shim's side of its logs: it makes the pipes, keeps a log pump running, and asks
-it for the last lines.
+"""The shim's side of its logs: make the pipes, keep a pump running, get last lines.
 
 Theory of operation
 ===================
 
 :class:`PumpWatcher` holds both ends of every pipe
 (:mod:`replicas.supervisor.logs.pump`). A pump that ends is replaced at once, later each
-time if that happens again and again; meanwhile the pipes keep what is written. One that
-was stopped, or hangs in a write, shows by bytes that wait and are not read: after
-``STUCK_S`` it is killed, which costs what it had read and not written.
+time if it happens repeatedly; meanwhile the pipes buffer the output. A pump that was
+stopped, or hangs in a write, leaves bytes waiting unread: after ``STUCK_S`` it is
+killed, which loses the data that it had read and not written.
 
-Files in ``/proc/<shim>/fd`` are how torchrun's workers, which inherit nothing, come to
-their pipes: their guards open them there. So no FIFO lies on a disk, and none is left
-behind.
+The workers of torchrun inherit no descriptors: their guards open the pipes in
+``/proc/<shim>/fd``. So no FIFO lies on a disk, and none is left behind.
 
-In the end (:meth:`PumpWatcher.close`) the shim gives up its own ends, and the pump ends
-when nobody else has one. Standard library only.
+At the end (:meth:`PumpWatcher.close`) the shim closes its own ends, and the pump ends
+when no other process has one. Standard library only.
 """
 
 from __future__ import annotations
@@ -46,7 +44,7 @@ from replicas.supervisor.shim.orders import LogLoss, NodeSpec
 __all__ = ["DRAIN_S", "PumpWatcher"]
 
 DRAIN_S = 2.0
-"""How long the exit report waits for the last lines."""
+"""How long the exit report waits for the last lines, in seconds."""
 STUCK_S = 3.0
 _CLOSE_S = 1.0
 _LAST_LINES = 20
@@ -58,7 +56,7 @@ _SPEAK_INTERVAL_S = 0.01
 
 
 class PumpWatcher:
-    """See the module's header.
+    """Keeps a log pump running for the shim.
 
     :param tee: descriptor of the supervisor's stderr, if lines are wanted there.
     :param dropped: called when lines are lost.
@@ -101,20 +99,19 @@ class PumpWatcher:
         self._sources.append(LogSource(name, tuple(reader for reader, _ in pipes), shown))
         self._writers[key] = tuple(writer for _, writer in pipes)
 
-    # ------------------------------------------------------------ for those who write
+    # ------------------------------------------------------------ for the writers
 
     def pipes(self) -> tuple[tuple[int, int], ...]:
-        """stdout and stderr of each local rank: descriptors of this process."""
+        """Each local rank's stdout and stderr, as descriptors of this process."""
         return tuple((self._writers[key][0], self._writers[key][1]) for key in self._writers if key.startswith("rank "))
 
     def streams(self, name: str) -> tuple[int, int]:
-        """What ``rank 0``, ``torchrun`` or ``forkserver`` gets as stdout and stderr."""
+        """stdout and stderr for ``rank 0``, ``torchrun`` or ``forkserver``."""
         writers = self._writers[name]
         return writers[0], writers[-1]
 
     def say(self, rank: int, text: str) -> None:
-        """Have lines in a rank's log as if it had written them itself, without waiting
-        for anything."""
+        """Write lines to a rank's log as if they were its own, without waiting."""
         key = self._key(f"rank {rank}")
         if key is None or self._closed or not self._is_named(key):
             note(text)
@@ -129,8 +126,7 @@ class PumpWatcher:
         self._speak(time.monotonic())
 
     def _speak(self, now: float) -> None:
-        """Write what was said; the pipe takes a block whole or not at all, and later if
-        it is full."""
+        """Write queued blocks; a full pipe takes none of a block: it is retried."""
         self._speak_at = None
         while self._words:
             key, block = self._words[0]
@@ -145,16 +141,18 @@ class PumpWatcher:
             self._words.popleft()
 
     def _key(self, name: str) -> str | None:
-        """Our name of a log: of ``torchrun``, ``forkserver``, or a rank (``rank 5``:
-        the number in its replica)."""
+        """Key of the log of ``torchrun``, ``forkserver`` or ``rank 5`` (global rank)."""
         for key, source in zip(self._writers, self._sources, strict=True):
             if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key
         return None
 
     def _is_named(self, key: str) -> bool:
-        """Whether the log has its name. Before a worker of torchrun has told its rank,
-        nothing else may be in its pipes."""
+        """True if the log has its name.
+
+        Until a worker of torchrun has reported its rank, its pipes must have no other
+        input.
+        """
         source = self._sources[list(self._writers).index(key)]
         return bool(source.name) or source.rank >= 0
 
@@ -162,21 +160,21 @@ class PumpWatcher:
 
     @property
     def pid(self) -> int:
-        """Of the pump; 0: there is none."""
+        """Process id of the pump; 0 if there is none."""
         return self._pid
 
     @property
     def over(self) -> bool:
-        """Whether all is logged, after :meth:`close`."""
+        """True if all output is logged, after :meth:`close`."""
         return self._closed and self._pid == 0 and self._start_at is None
 
     @property
     def wakes(self) -> list[float]:
-        """When :meth:`on_time` wants to be called."""
+        """When :meth:`on_time` must be called."""
         return [at for at in (self._start_at, self._kill_at, self._drained_by, self._speak_at) if at is not None]
 
     def start(self) -> None:
-        """Fork a pump; it is tried again later if there is no process for it."""
+        """Fork a pump; retry later if the system has no process left."""
         self._start_at = None
         self._starts = self._starts + 1 if time.monotonic() - self._began < _STEADY_S else 1
         self._began = time.monotonic()
@@ -220,7 +218,7 @@ class PumpWatcher:
         return [pipe for source in self._sources for pipe in source.pipes]
 
     def ended(self, code: int) -> None:
-        """It was reaped."""
+        """Handle the end of the pump, which was reaped."""
         with contextlib.suppress(BlockingIOError):
             while self._control is not None:  # what it said before
                 self._on_message()
@@ -236,7 +234,7 @@ class PumpWatcher:
             self._again(KILLED if code < 0 else AGAIN)
 
     def _again(self, backoff: Backoff = AGAIN) -> None:
-        """Later each time it fails by itself; not much later when someone kills it."""
+        """Schedule the next start: later after each failure, soon after a kill."""
         self._start_at = time.monotonic() + backoff.after(self._starts)
 
     def _forget(self) -> None:
@@ -265,7 +263,7 @@ class PumpWatcher:
             note(f"what the log pump said is no message: {error}")
 
     def look(self, now: float) -> None:
-        """Is it working? Called about every second."""
+        """Kill a pump that does not read. Called about every second."""
         reads = tuple(source.reads for source in self._sources)
         if reads != self._moved[0] or not any(waiting_nbytes(pipe) for pipe in self._readers()):
             self._moved = (reads, now)
@@ -296,8 +294,7 @@ class PumpWatcher:
     # ------------------------------------------------------------ the end
 
     def drain(self, then: Callable[[], None]) -> None:
-        """Call ``then`` once everything that was written up to now is in the logs, or
-        after ``DRAIN_S``."""
+        """Call ``then`` once all output up to now is logged, or after ``DRAIN_S``."""
         self._on_drained = then
         self._drained_by = time.monotonic() + DRAIN_S
         self._ask()
@@ -313,8 +310,7 @@ class PumpWatcher:
             then()
 
     def last_lines(self, name: str) -> tuple[str, ...]:
-        """The last lines of a log: of ``torchrun``, ``forkserver``, or a rank (``rank
-        5``: the number in its replica)."""
+        """Last lines of ``torchrun``, ``forkserver``, or ``rank 5`` (global rank)."""
         key = self._key(name)
         if key is None:
             return ()
@@ -322,10 +318,9 @@ class PumpWatcher:
         return last_lines(source.tail(), _LAST_LINES, _LINE_NCHARS)
 
     def close(self) -> None:
-        """Nobody else can write any more: the pump ends when it has read all; it is
-        killed after a second.
+        """Close the shim's ends of the pipes: the pump ends when it has read all.
 
-        Until then one that dies is replaced, as ever.
+        It is killed after a second. Until then a pump that dies is replaced as usual.
         """
         if self._closed:
             return
@@ -340,7 +335,7 @@ class PumpWatcher:
 
 
 def _leave_the_shim(keep: list[int]) -> None:
-    """Keep nothing of the parent but these descriptors and stderr."""
+    """Drop everything of the parent but these descriptors and stderr."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -354,8 +349,7 @@ def _leave_the_shim(keep: list[int]) -> None:
 
 
 def _rename(title: str) -> None:
-    """What ``ps`` shows: the arguments that the shim was started with are overwritten,
-    as setproctitle does it."""
+    """Set the name in ``ps``: overwrite the shim's arguments, as setproctitle does."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[45]), int(fields[46])
     if end > start > 0:

@@ -1,13 +1,14 @@
-"""Lines of ranks on the supervisor's own stderr, which must never hold anybody up.
-Standard library only.
+"""Show lines of ranks on the supervisor's stderr, never blocking the log pump.
 
-Whatever stderr is, it is shared with others (the supervisor, the other pumps, perhaps a
-shell), so its mode is left alone: a terminal or a pipe is opened once more, without
-blocking; to a socket each message is sent without waiting; a file does not block. Lines
-go out in blocks of at most ``PIPE_BUF`` bytes, which a pipe takes whole or not at all:
-lines of several pumps never mix. What does not fit for a while is dropped from the
-screen (it is in the log), counted, and said; with a file that is at once, as nothing
-tells when a disk that is full takes more.
+stderr is shared (with the supervisor, the other pumps, perhaps a shell), so its mode is
+left alone: a terminal or a pipe is opened once more, non-blocking; a socket gets each
+message without waiting; a file does not block. Lines are written in blocks of at most
+``PIPE_BUF`` bytes, which a pipe takes whole or not at all: lines of several pumps never
+mix.
+
+Lines that do not fit for a while are dropped from the screen (they are in the log),
+counted, and reported. With a file that happens at once, as no event tells when a full
+disk has room again. Standard library only.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _SLOW = "nobody reads them fast enough"
 
 
 class Tee:
-    """See the module's header.
+    """Non-blocking output to the supervisor's stderr.
 
     :param descriptor: of the supervisor's stderr; it stays open.
     :param name: of the replica.
@@ -42,7 +43,7 @@ class Tee:
         self._dropped = 0
         self._note = (b"", 0)
         self.dropped = 0
-        """Lines that were not shown, in all."""
+        """Number of lines not shown, in all."""
         self.why_dropped = _SLOW
         self._socket: socket.socket | None = None
         self._file: int | None = None
@@ -57,7 +58,7 @@ class Tee:
             self._file = os.open(f"/proc/self/fd/{descriptor}", flags)
 
     def fileno(self) -> int:
-        """What to wait for when :attr:`waiting`."""
+        """Descriptor to poll while :attr:`waiting`."""
         if self._socket is not None:
             return self._socket.fileno()
         assert self._file is not None
@@ -65,11 +66,11 @@ class Tee:
 
     @property
     def waiting(self) -> bool:
-        """Whether there is more than the other side takes just now."""
+        """True while there are blocks that the other side has not taken."""
         return bool(self._blocks)
 
     def show(self, lines: bytes, prefix: str) -> None:
-        """Queue complete lines, and write what can be written.
+        """Queue complete lines, and write as many as possible.
 
         :raises OSError: the other side is gone for good.
         """
@@ -106,7 +107,7 @@ class Tee:
             self._blocks.append(block)
 
     def write(self) -> None:
-        """Write what can be written now.
+        """Write as much as possible now.
 
         :raises OSError: the other side is gone for good.
         """
@@ -133,7 +134,7 @@ class Tee:
                 self._say_dropped()
 
     def finish(self, timeout_s: float) -> None:
-        """Write what is left, as far as it is taken in that time.
+        """Write the rest, as far as it is taken within ``timeout_s``.
 
         :raises OSError: the other side is gone for good.
         """
@@ -146,7 +147,7 @@ class Tee:
         self._drop_all()
 
     def _drop_all(self) -> None:
-        """Give up what waits."""
+        """Drop all queued blocks."""
         note, dropped = self._note
         if note in self._blocks:
             self._blocks.remove(note)

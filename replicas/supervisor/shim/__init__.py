@@ -1,1 +1,1 @@
-"""The shim of one node of one replica, and the processes that it starts."""
+"""The shim, which owns a replica's processes on one node, and its helpers."""

@@ -1,4 +1,4 @@
-"""What shim and launcher start. Standard library only."""
+"""Command lines that the shim and the launcher start. Standard library only."""
 
 from __future__ import annotations
 
@@ -15,17 +15,16 @@ __all__ = ["guard_command", "guard_orders", "resolve_command", "scratch_folder"]
 
 
 def resolve_command(command: Sequence[str]) -> list[str]:
-    """A command as it is exec'ed: ``x.py`` and ``-m module`` run in this interpreter,
-    unbuffered."""
+    """Command to exec: ``x.py`` and ``-m module`` run in this Python, unbuffered."""
     if command[0] == "-m" or command[0].endswith(".py"):
         return [sys.executable, "-u", *command]
     return list(command)
 
 
 def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
-    """The guard's environment variable for a child of this process.
+    """Value of the guard's environment variable, for a child of this process.
 
-    :param direct: the shim starts it itself, not torchrun.
+    :param direct: True if the shim starts it itself, not torchrun.
     """
     pipes = () if direct else spec.pipes
     return pack(
@@ -40,11 +39,9 @@ def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
 
 
 def scratch_folder(spec: NodeSpec) -> Path:
-    """A folder in which torchrun can keep the error files of this node's ranks; it goes
-    with the node.
+    """Make a folder for torchrun's error files; it is removed with the node.
 
-    It lies beside the logs, or, when that disk takes nothing any more, where temporary
-    files do.
+    It lies beside the logs, or, if that disk is full, with the temporary files.
     """
     folder = Path(spec.log_dir) / f"torchrun-{spec.node}"
     try:
@@ -60,6 +57,5 @@ def scratch_folder(spec: NodeSpec) -> Path:
 
 
 def guard_command() -> list[str]:
-    """Command line of the guard, which is not imported as a module: it must be
-    quick."""
+    """Command line of the guard, run as a file and not as a module, for speed."""
     return [sys.executable, "-I", "-S", str(Path(__file__).with_name("guard.py"))]

@@ -1,11 +1,11 @@
-"""Which process of a replica a signal killed before the main process ended: that one
-died first. Standard library only.
+"""Find the process of a replica that crashed before the main process ended.
 
-The shim is no parent of them, and is told nothing. It opens a pidfd for each process
-that it sees below it, and asks the kernel how one has ended when that becomes readable:
-of a zombie by ``/proc``, of one that was waited for already by ``PIDFD_GET_INFO``
-(Linux 6.15; before that, an end that its parent has taken notice of at once stays
-unknown).
+That one died first, and is named in the exit report. The shim is not the parent of
+these processes, so it is not told of their ends. It opens a pidfd for each process that
+it sees below it; when the pidfd becomes readable, it asks the kernel how the process
+ended: from ``/proc`` for a zombie, by ``PIDFD_GET_INFO`` for one that was already
+waited for (Linux 6.15; on older kernels, an end that the parent noticed at once stays
+unknown). Standard library only.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from replicas.linux.processes import parents, signal_name
 __all__ = ["Death", "DeathWatch"]
 
 RECENT_S = 60.0
-"""How long before the end of the main process one may have died to be named with it."""
+"""How long before the main process a process may have died to be named, in seconds."""
 _CRASHES = frozenset(
     (signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGILL, signal.SIGFPE, signal.SIGSYS)
 )
-"""The others are the usual ways to end a process."""
+"""Signals of a crash; the others are usual ways to end a process."""
 _MAX_WATCHED = 256
 _GET_INFO = 0xC040FF0B
 _INFO_NBYTES, _EXIT_AT = 64, 60
@@ -37,8 +37,11 @@ _INFO_EXIT = 1 << 3
 
 
 class Death(NamedTuple):
-    """A process that has ended. ``name``: what it called itself. ``signum``: what
-    killed it; 0: nothing that is known of."""
+    """A process that has ended.
+
+    :ivar name: its name in ``/proc/PID/comm``.
+    :ivar signum: the signal that killed it; 0: none, or unknown.
+    """
 
     pid: int
     name: str
@@ -50,10 +53,11 @@ class Death(NamedTuple):
 
 
 class DeathWatch:
-    """See the module's header.
+    """Watches the processes of a replica for crashes.
 
-    :param pids: gives the processes of the replica. :param now: reads the clock.
-    :param helpers: processes of ours: they, and their children, come and go.
+    :param pids: returns the processes of the replica.
+    :param helpers: returns the shim's own, which are ignored with their children.
+    :param now: reads the clock.
     """
 
     def __init__(
@@ -72,7 +76,7 @@ class DeathWatch:
         self._deaths: list[Death] = []
 
     def look(self) -> None:
-        """Watch those that are new."""
+        """Watch the new processes."""
         helpers = self._helpers()
         for pid in self._pids():
             known = pid in self._names or len(self._watched) >= _MAX_WATCHED
@@ -97,7 +101,7 @@ class DeathWatch:
         del self._deaths[:-_MAX_WATCHED]
 
     def first(self, *, before: Iterable[int]) -> Death | None:
-        """The first that crashed lately, before one of these has ended."""
+        """The first recent crash before the end of any process in ``before``."""
         since, those = self._now() - RECENT_S, frozenset(before)
         recent = itertools.takewhile(lambda one: one.pid not in those, (d for d in self._deaths if d.at >= since))
         return next((one for one in recent if one.signum in _CRASHES), None)
@@ -109,12 +113,12 @@ def _name(pid: int) -> str:
 
 
 def _killed_by(pid: int, pidfd: int) -> int:
-    """The signal that killed a process which has ended; 0: none, or it is not known."""
+    """Signal that killed an ended process; 0: none, or unknown."""
     return (_of_zombie(pid) or _of_gone(pidfd)) & 0x7F
 
 
 def _of_zombie(pid: int) -> int:
-    """Its wait status; 0: it is none any more."""
+    """Wait status of a zombie; 0 if it is none any more."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
     except OSError:
@@ -123,8 +127,7 @@ def _of_zombie(pid: int) -> int:
 
 
 def _of_gone(pidfd: int) -> int:
-    """Its wait status, for a process that was waited for; 0: an older kernel, which
-    does not tell."""
+    """Wait status of a process already waited for; 0 if the kernel does not tell."""
     info = bytearray(_INFO_NBYTES)
     struct.pack_into("Q", info, 0, _INFO_EXIT)
     try:

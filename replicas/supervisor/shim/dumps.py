@@ -1,4 +1,4 @@
-"""The stacks of a node's ranks, as its shim collects them. Standard library only.
+"""Collect the stacks of a node's ranks. Standard library only.
 
 Theory of operation
 ===================
@@ -6,19 +6,19 @@ Theory of operation
 :class:`StackDump` is one collection; the shim's loop calls :meth:`StackDump.look` when
 it is due, until there is a result.
 
-1. Ranks that have joined left a file in the folder ``stacks``
-   (:mod:`replicas.linux.stacks`). Each that is alive, below the shim, and catches the
-   signal (``SigCgt`` in its status: else it would die of it) is signalled through a
-   pidfd. Nothing says where the text of faulthandler ends: it is whole when the file
+1. Ranks that have joined a channel left a file in the folder ``stacks``
+   (:mod:`replicas.linux.stacks`). Each of them that is alive, below the shim, and
+   catches the signal (``SigCgt`` in its status: else it would die of it) is signalled
+   through a pidfd. faulthandler's text has no end mark: it is complete when the file
    has not grown for ``STILL_S``.
 2. Ranks that never joined, or do not answer within ``ANSWER_S`` (stopped, or in
-   uninterruptible sleep), are described from ``/proc``: state, and for each thread
-   where it is in the kernel.
-3. With ``last_words``, because they are about to be ended anyway: a rank that never
+   uninterruptible sleep), are described from ``/proc``: their state, and the place of
+   each thread in the kernel.
+3. With ``last_words``, when the ranks are about to be ended anyway: a rank that never
    joined, catches SIGABRT (Python with ``PYTHONFAULTHANDLER``, which the supervisor
-   sets) and would simply die of SIGTERM, gets SIGABRT in its place. That writes its
-   stacks to its own log. It leaves no core file. One that has a handler for SIGTERM is
-   spared until it is to be killed.
+   sets) and would simply die of SIGTERM, gets SIGABRT instead, which writes its stacks
+   to its own log, without a core file. A rank with a handler for SIGTERM is spared
+   until it is to be killed.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ __all__ = [
 ]
 
 ANSWER_S = 2.0
-"""How long a rank may take to write its stacks."""
+"""How long a rank may take to write its stacks, in seconds."""
 STILL_S = 0.15
 _LOOK_INTERVAL_S = 0.05
 _ABORT_S = 1.0
 LAST_WORDS_S = 0.3
-"""How long a rank may take to write its stacks before it is killed."""
+"""How long a rank may take to write its stacks before it is killed, in seconds."""
 _MESSAGE_NBYTES = 100 << 10
 _MAX_NBYTES = 256 << 10
 _MAX_THREADS = 64
@@ -69,19 +69,19 @@ _SYSCALLS = {
 
 
 class Stack(NamedTuple):
-    """What a rank was doing."""
+    """The stacks of one rank, as text."""
 
     rank: int
     pid: int
     text: str
 
     def entry(self) -> str:
-        """For its log."""
+        """Text for the rank's log."""
         return f"replicas: stacks of rank {self.rank}, process {self.pid}:\n{self.text.rstrip()}\nreplicas: end of stacks\n"
 
 
 def short(found: list[Stack]) -> list[Stack]:
-    """As much of them as fits into one message; all of it is in the logs."""
+    """Cut the stacks to fit into one message; the logs have all of them."""
     share = _MESSAGE_NBYTES // max(1, len(found))
     return [
         stack if len(stack.text) <= share else stack._replace(text=f"{stack.text[:share]}\n[cut]") for stack in found
@@ -89,11 +89,11 @@ def short(found: list[Stack]) -> list[Stack]:
 
 
 class StackDump:
-    """See the module's header.
+    """One collection of stacks.
 
-    :param root: the process below which they must be.
-    :param ranks: rank by pid of those whose number is known otherwise.
-    :param last_words: they are about to be ended.
+    :param root: process below which the ranks must be.
+    :param ranks: rank by pid, where known otherwise.
+    :param last_words: True if the ranks are about to be ended.
     """
 
     def __init__(self, root: int, log_dir: Path, ranks: Mapping[int, int], now: float, *, last_words: bool) -> None:
@@ -112,16 +112,16 @@ class StackDump:
 
     @property
     def wakes(self) -> list[float]:
-        """When to look again."""
+        """When :meth:`look` must be called."""
         return [self._look_at]
 
     @property
     def mute(self) -> list[int]:
-        """Those that have not joined."""
+        """Processes of ranks that have not joined."""
         return list(self._mute)
 
     def look(self, now: float) -> list[Stack] | None:
-        """The stacks, in the order of the ranks; None while some are still written."""
+        """Return the stacks, by rank; None while some are still being written."""
         self._look_at = now + _LOOK_INTERVAL_S
         for pid in [pid for pid in self._asked if self._answered(pid, now)]:
             asked = self._asked.pop(pid)
@@ -139,7 +139,7 @@ class StackDump:
         return sorted(Stack(rank, pid, text) for pid, (rank, text) in self._found.items())
 
     def cut_short(self, now: float) -> list[Stack]:
-        """The stacks as far as they are there."""
+        """Return the stacks as far as they are there."""
         self._until = now
         self._last_words = False
         found = self.look(now)
@@ -167,7 +167,7 @@ class StackDump:
 
 
 class Stacks:
-    """For the shim: one dump at a time, and what follows it.
+    """The shim's stack dumps: one at a time, each with a follow-up.
 
     :param log_dir: folder of the node's logs.
     :param show: called with the stacks.
@@ -182,13 +182,13 @@ class Stacks:
 
     @property
     def wakes(self) -> list[float]:
-        """When :meth:`on_time` wants to be called."""
+        """When :meth:`on_time` must be called."""
         return [] if self._dump is None else self._dump.wakes
 
     def ask(self, ranks: Mapping[int, int], now: float, then: Callable[[], None] | None = None) -> None:
-        """Have them shown soon. ``ranks``: rank by pid.
+        """Start a dump, unless one is running. ``ranks``: rank by pid.
 
-        :param then: what is done afterwards: their end.
+        :param then: called afterwards, to end the ranks.
         """
         if self._dump is None or (then is not None and self._then is None):
             self._dump = StackDump(os.getpid(), self._log_dir, ranks, now, last_words=then is not None)
@@ -197,7 +197,7 @@ class Stacks:
             self._mute = self._dump.mute
 
     def on_time(self, now: float) -> None:
-        """Look, if it is time."""
+        """Finish the dump, if it is due and complete."""
         found = None if self._dump is None or now < self._dump.wakes[0] else self._dump.look(now)
         if found is not None:
             then, self._then = self._then, None
@@ -207,15 +207,13 @@ class Stacks:
                 then()
 
     def finish(self, now: float) -> None:
-        """Show what there is now: they are ended, or have ended. What should follow is
-        the caller's business."""
+        """Show the stacks so far, as the ranks end now; drop the dump's follow-up."""
         dump, self._dump, self._then = self._dump, None, None
         if dump is not None:
             self._show(dump.cut_short(now))
 
     def last_words(self) -> bool:
-        """They are about to be killed: have those speak that were spared before.
-        Whether there are any; once."""
+        """SIGABRT, once, to the ranks spared earlier; True if there are any."""
         mute, self._mute = self._mute, []
         return bool(abort_speakers(mute, os.getpid(), but_term=False))
 
@@ -234,12 +232,10 @@ def ranks_below(main: int, *, torchrun: bool) -> dict[int, int]:
 
 
 def abort_speakers(pids: list[int], root: int, *, but_term: bool = True) -> list[int]:
-    """SIGABRT to those processes below ``root`` that show their stacks then; the others
-    are left alone.
+    """SIGABRT to the processes below ``root`` that then write their stacks.
 
-    :param but_term: spare those that have a handler for SIGTERM: they want to end in
-        their own way.
-    :return: who got it.
+    :param but_term: spare those with a handler for SIGTERM, which end in their own way.
+    :return: the processes that got it.
     """
     below = [pid for pid in pids if is_below(pid, root) and catches(pid, signal.SIGABRT)]
     chosen = [pid for pid in below if not (but_term and catches(pid, signal.SIGTERM))]
@@ -249,10 +245,10 @@ def abort_speakers(pids: list[int], root: int, *, but_term: bool = True) -> list
 
 
 def _without_core(pid: int) -> None:
-    """A core file of a rank is as large as its memory.
+    """Disable the core file of a rank, which would be as large as its memory.
 
-    core(5): a core that is piped to a program is written with a limit of 0, too, and
-    skipped with one of exactly 1 byte, which is too small for a file.
+    core(5): a core piped to a program is written even with a limit of 0, but not with a
+    limit of 1 byte, which is also too small for a file.
     """
     try:
         hard = resource.prlimit(pid, resource.RLIMIT_CORE)[1]
@@ -272,8 +268,7 @@ def _registered(log_dir: Path) -> list[Asked]:
 
 
 def _ask(asked: Asked, root: int) -> bool:
-    """Signal the process that made this file, if it still is there and shows its stacks
-    then."""
+    """Signal the process that made this file, if it is alive and handles the signal."""
 
     def still(pid: int) -> bool:
         return start_time(pid) == asked.start and catches(pid, stacks.SIGNUM) and is_below(pid, root)
@@ -289,7 +284,7 @@ def _ask(asked: Asked, root: int) -> bool:
 
 
 def _take(path: Path) -> str:
-    """What is in the file; the next answer begins with an empty one."""
+    """Read the file and empty it for the next answer."""
     try:
         with os.fdopen(private.open_file(path, os.O_RDWR), "rb") as file:
             text = file.read(_MAX_NBYTES).decode(errors="replace")
@@ -304,8 +299,7 @@ def _take(path: Path) -> str:
 
 
 def describe(pid: int) -> str:
-    """State of a process, and where each of its threads is, as far as the kernel
-    tells."""
+    """State of a process, and the place of each thread, as far as the kernel tells."""
     folder = Path(f"/proc/{pid}")
     status = dict(line.partition(":")[::2] for line in _read(folder / "status").splitlines())
     if "State" not in status:
@@ -347,7 +341,7 @@ def _syscall(text: str) -> str:
 
 
 def _read(path: Path) -> str:
-    """A file of /proc; empty when it, or the right to read it, is not there."""
+    """Content of a file of /proc; empty if it is missing or not readable."""
     try:
         return path.read_bytes().decode(errors="replace")
     except OSError:

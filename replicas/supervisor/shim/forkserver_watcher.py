@@ -1,15 +1,14 @@
-"""Keeps a node's sidecar forkserver running: for the shim, whose loop calls it.
-Standard library only.
+"""Keep a node's sidecar forkserver running, within the shim's loop.
 
 Theory of operation
 ===================
 
-A forkserver that dies, or for which there is no process just now, is started again,
-later each time. One that froze (SIGSTOP), or does nothing while it should load torch,
-is killed, and that is a death like any other; until its first byte on the *ready* pipe
-it counts as starting (:mod:`replicas.linux.stalls`). A hang of one that is ready shows
-when a rank asks it to fork: the rank kills it then. After ``TRIES`` starts within a
-steady minute the replica cannot sync, and the shim ends it.
+A forkserver that died, or could not be started for lack of processes, is started again,
+later each time. One that froze (SIGSTOP), or stalls while it should load torch, is
+killed and thus replaced; it counts as starting until its first byte on the *ready* pipe
+(:mod:`replicas.linux.stalls`). A hang after that shows when a rank asks it to fork: the
+rank then kills it. After ``TRIES`` starts, each within a minute of the one before, the
+replica cannot sync, and the shim ends it. Standard library only.
 """
 
 from __future__ import annotations
@@ -33,10 +32,10 @@ _STEADY_S = 60.0
 
 
 class ForkserverWatcher:
-    """See the module's header.
+    """Keeps one forkserver running.
 
-    :param spawn: starts one, which inherits the given descriptor and writes a byte to
-        it when it is ready.
+    :param spawn: starts a forkserver, which inherits the given descriptor and writes a
+        byte to it when it is ready.
     """
 
     def __init__(self, spawn: Callable[[int], Child], selector: selectors.BaseSelector) -> None:
@@ -53,12 +52,12 @@ class ForkserverWatcher:
 
     @property
     def pid(self) -> int:
-        """Of the present process; 0 when there is none."""
+        """Process id of the forkserver; 0 if there is none."""
         return 0 if self._child is None or self._child.code is not None else self._child.pid
 
     @property
     def wakes(self) -> list[float]:
-        """When :meth:`on_time` wants to be called."""
+        """When :meth:`on_time` must be called."""
         return [at for at in (self._start_at, self._look_at) if at is not None]
 
     def start(self) -> None:
@@ -80,14 +79,14 @@ class ForkserverWatcher:
         self._look_at = self._began + LOOK_INTERVAL_S
 
     def ended(self, code: int) -> str:
-        """It was reaped. Returns why no other one is started, if so."""
+        """Note its end, after it was reaped; return why it is not restarted, if so."""
         assert self._child is not None
         self._child.ended(code)
         self._look_at = None
         return self._again(time.monotonic(), "died")
 
     def on_time(self, now: float) -> str:
-        """Do what is due. Returns why it is not tried again, if so."""
+        """Do what is due; return why it is not restarted, if so."""
         if self._start_at is not None and now >= self._start_at:
             try:
                 self.start()
@@ -99,7 +98,7 @@ class ForkserverWatcher:
         return ""
 
     def _again(self, now: float, what: str) -> str:
-        """Start another one, later each time; or why not."""
+        """Schedule a restart, later each time; or return why not."""
         if self._over:
             return ""
         if now - self._began > _STEADY_S:
@@ -110,7 +109,7 @@ class ForkserverWatcher:
         return ""
 
     def stop(self) -> None:
-        """Start no other one."""
+        """Stop restarting it."""
         self._over = True
         self._start_at = self._look_at = None
 
@@ -130,7 +129,7 @@ class ForkserverWatcher:
             self._child.signal(signal.SIGKILL)
 
     def _forget_readiness(self) -> None:
-        """It has loaded torch, or is gone."""
+        """End the start-up watch: it has loaded torch, or is gone."""
         if self._ready is not None:
             self._selector.unregister(self._ready)
             os.close(self._ready)

@@ -1,5 +1,4 @@
-"""The processes of one generation of a replica: a shim for each node, from their start
-until nothing is left."""
+"""One generation of a replica: a shim for each node, from start until all are gone."""
 
 from __future__ import annotations
 
@@ -19,29 +18,29 @@ from replicas.supervisor.state.run_state import ShimRecord, process_record
 __all__ = ["STUCK_S", "Generation"]
 
 STUCK_S = 8.0
-"""Beyond its stop timeout: how long a generation may take to be gone before shims are
-killed that do not say why they are late. At the end of the run so long again until what
-does not die is left behind."""
+"""Grace after a generation's stop timeout, in seconds: then shims that give no reason
+for being late are killed. At the end of the run, after the same time again, processes
+that do not die are abandoned."""
 PRESS_INTERVAL_S = 1.0
 _SHIM_DIES_S = 4.0
 
 
 class Generation:
-    """One generation. On the event loop only.
+    """One generation. Used on the event loop only.
 
-    :param changed: called when a shim has said something.
+    :param changed: called when a message of a shim has arrived.
     """
 
     def __init__(self, host: Host, start_shim: ShimStarter, changed: Callable[[], None]) -> None:
         self.nodes: list[ShimHandle] = []
         self.records: list[ShimRecord] = []
-        """How the shims are found by another supervisor."""
+        """Records by which another supervisor finds the shims."""
         self.noted = False
-        """Whether the end of its main processes has been noted."""
+        """True once the end of its main processes has been noted."""
         self.told = False
-        """Whether the coordinator has been told of the end of its ranks."""
+        """True once the coordinator has been told of the end of its ranks."""
         self.gone_by: float | None = None
-        """When it must be gone, once it has been told to end."""
+        """Deadline for its end, once it has been told to end."""
         self._pressed_at: float | None = None
         self._host = host
         self._start_shim = start_shim
@@ -72,27 +71,27 @@ class Generation:
 
     @property
     def started(self) -> bool:
-        """Whether the main process of every node runs, or has run."""
+        """True if the main process of every node runs, or has run."""
         return bool(self.nodes) and all(node.main_pid is not None for node in self.nodes)
 
     @property
     def reports(self) -> list[ExitReport]:
-        """Of the nodes whose main process has ended."""
+        """Exit reports of the nodes whose main process has ended."""
         return [node.report for node in self.nodes if node.report is not None]
 
     @property
     def ended(self) -> bool:
-        """Whether every main process has ended."""
+        """True if every main process has ended."""
         return len(self.reports) == len(self.nodes)
 
     @property
     def gone(self) -> bool:
-        """Whether nothing is left."""
+        """True if no process is left."""
         return all(node.gone.is_set() for node in self.nodes)
 
     @property
     def remains(self) -> Remains | None:
-        """What SIGKILL has not ended yet; None: nothing that is known of."""
+        """Processes that SIGKILL has not ended yet; None if none are known."""
         left = [node for node in self.nodes if not node.gone.is_set()]
         found = [node.remains for node in left if node.remains is not None]
         if self.late_s >= _SHIM_DIES_S:  # it was killed then
@@ -105,23 +104,25 @@ class Generation:
 
     @property
     def belongings(self) -> list[Belongings]:
-        """What its processes had."""
+        """Resources that the processes of each node had."""
         return [node.belongings for node in self.nodes]
 
     def take_losses(self) -> list[LogLoss]:
-        """Lines of logs that were lost since this was last asked."""
+        """Log lines lost since the last call."""
         found = [loss for node in self.nodes for loss in node.losses]
         for node in self.nodes:
             node.losses = []
         return found
 
     def silent(self, now: float, timeout_s: float) -> list[int]:
-        """Nodes whose shims have not answered for longer than that. Asks them: to be
-        called every second."""
+        """Nodes whose shims have been silent for longer than ``timeout_s``.
+
+        It also pings them: call it every second.
+        """
         return [index for index, node in enumerate(self.nodes) if node.silent_s(now) > timeout_s]
 
     def introduce(self) -> None:
-        """Tell the nodes where node 0 is."""
+        """Tell the nodes the address of node 0."""
         meeting = self.nodes[0].rendezvous if self.nodes else None
         for node in self.nodes[1:]:
             if meeting is not None and node.rendezvous is None:
@@ -129,15 +130,14 @@ class Generation:
                 node.meet(*meeting)
 
     def stop(self, timeout_s: float, *, stacks: bool = False) -> None:
-        """SIGTERM now, SIGKILL after ``timeout_s``; with ``stacks`` after every rank
-        has shown what it does."""
+        """SIGTERM now, SIGKILL after ``timeout_s``; ``stacks``: dump these first."""
         if self.nodes:
             self.be_gone_within(timeout_s + STUCK_S)
         for node in self.nodes:
             node.stop(timeout_s, stacks=stacks)
 
     def stop_soon(self) -> None:
-        """Its programs have ended: what is left is swept."""
+        """Set the deadline once the programs have ended and the rest is being swept."""
         if self.gone_by is None:
             self.be_gone_within(STUCK_S)
 
@@ -147,12 +147,11 @@ class Generation:
 
     @property
     def look_at(self) -> float | None:
-        """When :meth:`press` wants to be called."""
+        """When :meth:`press` must be called."""
         return self.gone_by if self._pressed_at is None else self._pressed_at + PRESS_INTERVAL_S
 
     def press(self) -> None:
-        """Kill the shims that are late and do not say what they wait for: what they
-        leave is swept."""
+        """Kill late shims that do not report a wait; their remains are swept."""
         now = self._loop.time()
         if self.look_at is None or now < self.look_at:
             return
@@ -163,18 +162,17 @@ class Generation:
 
     @property
     def late_s(self) -> float:
-        """How long ago it should have been gone."""
+        """Seconds past the deadline for its end."""
         return 0.0 if self.gone_by is None else max(0.0, self._loop.time() - self.gone_by)
 
     def abandon(self) -> None:
-        """Leave what is not gone to itself."""
+        """Give up the nodes that are not gone."""
         for node in self.nodes:
             if not node.gone.is_set():
                 node.abandon()
 
     async def stacks(self) -> dict[str, str]:
-        """What its ranks do, by ``group/replica/rank``; and of nodes that do not answer
-        in time, that they do not."""
+        """Stacks by ``group/replica/rank``; nodes that do not answer are named."""
         found: dict[str, str] = {}
         for node, record in zip(self.nodes, self.records, strict=False):  # no records are left of one that has ended
             if node.report is not None:

@@ -1,24 +1,24 @@
-"""The guard: what stands between a launcher and a rank for some milliseconds, then
-becomes the rank by exec.
+"""Guard: set up a rank's process (death signal, log, cgroup), then exec its program.
 
-It runs as a plain file (``python -I -S guard.py``), so it imports nothing but the
-standard library, and takes its orders from one environment variable,
-``REPLICAS_GUARD``, which it removes again. Somebody waits for it at each start, so it
-loads as little as it can: the orders are not JSON, whose module takes longer than all
-the rest, but words, each behind its length (:func:`pack`):
+It runs as a plain file (``python -I -S guard.py``), so it imports only the standard
+library, and takes its orders from one environment variable, ``REPLICAS_GUARD``, which
+it removes. Every start waits for it, so it loads as little as possible: the orders are
+not JSON, whose module takes longer to load than all the rest, but words, each after its
+length (:func:`pack`):
 
-1. pid of the process that must be its parent; if it is another one, the parent died and
-   so does this
-2. pid of the shim, and
-3. its descriptors of two pipes to the log pump for each local rank, one after the
-   other: they become stdout and stderr, and the rank, which torchrun has put into the
-   environment, is the first line in both; empty: stdout and stderr stay as they are
+1. pid of the process that must be its parent; if the parent is another process, that
+   one has died, and the guard exits
+2. pid of the shim
+3. the shim's descriptors of two pipes to the log pump for each local rank, one after
+   the other: they become stdout and stderr, and the guard first writes the rank, which
+   torchrun has put into the environment, as a line into both; empty: stdout and stderr
+   stay as they are
 4. path of a control group to enter first; empty: none
-5. and so on: what to exec
+5. and all further words: the command to exec
 
-The parent-death signal SIGKILL survives the exec: a rank cannot outlive its launcher.
-Whatever the guard cannot do is written to the rank's log, and it ends with the shell's
-codes: 126 (cannot be run), 127 (not found).
+The parent-death signal SIGKILL survives the exec: a rank cannot outlive its launcher. A
+failure of the guard is written to the rank's log, with the shell's exit codes: 126
+(cannot be run), 127 (not found).
 """
 
 from __future__ import annotations
@@ -36,22 +36,20 @@ if TYPE_CHECKING:
 __all__ = ["GUARD", "RANK_MARK", "main", "pack", "unpack"]
 
 GUARD = "REPLICAS_GUARD"
-"""Orders of the supervisor to a rank's guard, which removes them before the program
-starts."""
+"""Orders of the supervisor to a rank's guard, which removes them before the exec."""
 RANK_MARK = b"\0replicas rank "
-"""How the first line in the pipe of a worker begins; its rank in decimal follows."""
+"""Prefix of the first line in a worker's pipe, before its rank in decimal."""
 _PR_SET_PDEATHSIG = 1
 
 
 def pack(words: Iterable[str]) -> str:
-    """Words as one, which :func:`unpack` takes apart."""
+    """Encode words as one, for :func:`unpack`."""
     encoded = [os.fsencode(word) for word in words]
     return os.fsdecode(b"".join(b"%d:%b" % (len(word), word) for word in encoded))
 
 
 def unpack(text: bytes) -> list[bytes]:
-    """The words that were packed. Their bytes: a child of another locale would read
-    other characters in them."""
+    """Decode packed words, as bytes: a child's locale may decode them differently."""
     words: list[bytes] = []
     at = 0
     while at < len(text):

@@ -1,23 +1,21 @@
-"""torchrun in a process of its own: one agent of one replica, started by the shim.
+"""Launcher: run torchrun's agent of one node of a replica, as a child of the shim.
 
 ``python -m replicas.supervisor.shim.launcher --control FD --parent PID`` runs
 ``torch.distributed.run``'s own path (its argument parser, its ``elastic_launch``) with
-what a supervised replica needs:
+these changes for a supervised replica:
 
-* SIGTERM when the shim dies, on which torchrun drains its workers;
-* every worker behind the guard (:mod:`replicas.supervisor.shim.guard`), so that none
-  outlives this process;
-* a rendezvous that decides nothing (:class:`_Rendezvous`): who has which rank is in the
-  orders. torchrun's own unpickles what it finds in a TCPStore, which knows no
-  passwords: whoever reached the port ran code here. The one store that is left belongs
-  to the workers' process groups; node 0 hosts it, on the local address only, on a port
-  that the kernel picked, and tells it through the shim. No class is unpickled in this
-  process, whoever asks (:func:`forbid_pickles`);
-* no restarts of its own: those are the supervisor's;
-* the exit codes of the ranks, which torchrun's exit code hides, in a report to the
-  shim;
-* no waiting where there is nothing to wait for (:class:`_Agent`): torchrun looks at its
-  workers from time to time.
+* it gets SIGTERM when the shim dies, on which torchrun drains its workers;
+* every worker starts behind the guard (:mod:`replicas.supervisor.shim.guard`), so that
+  none outlives this process;
+* the rendezvous decides nothing (:class:`_Rendezvous`): the orders have the ranks.
+  torchrun's own rendezvous unpickles values of a TCPStore, which has no passwords:
+  every process that reached the port could run code here. One store is left, that of
+  the workers' process groups; node 0 hosts it, on the local address only, on a port
+  picked by the kernel, and sends the port through the shim. This process never
+  unpickles a class (:func:`forbid_pickles`);
+* it makes no restarts: those are the supervisor's;
+* it reports the exit codes of the ranks, which torchrun's exit code hides, to the shim;
+* it notices the end of a worker at once (:class:`_Agent`), where torchrun polls.
 """
 
 # ruff: noqa: E402  # torch is loaded while the garbage collector is off
@@ -87,7 +85,7 @@ _SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun kills what ignores SIGTER
 def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
     """A TCPStore server that listens on ``address`` only, on a free port.
 
-    Left to itself a TCPStore listens on every interface, whatever its host name.
+    By default a TCPStore listens on every interface, whatever its host name.
     """
     listener = socket.create_server((address, 0), backlog=128)
     port = listener.getsockname()[1]
@@ -97,10 +95,9 @@ def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPS
 
 
 def forbid_pickles() -> None:
-    """Let no pickle name a class or function in this process any more: what it names is
-    what it runs.
+    """Forbid every pickle in this process to name a class or function, and so run it.
 
-    torchrun's agent needs none. A version of it that takes one from a socket after all
+    torchrun's agent needs none. A version of torchrun that unpickles from a socket
     fails here, and executes nothing.
     """
 
@@ -112,13 +109,11 @@ def forbid_pickles() -> None:
 
 
 class _Rendezvous(RendezvousHandler):
-    """What torchrun asks for the ranks of its workers, and for the store in which they
-    meet.
+    """The rendezvous of torchrun's agents: ranks and the workers' store.
 
-    The ranks are those of the nodes' numbers. A node starts its workers when all nodes
-    are there.
+    Ranks follow the node numbers. A node starts its workers when all nodes are there.
 
-    :param store: the workers' store, of which node 0 is the server.
+    :param store: the workers' store; node 0 is its server.
     """
 
     def __init__(self, spec: NodeSpec, store: TCPStore) -> None:
@@ -152,7 +147,7 @@ class _Rendezvous(RendezvousHandler):
         return False
 
     def set_closed(self) -> None:
-        """Who else is to end is the supervisor's to say."""
+        """Do nothing: the supervisor ends the other nodes."""
 
     def num_nodes_waiting(self) -> int:
         return 0
@@ -162,8 +157,7 @@ class _Rendezvous(RendezvousHandler):
 
 
 class _Agent(LocalElasticAgent):
-    """torchrun's agent, which hears of the end of a worker at once, and else looks at
-    them once in a second."""
+    """torchrun's agent, woken at once by a worker's end; else it polls each second."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
@@ -210,8 +204,7 @@ def _torchrun_arguments(spec: NodeSpec) -> list[str]:
 
 
 def _workers_store(spec: NodeSpec, control: socket.socket) -> TCPStore:
-    """The store of the workers' process groups: on node 0 its server, which the caller
-    must keep."""
+    """Store of the workers' process groups; on node 0 its server, to be kept."""
     if spec.node == 0:
         store = local_store(spec.local_addr)
         orders.send(control, {"type": "rendezvous", "host": spec.local_addr, "port": store.port})
@@ -231,8 +224,10 @@ def _workers_store(spec: NodeSpec, control: socket.socket) -> TCPStore:
 
 
 def _bound_close(timeout_s: float) -> None:
-    """When one worker fails torchrun stops the others with ``PContext.close()``, whose
-    default wait is 30 s."""
+    """Set the default timeout of ``PContext.close()``, which is 30 s.
+
+    With it torchrun stops the other workers when one has failed.
+    """
     close: Any = PContext.close
     if close.__defaults__ != (None, 30):
         raise RuntimeError("this version of torch has another PContext.close(death_sig=None, timeout=30)")
@@ -257,8 +252,7 @@ def _rank_exit(rank: int, failure: ProcessFailure) -> RankExit:
 
 
 def _failed(error: ChildFailedError) -> ExitReport:
-    """The ranks that failed by themselves come first: those that torchrun stopped
-    because of them were SIGTERMed."""
+    """Report the failed ranks; those that torchrun SIGTERMed in turn come last."""
     exits = [_rank_exit(rank, failure) for rank, failure in error.failures.items()]
     exits.sort(key=lambda rank: (rank.code == -signal.SIGTERM, rank.at, rank.rank))
     first, *others = exits[:64]
@@ -296,11 +290,11 @@ def _config(arguments: list[str]) -> tuple[Any, Callable[..., Any] | str, list[s
 
 
 def _ordered(control: socket.socket) -> NodeSpec | None:
-    """What the shim orders in its first message; None: it is gone.
+    """Receive the first order of the shim; None if the shim is gone.
 
-    :raises replicas.supervisor.shim.orders.Malformed, replicas.supervisor.shim.orders.OtherRelease: it
-        orders nothing.
-    """  # noqa: W505  # a picture
+    :raises replicas.supervisor.shim.orders.Malformed: it is not a start order.
+    :raises replicas.supervisor.shim.orders.OtherRelease: its spec does not fit.
+    """
     message = orders.receive(control)
     if message is None:
         return None
@@ -333,8 +327,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End without taking torch apart, which takes a fifth of a second in which the
-    replica cannot start again."""
+    """Exit without tearing torch down: that takes 0.2 s, which delays the restart."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)

@@ -1,4 +1,4 @@
-"""What the shim and its helpers have to say to their own log. Standard library only."""
+"""Notes of the shim and its helpers in their own log. Standard library only."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ __all__ = ["note"]
 
 
 def note(text: str) -> None:
-    """A line on stderr. That is a file, and its disk may be full: whoever says
-    something must not die of it."""
+    """Write a line to stderr; ignore errors, as stderr's disk may be full."""
     with contextlib.suppress(OSError):
         os.write(2, f"{text}\n".encode(errors="replace"))

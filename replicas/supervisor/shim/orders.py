@@ -1,17 +1,18 @@
-"""What travels between supervisor, shim and launcher: one JSON object in each packet of
-a SOCK_SEQPACKET socketpair.
+"""Messages between supervisor, shim and launcher, as JSON packets over a socketpair.
+
+The socketpair is SOCK_SEQPACKET; each packet is one JSON object.
 
 Supervisor → shim: ``start`` (a :class:`NodeSpec`), ``rendezvous`` (host and port, for
 nodes other than 0), ``stop`` (with ``stacks``: after they have been saved), ``stacks``,
 ``ping``. Shim → supervisor: ``started`` (pid of the main process), ``rendezvous`` (of
 node 0), ``ended`` (an :class:`ExitReport`: the main process is gone), ``gone`` (no
 process is left), ``pong``, ``stacks`` (rank, pid and text of each), ``belongings``
-(what its processes have, :mod:`replicas.supervisor.cleanup.inventory`), ``dropped`` (a
-:class:`LogLoss`), ``remains`` (a :class:`Remains`). Between shim and launcher:
+(resources of its processes, :mod:`replicas.supervisor.cleanup.inventory`), ``dropped``
+(a :class:`LogLoss`), ``remains`` (a :class:`Remains`). Between shim and launcher:
 ``start``, ``rendezvous`` and ``report``.
 
-Standard library only, and no dataclasses: they would take a fifth of the time in which
-a shim starts.
+Standard library only, and no dataclasses: they would take a fifth of a shim's start-up
+time.
 """
 
 from __future__ import annotations
@@ -45,14 +46,13 @@ __all__ = [
 
 MAX_NBYTES = 1 << 20
 REMAINS_INTERVAL_S = 1.0
-"""How often a shim says what SIGKILL has not ended yet, from the first second on."""
+"""Interval of a shim's reports of processes that SIGKILL has not ended, in seconds."""
 _MAX_REMAINS = 16
 Message = dict[str, Any]
 
 
 class OtherRelease(Exception):
-    """The supervisor runs other code than is installed by now, and its orders are not
-    understood."""
+    """The supervisor runs another release than the installed one, with other orders."""
 
     def __init__(self, release: str, error: Exception) -> None:
         super().__init__(
@@ -62,13 +62,12 @@ class OtherRelease(Exception):
 
 
 class Malformed(ValueError):
-    """What came is no message of ours: it is told, and changes nothing."""
+    """The packet is no valid message: it is reported, and changes nothing."""
 
 
 @contextlib.contextmanager
 def reading(kind: str) -> Iterator[None]:
-    """:raises Malformed: in the block a field of the message is not there, or of
-    another type."""
+    """:raises Malformed: the block finds a field missing or of a wrong type."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, OverflowError) as error:
@@ -78,22 +77,23 @@ def reading(kind: str) -> Iterator[None]:
 class NodeSpec(NamedTuple):
     """One node of one generation of a replica.
 
-    :param nonce: random mark of this shim and of all that is started under it.
+    :param nonce: random mark of this shim and of all processes started under it.
     :param env: the whole environment of the replica's processes.
-    :param forkserver: its door (:class:`replicas.linux.sockets.SocketAddress`); empty:
-        none is wanted.
-    :param cgroup: path of the control group that its processes start in; empty: there
-        is none.
+    :param forkserver: its :class:`replicas.linux.sockets.SocketAddress` as text; empty
+        for none.
+    :param cgroup: path of the control group in which its processes start; empty for
+        none.
     :param rendezvous_timeout_s: how long the nodes of a replica wait for each other.
-    :param log_max_nbytes: size at which a log is rotated; ``log_keep``: how many older
-        parts of it are kept; ``log_keep_generations``: of how many generations there
-        are logs.
-    :param tee: whether the ranks' lines go to the supervisor's stderr too.
-
-    The shim adds for the launcher: ``shim`` (its pid), ``pipes`` (its descriptors of
-    each local rank's stdout and stderr) and ``scratch`` (where torchrun may write).
-    :param release: of the supervisor; what it starts runs the code that is installed
-        then.
+    :param log_max_nbytes: size at which a log is rotated.
+    :param log_keep: number of older parts of a log to keep.
+    :param log_keep_generations: number of generations whose logs are kept.
+    :param tee: True if the ranks' lines also go to the supervisor's stderr.
+    :param shim: pid of the shim; like ``pipes`` and ``scratch``, the shim sets it for
+        the launcher.
+    :param pipes: the shim's descriptors of each local rank's stdout and stderr.
+    :param scratch: folder in which torchrun may write.
+    :param release: of the supervisor; its children run the code that is installed when
+        they start.
     """
 
     run: str
@@ -125,8 +125,10 @@ class NodeSpec(NamedTuple):
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> NodeSpec:
-        """:raises OtherRelease: it is not what this release means by a spec. :raises
-        Malformed: it is none at all."""
+        """:raises OtherRelease: the fields do not fit this release's spec.
+
+        :raises Malformed: it is no spec at all.
+        """
         if not isinstance(data, dict):
             raise Malformed(f"a start with wrong fields: {data!r}"[:200])
         try:
@@ -145,7 +147,7 @@ _TYPES: dict[str, type | tuple[type, ...]] = {"str": str, "int": int, "float": (
 
 
 def _check_types(spec: NodeSpec) -> None:
-    """:raises TypeError: a field is of another type than it is declared to be."""
+    """:raises TypeError: a field has another type than declared."""
     texts = (*spec.command, *spec.env.keys(), *spec.env.values())
     fields = [(getattr(spec, name), _TYPES.get(kind, object)) for name, kind in NodeSpec.__annotations__.items()]
     for value, expected in [*fields, *((text, str) for text in texts)]:
@@ -154,8 +156,7 @@ def _check_types(spec: NodeSpec) -> None:
 
 
 class LogLoss(NamedTuple):
-    """Lines that did not get into a log (``where``: ``file``) or onto the terminal
-    (``tee``), and why."""
+    """Lines lost on the way to a log (``where``: ``file``) or terminal (``tee``)."""
 
     lines: int
     where: str
@@ -171,7 +172,7 @@ class LogLoss(NamedTuple):
 
 
 class Remains(NamedTuple):
-    """What SIGKILL has not ended yet.
+    """Processes that SIGKILL has not ended yet.
 
     :param since: when it was first sent, in seconds since 1970.
     :param processes: pid and command line of each; pid 0: one that cannot be seen.
@@ -192,13 +193,13 @@ class Remains(NamedTuple):
 class RankExit(NamedTuple):
     """How a rank ended.
 
-    :param code: exit code, negative: minus the signal that killed it.
+    :param code: exit code, or minus the signal that killed it.
     :param text: its last words in one line, if any.
-    :param error: the traceback that torchelastic's ``record`` wrote, unless it is in
-        ``lines`` anyway.
-    :param lines: the last lines of its log; only the rank that failed first has them.
-    :param after: what died before it, in words, such as ``its process 12 (engine) was
-        killed by SIGKILL``.
+    :param error: the traceback that torchelastic's ``record`` wrote, unless ``lines``
+        has it anyway.
+    :param lines: last lines of its log; only for the rank that failed first.
+    :param after: an earlier death, in words: ``its process 12 (engine) was killed by
+        SIGKILL``.
     """
 
     rank: int
@@ -230,7 +231,7 @@ class ExitReport(NamedTuple):
 
     :param outcome: ``ok``, ``failed`` (ranks failed), ``stopped`` (as asked) or
         ``lost`` (launcher or shim died).
-    :param ranks: ranks of this node that failed, the first to fail first.
+    :param ranks: failed ranks of this node, the first to fail first.
     """
 
     outcome: str
@@ -252,7 +253,7 @@ def encode(message: Message) -> bytes:
 
 
 def decode(data: bytes) -> Message:
-    """:raises Malformed: it is none."""
+    """:raises Malformed: the packet is no message."""
     try:
         message = json.loads(data)
     except (ValueError, RecursionError) as error:
@@ -263,8 +264,10 @@ def decode(data: bytes) -> Message:
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """Both ends of a connection, for messages as long as the kernel allows: by default
-    about 400 KiB."""
+    """Both ends of a connection, with the longest messages that the kernel allows.
+
+    By default that is about 400 KiB.
+    """
     ends = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     for end in ends:
         end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, MAX_NBYTES)
@@ -272,8 +275,7 @@ def pair() -> tuple[socket.socket, socket.socket]:
 
 
 def send(connection: socket.socket, message: Message) -> bool:
-    """Send one message without waiting; False when the other side is gone or does not
-    read.
+    """Send one message without waiting; False if the other side is gone or not reading.
 
     :raises OSError: ``EMSGSIZE``: it is too long.
     """
@@ -288,10 +290,10 @@ def send(connection: socket.socket, message: Message) -> bool:
 
 
 def receive(connection: socket.socket) -> Message | None:
-    """The next message; None at the end of the stream.
+    """Receive the next message; None at the end of the stream.
 
-    :raises BlockingIOError: on a non-blocking socket with nothing to read. :raises
-        Malformed: it is no message.
+    :raises BlockingIOError: on a non-blocking socket with nothing to read.
+    :raises Malformed: the packet is no message.
     """
     try:
         data = connection.recv(MAX_NBYTES)

@@ -1,52 +1,56 @@
-"""The shim: one for each replica and node. It owns the node's process tree and leaves
-nothing of it behind.
+"""Shim: owns a replica's process tree on one node, and leaves nothing of it behind.
 
 Theory of operation
 ===================
 
-``python -m replicas.supervisor.shim.shim --control FD --parent PID`` is exec'ed by the
-supervisor; orders come over the socketpair ``FD``
-(:mod:`replicas.supervisor.shim.orders`). It is a subreaper, so whatever a rank forks,
-double-forks or puts into a session of its own stays below it. One thread, one loop over
-a selector, in four phases::
+The supervisor execs ``python -m replicas.supervisor.shim.shim --control FD --parent
+PID`` for each replica and node; orders come over the socketpair ``FD``
+(:mod:`replicas.supervisor.shim.orders`). The shim is a subreaper, so every process that
+a rank forks, double-forks or puts into a session of its own stays below it. One thread,
+one loop over a selector, in four phases::
 
-    waiting ──start──► running ──stop, supervisor gone──► stopping ──main process gone──► sweeping ──no child──► exit
-                          └─────────main process gone────────────────────────────────────────►┘
+    waiting ──start──► running ──stop, or supervisor gone──► stopping
+                          │                                      │
+                          └───────── main process gone ──────────┤
+                                                                 ▼
+                                    exit ◄──no child left── sweeping
 
-* *running*: the forkserver (started again when it dies or freezes,
+* *running*: the forkserver (restarted when it dies or freezes,
   :mod:`replicas.supervisor.shim.forkserver_watcher`) and the main process: torchrun's
   launcher, or the program itself. A torchrun that is stopped (SIGSTOP) when a rank dies
-  would never tell, and is killed.
-* *stopping*: where the ranks are said to be stuck, their stacks are saved first
+  would never report it, and is killed.
+* *stopping*: if the ranks are reported stuck, their stacks are saved first
   (:mod:`replicas.supervisor.shim.dumps`). Then SIGTERM to the main process; at the
   deadline SIGKILL to the whole tree.
-* *sweeping*: the exit report is out; SIGTERM to what is left. The whole tree has the
-  time that was given to the main process when its end was asked for, else
+* *sweeping*: the exit report is sent; SIGTERM to the remaining processes. The whole
+  tree has the time that the main process was given when it was told to stop, else
   ``SWEEP_GRACE_S``; then SIGKILL, again and again until this process has no child, and
-  the control group is empty. What takes long to die of it is named (``remains``).
-  Python's resource trackers are killed last, as they unlink what the others have left
-  in /dev/shm. Then ``gone`` is sent and the shim ends.
+  the control group is empty. Processes that take long to die are named (``remains``).
+  Python's resource trackers are killed last, as they unlink the files that the others
+  have left in /dev/shm. Then ``gone`` is sent and the shim ends.
 
-What the processes write goes through pipes to the log pump, a child of the shim that
-outlives all others (:mod:`replicas.supervisor.logs.pump`). The exit report waits until
-it has read all that the main process wrote, for the last lines; in the end it is the
-only child, gets no more input, and ends.
+Output goes through pipes to the log pump, a child of the shim that outlives all others
+(:mod:`replicas.supervisor.logs.pump`). The exit report waits for the last lines, until
+the pump has read all output of the main process. At the end the pump is the only child,
+gets no more input, and ends.
 
-Where it can be, all that the shim starts is in a control group
-(:mod:`replicas.linux.cgroups`), which the shim itself is not in: SIGKILL to the tree is
-then one write, too, that nothing outruns or slips away from.
+Where possible, all processes that the shim starts are in a control group
+(:mod:`replicas.linux.cgroups`), without the shim itself: SIGKILL to the tree is then
+one write, too, which no process can outrun or escape.
 
 The supervisor's death is seen by a pidfd and by the end of the control stream,
 whichever comes first; either way there are ``ORPHAN_GRACE_S`` from SIGTERM to SIGKILL.
-A parent-death signal would tell less: it is bound to the *thread* that spawned the
-shim, which an embedding program may end at any time. Should the shim itself be killed,
-the launcher has its parent-death signal, ranks have theirs, and the supervisor sweeps
-the rest by its control group and by the mark in its environment; the janitor does when
-both are killed (:mod:`replicas.supervisor.cleanup.janitor`).
+A parent-death signal is less reliable: it is bound to the *thread* that spawned the
+shim, which an embedding program may end at any time.
 
-Standard library only; torch is never imported here, nor is what takes long to load and
-can be done without (dataclasses, argparse): at each restart somebody waits for a shim.
-"""  # noqa: W505  # a picture
+If the shim itself is killed, the launcher and the ranks have their parent-death
+signals, and the supervisor sweeps the rest by its control group and by the mark in its
+environment; the janitor does so if both are killed
+(:mod:`replicas.supervisor.cleanup.janitor`).
+
+Standard library only; neither torch nor modules that load slowly (dataclasses,
+argparse) are imported here: every restart waits for a shim.
+"""
 
 from __future__ import annotations
 
@@ -81,15 +85,15 @@ from replicas.supervisor.shim.stopped import StoppedWatch
 __all__ = ["ORPHAN_GRACE_S", "SWEEP_GRACE_S", "Shim", "main"]
 
 ORPHAN_GRACE_S = 2.0
-"""From SIGTERM to SIGKILL when the supervisor is gone."""
+"""Time from SIGTERM to SIGKILL when the supervisor is gone, in seconds."""
 SWEEP_GRACE_S = 1.0
-"""From SIGTERM to SIGKILL for what a replica left behind whose end nobody had asked
-for."""
+"""Time from SIGTERM to SIGKILL for remains of a replica that ended by itself."""
 _SWEEP_INTERVAL_S = 0.05
 _SWEEP_STEADY_S = 3.0
 _LATE_SWEEP_INTERVAL_S = 0.5
-"""Between two SIGKILLs for what takes long to die of it: the end of a child wakes the
-shim in any case."""
+"""Interval of SIGKILLs to processes that take long to die of it, in seconds.
+
+The end of a child wakes the shim in any case."""
 
 
 def exit_code(status: int) -> int:
@@ -98,7 +102,7 @@ def exit_code(status: int) -> int:
 
 
 class Shim:
-    """The loop. ``run`` returns when no process of the node is left."""
+    """The shim's loop. ``run`` returns when no process of the node is left."""
 
     def __init__(self, control: socket.socket, parent: int, tee: int | None = None) -> None:
         self.control: socket.socket | None = control
@@ -211,8 +215,10 @@ class Shim:
             note(f"what the launcher said is no message: {error}")
 
     def _hear_launcher_out(self) -> None:
-        """It is dead: read what it said. The stream need not end: whatever it forked
-        may have its end of it."""
+        """Read the dead launcher's last messages.
+
+        Its stream may not end: a process that it forked may still have its end.
+        """
         if self._launcher is None:
             return
         self._launcher.setblocking(False)
@@ -283,7 +289,7 @@ class Shim:
             self._tell({"type": "started", "pid": self._main.pid, "release": __version__})
 
     def _own(self) -> list[int]:
-        """All that runs for the replica on this node."""
+        """All processes of the replica on this node."""
         if self._cgroup is not None:
             return cgroups.members(self._cgroup)
         return [pid for pid in descendants(os.getpid()) if pid not in self._pump()]
@@ -314,7 +320,7 @@ class Shim:
                 self._logs.ended(exit_code(status))
 
     def _without_forkserver(self, reason: str) -> None:
-        """A replica that cannot sync is of no use."""
+        """Stop the replica, which cannot sync without a forkserver."""
         if reason:
             assert self.spec is not None
             self._broken = f"the sidecar forkserver of node {self.spec.node} {reason}"
@@ -349,7 +355,7 @@ class Shim:
         self._logs.drain(then=lambda: self._report_end(main))
 
     def _report_end(self, main: Child) -> None:
-        """Its last lines are in the log: say how it ended."""
+        """Report how the main process ended, once its last lines are in the log."""
         assert self.spec is not None
         assert self._logs is not None
         report = exit_report(
@@ -375,12 +381,12 @@ class Shim:
         return "" if death is None else str(death)
 
     def _helpers(self) -> frozenset[int]:
-        """Processes of ours below this one."""
+        """The shim's own helper processes below it."""
         forkserver = frozenset() if self._forkserver is None else frozenset({self._forkserver.pid} - {0})
         return self._pump() | forkserver
 
     def _show_stacks(self, then: Callable[[], None] | None = None) -> None:
-        """Save the stacks of all ranks to their logs, and tell them."""
+        """Save the stacks of all ranks to their logs, and send them upwards."""
         if self._stacks is None or self._main is None or self._main.code is not None:
             self._tell({"type": "stacks", "stacks": []})
             return
@@ -395,7 +401,7 @@ class Shim:
         self._tell({"type": "stacks", "stacks": short(found)})
 
     def _take_stock(self) -> None:
-        """What do they have, now that they end?"""
+        """Report the resources of the processes, before they end."""
         found = None if self._stock is None else self._stock.last_time(time.monotonic())
         if found is not None:
             self._tell(found.message())
@@ -434,7 +440,7 @@ class Shim:
             self._kill_at = now + (_SWEEP_INTERVAL_S if steady else _LATE_SWEEP_INTERVAL_S)
 
     def _kill(self, now: float) -> None:
-        """SIGKILL for all that is there, and a word about what it does not end."""
+        """SIGKILL every process, and report those that do not die of it."""
         spared = self._pump() | self._grace.spared(self._own(), now)
         if self._cgroup is not None:
             kill_group(self._cgroup, cgroups.members(self._cgroup), spared)
@@ -447,7 +453,7 @@ class Shim:
             self._tell(Remains(since=self._killing_since, processes=processes).message())
 
     def _empty(self) -> bool:
-        """Whether nothing runs for the replica any more, and nothing will."""
+        """True if no process of the replica runs any more, and none will start."""
         if not (self._sweeping or (self._stopping and self._main is None)):
             return False
         childless = self._childless or set(own_children()) <= self._pump()
@@ -469,8 +475,7 @@ class Shim:
 
 
 def _wakeup_fd() -> int:
-    """A descriptor that gets one byte, the signal's number, for each signal that the
-    shim handles."""
+    """Descriptor that gets a byte, the number, for each signal the shim handles."""
     reader, writer = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     for signum in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
@@ -502,8 +507,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _leave(code: int) -> NoReturn:
-    """End without taking Python apart, for which the next generation would wait.
-    Nothing is in a buffer of Python's."""
+    """Exit without Python's teardown, which the next generation would wait for.
+
+    Python has no buffered output here.
+    """
     os._exit(code)
 
 

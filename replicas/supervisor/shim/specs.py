@@ -1,4 +1,4 @@
-"""What a shim is told: the spec of one node of one generation of a replica."""
+"""Build the spec that a shim starts with: one node of one generation of a replica."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ __all__ = ["node_spec", "wants_tee"]
 
 
 def wants_tee(logs: LogsConfig) -> bool:
-    """Whether the lines of ranks are wanted on stderr."""
+    """True if the lines of ranks go to stderr."""
     return logs.tee == "always" or (logs.tee == "auto" and os.isatty(2))
 
 
 def _door() -> SocketAddress:
-    """A new one; the name can be seen by everyone on the machine, and says nothing of
-    the shim's mark."""
+    """New address of a forkserver; its name is public, and independent of the mark."""
     return SocketAddress(f"replicas-{secrets.token_hex(16)}", secrets.token_hex(16))
 
 
 def node_spec(host: Host, group: GroupConfig, index: int, generation: int, node: int) -> NodeSpec:
-    """The spec of node ``node``; each call gives it another mark."""
+    """The spec of node ``node``; each call gives it a new mark."""
     nonce = Node.nonce()
     folder = str(host.state.log_dir(group.name, index, generation))
     shared = {**host.environment(), environ.LOG_DIR: folder, MARK: nonce}

@@ -1,5 +1,7 @@
-"""Starting what runs on a node: torchrun's launcher or the program, and the forkserver.
-Standard library only."""
+"""Start a node's processes: torchrun's launcher or the program, and the forkserver.
+
+Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -22,10 +24,9 @@ __all__ = ["Starter"]
 
 
 class Starter:
-    """Starts the processes of one node, each in a session of its own, in the node's
-    control group, with its logs.
+    """Starts a node's processes: own sessions, the node's control group, its logs.
 
-    :ivar scratch: folder that torchrun got for itself; empty: none.
+    :ivar scratch: folder made for torchrun; empty if there is none.
     """
 
     def __init__(self, spec: NodeSpec, logs: PumpWatcher) -> None:
@@ -35,15 +36,15 @@ class Starter:
         self._door: socket.socket | None = None
 
     def program(self) -> Child:
-        """The program itself; its guard enters the control group before it execs it.
+        """Start the program; its guard enters the control group before the exec.
 
-        :raises OSError: it, as any other, cannot be started.
+        :raises OSError: it cannot be started; the same for the others.
         """
         env = {**self._spec.env, GUARD: guard_orders(self._spec, direct=True)}
         return self._spawn(guard_command(), env, "rank 0")
 
     def launcher(self) -> tuple[Child, socket.socket]:
-        """torchrun, and our end of its control socket."""
+        """Start torchrun's launcher; return it and this end of its control socket."""
         ours, theirs = orders.pair()
         fd = theirs.fileno()
         command = python_module("replicas.supervisor.shim.launcher", "--control", str(fd), "--parent", str(os.getpid()))
@@ -56,12 +57,13 @@ class Starter:
         return child, ours
 
     def forkserver(self, ready: int) -> Child:
-        """Start one behind the node's door, which is bound once, before anything else
-        of the node is started: nobody else can take its name, not even between two
-        forkservers.
+        """Start a forkserver on the node's socket.
 
-        :param ready: descriptor that it writes to when it is ready.
-        :raises OSError: the name is taken, or there is no process for it.
+        The socket is bound once, before any other process of the node starts: no other
+        process can take its name, not even between two forkservers.
+
+        :param ready: descriptor to which it writes when it is ready.
+        :raises OSError: the name is taken, or the system has no process left.
         """
         if self._door is None:
             self._door = SocketAddress.parse(self._spec.forkserver).listen()
@@ -72,8 +74,10 @@ class Starter:
         return child
 
     def _enclose(self, child: Child) -> None:
-        """Into the control group before it can have started anything: the launcher
-        waits for orders, the forkserver loads."""
+        """Move the child into the control group before it can have started anything.
+
+        That is early enough: the launcher waits for orders, the forkserver loads torch.
+        """
         if self._spec.cgroup:
             cgroups.enter(Path(self._spec.cgroup), child.pid)
 

@@ -1,5 +1,7 @@
-"""A torchrun that is stopped does not see that a rank of it has ended, and nobody else
-is told. Standard library only."""
+"""Detect a stopped torchrun, which does not see that one of its ranks has ended.
+
+No other process is told of that end. Standard library only.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +10,16 @@ from replicas.linux.processes import has_zombie, is_stopped
 __all__ = ["STOPPED_S", "StoppedWatch"]
 
 STOPPED_S = 5.0
-"""How long it may be stopped with a dead rank."""
+"""How long torchrun may be stopped with a dead rank, in seconds."""
 _LOOK_INTERVAL_S = 0.5
 
 
 class StoppedWatch:
-    """Looks at one process. A stop and a continuation of a child come with SIGCHLD; its
-    dead children must be asked for."""
+    """Watches one process for being stopped with a dead child.
+
+    The stop and continuation of a child come with SIGCHLD; its dead children must be
+    polled.
+    """
 
     def __init__(self, pid: int) -> None:
         self._pid = pid
@@ -23,12 +28,11 @@ class StoppedWatch:
 
     @property
     def wakes(self) -> list[float]:
-        """When to look again."""
+        """When :meth:`blind` must be called."""
         return [] if self._look_at is None else [self._look_at]
 
     def blind(self, now: float) -> bool:
-        """Whether it has been stopped, with a child that is dead, for
-        :data:`STOPPED_S`."""
+        """True if it has been stopped, with a dead child, for :data:`STOPPED_S`."""
         stopped = is_stopped(self._pid)
         self._look_at = now + _LOOK_INTERVAL_S if stopped else None
         if not stopped or not has_zombie(self._pid):
