@@ -43,7 +43,7 @@ MAX_BUCKET_NBYTES = 8 << 20
 CHAIN_BUCKET_NBYTES = 4 << 20
 MIN_BUCKET_NBYTES = 512 << 10
 FILL_RATIO = 16
-"""Filling a chain takes at most 1/16 of the bytes (above MIN_BUCKET_NBYTES)."""
+"""A chain fills with at most 1/16 of the bytes, unless buckets get too small."""
 
 
 @dataclass(frozen=True)

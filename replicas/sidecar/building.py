@@ -1,4 +1,4 @@
-"""Build process groups on a store; no other module makes one.
+"""Build process groups over a TCPStore; no other module makes one.
 
 The connection to the store is retried until the deadline: nothing has moved yet, and
 the store may be restarting. The rest is tried once, after the members have met
@@ -89,7 +89,7 @@ def build_group(spec: GroupSpec) -> CollectiveGroup:
     """
     deadline = time.monotonic() + spec.timeout_s
     found = accelerator()
-    if spec.backend == "nccl" and found is not None and found.group_backend == "gloo":  # it is another kind than CUDA
+    if spec.backend == "nccl" and found is not None and found.group_backend == "gloo":  # an accelerator other than CUDA
         spec = msgspec.structs.replace(spec, backend="gloo")
     if spec.backend == "nccl":
         _set_nccl_environment(spec)
@@ -99,7 +99,7 @@ def build_group(spec: GroupSpec) -> CollectiveGroup:
         meet(store, spec, deadline)
         return _build_over(store, spec, deadline)
     except RuntimeError as error:
-        if store.tampered and not isinstance(error, StoreTampered):  # torch passes on what came of it
+        if store.tampered and not isinstance(error, StoreTampered):  # torch has wrapped it in its own error
             raise StoreTampered(store.tampered) from error
         raise
 
@@ -108,7 +108,7 @@ def _build_over(store: SignedStore, spec: GroupSpec, deadline: float) -> Collect
     remaining = timedelta(seconds=max(deadline - time.monotonic(), 0.001))
     store.set_timeout(remaining)
     group = _build_gloo(store, spec, remaining) if spec.backend == "gloo" else _build_nccl(store, spec)
-    if spec.probe or group.spreads:  # the first operation makes NCCL's connections: all members must take part in it
+    if spec.probe or group.spreads:  # NCCL connects in the first operation: all members must take part
         _probe(group, deadline)
     return group
 
@@ -129,8 +129,8 @@ def connect_store(host: str, port: int, deadline: float) -> Any:
             with attempt:
                 number = attempt.retry_state.attempt_number
                 if number > 1:
-                    # torch's own client waits for twice its timeout where nobody
-                    # listens, and logs pages about it.
+                    # Without a listener, torch's own client waits for twice its
+                    # timeout, and logs pages about it.
                     socket.create_connection((host, port), timeout=_store_timeout_s(deadline, number)).close()
                 timeout = timedelta(seconds=_store_timeout_s(deadline, number))
                 return _c10d.TCPStore(host, port, None, False, timeout, wait_for_workers=False)

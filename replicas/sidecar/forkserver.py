@@ -89,7 +89,7 @@ class ForkServer:
         assert self._listener is not None
         try:
             sock, _ = self._listener.accept()
-        except ConnectionError:  # it gave up before it was served
+        except ConnectionError:  # the client gave up before it was accepted
             return
         if peer_uid(sock) != os.geteuid():
             sock.close()
@@ -109,14 +109,14 @@ class ForkServer:
             match request, fds:
                 case wire.Attach(secret=secret), [pidfd] if client.pidfd < 0 and self._is_ours(secret):
                     self._selector.register(pidfd, selectors.EVENT_READ, lambda: self._drop(client))
-                    client.pidfd = pidfd  # from here on ours: what cannot be waited for has ended this above
+                    client.pidfd = pidfd  # owned only now: register() above may fail
                     fds = []
                     self._welcome(client)
                 case wire.Fork(id=number), [channel] if client.pidfd >= 0:
                     self._fork(client, number, channel)
                 case _:
                     self._drop(client)
-        except OSError:  # the client is gone, or sends what no client of ours sends
+        except OSError:  # the client is gone, or sent a malformed message
             self._drop(client)
         finally:
             wire.close_all(fds)
@@ -155,7 +155,7 @@ class ForkServer:
             self._forget_everything(keep={0, 1, 2, channel, pidfd})
             self._run_sidecar(socket.socket(fileno=channel), pidfd)
             code = 0
-        except BaseException as error:  # noqa: BLE001  # the last stop: nothing of the server's loop may run here
+        except BaseException as error:  # noqa: BLE001  # a child must never return into the server's loop
             print(f"sidecar {os.getpid()} failed: {error!r}", file=sys.stderr, flush=True)
         finally:
             os._exit(code)
@@ -206,14 +206,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--ready", type=int, help="inherited pipe that gets a byte as soon as torch is loaded")
     options = parser.parse_args(argv)
     inherited.put_in_order()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which ends us in its own order
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the supervisor, which stops its processes in order
     name_process("replica-forksrv")
     if options.listener is not None:
         die_with_parent(options.parent)
     os.environ.update(dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"))
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    gc.disable()  # a tenth of the time that torch takes to load
-    from replicas.sidecar import process  # takes torch, which the socket need not wait for
+    gc.disable()  # saves a tenth of torch's load time
+    from replicas.sidecar import process  # loads torch; the socket listens already
 
     gc.enable()
     if options.listener is not None:
@@ -225,7 +225,7 @@ def main(argv: list[str] | None = None) -> None:
     gc.collect()
     gc.freeze()
     if options.ready is not None:
-        with contextlib.suppress(BrokenPipeError):  # whoever wanted to know is gone, and we go with it
+        with contextlib.suppress(BrokenPipeError):  # the starter is gone, and this process follows
             os.write(options.ready, b"1")
         os.close(options.ready)
     server.run()

@@ -95,8 +95,8 @@ def _wait_nccl(work: Any, deadline: float) -> None:
             raise RuntimeError("an operation of NCCL was not done in time")
         time.sleep(pause)
         pause = min(PAUSE_S, pause + _PAUSE_STEP_S)
-    with contextlib.suppress(TypeError):  # a torch that cannot show it: wait() raises it
-        error = work.exception()  # what failed counts as completed
+    with contextlib.suppress(TypeError):  # this torch cannot return the exception: wait() raises it
+        error = work.exception()  # a failed operation counts as completed
         if error is not None:
             raise RuntimeError(f"NCCL: {error}")
     work.wait()

@@ -180,7 +180,7 @@ class Mailbox:
     def _look(self) -> None:
         poller = self._new_poller()
         poller.register(self._interrupt, select.POLLIN)
-        ticker = select.poll()  # of nothing: a timer
+        ticker = select.poll()  # polls nothing: a timer
         while True:
             self._working.wait()
             quiet = 0
@@ -194,5 +194,5 @@ class Mailbox:
                     finally:
                         self._reading.release()
             self._working.clear()
-            if self._busy_since is not None:  # it began just now
+            if self._busy_since is not None:  # a request has just begun
                 self._working.set()

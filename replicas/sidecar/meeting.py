@@ -156,7 +156,7 @@ def _collect(
         store.set_timeout(timedelta(seconds=max(0.01, min(store.slice_s, remaining))))
         try:
             values = store.multi_get([f"{what}/{rank}" for rank in missing])
-        except _c10d.DistStoreError:  # not all of them are there
+        except _c10d.DistStoreError:  # some keys are still missing
             missing = [rank for rank in missing if store.check([f"{what}/{rank}"])]
             values = store.multi_get([f"{what}/{rank}" for rank in missing]) if missing else []
         for rank, value in zip(missing, values, strict=True):
@@ -168,7 +168,7 @@ def _collect(
 def _decoded(value: bytes, kind: type[_T], what: str) -> _T:
     try:
         return msgspec.msgpack.decode(value, type=kind)
-    except MALFORMED as error:  # a member has written it
+    except MALFORMED as error:  # signed, so a member wrote it
         raise RuntimeError(f"the {what} in the store is malformed: {error}") from error
 
 
@@ -209,7 +209,7 @@ def _listening(spec: GroupSpec, *, listen: bool) -> Iterator[tuple[int, str]]:
         try:
             yield port, ""
         finally:
-            listener.shutdown(socket.SHUT_RDWR)  # which ends the thread's accept
+            listener.shutdown(socket.SHUT_RDWR)  # ends the thread's accept()
             greeter.join()
 
 
@@ -223,13 +223,13 @@ def _greet(listener: socket.socket, words: bytes) -> None:
     while True:
         try:
             caller, _ = listener.accept()
-        except OSError:  # it was shut down
+        except OSError:  # the listener was shut down
             return
         with caller:
             caller.setblocking(False)
             try:
                 caller.send(words)
-            except OSError:  # it has gone; it will say what it saw
+            except OSError:  # the caller is gone; its finding says why
                 continue
 
 

@@ -1,4 +1,4 @@
-"""A sidecar's main loop: one process group, requests one after another.
+"""Main loop of a sidecar: handles requests one by one, with one process group.
 
 The main thread takes a request, handles it and answers it. It may be stuck inside Gloo,
 NCCL or a store client at any time; therefore it has a process of its own. When its
@@ -40,7 +40,7 @@ from replicas.sidecar.groups import CollectiveGroup
 from replicas.sidecar.mailbox import Mailbox
 from replicas.sidecar.meeting import Unreachable
 from replicas.sidecar.transfer import run_transfer
-from replicas.weights.devices import cuda  # noqa: F401  # loaded before sidecars are forked, not by each of them
+from replicas.weights.devices import cuda  # noqa: F401  # loaded once, before sidecars are forked
 from replicas.weights.devices.accelerator import Accelerator, device_of
 from replicas.weights.memory.arena import Buffer
 
@@ -80,18 +80,18 @@ class SidecarProcess:
                 return self._answer(number, lambda: self._transfer(request))
             case wire.RunCollective(id=number):
                 return self._answer(number, lambda: self._collective(request))
-            case wire.Ping() | wire.TransferProgress():  # the mailbox's own
+            case wire.Ping() | wire.TransferProgress():  # handled by the mailbox
                 return None
 
     def _answer(self, number: int, do: Callable[[], wire.Reply]) -> wire.Reply:
         self._began = False
         try:
             return do()
-        except Exception as error:  # noqa: BLE001  # every failure is the answer, and a broken group our end
+        except Exception as error:  # noqa: BLE001  # every failure is an answer; after a broken group this process ends
             refused = isinstance(error, (ValueError, ReplicasError)) and not isinstance(
                 error, Preflight | StoreTampered
             )
-            if isinstance(error, WorldError) and self._began:  # the GPU has failed in the midst of it
+            if isinstance(error, WorldError) and self._began:  # the GPU failed during the operation
                 refused = False
             if isinstance(error, ReplicasError):
                 links = error.links if isinstance(error, Unreachable) else ()
@@ -119,7 +119,7 @@ class SidecarProcess:
         try:
             with self._stream():
                 memory = buffer.readable() if spec.role == "send" else buffer.tensor()
-                if spec.role == "send" and not spec.streaming:  # of a stream the rank says itself what is there
+                if spec.role == "send" and not spec.streaming:  # a streaming rank reports its progress itself
                     self._await_rank(buffer)
                 if group.backend == "nccl" and not buffer.device:
                     buffer.pin()
@@ -165,7 +165,7 @@ class SidecarProcess:
             self._unusable[key] = error
             return
         try:
-            self._buffers[key] = Buffer.adopt(fd, device)  # which owns the descriptor, also when this fails
+            self._buffers[key] = Buffer.adopt(fd, device)  # owns the descriptor even if it fails
         except ReplicasError as error:
             self._unusable[key] = error
 

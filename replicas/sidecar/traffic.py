@@ -109,7 +109,7 @@ class Traffic:
 
     def worked(self, nbytes: int) -> None:
         """Count ``nbytes`` as moved outside TCP, or processed."""
-        self._worked += nbytes  # a count that is missed now and then still moves
+        self._worked += nbytes  # not atomic: a lost count does not hide progress
 
     def look(self) -> Moved | None:
         """Progress so far; None while no bytes are to move."""
@@ -119,7 +119,7 @@ class Traffic:
             now, before = time.monotonic(), self._last
             found = self._find()
             if not found:
-                return None  # nothing can be told from their counts
+                return None  # no TCP connections, so no counts
             sent = sum(one.sent - self._first.get(key, (0, 0))[0] for key, one in found.items())
             received = sum(one.received - self._first.get(key, (0, 0))[1] for key, one in found.items())
             seen = (sent, received, self._worked)
@@ -153,7 +153,7 @@ def _holds_up(now: _Connection, before: _Connection | None, elapsed_s: float) ->
 
 def _descriptors() -> Iterator[int]:
     """Descriptors of sockets."""
-    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # twice a second, and maybe a thousand of them
+    for name in os.listdir("/proc/self/fd"):  # noqa: PTH208  # twice a second, up to a thousand entries
         with contextlib.suppress(OSError):  # closed meanwhile
             if stat.S_ISSOCK(os.fstat(int(name)).st_mode):
                 yield int(name)
@@ -169,10 +169,10 @@ def _ends(fd: int) -> _Key | None:
         if sock.family in _INET and sock.type == socket.SOCK_STREAM:
             return sock.getsockname(), sock.getpeername()
         return None
-    except OSError:  # it listens
+    except OSError:  # a listening socket
         return None
     finally:
-        sock.detach()  # it is the group's, and stays open
+        sock.detach()  # the group's descriptor stays open
 
 
 def _counts(fd: int, ends: _Key) -> _Connection | None:
@@ -180,7 +180,7 @@ def _counts(fd: int, ends: _Key) -> _Connection | None:
     try:
         sock = socket.socket(
             socket.AF_INET, socket.SOCK_STREAM, 0, fd
-        )  # of either family: its options are asked for alone
+        )  # used only for its options, so the family may differ
     except OSError:
         return None
     try:

@@ -175,7 +175,7 @@ class _Checker:
             if flight.spare is not None:
                 scatter(flight.tensor, flight.bucket, self._data, self._manifest)
                 if self._device is not None:
-                    self._device.synchronize()  # its memory is used again
+                    self._device.synchronize()  # the staging memory is reused
             self._settle(flight.number + 1)
 
     def send(self, flight: _Flight) -> None:
@@ -369,7 +369,7 @@ def run_transfer(
         moved = time.monotonic()
         mover.finish()
     finally:
-        thread.shutdown(cancel_futures=True)  # and nobody writes to the memory once we have answered
+        thread.shutdown(cancel_futures=True)  # no write to the memory after the answer
     image_digest, part_digests = _digests(group.rank, spec, mover)
     return TransferResult(image_digest, part_digests, moved - started, time.monotonic() - moved)
 

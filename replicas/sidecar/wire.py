@@ -501,7 +501,7 @@ class FrameReader:
         end = HEAD_NBYTES + length
         if len(self._data) < end:
             return None
-        if len(self._fds) < count:  # they come with the first byte of the head
+        if len(self._fds) < count:  # descriptors come with the first byte of the head
             raise ConnectionError(f"a frame came with {len(self._fds)} descriptors in place of {count}")
         body = bytes(self._data[HEAD_NBYTES:end])
         del self._data[:end]

@@ -1,4 +1,4 @@
-"""Connection to a forkserver, or a helper process of its kind.
+"""Connection of a rank to a forkserver: its shim's, or a helper process of its own.
 
 :mod:`replicas.sidecar.rank_side.client` has the theory of operation.
 """
@@ -30,6 +30,7 @@ __all__ = ["FORK_TIMEOUT_S", "HELPER_TRIES", "Forkserver"]
 logger = logging.getLogger("replicas.sidecar")
 
 FORK_TIMEOUT_S = 4.0
+"""A fork takes milliseconds: a forkserver silent for 4 s is frozen, and is killed."""
 REAP_TIMEOUT_S = 5.0
 """How long to wait for a killed process to end, in seconds."""
 HELPER_TRIES = 3
@@ -178,7 +179,7 @@ class Forkserver:
         try:
             self._spare = await self._fork(FORK_TIMEOUT_S, kill=False)
             self._spare.on_exit = lambda reason: logger.info("a spare sidecar ended: %s", reason)
-        except (SidecarDied, SidecarFailed) as error:  # whoever needs one gets an error of its own
+        except (SidecarDied, SidecarFailed) as error:  # a later fork() raises its own error
             logger.info("no spare sidecar: %s", error)
         finally:
             self._preforking = None
@@ -266,7 +267,7 @@ class Forkserver:
             return
         future = self._pending.pop(reply.id, None)
         if future is None or future.done():
-            wire.close_all(fds)  # too late: our end of its channel is closed, and it will exit
+            wire.close_all(fds)  # too late: our end of its channel is closed, so it exits
         elif isinstance(reply, wire.Forked):
             future.set_result((reply.pid, fds[0]))
         else:
@@ -283,7 +284,7 @@ class Forkserver:
             self._pidfd = -1
         if not self._ready.done():
             self._ready.set_exception(SidecarDied(reason))
-            self._ready.exception()  # whoever waits gets it; without a waiter it is no news
+            self._ready.exception()  # mark as retrieved: there may be no waiter
         for future in self._pending.values():
             if not future.done():
                 future.set_exception(SidecarDied(reason))

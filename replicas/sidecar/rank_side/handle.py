@@ -164,7 +164,7 @@ class Sidecar:
 
     def buffer_closed(self, key: int) -> None:
         """Have the sidecar unmap a buffer that was closed here (on any thread)."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed, and the sidecar gone with it
+        with contextlib.suppress(RuntimeError):  # the loop is closed, so the sidecar has ended
             self._loop.call_soon_threadsafe(self._forget, key)
 
     def close_in_child(self) -> None:
@@ -251,7 +251,7 @@ class Sidecar:
         task.add_done_callback(self._background.discard)
 
     async def _send_alone(self, message: msgspec.Struct) -> None:
-        with contextlib.suppress(OSError):  # it is ending, which answers every question
+        with contextlib.suppress(OSError):  # it is ending, and all requests fail
             async with self._sending:
                 await self._send(message)
 
@@ -286,7 +286,7 @@ class Sidecar:
             if frames is None:
                 raise ConnectionError("it died")
             for body, fds in frames:
-                wire.close_all(fds)  # replies have none
+                wire.close_all(fds)  # replies carry no descriptors
                 self._take(wire.decode_reply(body))
         except OSError as error:
             self._hang_up(str(error))
@@ -329,7 +329,7 @@ class Sidecar:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        self._dead.set()  # the reader still takes the replies that came before the end, and then fails the rest
+        self._dead.set()  # _readable still takes the replies sent before the end, then fails the rest
         self._timer.cancel()
         if not self._killed and self.on_exit is not None:
             self.on_exit(self._end_text())

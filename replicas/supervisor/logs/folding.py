@@ -83,7 +83,7 @@ class Folder:
             return 0
         while last > start and data[last - 1 : last] == b"\r":
             last -= 1
-        if last == start:  # nothing but an end that may be followed by \n
+        if last == start:  # only a \r at the end, which \n may follow
             return 0
         begin = data.rfind(b"\r", start, last) + 1 or start
         self._bar = data[begin:last]

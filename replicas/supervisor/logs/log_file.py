@@ -58,7 +58,7 @@ class RotatedFile:
             return os.fstat(self._file).st_size
         self._file = _append_to(self.path)
         if self._with_times:
-            with contextlib.suppress(OSError):  # see the module's header
+            with contextlib.suppress(OSError):  # the times are only an aid
                 self._times = _append_to(_times_of(self.path))
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
@@ -141,7 +141,7 @@ def remove_old_generations(folder: Path, keep: int) -> None:
     for other in folder.parent.glob("gen-*"):
         if _generation(other) > newest - keep:
             continue
-        private.remove_tree(other)  # what cannot be removed is tried again by the next generation
+        private.remove_tree(other)  # on failure, the next generation tries again
 
 
 def _generation(folder: Path) -> int:

@@ -228,7 +228,7 @@ class Log:
         self._begun[index] = True
         if self.source.rank < 0:
             self.source.name_rank(int(number))
-            self.close()  # what was said before stays in a file of its own
+            self.close()  # earlier output stays in a file of its own
             self._file = None
         self._write(b"", now)
         return rest
@@ -320,7 +320,7 @@ class Pump:
         self._tee_waits = False
         self._leave_at: float | None = None
         if tee is not None:
-            with contextlib.suppress(OSError):  # it is gone already: nobody looks
+            with contextlib.suppress(OSError):  # the terminal is already gone
                 self._tee = Tee(tee, replica)
         for log in logs:
             for index, pipe in enumerate(log.source.pipes):
@@ -375,7 +375,7 @@ class Pump:
         except orders.Malformed as error:
             note(f"what the shim said is no order: {error}")
             return
-        if message is None:  # the shim is dead; what it started follows
+        if message is None:  # the shim is dead; its processes will end too
             self._selector.unregister(self._control)
             self._leave_at = time.monotonic() + ALONE_S
         elif message["type"] == "drain":
@@ -431,7 +431,7 @@ class Pump:
             return
         try:
             use(tee)
-        except OSError:  # it is gone for good: a terminal that was closed, a pipe that nobody reads
+        except OSError:  # gone for good: a closed terminal, a pipe without a reader
             self._tee = None
         waits = self._tee is not None and tee.waiting
         if waits != self._tee_waits:

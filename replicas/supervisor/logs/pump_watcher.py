@@ -141,7 +141,7 @@ class PumpWatcher:
             self._words.popleft()
 
     def _key(self, name: str) -> str | None:
-        """Key of the log of ``torchrun``, ``forkserver`` or ``rank 5`` (global rank)."""
+        """Key of the log of ``torchrun``, ``forkserver`` or ``rank <RANK>``."""
         for key, source in zip(self._writers, self._sources, strict=True):
             if name == (f"rank {source.rank}" if source.rank >= 0 else key):
                 return key
@@ -209,8 +209,8 @@ class PumpWatcher:
             remove_old_generations(folder, spec.log_keep_generations)
             Pump(logs, control, self._tee, name).run()
             code = 0
-        except BaseException:  # noqa: BLE001  # a child must not go on in its parent's code, whatever happens
-            sys.excepthook(*sys.exc_info())  # as traceback does, which takes long to load
+        except BaseException:  # noqa: BLE001  # a forked child must never return into its parent's code
+            sys.excepthook(*sys.exc_info())  # prints as the traceback module does, which loads slowly
         finally:
             os._exit(code)
 
@@ -220,7 +220,7 @@ class PumpWatcher:
     def ended(self, code: int) -> None:
         """Handle the end of the pump, which was reaped."""
         with contextlib.suppress(BlockingIOError):
-            while self._control is not None:  # what it said before
+            while self._control is not None:  # messages that it sent before its end
                 self._on_message()
         self._forget()
         if self._closed and (code == 0 or self._kill_at is None):
@@ -310,7 +310,7 @@ class PumpWatcher:
             then()
 
     def last_lines(self, name: str) -> tuple[str, ...]:
-        """Last lines of ``torchrun``, ``forkserver``, or ``rank 5`` (global rank)."""
+        """Last lines of ``torchrun``, ``forkserver`` or ``rank <RANK>``."""
         key = self._key(name)
         if key is None:
             return ()

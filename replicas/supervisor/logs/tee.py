@@ -124,7 +124,7 @@ class Tee:
                 self._drop_all()
                 return
             self._queued -= count
-            if count < len(block):  # a terminal, or a disk that is almost full, took a part of it
+            if count < len(block):  # a terminal or an almost full disk took a part
                 self._blocks[0] = block[count:]
                 if self._regular:
                     continue  # the next write says why
@@ -151,7 +151,7 @@ class Tee:
         note, dropped = self._note
         if note in self._blocks:
             self._blocks.remove(note)
-            self._dropped += dropped  # it is still to be said
+            self._dropped += dropped  # the note itself was not shown
         self._drop(sum(block.count(b"\n") for block in self._blocks))
         self._blocks.clear()
         self._queued = 0

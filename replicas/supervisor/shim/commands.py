@@ -32,7 +32,7 @@ def guard_orders(spec: NodeSpec, *, direct: bool) -> str:
             str(os.getpid()),
             str(spec.shim),
             " ".join(f"{out} {err}" for out, err in pipes),
-            spec.cgroup if direct else "",  # torchrun is in it, and so is what it starts
+            spec.cgroup if direct else "",  # torchrun's children inherit its control group
             *resolve_command(spec.command),
         ]
     )
@@ -49,7 +49,7 @@ def scratch_folder(spec: NodeSpec) -> Path:
         private.create(folder / "probe", bytes(4096))
         private.remove(folder / "probe")
     except OSError:
-        import tempfile  # it takes long to load, and most shims have no need of it
+        import tempfile  # loads slowly, and is rarely needed
 
         private.remove_tree(folder)
         folder = Path(tempfile.mkdtemp(prefix="replicas-"))

@@ -135,7 +135,7 @@ class StackDump:
         if self._mute:
             self._describe_the_mute(now)
         if self._aborted and now < self._until and any(start_time(pid) is not None for pid in self._aborted):
-            return None  # it is writing
+            return None  # the aborted ranks are still writing
         return sorted(Stack(rank, pid, text) for pid, (rank, text) in self._found.items())
 
     def cut_short(self, now: float) -> list[Stack]:
@@ -255,7 +255,7 @@ def _without_core(pid: int) -> None:
         soft = 0 if hard == 0 else 1
         resource.prlimit(pid, resource.RLIMIT_CORE, (soft, hard))
     except (ProcessLookupError, PermissionError):
-        return  # it has ended, or became someone else's
+        return  # it has ended, or changed its user
 
 
 def _registered(log_dir: Path) -> list[Asked]:
@@ -289,7 +289,7 @@ def _take(path: Path) -> str:
         with os.fdopen(private.open_file(path, os.O_RDWR), "rb") as file:
             text = file.read(_MAX_NBYTES).decode(errors="replace")
             os.ftruncate(file.fileno(), 0)
-    except OSError as error:  # the rank may have done anything to it
+    except OSError as error:  # the rank can change or remove the file
         note(f"stacks cannot be read: {error}")
         return ""
     return text

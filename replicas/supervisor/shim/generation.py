@@ -57,7 +57,7 @@ class Generation:
             ShimRecord(nonce=spec.nonce, group=group.name, replica=index, generation=number, node=spec.node)
             for spec in specs
         ]
-        self._host.save()  # before any of them is there: whoever comes after us can find them
+        self._host.save()  # before they start, so that a later supervisor can find them
         try:
             for spec in specs:
                 shim = self._start_shim(spec, self._changed, self._host.state.lock)
@@ -94,7 +94,7 @@ class Generation:
         """Processes that SIGKILL has not ended yet; None if none are known."""
         left = [node for node in self.nodes if not node.gone.is_set()]
         found = [node.remains for node in left if node.remains is not None]
-        if self.late_s >= _SHIM_DIES_S:  # it was killed then
+        if self.late_s >= _SHIM_DIES_S:  # its shims were killed by then
             since = time.time() - self.late_s
             found += [Remains(since, ((node.pid, "its shim"),)) for node in left if node.remains is None]
         if not found:
@@ -174,7 +174,7 @@ class Generation:
     async def stacks(self) -> dict[str, str]:
         """Stacks by ``group/replica/rank``; nodes that do not answer are named."""
         found: dict[str, str] = {}
-        for node, record in zip(self.nodes, self.records, strict=False):  # no records are left of one that has ended
+        for node, record in zip(self.nodes, self.records, strict=False):  # an ended generation has no records left
             if node.report is not None:
                 continue
             try:

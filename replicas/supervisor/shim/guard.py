@@ -28,7 +28,7 @@ import os
 import signal
 import sys
 
-TYPE_CHECKING = False  # typing takes long to load
+TYPE_CHECKING = False  # typing loads slowly
 if TYPE_CHECKING:
     from collections.abc import Iterable
     from typing import NoReturn
@@ -99,7 +99,7 @@ def main() -> NoReturn:
     if cgroup:
         _enter(cgroup)
     name = os.fsdecode(command[0])
-    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec would pass that on
+    for signum in (signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores these, and exec would inherit that
         signal.signal(signum, signal.SIG_DFL)
     try:
         os.execvp(command[0], command)

@@ -25,7 +25,7 @@ from __future__ import annotations
 import gc
 
 _collects = gc.isenabled()
-gc.disable()  # a tenth of the time that torch takes to load: there is no garbage in it, and a lot to look through
+gc.disable()  # saves a tenth of torch's load time: many objects, no garbage
 
 import argparse
 import os
@@ -71,7 +71,7 @@ if _collects:
 __all__ = ["forbid_pickles", "local_store", "main"]
 
 _BACKEND = "replicas"
-_MONITOR_INTERVAL_S = 0.05  # of an agent that is not ours
+_MONITOR_INTERVAL_S = 0.05  # used only by torch's own agent
 _LOOK_INTERVAL_S = 1.0
 _INSTANT_S = 1e-4
 _MEET_INTERVAL_S = 0.05
@@ -79,7 +79,7 @@ _CONNECT = timedelta(seconds=60)
 _ALIKE = "TORCH_ELASTIC_WORKER_IDENTICAL"
 _TEXT_NCHARS = 300
 _ERROR_NCHARS = 4000
-_SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun kills what ignores SIGTERM a little before the shim would
+_SHUTDOWN_SHARE = 0.8  # of the stop timeout: torchrun must SIGKILL its workers before the shim does
 
 
 def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPStore:
@@ -130,7 +130,7 @@ class _Rendezvous(RendezvousHandler):
             if time.monotonic() > deadline:
                 nodes = ", ".join(map(str, missing))
                 raise RendezvousTimeoutError(f"node {nodes} did not come up within {spec.rendezvous_timeout_s:g} s")
-            time.sleep(_MEET_INTERVAL_S)  # a wait of the store's own would hold up SIGTERM
+            time.sleep(_MEET_INTERVAL_S)  # the store's own wait would delay SIGTERM
         return RendezvousInfo(self._store, spec.node, spec.nnodes, self._bootstrap)
 
     @property
@@ -161,12 +161,12 @@ class _Agent(LocalElasticAgent):
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)
-        self._worker_group.spec.monitor_interval = _INSTANT_S  # it waits below
+        self._worker_group.spec.monitor_interval = _INSTANT_S  # _monitor_workers waits instead
         self._watched: PContext | None = None
         self._ends = select.poll()
 
     def _assign_worker_ranks(self, *arguments: Any, **named: Any) -> Any:
-        os.environ[_ALIKE] = "1"  # all nodes are alike: the ranks follow from that, and are not looked up in the store
+        os.environ[_ALIKE] = "1"  # all nodes have as many workers: ranks are computed, not exchanged in the store
         try:
             return super()._assign_worker_ranks(*arguments, **named)
         finally:
@@ -175,7 +175,7 @@ class _Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         if self._watched is not self._pcontext and self._pcontext is not None:
             self._watched, self._ends = self._pcontext, select.poll()
-            for pid in self._pcontext.pids().values():  # nobody has reaped them yet
+            for pid in self._pcontext.pids().values():  # not reaped yet, so the pids are valid
                 self._ends.register(os.pidfd_open(pid), select.POLLIN)
         for pidfd, _ in self._ends.poll(_LOOK_INTERVAL_S * 1e3):
             self._ends.unregister(pidfd)
@@ -263,7 +263,7 @@ def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
     """Run the workers of this node to their end."""
     shutdown_s = spec.stop_timeout_s * _SHUTDOWN_SHARE
     _bound_close(shutdown_s)
-    launcher_api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # torch has no other way to put in an agent
+    launcher_api.LocalElasticAgent = _Agent  # type: ignore[attr-defined]  # torch has no other way to set the agent class
     try:
         store = _workers_store(spec, control)
         rendezvous_handler_registry.register(_BACKEND, lambda parameters: _Rendezvous(spec, store))
@@ -277,7 +277,7 @@ def launch(spec: NodeSpec, control: socket.socket) -> ExitReport:
         return ExitReport("stopped")
     except orders.Malformed as error:
         return ExitReport("lost", text=f"torchrun of node {spec.node}: what the shim said is no order: {error}")
-    except Exception as error:  # noqa: BLE001  # whatever torchrun raises goes into the report, its traceback into the log
+    except Exception as error:  # noqa: BLE001  # any error goes into the report, its traceback into the log
         traceback.print_exc()
         return ExitReport("lost", text=one_line(f"torchrun of node {spec.node}: {type(error).__name__}: {error}", 500))
     return ExitReport("ok")

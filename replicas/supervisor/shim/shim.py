@@ -256,7 +256,7 @@ class Shim:
             return
         try:
             orders.send(self.control, message)
-        except OSError as error:  # too long for the kernel; an exit report is in its file, too
+        except OSError as error:  # too long for the kernel; an exit report is also in its file
             note(f"the supervisor cannot be told {message['type']!r}: {error.strerror}")
 
     # ------------------------------------------------------------ processes
@@ -371,7 +371,7 @@ class Shim:
         path = Path(self.spec.log_dir) / f"exit-{self.spec.node}.json"
         try:
             private.write(path, orders.encode(report.message()))
-        except OSError as error:  # the supervisor gets it all the same
+        except OSError as error:  # the supervisor still gets the message
             note(f"{path} cannot be written: {error.strerror}")
         self._tell(report.message())
         self._begin_sweep()
@@ -408,7 +408,7 @@ class Shim:
 
     def _begin_sweep(self) -> None:
         self._sweeping = True
-        signal_own(signal.SIGTERM, but=self._pump())  # before they learn from others that they are lost
+        signal_own(signal.SIGTERM, but=self._pump())  # before a peer's death makes them fail
         self._take_stock()
         if self._forkserver is not None:
             self._forkserver.kill()
@@ -491,9 +491,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         as the shim lives) and ``--tee`` (of the supervisor's stderr, if lines are
         wanted there), each with its number.
     """
-    words = list(
-        sys.argv[1:] if arguments is None else arguments
-    )  # argparse takes long to load, and nobody types these
+    # No argparse: it loads slowly, and users do not type these arguments.
+    words = list(sys.argv[1:] if arguments is None else arguments)
     options = {name.removeprefix("--"): int(value) for name, value in zip(words[::2], words[1::2], strict=True)}
     inherited.put_in_order()
     become_subreaper()
