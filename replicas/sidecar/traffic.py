@@ -72,8 +72,7 @@ class Traffic:
         self._paused = 0
         self._worked = 0
         self._sockets: dict[int, _Key] = {}
-        """Connections' descriptors at the last look: listing all takes longer than a
-        barrier."""
+        """Sockets at the last look, cached: to list all is slower than a barrier."""
         self._first: dict[_Key, tuple[int, int]] = {}
         self._last: dict[_Key, _Connection] = {}
         self._seen: tuple[int, int, int] | None = None

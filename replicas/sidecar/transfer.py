@@ -87,8 +87,9 @@ from replicas.weights.tensors import piece_view
 __all__ = ["WaitPacked", "check_routes", "run_transfer", "scatter"]
 
 WaitPacked = Callable[[int, float], None]
-"""Wait until so many bytes of the image's data are packed; :class:`TimeoutError` at a
-deadline (monotonic)."""
+"""Waits until so many bytes of the image's data are packed.
+
+Raises :class:`TimeoutError` at a deadline (monotonic)."""
 
 WINDOW = 4
 """Buckets in flight on each side: as many receives as sends."""

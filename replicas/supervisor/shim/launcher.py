@@ -95,7 +95,7 @@ def local_store(address: str, timeout: timedelta = timedelta(minutes=5)) -> TCPS
 
 
 def forbid_pickles() -> None:
-    """Forbid every pickle in this process to name a class or function, and so run it.
+    """Refuse every pickle in this process that names a class or function: it would run.
 
     torchrun's agent needs none. A version of torchrun that unpickles from a socket
     fails here, and executes nothing.
