@@ -1,30 +1,28 @@
-"""The state of one channel: what joins, losses, messages and time do to it.
+"""The coordinator's state of one channel: events come in, effects go out.
 
 Theory of operation
 ===================
 
-:class:`ChannelState` is the coordinator's whole mind about one channel and touches
-nothing outside: time comes in as an argument, what must happen goes out as
-:mod:`replicas.core.effects`, in order. The shell applies the effects of one event
-before it hands in the next, so that, for instance, a decision is on disk before anyone
-is told of the commit.
+:class:`ChannelState` holds all that the coordinator knows of one channel and does no
+I/O: time comes in as an argument, actions go out as :mod:`replicas.core.effects`, in
+order. The shell applies the effects of one event before it hands in the next, so that,
+for instance, a decision is on disk before any member learns of the commit.
 
-It is made of a :class:`~replicas.core.members.roster.Roster` (members, epochs),
+Its parts are a :class:`~replicas.core.members.roster.Roster` (members, epochs),
 :class:`~replicas.core.moving.lanes.Lanes` (process groups),
 :class:`~replicas.core.versions.publishes.Publishes` (numbering, verdicts), one main
 :class:`~replicas.core.moving.transfers.Transfer` and one for catch-up,
-:class:`~replicas.core.versions.rounds.Rounds` (who loads what) and
+:class:`~replicas.core.versions.rounds.Rounds` (which version each replica loads) and
 :class:`~replicas.core.operations.operations.Operations` (collectives of peers);
 :mod:`replicas.core.versions.commits` joins publishes to transfers. After every event
-:meth:`ChannelState._settle` moves on whatever has become possible, so that no handler
-needs to know what waits for it.
+:meth:`ChannelState._settle` takes every step that has become possible, so no handler
+needs to know which steps wait for it.
 
-*A channel may have thousands of members.* What :meth:`ChannelState._settle` looks at is
-kept in sets that are small when nothing is due
-(:mod:`replicas.core.members.roster_index`; the rounds that may move on; the members
-that are not live), so that a message costs the same however many members there are. Who
-must be told of everybody, is told of the difference: a View names those who came and
-went, and while many come one after another it waits a little for more of them.
+*Cost.* A channel may have thousands of members. :meth:`ChannelState._settle` looks only
+at sets that are small when nothing is due (:mod:`replicas.core.members.roster_index`;
+the rounds that may advance; the members that are not live), so that a message costs the
+same at any number of members. Views carry differences: the members that joined and left
+since the last one. While many join in a row, a View waits to collect them.
 """
 
 from __future__ import annotations
@@ -67,14 +65,13 @@ from replicas.messages.identity import Member
 __all__ = ["ChannelState"]
 
 WHOLE_VIEW = 32
-"""Up to so many members, every View names them all."""
+"""Up to this many members, every View names all of them."""
 VIEWS_PER_S = 5_000
-"""Views are sent at this rate, in the long run, counted by member; what there is to
-tell meanwhile is told in one."""
+"""Long-run rate of Views, counted per receiving member; later changes wait."""
 VIEWS_AT_ONCE = 2_000
 QUARANTINE = Backoff(1.0, 300.0)
 SERVED_MAX_S = 30.0
-"""One that is quarantined is served alone after so much of its time."""
+"""A quarantined member is first served alone after at most this time."""
 LOSS_WORDS = {
     "exited": "its process ended",
     "lease": "no sign of life within its lease",
@@ -85,8 +82,7 @@ LOSS_WORDS = {
 
 
 class ChannelState:
-    """One channel. Every public method takes ``now``, a monotonic clock reading in
-    seconds."""
+    """One channel. ``now`` arguments are readings of a monotonic clock in seconds."""
 
     def __init__(
         self,
@@ -100,8 +96,9 @@ class ChannelState:
         past: Past | None = None,
         here: tuple[Place, wire.Beacon] | None = None,
     ) -> None:
-        """``secret``: the coordinator's own. ``here``: where this process is, if it can
-        keep the memory of others."""
+        """:param secret: the coordinator's own.
+        :param here: location of this process, if it can hold the memory of members.
+        """
         past = past or Past()
         self.config = config
         self.term = term
@@ -148,12 +145,12 @@ class ChannelState:
     # ------------------------------------------------------------ what the shell calls
 
     def drain(self) -> list[Effect]:
-        """The effects since the last call, in order."""
+        """Return the effects since the last call, in order."""
         effects, self.out[:] = list(self.out), []
         return effects
 
     def join(self, hello: wire.Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
-        """A new incarnation; returns it and the one that it fenced.
+        """Add a new incarnation; return it and the older one that it fenced.
 
         :raises errors.ReplicasError: the Hello is not acceptable; nothing has changed.
         """
@@ -171,7 +168,7 @@ class ChannelState:
         if state.is_target:
             self.rounds.joined(state, self.view(member.group, member.replica), self.out)
         self.out.append(Emit(MemberJoined(self.config.name, state.member)))
-        if self.commits.latest > self.told.latest:  # its Welcome goes past the record of that decision
+        if self.commits.latest > self.told.latest:  # its Welcome leaves out what is still being recorded
             self.out.append(Send(member, self.commits.commit_message()))
         self._doubt(state, now)
         self._settle(now)
@@ -189,8 +186,7 @@ class ChannelState:
         )
 
     def lose(self, member: Member, reason: str, now: float) -> None:
-        """The member is gone for good: survivors get a new epoch, and what it took part
-        in goes on without it."""
+        """Remove a lost member: a new epoch starts, its work continues without it."""
         state = self.roster.remove(member)
         if state is None:
             return
@@ -216,7 +212,7 @@ class ChannelState:
         self._settle(now)
 
     def receive(self, member: Member, message: FromMember, now: float) -> None:
-        """A message of a member, in the order in which it sent them."""
+        """Handle a message of a member; its messages come in the order it sent them."""
         state = self.roster.get(member)
         if state is None:
             return
@@ -226,32 +222,32 @@ class ChannelState:
         self._settle(now)
 
     def seen(self, member: Member, now: float) -> None:
-        """A sign of life."""
+        """Note a sign of life."""
         state = self.roster.get(member)
         if state is not None:
             state.last_seen = max(state.last_seen, now)
 
     def measured(self, member: Member, rtt_s: float) -> None:
-        """How long a round trip to it takes lately, in seconds; 0: not known."""
+        """Note the member's recent round-trip time in seconds; 0: unknown."""
         state = self.roster.get(member)
         if state is not None and rtt_s:
             state.rtt_s = rtt_s
 
     def connected(self, member: Member, now: float) -> None:
-        """It has come back with a new connection."""
+        """The member has reconnected."""
         state = self.roster.get(member)
         if state is not None:
             state.cut_at = 0.0
             state.last_seen = max(state.last_seen, now)
 
     def disconnected(self, member: Member, now: float) -> None:
-        """Its connection has ended: it is back within a moment, or suspect."""
+        """The member's connection ended: unless it reconnects soon, it is suspect."""
         state = self.roster.get(member)
         if state is not None:
             state.cut_at = now
 
     def tick(self, now: float) -> None:
-        """Time passes: leases and deadlines."""
+        """Check leases and deadlines."""
         for state in self.roster.expired(now):
             self.lose(state.member, "lease", now)
         self.roster.keep_time(now)
@@ -266,21 +262,20 @@ class ChannelState:
         self._settle(now)
 
     def read(self, effect: Read, found: Joined | errors.ReplicasError, now: float) -> None:
-        """The shell has done what :class:`~replicas.core.effects.Read` says."""
+        """Take the result of a :class:`~replicas.core.effects.Read` effect."""
         self.commits.manifests.read(effect, found)
         self._settle(now)
 
     def kept(self, owner: Member, version: int, place: wire.SlotPlace | None) -> None:
-        """The shell has done what :class:`~replicas.core.effects.Keep` says; None: it
-        cannot."""
+        """Take the result of :class:`~replicas.core.effects.Keep`; None: it failed."""
         self.keeping.kept(owner, version, place)
 
     def store_lost(self) -> None:
-        """The store has ended: what forms over it waits for the next one."""
+        """The store has ended: lanes that are forming wait for the next one."""
         self.lanes.store_lost()
 
     def store_moved(self, now: float) -> None:
-        """The store was replaced: what forms over the old one starts again."""
+        """The store was replaced: lanes still forming start again."""
         self.lanes.store_moved()
         for transfer in self.commits.transfers:
             transfer.store_moved(now)
@@ -290,28 +285,28 @@ class ChannelState:
         self._settle(now)
 
     def waits(self, member: Member) -> bool:
-        """Whether the member has asked for something that is still up to others."""
+        """Return whether a request of the member still waits for other members."""
         return self.rounds.asks(member) or self.operations.posted(member)
 
     def set_draining(self, group: str, replica: int, generation: int, now: float) -> None:
-        """This generation is being ended: nothing new waits for it, what it has begun
-        may finish (:meth:`Drains.busy`)."""
+        """End this generation: no new work waits for it; work in progress may finish.
+
+        :meth:`Drains.busy` says when it has.
+        """
         self.drains.begin(group, replica, generation)
         self._settle(now)
 
     # ------------------------------------------------------------ what the parts share
 
     def others_wait(self, now: float) -> bool:
-        """Whether somebody waits for the end of the publish that is being sent: to
-        publish, or to be admitted."""
+        """Return whether a publish or a join waits for the current publish to end."""
         return bool(self.commits.publishes.queue or self.roster.waiting(now))
 
     def quarantine(self, member: Member, why: str, now: float) -> None:
-        """Take it out of everything that it does together with others, until it has
-        been served alone."""
+        """Exclude the member from joint work until it has been served alone."""
         state = self.roster.get(member)
         if state is None or state.standing == "quarantined" or not (state.is_target or state.is_peer):
-            return  # who only gives takes part in nothing that it could be kept out of
+            return  # a pure source receives nothing and runs no collectives
         state.failures += 1
         count = self.roster.note_isolation(member.name, now)
         count = count if state.is_peer else max(count, state.failures)
@@ -324,8 +319,7 @@ class ChannelState:
         self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
 
     def _doubt(self, state: MemberState, now: float) -> None:
-        """A new process of a peer that was quarantined is tried beside the others, too,
-        and at once."""
+        """Quarantine the new process of an isolated peer, and probe it at once."""
         why = self.roster.was_isolated(state.member.name)
         if why:
             self.roster.isolate(state, why, now)
@@ -338,10 +332,10 @@ class ChannelState:
         leader_only = party is not None and party.ranks == "leader"
         return ReplicaView(ranks, 1 if leader_only or not ranks else ranks[0].hello.world_size)
 
-    # ------------------------------------------------------------ moving on
+    # ------------------------------------------------------------ after each event
 
     def _settle(self, now: float) -> None:
-        """Do everything that has become possible."""
+        """Take every step that has become possible."""
         if self.recovery.active:
             return
         self.recovery.advance(now)
@@ -359,18 +353,17 @@ class ChannelState:
             self._publish_view(now)
 
     def _admit(self, now: float) -> None:
-        """Joins wait for a boundary: no version and no collective is on its way."""
+        """Admit joiners at a boundary: no transfer and no collective is under way."""
         if self.commits.moving or self.operations.running_collective:
             return
         missing = self.roster.missing(now)
         if missing and not self.commits.obtainable(missing):
             for state in missing:
-                state.missed = 0  # nobody has it any more: with the others again, as a newcomer is
+                state.missed = 0  # the version is lost: admit them without it, as newcomers
         self.roster.admit(now)
 
     def _may_publish_view(self, now: float) -> bool:
-        """A thousand that join one by one are no thousand Views for a thousand members:
-        there is a rate for that."""
+        """Rate-limit Views: 1,000 joins in a row must not cost a million messages."""
         earned = VIEWS_PER_S * (now - self._view_at)
         self._view_credit = min(float(VIEWS_AT_ONCE), self._view_credit + earned)
         self._view_at = now
@@ -380,8 +373,7 @@ class ChannelState:
         return True
 
     def _publish_view(self, now: float) -> None:
-        """Tell everybody of the new epoch: those who know the one before, in large
-        channels, only what has changed."""
+        """Send every member the new epoch; in large channels only what changed."""
         epoch, known = self.roster.epoch, self._view_epoch
         live = self.roster.live
         members = tuple(state.member for state in live)
@@ -400,8 +392,10 @@ class ChannelState:
             state.view_epoch = epoch
 
     def _look_at_watches(self) -> None:
-        """Once loaded by all that were live is loaded, also when they have left
-        since."""
+        """Answer the watches of versions that all live members have loaded.
+
+        Loaded once by all counts for ever, even after those members left.
+        """
         loaded = self.rounds.loaded_by_all()
         if loaded > self._loaded_once:
             self._loaded_once = loaded
@@ -409,7 +403,7 @@ class ChannelState:
                 self._watch(member, watch)
 
     def _watch(self, member: Member, watch: wire.WatchLoaded) -> None:
-        """Answer it, or keep it in place of the one that this member had before."""
+        """Answer the watch, or store it in place of this member's earlier one."""
         if watch.version > self._loaded_once:
             self._watches[member] = watch
             return
@@ -419,7 +413,7 @@ class ChannelState:
     # ------------------------------------------------------------ messages
 
     def _handle(self, state: MemberState, message: FromMember, now: float) -> bool:
-        """Returns whether it shows that the member's program gets on."""
+        """Dispatch a message; return whether it shows the program's progress."""
         commits, member = self.commits, state.member
         match message:
             case wire.Progress():
@@ -445,11 +439,11 @@ class ChannelState:
             case wire.Dropped():
                 state.forget(message.version)
                 self.hosts.release(commits.latest, now, host=state.host)
-            case wire.ReceiveAsk() if state.is_target and state.carries:  # nobody else is ever granted one
+            case wire.ReceiveAsk() if state.is_target and state.carries:  # no other member is ever granted one
                 self.rounds.ask(member, message)
             case wire.ReceiveCancel():
                 self.rounds.cancel_ask(member, message.ask)
-            case wire.Loaded() if message.version <= commits.latest:  # else nobody can have loaded it
+            case wire.Loaded() if message.version <= commits.latest:  # else it cannot have been loaded
                 self.marks.version(member.group, member.replica, message.version)
                 self.rounds.loaded(state, message.version, self.view(member.group, member.replica), self.out)
             case wire.LoadFailed():
@@ -466,7 +460,7 @@ class ChannelState:
         return True
 
     def _report(self, state: MemberState, message: FromMember, now: float) -> None:
-        """What a member's sidecars have done, or not."""
+        """Dispatch a report of a member's sidecars."""
         member = state.member
         match message:
             case wire.LaneFormed():

@@ -1,5 +1,4 @@
-"""What the state machines ask of the shell, as values, in the order in which it must
-happen."""
+"""Effects: actions that the state machines ask of the shell, as ordered values."""
 
 from __future__ import annotations
 
@@ -116,8 +115,7 @@ class SidecarReplaced(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
-    """Every rank of a replica has loaded ``version``; 0: it no longer serves one
-    version."""
+    """All ranks of a replica have loaded ``version``; 0: they differ."""
 
     channel: str
     group: str
@@ -126,7 +124,7 @@ class ReplicaLoaded(msgspec.Struct, frozen=True, tag=True):
 
 
 class ReplicaIdle(msgspec.Struct, frozen=True, tag=True):
-    """A draining replica has finished what it had under way on this channel."""
+    """A draining replica has finished its work in progress on this channel."""
 
     channel: str
     group: str
@@ -171,8 +169,10 @@ Event = (
 
 
 class CommitDecision(msgspec.Struct, frozen=True):
-    """One line of the decision log. ``abort``: the version was on its way, and will
-    never be committed."""
+    """One line of the decision log.
+
+    ``abort``: the version was under way, and will never be committed.
+    """
 
     kind: Literal["commit", "abort"]
     channel: str
@@ -183,7 +183,7 @@ class CommitDecision(msgspec.Struct, frozen=True):
 
 
 class Past(msgspec.Struct, frozen=True):
-    """What the decision log tells of a channel when a coordinator starts.
+    """What the decision log says of a channel when a coordinator starts.
 
     :param decided: number and digest of the newest commit; (0, ""): none.
     :param aborted: later numbers that failed.
@@ -196,7 +196,7 @@ class Past(msgspec.Struct, frozen=True):
 
     @property
     def floor(self) -> int:
-        """The newest number that was ever decided."""
+        """The newest version number that was ever decided."""
         return max(self.decided[0], *self.aborted, 0)
 
 
@@ -206,29 +206,29 @@ class Send(msgspec.Struct, frozen=True):
 
 
 class RecordDecision(msgspec.Struct, frozen=True):
-    """Make the decision durable before any effect after it."""
+    """Make the decision durable before any later effect."""
 
     decision: CommitDecision
 
 
 class SweepStore(msgspec.Struct, frozen=True):
-    """Delete the keys under this prefix of the store, now and once more later
-    (stragglers write after us)."""
+    """Delete the store's keys under this prefix now, and again later for stragglers."""
 
     prefix: str
 
 
 class ReplaceStore(msgspec.Struct, frozen=True):
-    """The store that listens there was written to by somebody who is no member: end it,
-    and start another one."""
+    """End the store that listens there and start another: a non-member wrote to it."""
 
     host: str
     port: int
 
 
 class Keep(msgspec.Struct, frozen=True):
-    """Hold the memory of ``owner`` with ``version`` in this process, and say at once
-    where it can be opened here."""
+    """Hold the memory of ``owner`` with ``version``, and answer at once.
+
+    The answer is the place where it can be opened in this process.
+    """
 
     channel: str
     owner: Member
@@ -237,17 +237,17 @@ class Keep(msgspec.Struct, frozen=True):
 
 
 class LetGo(msgspec.Struct, frozen=True):
-    """Hold that memory no longer."""
+    """Stop holding that memory."""
 
     channel: str
     owner: Member
 
 
 class Read(msgspec.Struct, frozen=True):
-    """Decode these manifests and put them together
-    (:func:`replicas.core.versions.manifests.read`): beside the loop, as many tensors
-    take seconds. ``key``: what the result is called when it is handed in. ``whole``: it
-    is one, and put together already.
+    """Decode and join these manifests (:func:`replicas.core.versions.manifests.read`).
+
+    It runs off the event loop, as many tensors take seconds. ``key`` names the result
+    when it is handed in. ``whole``: there is one manifest, already complete.
     """
 
     key: str

@@ -1,8 +1,8 @@
-"""What the parts of one channel share, and may ask of each other.
+"""The state and callbacks that the parts of one channel share.
 
-A part of a channel (its commits, its transfers, its operations, ...) is given a
-:class:`Ground` and the few parts that it works with, and never the whole
-:class:`~replicas.core.channel.ChannelState`: what it can change is what it names.
+Each part (commits, transfers, operations, ...) is given a :class:`Ground` and the few
+other parts that it works with, never the whole
+:class:`~replicas.core.channel.ChannelState`: its constructor names all it can change.
 """
 
 from __future__ import annotations
@@ -29,11 +29,12 @@ __all__ = ["Ground"]
 class Ground:
     """The shared parts of one channel.
 
-    :ivar out: the effects of the present event, in order.
-    :ivar ids: numbers for attempts, each given once.
-    :ivar retries: attempts that were not the first, by the reason for them.
-    :ivar quarantine: takes a member out of all that it does together with others.
-    :ivar others_wait: whether anybody waits for the end of the present publish.
+    :ivar out: the effects of the current event, in order.
+    :ivar ids: unique numbers for attempts.
+    :ivar retries: number of repeated attempts by reason.
+    :ivar quarantine: excludes a member from joint work.
+    :ivar others_wait: whether a publish or an admission waits for the current publish
+        to end.
     """
 
     term: int

@@ -1,45 +1,45 @@
-"""The tables of a channel: a member, a publish, a transfer, a lane, a round, a slot.
+"""The transition tables of a channel: member, publish, transfer, lane, round and slot.
 
 Theory of operation
 ===================
 
-These are the whole of what a channel can be in;
-:class:`~replicas.core.channel.ChannelState` moves them (and each member's
-:class:`~replicas.weights.memory.arena.Arena` its slots), and nothing moves that has no
-row here.
+:class:`~replicas.core.channel.ChannelState` applies these tables (and each member's
+:class:`~replicas.weights.memory.arena.Arena` the one of its slots). A transition
+without a row here is refused.
 
 *A member* is one incarnation of a rank. It is *joining* until a boundary, where it is
-admitted to a new epoch and *live*. A target that did not get a version that the others
+admitted to a new epoch and is *live*. A target that did not get a version that was
 committed is *behind*: still a member, caught up beside the others, and admitted again
-when it has that version or a newer one. One with which no process group works (found by
-probing pairs), or that keeps dying right after it joined, is *quarantined*: it takes
-part in nothing with others, is served alone, at growing intervals, and released when
-that has worked; a peer, when pairs with the others have
-(:mod:`replicas.core.operations.stuck`). *Observers* take part in nothing. Every way
+when it has that version or a newer one. A member is *quarantined* when no process group
+with it works (found by probing pairs), or when it keeps dying right after it joined: it
+takes part in no joint work, is served alone at growing intervals, and is released when
+that has worked; a peer is released when probes with other peers have worked
+(:mod:`replicas.core.operations.stuck`). *Observers* take part in nothing. Every path
 ends in *gone*; a process that comes back is another member.
 
 *A publish* is *packing* while the ranks of its replica fill their slots, *queued* until
-its turn comes, *moving* while a transfer carries it, and has then exactly one verdict.
+its turn, *moving* while a transfer carries it, and then has exactly one verdict.
 
-*A transfer* runs in attempts: *offering* (slots and a lane are being made ready),
-*moving*; ``again`` is the next attempt over those that are left. When a second attempt
-fails with everybody alive, pairs of its members are *probed* to find whom it is up to.
+*A transfer* runs in attempts: *offering* (slots and a lane are being made ready), then
+*moving*; ``again`` starts the next attempt over the members that are left. When a
+second attempt fails while all members are alive, pairs of them are *probed* to find the
+culprit.
 
 *A lane* is a process group: it forms once, and is dead after the first failure or loss.
 
 *A round* is what all ranks of one target replica load. It is *idle* until a version is
 *assigned* to all of them, *loading* from the first grant on, and *loaded* when every
 rank serves that version. A loaded round is *torn*, and loading again, when a rank is
-lost or new. A rank that fails to load makes it *partial*, whatever is assigned and
-granted then, until all ranks serve the same. It is *over* when no rank is left; those
-that come later begin another one.
+lost or new. A failed load makes it *partial*, whatever is assigned and granted
+afterwards, until all ranks serve the same version. It is *over* when no rank is left;
+ranks that join later begin another round.
 
-*A slot* is one place for a version in a member's memory. It is *filling* from the
-moment it is given to a writer, *held* when a version is complete in it, and *leaving*
-when that version is to go but somebody still reads it. A slot that is the memory of
-another member of the host begins as *held*, and is *closed* when nobody needs it here.
+*A slot* holds one version in a member's memory. It is *filling* from the moment it is
+given to a writer, *held* when a version is complete in it, and *leaving* when that
+version is released while it is still being read. A slot that maps the memory of another
+member of the host starts as *held*, and is *closed* when it is no longer needed here.
 
-The pictures of these tables in docs/protocol.md are made from them (:func:`diagrams`).
+The diagrams in docs/protocol.md are made from these tables (:func:`diagrams`).
 """
 
 from __future__ import annotations
@@ -199,6 +199,6 @@ SLOT: Table[SlotState, SlotEvent] = Table(
 
 
 def diagrams() -> str:
-    """All tables as Mermaid diagrams with titles, for docs/protocol.md."""
+    """Return all tables as Mermaid diagrams with titles, for docs/protocol.md."""
     tables = (MEMBER, PUBLISH, TRANSFER, LANE, ROUND, SLOT)
     return "\n\n".join(f"{table.what.capitalize()}:\n\n```mermaid\n{table.diagram()}\n```" for table in tables)

@@ -1,8 +1,8 @@
-"""State machines as tables: what can happen in which state, and nothing else.
+"""State machines as transition tables.
 
-A table is data: rows of (state, event) → state. It moves a state on, refuses what it
-has no row for (a bug of the caller, never a surprise of the world) and draws itself, so
-that the picture in the documentation cannot differ from the code.
+A table is data: rows of (state, event) → state. It computes the next state, refuses an
+event without a row (always a bug of the caller), and draws itself, so that the diagram
+in the documentation cannot differ from the code.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ class InvalidStep(InternalError):
 
 
 class Table(Generic[S, E]):
-    """One machine.
+    """The transition table of one state machine.
 
-    :param what: what it is the life of, for messages and titles.
-    :param start: states in which such a thing may begin.
+    :param what: the thing whose states these are, for messages and titles.
+    :param start: initial states.
     :param rows: next state by (state, event).
     """
 
@@ -42,7 +42,7 @@ class Table(Generic[S, E]):
         return list(dict.fromkeys(named))
 
     def next(self, state: S, event: E) -> S:
-        """The state after ``event``.
+        """Return the state after ``event``.
 
         :raises InvalidStep: there is no such row.
         """
@@ -53,15 +53,15 @@ class Table(Generic[S, E]):
         return after
 
     def allows(self, state: S, event: E) -> bool:
-        """Whether there is a row for ``event`` in ``state``."""
+        """Return whether there is a row for ``event`` in ``state``."""
         return (state, event) in self.rows
 
     def final(self, state: S) -> bool:
-        """Whether nothing follows."""
+        """Return whether ``state`` has no successor."""
         return all(before != state for before, _ in self.rows)
 
     def diagram(self) -> str:
-        """The table as a Mermaid state diagram."""
+        """Return the table as a Mermaid state diagram."""
         lines = ["stateDiagram-v2", *(f"    [*] --> {state}" for state in self.start)]
         edges: dict[tuple[S, S], list[E]] = {}
         for (before, event), after in self.rows.items():
