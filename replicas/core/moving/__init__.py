@@ -1,1 +1,1 @@
-"""One transfer of a version: lanes, paths, pace, and who is at fault when it fails."""
+"""Transfers: moving a version between members, and finding the fault when one fails."""

@@ -1,15 +1,15 @@
-"""Whom the failures of a transfer are up to.
+"""Decide which member is at fault when a transfer fails while all are alive.
 
 Theory of operation
 ===================
 
-A lane that fails with everybody alive is built once more. When that fails, too, its
-members are probed in pairs (:mod:`replicas.core.moving.probes`), and those that explain
-the bad pairs are quarantined; the transfer goes on without them. No probe is needed
-where the culprit is known: it no longer gives a sign of life, a preflight names it, or
-it alone has other bytes than all the rest. Who gives is no culprit as long as another
-one is named. A link that does not work is nobody's fault: the next attempt goes round
-it. When nothing is found, one more attempt decides.
+A lane that fails while all members are alive is formed once more. When that fails, too,
+its members are probed in pairs (:mod:`replicas.core.moving.probes`), and the members
+that explain the bad pairs are quarantined; the transfer goes on without them. No probe
+is needed when the culprit is known: it no longer gives a sign of life, a preflight
+names it, or it alone has bytes that differ from all the others. A giver is no culprit
+as long as another member is named. A link that does not work is no member's fault: the
+next attempt avoids it. When no culprit is found, one more attempt decides.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_PROBES = 3
 
 
 class TransferVerdict(Protocol):
-    """What a transfer does on the word of its :class:`Blame`."""
+    """The calls of :class:`Blame` on its transfer."""
 
     def again(self, reason: str, now: float) -> None: ...
 
@@ -45,8 +45,10 @@ class TransferVerdict(Protocol):
 
 
 class Blame:
-    """Failures of one transfer. ``failures``: of its lane in a row, with everybody
-    alive."""
+    """Failures of one transfer.
+
+    :ivar failures: of its lane in a row, while all members were alive.
+    """
 
     def __init__(self, ground: Ground, transfer: TransferVerdict) -> None:
         self._ground = ground
@@ -57,7 +59,7 @@ class Blame:
 
     @property
     def probing(self) -> Probe | None:
-        """The probe that is under way."""
+        """The probe in progress."""
         return self._probe
 
     def failed(
@@ -70,10 +72,11 @@ class Blame:
         wrong: set[Member],
         now: float,
     ) -> None:
-        """An attempt has failed, and nobody was lost.
+        """Decide what follows an attempt that failed without a loss.
 
-        :param lane: members of its lane. :param givers: who gives in it.
-        :param wrong: those that alone have other bytes than the sender's.
+        :param lane: members of its lane.
+        :param givers: members that give the version.
+        :param wrong: members that alone have bytes other than the sender's.
         """
         if not suspects and self._ground.links.broken_within(lane):
             self._transfer.again("link", now)
@@ -107,7 +110,7 @@ class Blame:
             self._probe = probe
 
     def _probed(self, culprits: Mapping[Member, str], now: float) -> None:
-        """The pairs have been tried."""
+        """Quarantine the culprits that the pairs have shown, and resume."""
         self._probe = None
         if culprits:
             self.failures = 0
@@ -122,7 +125,7 @@ class Blame:
 
 
 def _named(error: errors.ReplicasError, lane: Sequence[Member], givers: Sequence[Member]) -> dict[Member, str]:
-    """Members that a preflight names: no need to look for them."""
+    """Return the members that a preflight error names, without probing."""
     if not isinstance(error, errors.Preflight):
         return {}
     named = {member: error.message for member in lane if member.name in error.members}

@@ -1,14 +1,14 @@
-"""Lanes: the process groups that an epoch needs, as state.
+"""Lanes: the process groups of a channel, as state.
 
 A lane is formed once, over a fresh key prefix, by one sidecar of each of its members,
-in rank order. It is *forming* until each member has said so, then *formed*, and *dead*
-for good after the first failure or loss: a new attempt is a new lane
+in rank order. It is *forming* until every member has reported success, then *formed*,
+and *dead* for good after the first failure or loss: a new attempt is a new lane
 (:data:`replicas.core.membership.LANE`). A *probe* is a lane that only shows whether its
 members can form one.
 
-What a member says of a lane that is forming over a store that has ended is no failure
-of the lane, and says nothing of its members: whoever needs it makes another over the
-next store. A store that somebody else writes to is ended for it.
+A report about a lane that is forming over a store that has ended is no failure of the
+lane or its members: the owner of the lane opens another over the next store. A store
+that a non-member writes to is ended and replaced.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ __all__ = ["Lane", "Lanes", "form_timeout"]
 SECRET_NBYTES = 32
 FORM_TIMEOUT_S = 20.0
 FORM_TRIPS = 25.0
-"""Members that form a process group wait for each other, and for the store, so many
-times one after the other."""
+"""Forming takes this many round trips one after another (peers and the store)."""
 
 
 def form_timeout(remaining_s: float, rtt_s: float = 0.0) -> float:
-    """Of what is left of a deadline: long enough for a forkserver that is still
-    starting, short enough to try again.
+    """Return the time to form a lane, as a part of the deadline's remainder.
 
-    :param rtt_s: how long a round trip to the farthest member takes.
+    It is long enough for a forkserver that is still starting, short enough to try
+    again.
+
+    :param rtt_s: round-trip time to the farthest member.
     """
     enough_s = max(remaining_s / 4, min(5.0, remaining_s / 2), min(FORM_TRIPS * rtt_s, remaining_s))
     return min(FORM_TIMEOUT_S, enough_s)
@@ -46,8 +47,11 @@ def form_timeout(remaining_s: float, rtt_s: float = 0.0) -> float:
 
 @dataclass(slots=True, eq=False)
 class Lane:
-    """One process group. ``store``: where it forms. ``pace``: how it gets on with what
-    it moves now."""
+    """One process group.
+
+    :ivar store: where it forms.
+    :ivar pace: progress of its current work.
+    """
 
     name: str
     prefix: str
@@ -82,8 +86,7 @@ class Lanes:
         store: Callable[[], tuple[str, int]],
         secret: bytes = b"",
     ) -> None:
-        """``secret``: nobody's but the coordinator's; those of the lanes are made of
-        it."""
+        """``secret``: the coordinator's own; the lanes' secrets derive from it."""
         self.roster = roster
         self._out = out
         self._base = f"{run}/{roster.config.name}/{term}"
@@ -105,7 +108,7 @@ class Lanes:
     def open(
         self, states: Sequence[MemberState], backend: Backend, now: float, timeout_s: float, *, probe: bool = False
     ) -> Lane:
-        """Ask every member to form a group of them all, in this order."""
+        """Ask every member to form a process group of them all, in this order."""
         self._count += 1
         epoch = self.roster.epoch
         name = f"{epoch}.{self._count}"
@@ -136,7 +139,7 @@ class Lanes:
         return lane
 
     def formed(self, member: Member, name: str, now: float) -> Lane | None:
-        """A member has formed its part; returns the lane when that made it complete."""
+        """Note that a member has formed its part; return the lane if complete."""
         lane = self._lanes.get(name)
         if lane is None or lane.state != "forming" or member not in lane.ranks:
             return None
@@ -148,27 +151,25 @@ class Lanes:
         return lane
 
     def tampered(self, lane: Lane) -> None:
-        """Its store was written to by others, says one of its members: another one
-        takes its place."""
+        """Replace the lane's store: a member reports that others wrote to it."""
         if lane.state == "forming" and lane.store == self._store() != self._lost:
             self._lost = lane.store
             self._out.append(ReplaceStore(*lane.store))
 
     def store_lost(self) -> None:
-        """The store has ended."""
+        """Note that the store has ended."""
         self._lost = self._store()
 
     def store_moved(self) -> None:
-        """There is another one."""
+        """Note that a new store has replaced it."""
         self._lost = None
 
     def waits_for_store(self, lane: Lane) -> bool:
-        """Whether it cannot form, for no fault of its members: where they were to meet
-        there is nothing any more."""
+        """Return whether the lane cannot form because its store is gone or replaced."""
         return lane.state == "forming" and (lane.store == self._lost or lane.store != self._store())
 
     def moved(self, member: Member, message: LaneMoved, now: float) -> None:
-        """A member says what it has moved in a lane."""
+        """Store a member's progress report of a lane."""
         lane = self._lanes.get(message.lane)
         if lane is not None and member in lane.ranks:
             lane.pace.moved(member, message, now)
@@ -176,7 +177,7 @@ class Lanes:
     def close(self, lane: Lane, reason: str = "") -> None:
         """Kill the lane's sidecars and sweep its keys.
 
-        ``reason``: why it has to be replaced; empty when it was just done.
+        ``reason``: why it must be replaced; empty when its work was done.
         """
         if lane.state == "dead":
             return
@@ -194,15 +195,14 @@ class Lanes:
     # ------------------------------------------------------------ between two transfers
 
     def keep(self, lane: Lane | None) -> None:
-        """Of the last transfer: it waits for the next one, in place of the one
-        before."""
+        """Keep this lane for the next transfer; close the one kept before."""
         kept = self._kept
         if kept is not None and kept is not lane:
             self.close(kept)
         self._kept = lane if lane is not None and lane.state == "formed" else None
 
     def take(self, members: tuple[Member, ...], backend: Backend) -> Lane | None:
-        """The lane that waits, if it is of exactly these."""
+        """Return the kept lane, if it has exactly these members."""
         kept = self._kept
         if kept is None or (kept.members, kept.backend) != (members, backend):
             return None
@@ -210,11 +210,11 @@ class Lanes:
         return kept
 
     def broke(self, lane: Lane) -> None:
-        """A member says so."""
+        """Close the kept lane if a member reports that it is broken."""
         if lane is self._kept:
             self.close(lane)
 
     def lost(self, member: Member) -> None:
-        """A member is out of the roster."""
+        """Close the kept lane if it has this member, which is out of the roster."""
         if self._kept is not None and member in self._kept.ranks:
             self.close(self._kept)

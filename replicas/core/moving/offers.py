@@ -1,4 +1,4 @@
-"""What a transfer tells its members: offers, the word to go, and their withdrawal."""
+"""The messages of a transfer to its members: offer, go and cancel."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ __all__ = ["Offers"]
 
 
 class Offers:
-    """Of one transfer. Equal messages are one object, which is encoded once."""
+    """The messages of one transfer. Equal messages are one object, encoded once."""
 
     def __init__(self, ground: Ground, payload: Payload) -> None:
         self._ground = ground
         self._payload = payload
 
     def offer(self, plan: TransferPlan, transfer: int, remaining_s: float) -> None:
-        """Tell everyone who has something to do in attempt ``transfer`` what it is."""
-        # of a part only what is taken from it is digested
+        """Send each member of attempt ``transfer`` its role."""
+        # of a part, only the bytes taken from it are digested
         digest = self._payload.digest if plan.mode == "image" else ""
         send, receive, place = (
             self._alike(plan, transfer, role, remaining_s, digest) for role in ("send", "receive", "map")
@@ -52,7 +52,7 @@ class Offers:
         remaining_s: float,
         digest: str,
     ) -> list[TransferOffer]:
-        """The offer, in a list: the last one made of it."""
+        """Return the offer in a list, which holds the last variant made of it."""
         payload = self._payload
         offer = TransferOffer(
             transfer=transfer,
@@ -77,7 +77,7 @@ class Offers:
         self._ground.send(member, last[0])
 
     def go(self, plan: TransferPlan, go: TransferGo, lane: Lane | None) -> None:
-        """All have what they need: move the bytes."""
+        """Tell the members, all ready now, to move the bytes."""
         for member in (*plan.senders, *plan.receivers):
             places = tuple(self._part(plan, number) for number in plan.local.get(member, ()))
             own = msgspec.structs.replace(go, places=places) if places else go
@@ -86,12 +86,12 @@ class Offers:
             self._ground.send(member, own)
 
     def withdraw(self, transfer: int, members: Iterable[Member]) -> None:
-        """Of attempt ``transfer`` nothing is wanted from these any more."""
+        """Cancel attempt ``transfer`` at these members."""
         ground, cancel = self._ground, TransferCancel(transfer)
         ground.out.extend(Send(member, cancel) for member in sorted(members) if member in ground.roster)
 
     def lender(self, member: Member) -> MemberState | None:
-        """The member, or who stands in for it."""
+        """Return the member, or its stand-in if it is lost."""
         return self._ground.roster.get(member) or self._ground.keeping.get(member)
 
     def _place(self, member: Member) -> SlotPlace | None:

@@ -1,36 +1,36 @@
-"""A transfer that stands still, and one that is slowed down by one of its links.
+"""React to a transfer that stands still or that one slow link holds up.
 
 Theory of operation
 ===================
 
-A lane is a chain, so one broken or slow link stops or slows down all of its members;
-only the member in front of that link says that bytes are held up
+A lane is a chain, so one broken or slow link stops or slows all of its members; only
+the member in front of that link reports that bytes are held up
 (:mod:`replicas.core.moving.pace`).
 
-*It stands still*: a failure with everybody alive. Where bytes were held up the link
-falls into doubt, and the next attempt takes another way
-(:mod:`replicas.core.members.links`); where nobody knows why, it is up to
-:mod:`replicas.core.moving.blame`.
+*It stands still*: a failure while all members are alive. A link on which bytes were
+held up becomes doubtful, and the next attempt avoids it
+(:mod:`replicas.core.members.links`); without such a link,
+:mod:`replicas.core.moving.blame` decides.
 
-*One link is slow*, and there is long to go: the next attempt takes other ways, so that
-those behind the others have it soon; who can be reached over slow links alone gets it
-afterwards. That it is one link is known when those before it in the chain are idle
-meanwhile, or when the same members were much faster the last time; else all may be
-alike, and nothing would be won. Before anything is known of anybody (the first version)
-whoever is behind the slow link comes last in the chain, once.
+*One link is slow*, and much is left to send: the next attempt avoids it, so that the
+other members get the version soon; members that only slow links reach get it
+afterwards. A single link is at fault when the links before it in the chain are idle
+meanwhile, or when the same members were much faster last time; otherwise all links may
+be equally slow, and another route would gain nothing. Before any rate is known (the
+first version), the member behind the slow link is moved to the end of the chain, once.
 
-A link over which nothing comes is not slow, but maybe broken: that shows when all stand
-still.
+A link over which nothing comes may be broken rather than slow: that shows when the
+whole lane stands still.
 
-A slow link is no failure: those behind it are waited for, but with ``on_lost = "drop"``
-no longer than by some multiple of what the others took. By what they take, it is soon
-known that they will not make it. They are caught up at their own pace, and are with the
-others again after a while, longer each time: in attempts of their own, until they were
-fast enough in one.
+A slow link is no failure: members behind it are waited for, but with ``on_lost =
+"drop"`` no longer than some multiple of the time that the others took. Their rate soon
+tells that they will not finish in time. They are caught up at their own pace, and
+rejoin the others after a delay that grows each time; until an attempt in which they
+were fast enough, they get attempts of their own.
 
-*The far* would hold up the others before a byte moves: to form a process group takes
-some twenty round trips. They are left in the same way, before an attempt, by what the
-kernel says of their sessions.
+*Far members* would delay the others before a byte moves: forming a process group takes
+some twenty round trips. They are left out before an attempt, by the round-trip times
+that the kernel reports for their sessions.
 """
 
 from __future__ import annotations
@@ -51,26 +51,29 @@ from replicas.messages.identity import Member
 __all__ = ["Pacing"]
 
 LONG_S = 4.0
-"""With less to go than this, nobody is sent another way."""
+"""With less than this left to send, no route is changed."""
 UNKNOWN_S = 6.0
-"""Where nothing is known of any of the links, with less than this."""
+"""The same limit while no rate of any link is known."""
 FAR_TRIP_S = 0.25
-"""Beyond this round trip a process group forms more slowly than the others should wait:
-they go on without, and the far are caught up in process groups that have the time."""
+"""Above this round trip a member is far, and left out of a publish's attempts.
+
+A process group with it forms more slowly than the others should wait; it is caught up
+in process groups that have the time.
+"""
 PATIENCE = 2.0
-"""The slow are waited for by so many times what the others took,"""
+"""Slow members are waited for by this multiple of the time that the others took,"""
 PATIENCE_S = 3.0
-"""or for so long."""
+"""or for this long."""
 UNUSUAL = 3.0
-"""So many times more slowly than before: something has happened to one of the links."""
+"""A rate this many times lower than before: a link has deteriorated."""
 FAR = 3.0
-"""Who was so many times too slow in an earlier attempt is not measured again."""
+"""A member this many times too slow in an earlier attempt is not measured again."""
 
 SLOW = Backoff(2.0, 300.0)
 
 
 class Paced(Protocol):
-    """What pacing looks at in its transfer, and may have it do."""
+    """The part of a transfer that its :class:`Pacing` reads and calls."""
 
     payload: Payload
     plan: TransferPlan
@@ -95,8 +98,7 @@ class Paced(Protocol):
 
 
 class Pacing:
-    """Of one transfer. ``rates``: bytes a second, by address, of those who were seen to
-    be slow."""
+    """Pacing of one transfer. ``rates``: bytes a second of slow addresses."""
 
     def __init__(self, ground: Ground, transfer: Paced) -> None:
         self._ground = ground
@@ -106,7 +108,7 @@ class Pacing:
         self._others_at: float | None = None
 
     def tick(self, now: float) -> None:
-        """Look how it gets on, and begin another attempt if that is better."""
+        """Check the progress, and start another attempt if that is better."""
         transfer = self._transfer
         if transfer.state != "moving" or transfer.lane is None:
             return
@@ -137,13 +139,13 @@ class Pacing:
     # ------------------------------------------------------------ slow links
 
     def _go_round(self, lane: Lane, awaited: Sequence[Member], now: float) -> bool:
-        """Whether one link slows down all, so that another way is taken."""
+        """Start another attempt if one link slows all others; return whether it did."""
         transfer, links = self._transfer, self._ground.links
         receivers = [member for member in transfer.plan.receivers if member in awaited]
         held_up = lane.pace.held_up_lately(awaited, now)
         if len(receivers) < 2 or not held_up:
             return False
-        before, behind = held_up[0]  # the chain has no more behind this link than what that lets through
+        before, behind = held_up[0]  # first in the chain; later links carry only what this one lets through
         slow = [member for member in receivers if self._ground.roster.address(member) == behind]
         if not slow or len(slow) == len(receivers) or self._left_s(lane, slow[0]) < LONG_S:
             return False
@@ -160,23 +162,26 @@ class Pacing:
         return True
 
     def _alone(self, held_up: Sequence[tuple[Member, str]], lane: Lane) -> bool:
-        """Whether the links before it could let more through."""
+        """Return whether the links before it could carry more."""
         return len({address for _, address in held_up}) == 1 and held_up[0][0] != lane.members[0]
 
     def _worth_a_try(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
-        """Whether it may be this link alone, for all that is known, and there is very
-        long to go: once."""
+        """Return whether to try without this link once, on no more evidence.
+
+        It may be the only slow one, for all that is known, and very much is left to
+        send.
+        """
         usual = any(self._ground.links.usual(self._ground.roster.address(member)) for member in receivers)
         return not (usual or self.rates) and self._left_s(lane, slow) >= UNKNOWN_S
 
     def _unusual(self, lane: Lane, slow: Member, receivers: Sequence[Member]) -> bool:
-        """Whether it goes far more slowly than it did before with any of these."""
+        """Return whether it is far slower than it was before with any of these."""
         usual = [self._ground.links.usual(self._ground.roster.address(member)) for member in receivers]
         known = [rate for rate in usual if rate]
         return bool(known) and (lane.pace.rate(slow) or 0.0) * UNUSUAL < min(known)
 
     def _leave_slow(self, lane: Lane, awaited: Collection[Member], now: float) -> None:
-        """Go on without those who still lack it, if they would take too long."""
+        """Go on without the members that would take too long."""
         transfer = self._transfer
         if self._others_at is None or not transfer.drops:
             return
@@ -200,13 +205,12 @@ class Pacing:
             transfer.leave_slow(late, now)
 
     def leave_far(self, now: float) -> None:
-        """Before an attempt of a publish: those who would take too long to form a
-        process group do not take part."""
+        """Before an attempt, leave out members too far to form a group in time."""
         transfer, roster = self._transfer, self._ground.roster
         if not transfer.drops:
             return
         version = transfer.payload.version
-        here = {state.host for state in roster if version in state.held or version in state.parts}  # where it is mapped
+        here = {state.host for state in roster if version in state.held or version in state.parts}  # it is mapped there
         needers = [state for state in roster.states(transfer.needers) if state.host not in here]
         trips = {state.host: state.rtt_s for state in needers if state.rtt_s > FAR_TRIP_S}
         far = {state.member: trips[state.host] for state in needers if state.host in trips}
@@ -218,22 +222,22 @@ class Pacing:
         transfer.needers -= far.keys()
 
     def _note_slow(self, members: Iterable[Member], now: float) -> None:
-        """They are caught up at their own pace, and with the others again later, longer
-        each time."""
+        """Mark the members slow: caught up alone, and back later, longer each time."""
         for state in self._ground.roster.states(members):
             state.failures += 1
             state.slow, state.not_before = True, now + SLOW.after(state.failures)
 
     def _enough_without(self, late: Collection[Member]) -> bool:
-        """Whether the version can be committed with the others: some of them, and
-        ``min_targets`` of their replicas."""
+        """Return whether the version can be committed without the late members.
+
+        At least one other member, and ``min_targets`` replicas, must be left.
+        """
         others = (self._transfer.needers | self._transfer.verified) - set(late)
         replicas = {(member.group, member.replica) for member in others}
         return bool(others) and len(replicas) >= self._ground.roster.config.min_targets
 
     def _left_s(self, lane: Lane, member: Member) -> float:
-        """How long it still takes, by what was seen; 0 where nothing was, or nothing
-        comes at all."""
+        """Return the estimated seconds left; 0: unknown, or nothing comes at all."""
         nbytes = max(0, self._transfer.payload.nbytes - lane.pace.received(member))
         rate = lane.pace.rate(member)
         rate = self.rates.get(self._ground.roster.address(member)) if rate is None else rate
@@ -242,8 +246,7 @@ class Pacing:
         return nbytes / rate if rate else math.inf
 
     def slowest(self) -> list[str]:
-        """Names of those who still need it and were seen to be slow, or are behind a
-        link that holds up the others."""
+        """Return the names of needers known to be slow or behind a held-up link."""
         lane = self._transfer.lane
         behind = {address for _, address in lane.pace.held_up()} if lane is not None else set()
         slow = [

@@ -1,27 +1,28 @@
-"""Who gets a version from where: a plan for one attempt of a transfer.
+"""Plan one attempt of a transfer: which member gets the version from which other.
 
 Theory of operation
 ===================
 
-On a host where somebody holds the version, all others *map* that memory. On a host
-without a holder one member, its *leader* for this attempt, *receives* it over the lane
-into a slot of its own; the others of that host *wait*, and map it in the next attempt.
-So a host gets every byte once, and members that only map are in no process group.
+On a host with a holder of the version, all other members *map* its memory. On a host
+without one, a single member, its *leader* for this attempt, *receives* the version over
+the lane into a slot of its own; the others of that host *wait*, and map it in the next
+attempt. So each host gets every byte once, and members that only map are in no process
+group.
 
-A version that nobody holds whole, only its source ranks in parts (``ranks = "all"``),
-is put together by the leaders: each copies the parts that lie on its own host from
+A version without a whole image, which exists only in parts at its source ranks (``ranks
+= "all"``), is assembled by the leaders: each copies the parts that lie on its own host
 there, and receives the others over the lane.
 
-What the coordinator *keeps* for members that are lost
-(:mod:`replicas.core.versions.keeping`) can be mapped, or copied from, on its host;
-nobody can send it.
+Memory that the coordinator *keeps* for lost members
+(:mod:`replicas.core.versions.keeping`) can be mapped, or copied from, on its host, but
+not sent.
 
 The lane is a chain for each part (:attr:`TransferPlan.routes`): the owner first, then
-the leaders, in order of their hosts. A process group connects each of its members with
-each, so a link that does not work (:mod:`replicas.core.members.links`) keeps its two
-ends out of one lane: those that do not fit to the sender and the other leaders wait,
-and get it in the next attempt from somebody who reaches them and has it by then. Those
-that are slow are in no lane with others that receive, and come last.
+the leaders, in order of their hosts. A process group connects every pair of its
+members, so a link that does not work (:mod:`replicas.core.members.links`) keeps its two
+ends out of one lane: leaders that do not fit the sender and the leaders already chosen
+wait, and get the version in the next attempt from a new holder that reaches them. Slow
+members share no lane with other receivers, and come last.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from replicas.messages.identity import Member
 __all__ = ["TransferPlan", "Works", "plan"]
 
 Works = Callable[[MemberState, MemberState], bool]
-"""Whether two members may be in one lane."""
+"""Returns whether two members may be in one lane."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +48,12 @@ class TransferPlan:
     :param mode: ``"image"``: from a holder; ``"parts"``: from the ranks of a source.
     :param senders: members of the lane that send, in its order.
     :param receivers: the leaders, which fill slots of their own.
-    :param maps: who maps whose memory.
-    :param routes: for each part (one of an image) the members that it goes through;
-        empty: nobody needs it sent.
+    :param maps: the lender of each member that maps.
+    :param routes: for each part (one of an image) the members that it passes through;
+        empty: it need not be sent.
     :param local: numbers of the parts that a receiver copies on its own host.
     :param owners: of the parts, in order.
-    :param waiting: those whose turn is the next attempt.
+    :param waiting: members that wait for the next attempt.
     """
 
     mode: Literal["image", "parts"]
@@ -66,7 +67,7 @@ class TransferPlan:
 
     @property
     def lane(self) -> tuple[Member, ...]:
-        """Who must form a process group, senders first."""
+        """Members of the process group to form, senders first."""
         routed = {member for route in self.routes for member in route}
         return (*self.senders, *(member for member in self.receivers if member in routed))
 
@@ -78,7 +79,7 @@ class TransferPlan:
 
     @property
     def concerned(self) -> tuple[Member, ...]:
-        """Everyone who has something to do."""
+        """All members with a task in this attempt."""
         return (*self.senders, *self.receivers, *self.maps)
 
 
@@ -92,18 +93,16 @@ def plan(
     works: Works | None = None,
     last: Collection[str] = (),
 ) -> TransferPlan | None:
-    """How ``needers`` get it now; None when nobody who can give it to any of them has
-    all of it.
+    """Plan how ``needers`` get the version; None when no complete source of it is left.
 
     :param holders: of the whole version, the preferred ones first.
-    :param owners: of its parts, in order, if all of them are there; not looked at when
+    :param owners: of its parts, in order, if all of them are present; ignored when
         there is a holder.
-    :param filling: the holder that has not got all of it yet: those on its host wait
+    :param filling: the holder that is still filling its slot: members on its host wait
         until they can map it.
-    :param kept: those of the holders and owners that are lost: only their memory is
-        still there.
-    :param works: which links do; None: all.
-    :param last: addresses of those who come behind the others in the chain.
+    :param kept: lost holders and owners of which only the kept memory is left.
+    :param works: which links work; None: all.
+    :param last: addresses of the members at the end of the chain.
     """
     ordered = sorted(needers, key=lambda state: (state.slow, state.address in last, state.host, state.member))
     if holders:
@@ -172,7 +171,7 @@ def _from_parts(
 
 
 def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
-    """The first member of each host."""
+    """Return the first member of each host."""
     first: dict[int, MemberState] = {}
     for state in states:
         first.setdefault(state.host, state)
@@ -182,7 +181,7 @@ def _leaders(states: Sequence[MemberState]) -> tuple[MemberState, ...]:
 def _reached(
     able: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
 ) -> tuple[tuple[Member, ...], tuple[Member, ...]]:
-    """The first who reaches any of the leaders, and whom of them it sends to."""
+    """Return the first holder that reaches any leader, and the leaders it sends to."""
     for holder in able if leaders else ():
         fitting = _fitting([holder], leaders, works)
         if fitting:
@@ -193,8 +192,7 @@ def _reached(
 def _fitting(
     senders: Sequence[MemberState], leaders: Sequence[MemberState], works: Works | None
 ) -> Sequence[MemberState]:
-    """Those of the leaders that can be in one lane with the senders, and with each
-    other."""
+    """Return the leaders that can share a lane with the senders and with each other."""
     leaders = [leader for leader in leaders if leader.slow == leaders[0].slow]
     if works is None:
         return leaders

@@ -13,10 +13,11 @@ __all__ = ["Payload"]
 
 @dataclass(slots=True)
 class Payload:
-    """One version's bytes. ``encoded``: its manifest, as it is sent. ``digest`` is
-    empty until somebody with the whole image has computed it.
+    """One version's bytes.
 
-    ``filling``: who still fills its slot with it, while it is sent already.
+    :ivar encoded: its manifest, as it is sent.
+    :ivar digest: empty until a member with the whole image has computed it.
+    :ivar filling: the member still filling its slot with it while it is already sent.
     """
 
     version: int

@@ -1,19 +1,18 @@
-"""Finding whom it is up to when a process group fails although all its members are
-alive.
+"""Find the faulty member of a process group whose members are all alive.
 
 Theory of operation
 ===================
 
-Each of a set of pairs forms a lane of two, all at the same time, and moves a few bytes
-through it. A pair that has not managed by :data:`PROBE_TIMEOUT_S` is *bad*. Up to
-:data:`ALL_PAIRS` members every pair is tried, beyond that each member with the two
-after it in a ring: still four pairs for each, enough to tell one that fails with
-everybody from one that failed with that one.
+Pairs of members form lanes of two, all at the same time, and move a few bytes through
+them. A pair that has not succeeded within :data:`PROBE_TIMEOUT_S` is *bad*. Up to
+:data:`ALL_PAIRS` members every pair is tried, beyond that each member with the next two
+in a ring: still four pairs for each, enough to tell a member that fails with all others
+from one that failed with that member only.
 
-The culprits explain the bad pairs: as long as there are any, the member with most of
-them is one, and its pairs are explained. Between two equals (a single bad pair) it is
-the one that is named later in ``members``: receivers come after the sender there, and
-one receiver is of less weight to the others than the sender of them all.
+The culprits are chosen to explain the bad pairs: as long as any are left, the member in
+most of them is a culprit, and its pairs are explained. A tie (a single bad pair) goes
+to the member that is later in ``members``: receivers come after the sender there, and
+losing one receiver costs less than losing the sender.
 """
 
 from __future__ import annotations
@@ -32,8 +31,11 @@ ALL_PAIRS = 5
 
 
 class Probe:
-    """One round of pairs. ``on_end(culprits, now)`` is called once: why, by member.
-    ``pairs``: those to try."""
+    """One round of pairs.
+
+    :param pairs: those to try; None: chosen from ``members``.
+    :param on_end: called once as ``on_end(culprits, now)``, with the reason by member.
+    """
 
     def __init__(
         self,
@@ -64,29 +66,29 @@ class Probe:
         return [(members[i], members[(i + step) % count]) for i in range(count) for step in (1, 2)]
 
     def with_member(self, member: Member) -> bool:
-        """Whether it waits for a pair with this member."""
+        """Return whether a pair with this member is still open."""
         return any(member in lane.members for lane in self._open.values())
 
     def formed(self, lane: Lane, now: float) -> None:
-        """This pair works."""
+        """Note that this pair works."""
         if self._open.pop(lane.name, None) is not None:
             self._lanes.close(lane)
             self._end_if_done(now)
 
     def failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        """This pair does not."""
+        """Note that this pair is bad."""
         if self._open.pop(lane.name, None) is not None:
             self._bad[lane.members[0], lane.members[1]] = error.message
             self._lanes.close(lane)
             self._end_if_done(now)
 
     def lost(self, member: Member, now: float) -> None:
-        """A member is gone: its pairs say nothing."""
+        """Discard the pairs of a lost member: they prove nothing."""
         self._bad = {pair: why for pair, why in self._bad.items() if member not in pair}
         self._forget([lane for lane in self._open.values() if member in lane.members], now)
 
     def tick(self, now: float) -> None:
-        """What has not formed by the deadline is bad."""
+        """Mark the pairs bad that have not formed by the deadline."""
         if now > self._deadline:
             self._forget([lane for lane in self._open.values() if self._lanes.waits_for_store(lane)], now)
             for lane in list(self._open.values()):
@@ -95,8 +97,7 @@ class Probe:
                 self.failed(lane, errors.DeadlineExceeded(text, phase="probe", members=late), now)
 
     def store_moved(self, now: float) -> None:
-        """What is forming over the old store never will: that says nothing of its
-        pair."""
+        """Discard pairs still forming over the old store: they prove nothing."""
         self._forget([lane for lane in self._open.values() if lane.state == "forming"], now)
 
     def _forget(self, lanes: Sequence[Lane], now: float) -> None:
@@ -106,7 +107,7 @@ class Probe:
         self._end_if_done(now)
 
     def abandon(self) -> None:
-        """Close every lane, and end without a word."""
+        """Close every lane, and end without calling ``on_end``."""
         self.over = True
         for lane in self._open.values():
             self._lanes.close(lane)
@@ -119,8 +120,10 @@ class Probe:
 
 
 def culprits(members: Sequence[Member], bad: Mapping[tuple[Member, Member], str]) -> dict[Member, str]:
-    """The fewest members that explain the bad pairs (greedily), each with the reason of
-    one of them."""
+    """Return the fewest members (found greedily) that explain the bad pairs.
+
+    Each comes with the reason of one of its pairs.
+    """
     left = dict(bad)
     found: dict[Member, str] = {}
     while left:

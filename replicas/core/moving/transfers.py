@@ -1,34 +1,38 @@
-"""One transfer: moving one version from those who hold it to those who need it.
+"""One transfer: moving one version from its holders to the members that need it.
 
 Theory of operation
 ===================
 
-A transfer knows the version, who needs it and who can give it (a holder of the whole
-image, or all source ranks with a part each). It runs in *attempts*, each after a plan
-of its own (:mod:`replicas.core.moving.paths`): who maps whose memory, who receives over
-the lane, and who waits for the next attempt. An attempt has a number, which every
-message carries, so that replies of an earlier one fall on the floor::
+A transfer knows the version, the members that need it and those that can give it (a
+holder of the whole image, or all source ranks with a part each). It runs in *attempts*,
+each with a plan of its own (:mod:`replicas.core.moving.paths`): which member maps whose
+memory, which receives over the lane, and which waits for the next attempt. An attempt
+has a number, which every message carries, so that replies to an earlier one are
+ignored::
 
-    offering ──slots ready, lane formed──▶ moving ──all done, digests equal──▶ complete, or the next step of the plan
-        │                                     │
-        └────── loss, refusal, failure, suspicion, digest mismatch ──▶ next attempt over those that are left
+    offering ──slots ready, lane formed──▶ moving ──all done, digests equal──┐
+        │                                     │                              ▼
+        │        loss, refusal, failure,      │            complete, or the plan's
+        ├────── suspicion, wrong digest ──────┘            next step
+        ▼
+    next attempt over the members that are left
 
-Those that map need nothing of the others: they are offered the place at once, answer
-when they have it, and one that cannot, is lost or is silent holds up nobody. One that
-cannot map at all becomes a host of its own, to which is sent. With ``staging =
-"device"`` they copy what they have opened into memory of their own, within the GPU: a
-view does not outlive the process that has lent it. So what they have counts by its
-digest, and lies in one more place.
+Members that map need nothing from the others: they are offered the place at once and
+answer when they have it; one that cannot map, is lost or is silent delays no other
+member. One that cannot map at all becomes a host of its own, and is sent the bytes.
+With ``staging = "device"`` members copy the memory they have opened into their own,
+within the GPU: a view does not outlive the process that lent it. So their copy is
+checked by its digest, and is one more place of the version.
 
-Receivers that verified the version keep it: they leave the set of those in need, and
+Receivers that verified the version keep it: they leave the set of members in need, and
 may give it in the next attempt. Nothing is retried inside a lane in which bytes may
-have moved: each attempt has a new lane. What is done about failures with everybody
-alive is in :mod:`replicas.core.moving.blame`. The states are those of
+have moved: each attempt has a new lane. Failures while all members are alive are
+handled in :mod:`replicas.core.moving.blame`. The states are those of
 :data:`replicas.core.membership.TRANSFER`.
 
-The transfer decides nothing about versions: its owner (a publish, or catch-up) learns
-``complete`` or ``failed`` and asks for ``verified``. Deadlines are the owner's.
-"""  # noqa: W505  # a picture
+The transfer decides nothing about versions: its owner (a publish, or catch-up) is told
+``complete`` or ``failed`` and reads ``verified``. Deadlines are the owner's.
+"""
 
 from __future__ import annotations
 
@@ -57,15 +61,17 @@ from replicas.messages.identity import Member
 __all__ = ["Transfer"]
 
 LONGEST_S = 3600.0
-"""A catch-up may take so long, as long as bytes move."""
+"""A catch-up may take this long, as long as bytes move."""
 MAP_TRIES = 2
-"""How often a member may find nothing where it should map, until it is sent the
-bytes."""
+"""Failed attempts to map after which a member is sent the bytes instead."""
 
 
 class Transfer:
-    """See the module's header. ``on_end(transfer, error)`` is called once, with None
-    when complete."""
+    """One transfer (see the module's header).
+
+    :param on_end: called once as ``on_end(transfer, error, now)``; ``error`` None:
+        complete.
+    """
 
     def __init__(
         self,
@@ -92,12 +98,12 @@ class Transfer:
         self.verified: set[Member] = set()
         self.refused: dict[Member, errors.ReplicasError] = {}
         self.why: dict[Member, str] = {}
-        """Why members were left out."""
+        """Reasons why members were left out."""
         self.blame = Blame(ground, self)
         self.pacing = Pacing(ground, self)
         self._offers = Offers(ground, payload)
         self._copies = ground.roster.config.staging == "device"
-        """Whether those that map copy what they find."""
+        """Whether members that map copy the memory that they open."""
         self.attempts = 0
         self.attempt_at = 0.0
         self.form_s = 0.0
@@ -105,24 +111,24 @@ class Transfer:
         self.transfer_s = 0.0
         self.verify_s = 0.0
         self.concerned: frozenset[Member] = frozenset()
-        """Members of the present attempt."""
+        """Members of the current attempt."""
         self.asked = frozenset(needers)
-        """Everyone who needed it when it began."""
+        """Members that needed it at the start."""
         self.sent_to: set[Member] = set()
-        """Those who got it over a lane."""
+        """Members that got it over a lane."""
         self.unreached: set[Member] = set()
-        """Those whom nobody who has it reaches."""
+        """Members that no holder reaches."""
         self._started = False
         self._forms_lane = False
         self._ready: set[Member] = set()
         self._done: dict[Member, TransferDone] = {}
         self._mapping: set[Member] = set()
-        """Those who were offered a place, and have not answered."""
+        """Members that were offered a place, and have not answered."""
         self._misses: dict[Member, int] = {}
         self.moved_nbytes = 0
         """Bytes of weights that went through process groups and were right."""
         self._received: set[Member] = set()
-        """Those of the verified that got it over a lane."""
+        """Verified members that got it over a lane."""
 
     # ------------------------------------------------------------ attempts
 
@@ -132,67 +138,66 @@ class Transfer:
 
     @property
     def givers(self) -> tuple[Member, ...]:
-        """Who gives it in the present attempt."""
+        """Members that give it in the current attempt."""
         return (*self.plan.senders, *sorted(self.plan.lenders - set(self.plan.senders)))
 
     @property
     def _movers(self) -> tuple[Member, ...]:
-        """Those who move bytes together: one who fails fails them all."""
+        """Members that move bytes together: a failure of one fails them all."""
         return (*self.plan.senders, *self.plan.receivers)
 
     @property
     def laggards(self) -> set[Member]:
-        """Those who are still waited for."""
+        """Members still waited for."""
         if self.state == "offering" and len(self._ready) < len(self._movers):
             return (set(self._movers) - self._ready) | self._mapping
         return self.needers - self.verified
 
     @property
     def at_work(self) -> list[Member]:
-        """Members of its lane that have not said that they are done."""
+        """Members of its lane that have not reported done."""
         return [member for member in self.plan.lane if member not in self._done]
 
     @property
     def drops(self) -> bool:
-        """Whether others may go on without those that are slow."""
+        """Whether the others may go on without slow members."""
         return self.kind == "main" and self._ground.roster.config.on_lost == "drop"
 
     def gets_on(self, now: float) -> bool:
-        """Whether bytes move."""
+        """Return whether bytes move."""
         return self.state == "moving" and self.lane is not None and self.lane.pace.gets_on(self.at_work, now)
 
     @property
     def unready(self) -> set[Member]:
-        """Those who wait for a slot, as far as is known here."""
+        """Members that wait for a slot, as far as is known here."""
         if self.state == "offering":
             return self.laggards
         return set(self._mapping) if self._copies else self._readers & self._mapping
 
     @property
     def _readers(self) -> set[Member]:
-        """Those of the present attempt who have asked for its manifest."""
+        """Members of the current attempt that have asked for its manifest."""
         states = self._ground.roster.states(self.concerned)
         wanted = self.payload.manifest_hash
         return {state.member for state in states if state.reading is not None and state.reading.manifest_hash == wanted}
 
     def slow_readers(self, until: float) -> set[Member]:
-        """Those who still read the manifest, and will not have it by then."""
+        """Return members that will not have read the manifest by ``until``."""
         waited = self._mapping if self.state == "moving" else self._mapping | (set(self._movers) - self._ready)
         states = self._ground.roster.states(waited & self._readers & self.needers)
         return {s.member for s in states if s.reading is not None and s.reading.ends_at > until}
 
     def lane_formed_or_none(self) -> bool:
-        """Whether what an offered transfer waits for is slots, and not its process
-        group."""
+        """Return whether an offered transfer waits for slots only, not for its lane."""
         return self.lane is None or self.lane.state == "formed"
 
     def possible(self, now: float) -> bool:
-        """Whether anybody can get it now."""
+        """Return whether any member can get it now."""
         found = self._plan(now)
         return found is not None and bool(found.concerned)
 
     def start(self, now: float) -> None:
-        """Begin an attempt over those that still need the version."""
+        """Start an attempt over the members that still need the version."""
         ground = self._ground
         self.needers = {m for m in self.needers if m in ground.roster and not self._holds(m)}
         self.pacing.leave_far(now)
@@ -226,8 +231,10 @@ class Transfer:
         return state is not None and self.payload.version in state.held
 
     def _plan(self, now: float) -> TransferPlan | None:
-        """From holders of the image (in catch-up from targets first: trainers are left
-        alone), or from all parts' owners."""
+        """Plan from holders of the image, or from the owners of all parts.
+
+        Catch-up prefers targets as holders, to leave trainers alone.
+        """
         version, roster = self.payload.version, self._ground.roster
         kept = self._ground.keeping.of(version)
         holders = [s for s in roster if version in s.held and s.member not in self.refused]
@@ -254,8 +261,7 @@ class Transfer:
         return found
 
     def _ways(self, now: float) -> list[Works | None]:
-        """Which links to use: those that are sure to work, and where that serves
-        nobody, also those in doubt."""
+        """Return the link filters to try: sure links only, then doubtful ones too."""
         links = self._ground.links
         if not links:
             return [None]
@@ -265,8 +271,7 @@ class Transfer:
         ]
 
     def _leave_unreached(self) -> None:
-        """Nobody who has it reaches those that still need it: they are caught up when
-        somebody does."""
+        """Leave out members that no holder reaches; catch-up serves them later."""
         for member in sorted(self.needers):
             state = self._ground.roster.get(member)
             known = self._ground.links.why(state) if state is not None else ""
@@ -277,7 +282,7 @@ class Transfer:
         self.needers.clear()
 
     def _open_lane(self, members: tuple[Member, ...], remaining: float, now: float) -> None:
-        """Take the kept lane of these members, or form one."""
+        """Reuse the kept lane of these members, or form one."""
         ground = self._ground
         states = ground.roster.states(members)
         backend = self._backend(states)
@@ -290,8 +295,7 @@ class Transfer:
         self.lane = kept or ground.lanes.open(states, backend, now, timeout_s)
 
     def _backend(self, states: Sequence[MemberState]) -> Backend:
-        """``nccl`` for CUDA weights, or slots, where NCCL takes all members, as
-        configured or by itself."""
+        """``nccl`` for CUDA weights or slots if configured or usable by all members."""
         config = self._ground.roster.config
         if config.backend == "gloo" or (config.backend == "nccl" and not self._copies):
             return config.backend
@@ -352,12 +356,11 @@ class Transfer:
         self._end_attempt_if_done(now)
 
     def _end_attempt_if_done(self, now: float) -> None:
-        """Everyone has done what the plan says: believe only those whose digests are
-        right; then the next step."""
+        """Once all are done, keep members with right digests, and go on."""
         if self.state != "moving" or self._mapping or len(self._done) < len(self._movers):
             return
         if self.payload.filling is not None:
-            return  # its digest is not known yet, and nobody can map it
+            return  # its digest is not known yet, and it cannot be mapped
         wrong = self._compare()
         if wrong:
             names = sorted(str(member) for member in wrong)
@@ -366,12 +369,12 @@ class Transfer:
         elif self.needers:
             self.start(now)
         elif self._copies and self.refused and not self.verified:
-            self._end(self._refusal(), now)  # nobody had room for a copy
+            self._end(self._refusal(), now)  # no member had room for a copy
         else:
             self._end(None, now)
 
     def _compare(self) -> set[Member]:
-        """Keep receivers with the right digests; returns the others."""
+        """Keep receivers with the right digests; return the others."""
         payload, receivers = self.payload, self.plan.receivers
         good = set(receivers)
         if self.plan.mode == "parts":
@@ -385,7 +388,7 @@ class Transfer:
                 payload.digest = images.pop()
         elif receivers:
             sender = self.plan.senders[0]
-            digest = self._done[sender].image_digest or payload.digest  # who sent while it was filled told it before
+            digest = self._done[sender].image_digest or payload.digest  # a sender that streamed reported it before
             payload.digest = payload.digest or digest
             if digest != payload.digest:
                 self._forget_held(sender)
@@ -402,7 +405,7 @@ class Transfer:
         return self.needers & set(receivers)
 
     def _keep(self, replies: Mapping[Member, TransferDone], *, lent: bool) -> None:
-        """These have it now. ``lent``: in memory of their own."""
+        """Record that these members have it. ``lent``: in memory of their own."""
         version = self.payload.version
         for member, reply in replies.items():
             state = self._ground.roster.get(member)
@@ -419,8 +422,7 @@ class Transfer:
             self._received |= replies.keys()
 
     def _keep_received(self, replies: Mapping[Member, TransferDone]) -> None:
-        """These got it over the lane, but for the parts that they copied on their own
-        host."""
+        """Record receivers, and count their bytes without locally copied parts."""
         for member in replies:
             owners = [self._offers.lender(self.plan.owners[part]) for part in self.plan.local.get(member, ())]
             places = [owner.places.get(self.payload.version) for owner in owners if owner is not None]
@@ -428,8 +430,7 @@ class Transfer:
         self._keep(replies, lent=True)
 
     def filled(self, now: float) -> None:
-        """Its publisher has filled its slot: the digest is known, and the slot can be
-        mapped."""
+        """The publisher has filled its slot: it can be mapped, its digest is known."""
         if not self.over and self.blame.probing is None:
             self._end_attempt_if_done(now)
 
@@ -452,8 +453,10 @@ class Transfer:
             self.failed_all_alive(error, now)
 
     def _map_failed(self, member: Member, error: errors.ReplicasError) -> None:
-        """It stays in need, and its turn comes in the next attempt; unless it has no
-        memory, slot or descriptor left."""
+        """Leave a member that could not map for the next attempt.
+
+        One without memory, slot or descriptor left is refused instead.
+        """
         self._mapping.discard(member)
         self._misses[member] = self._misses.get(member, 0) + 1
         if isinstance(error, errors.NoCapacity | errors.Busy | errors.InternalError):
@@ -478,7 +481,7 @@ class Transfer:
             self.blame.probing.failed(lane, error, now)
 
     def failed_all_alive(self, error: errors.ReplicasError, now: float) -> None:
-        """Nobody was lost, and yet the attempt failed."""
+        """Handle an attempt that failed although no member was lost."""
         proven = error.phase == "verify" and self._received  # the sender's bytes were right for others
         wrong = self.needers & set(self.plan.receivers) if proven else set()
         suspects, givers = self._suspects(self.concerned, now), self.givers
@@ -487,14 +490,14 @@ class Transfer:
     # ------------------------------------------------------ what is done about failures
 
     def again(self, reason: str, now: float) -> None:
-        """Another attempt over those that are left."""
+        """Withdraw the attempt, and start another over the members that are left."""
         if self.state == "moving":
             self._keep_vouched()
         self.cancel(reason)
         self.resume(now, reason)
 
     def resume(self, now: float, reason: str) -> None:
-        """The next attempt, if anybody needs one."""
+        """Start the next attempt, if any member needs one."""
         if self.over:
             return
         if not self.needers and (self.verified or self.kind == "catch_up" or self.refused):
@@ -504,8 +507,7 @@ class Transfer:
         self.start(now)
 
     def probe(self, now: float) -> bool:
-        """Withdraw the attempt, so that pairs of its members can be tried; False when
-        nobody needs that."""
+        """Withdraw the attempt to probe pairs; False if no member needs that."""
         if self.state == "moving":
             self._keep_vouched()
         self.cancel("failed")
@@ -513,7 +515,7 @@ class Transfer:
             self.resume(now, "failed")
             return False
         self.state = TRANSFER.next(self.state, "stuck")
-        self.id = next(self._ground.ids)  # what is still said of the attempt falls on the floor
+        self.id = next(self._ground.ids)  # replies to the old attempt are ignored
         return True
 
     def quarantine(self, culprits: Mapping[Member, str], now: float) -> None:
@@ -530,7 +532,7 @@ class Transfer:
     # ------------------------------------------------------------ losses and time
 
     def lost(self, member: Member, now: float) -> None:
-        """The member is gone (already out of the roster)."""
+        """A member is lost (already out of the roster)."""
         if self.over:
             return
         self.needers.discard(member)
@@ -569,14 +571,13 @@ class Transfer:
         self._end_attempt_if_done(now)
 
     def leave_slow(self, late: Mapping[Member, str], now: float) -> None:
-        """Go on without those that are slow; they are caught up at their own pace."""
+        """Go on without slow members; they are caught up at their own pace."""
         self.why |= late
         self.needers -= late.keys()
         self.again("slow", now)
 
     def tick(self, now: float) -> None:
-        """Replace the attempt when someone in it no longer gives a sign of life, or its
-        lane does not form in time."""
+        """Replace an attempt with a silent member, or a lane that forms too late."""
         if self.over:
             return
         if self.blame.probing is not None:
@@ -597,8 +598,7 @@ class Transfer:
             self.pacing.tick(now)
 
     def _would_lose_version(self, silent: set[Member], now: float) -> bool:
-        """Whether nobody else has what is published, and nobody waits for its end: then
-        its source may take its time."""
+        """True if going on would lose the version, while nobody waits for its end."""
         givers, ground = silent & set(self.givers), self._ground
         if not givers or self.kind != "main" or ground.others_wait(now):
             return False
@@ -608,8 +608,7 @@ class Transfer:
         return not others and not ground.keeping.of(version)
 
     def store_moved(self, now: float) -> None:
-        """A lane that is forming over the old store never will: form another one over
-        the new one."""
+        """Replace a lane that is still forming over the old store: it never will."""
         if self.blame.probing is not None or (not self.over and self.lane is not None and self.lane.state == "forming"):
             self.again("store", now)
 
@@ -618,8 +617,7 @@ class Transfer:
         return {state.member for state in roster.states(members) if roster.suspect(state, now)}
 
     def cancel(self, reason: str = "failed") -> None:
-        """Withdraw the present attempt from everyone in it, and kill its lane: bytes
-        may have moved."""
+        """Withdraw the current attempt, and kill its lane: bytes may have moved."""
         self.blame.stop()
         self._offers.withdraw(self.id, {m for m in self._movers if m not in self._done} | self._mapping)
         self._mapping = set()
@@ -627,14 +625,16 @@ class Transfer:
             self.close_lane(reason)
 
     def close_lane(self, reason: str = "") -> None:
-        """``reason``: why it has to be replaced; empty when it was just done."""
+        """``reason``: why it must be replaced; empty when its work was done."""
         lane, self.lane = self.lane, None
         if lane is not None:
             self._ground.lanes.close(lane, reason)
 
     def _keep_vouched(self) -> None:
-        """Keep those that are certainly right: equal to what the sender says or, if it
-        cannot, all equal to each other."""
+        """Keep receivers certainly right: equal to the sender's digest.
+
+        If the sender cannot report one, all receivers must be equal to each other.
+        """
         receivers = self.needers & set(self.plan.receivers)
         received = {member: reply for member, reply in self._done.items() if member in receivers}
         sender = self._done.get(self.plan.senders[0]) if self.plan.senders else None
@@ -672,8 +672,7 @@ class Transfer:
         self._on_end(self, error, now)
 
     def stop(self, *, complete: bool) -> None:
-        """End it from outside, without a word to its owner: it is withdrawn from
-        everyone who is at work on it."""
+        """Withdraw it from its members, and end without calling ``on_end``."""
         if not self.over:
             self.cancel()
             self.state = TRANSFER.next(self.state, "done" if complete else "fail")
