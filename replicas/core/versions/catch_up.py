@@ -1,23 +1,22 @@
-"""Catch-up: the newest committed version for members that lack it, beside everything
-else.
+"""Catch-up: send the newest committed version to members that lack it.
 
-One transfer at a time, over a lane of its own, from any holder, targets first, so that
-trainers are left alone. Those that are quarantined are served one by one, when nobody
-else waits; one that was served is released when its time is over, which is longer each
-time. After a failure the next attempt comes later, and from another holder if there is
-one. Whom nobody who has the version reaches is served as soon as somebody does.
+One transfer at a time, over a lane of its own and concurrent with publishes, from any
+holder, targets first, to leave trainers alone. Quarantined members are served one by
+one, when no others wait; once served, one is released when its time is over, which is
+longer each time. After a failure the next attempt comes later, and from another holder
+if there is one. A member that no holder reaches is served as soon as one does.
 
-Those behind slow links have a catch-up of their own, which holds up nobody, and takes
-its time as long as bytes move.
+Members behind slow links have a catch-up of their own, which delays no other member,
+and has no deadline as long as bytes move.
 
-No host gets the bytes of two versions at once. A publish that serves all hosts of those
-who are being caught up ends that, and nobody is caught up on a host that a newer
-version serves, unless its memory is there to be mapped: who is not among those that the
-publish serves maps the newer version once it is committed.
+No host gets the bytes of two versions at once. A publish that serves all hosts of a
+catch-up ends it, and members on a host that a newer version serves are not caught up,
+unless the version can be mapped there: a member that the publish does not serve maps
+the newer version once it is committed.
 
 A catch-up that is slower than the publishing ends all the same: its members are
 admitted at the next boundary, the next version waits for them, and once they have that
-one nobody needs the old one any more.
+one the older version is not needed any more.
 """
 
 from __future__ import annotations
@@ -37,16 +36,17 @@ __all__ = ["CatchUp"]
 
 RETRY = Backoff(1.0, 30.0)
 LOOK_S = 0.2
-"""Between two looks whether somebody who has it reaches those who lack it by now."""
+"""Seconds between checks whether a holder now reaches the members that lack it."""
 PATIENCE_S = 5.0
-"""How long those who are ready wait for those who are not."""
+"""How long ready members wait for unready ones."""
 
 
 class CatchUp:
     """A catch-up of one channel.
 
-    :param on_end: called with what was sent, whoever got it.
-    :param slow: of those that would hold up the others
+    :param on_end: called with the payload at the end of each transfer, whatever its
+        result.
+    :param slow: serves the members that would hold up the others
         (:mod:`replicas.core.moving.pacing`).
     """
 
@@ -61,8 +61,10 @@ class CatchUp:
         self._look_at = 0.0
 
     def advance(self, payload: Payload | None, main: Transfer | None, now: float) -> None:
-        """Begin if somebody lacks ``payload``, the newest committed version. ``main``:
-        the transfer of a publish."""
+        """Start if a member lacks ``payload``, the newest committed version.
+
+        ``main``: the transfer of a publish, if one is under way.
+        """
         self._release(payload, now)
         if payload is None:
             return
@@ -97,15 +99,14 @@ class CatchUp:
         self.transfer.start(now)
 
     def _served_hosts(self, main: Transfer | None) -> set[int]:
-        """Hosts that a newer version serves: that is all that should be on its way
-        there."""
+        """Return the hosts that a newer version serves; nothing else is sent there."""
         return self._hosts(main.needers | main.verified) if main is not None else set()
 
     def _hosts(self, members: Iterable[Member]) -> set[int]:
         return {state.host for state in self._ground.roster.states(members)}
 
     def served_by(self, main: Transfer, now: float) -> None:
-        """All hosts to which an older version is under way get this newer one."""
+        """End this catch-up if ``main``, which is newer, serves all of its hosts."""
         transfer = self.transfer
         if transfer is None or transfer.payload.version >= main.payload.version:
             return
@@ -114,8 +115,7 @@ class CatchUp:
             self._supersede(transfer, now)
 
     def _release(self, payload: Payload | None, now: float) -> None:
-        """Who has been kept out for its time, and was served or lacks nothing, is tried
-        again with the others."""
+        """Release quarantined members whose time is over, if served or up to date."""
         for state in self._ground.roster.index.apart.values():
             lacks = payload is not None and state.carries and payload.version not in state.held
             waits = state.standing == "quarantined" and state.is_target and now >= state.not_before
@@ -131,7 +131,7 @@ class CatchUp:
             self._supersede(transfer, now)
 
     def _supersede(self, transfer: Transfer, now: float) -> None:
-        """Nobody needs it any more; that it has not ended speaks against nobody."""
+        """End a transfer that is not needed any more, without counting a failure."""
         transfer.stop(complete=True)
         self._ended(transfer, None, now, superseded=True)
 
@@ -139,14 +139,13 @@ class CatchUp:
         return [state for state in self._ground.roster.lacking(version) if self._lacks(state, version, now)]
 
     def _lacks(self, state: MemberState, version: int, now: float) -> bool:
-        """Whether it is to be served now."""
+        """Return whether it is to be served now."""
         wants = state.is_target and state.carries and version not in state.held and now >= state.retry_at
         may = state.standing == "quarantined" or state.slow or now >= state.not_before
         return wants and state.slow == self._slow and may and self._ground.roster.available(state, now)
 
     def tick(self, now: float) -> None:
-        """Give up at the deadline, and on those who do not get ready while others
-        wait."""
+        """Give up at the deadline, and on unready members while others wait."""
         transfer = self.transfer
         if transfer is None:
             return
@@ -185,7 +184,7 @@ class CatchUp:
                 state.served = True
                 continue
             if superseded or state.member in transfer.unreached:
-                continue  # of the latter: it is looked for ways to it all the time
+                continue  # links to unreached members are checked all the time
             if state.member in self._unready or isinstance(transfer.refused.get(state.member), errors.Busy):
                 state.retry_at = now + RETRY.first_s
             elif state.member in transfer.asked and state.is_target:

@@ -1,15 +1,16 @@
-"""From packed to committed: the main transfer, the decision, and the verdict.
+"""From packed to committed: the main transfer, the decision and the verdict.
 
 Theory of operation
 ===================
 
 One publish moves at a time. Its transfer serves the live targets; when all of them hold
-it (or, past the deadline with ``on_lost = "drop"``, those that do) the version is
-*decided*: recorded, then told to everyone. A decided version is only ever followed by
-newer ones. Targets that were left behind stay members, are caught up
+the version (or, past the deadline with ``on_lost = "drop"``, some of them), it is
+*decided*: recorded, then sent to every member. After a decision only newer versions
+follow. Targets that were left behind stay members, are caught up
 (:mod:`replicas.core.versions.catch_up`), and are admitted again at a boundary.
 
-What another coordinator had begun comes in by :mod:`replicas.core.versions.recovery`.
+Publishes that another coordinator had begun come in by
+:mod:`replicas.core.versions.recovery`.
 """
 
 from __future__ import annotations
@@ -37,12 +38,11 @@ from replicas.status import SyncRecord
 __all__ = ["Commits"]
 
 READING_S = 2.0
-"""For so long nobody judges how fast a member reads a manifest."""
+"""For this long after a publish starts moving, slow manifest readers are not judged."""
 READY_S = 3.0
-"""How long those of a later attempt have at least to get ready."""
+"""Members of a later attempt have at least this long to get ready."""
 LAST_WORDS_S = 0.4
-"""A rank that gives up at its deadline knows better why (no free slot, say): its word
-is waited for so long."""
+"""Grace after the deadline: the rank's own error is more specific than ours."""
 
 
 class Commits:
@@ -58,15 +58,17 @@ class Commits:
         self.committed: Payload | None = None
         """Its bytes, once they are known here."""
         self._decided_here = False
-        """Whether the newest commit is of a publish under this coordinator: then it is
-        no other source's of that number."""
+        """Whether the newest commit is of a publish begun under this coordinator.
+
+        Then no other source can have published that number.
+        """
         self.main: Transfer | None = None
         self.catch_ups = tuple(CatchUp(ground, self._assembled, slow=slow) for slow in (False, True))
         self.manifests = Manifests(config.name, ground.out)
         self._unread: list[tuple[MemberState, wire.Packed | wire.Filled]] = []
-        """Words about publishes whose manifest is not here yet, in order."""
+        """Messages about publishes whose manifest is still missing here, in order."""
 
-    # ------------------------------------------------------------ what members say
+    # ------------------------------------------------------------ messages of members
 
     @property
     def moving(self) -> bool:
@@ -74,7 +76,7 @@ class Commits:
 
     @property
     def newest(self) -> Newest:
-        """The newest committed version, for those who ask for one."""
+        """The newest committed version, for ranks that ask for one."""
         return Newest(self.latest, self.committed.meta if self.committed is not None else None)
 
     @property
@@ -85,7 +87,7 @@ class Commits:
     def publishing(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> None:
-        """A rank publishes."""
+        """Handle a rank's message about its publish."""
         match message:
             case wire.PublishBegin():
                 self._begin(state, message, now)
@@ -136,7 +138,7 @@ class Commits:
         self.publishes.packed(state.member, message, state.hello.world_size, now)
 
     def filled(self, state: MemberState, message: wire.Filled, now: float) -> None:
-        """What was sent while it was packed is all there now."""
+        """Note that a slot that was sent while it was packed is full."""
         if any(one is state and earlier.publish == message.publish for one, earlier in self._unread):
             self._unread.append((state, message))
             return
@@ -159,7 +161,7 @@ class Commits:
     def transferring(
         self, member: Member, message: wire.TransferReady | wire.TransferDone | wire.TransferFailed, now: float
     ) -> None:
-        """A member's part in a transfer."""
+        """Handle a member's message about a transfer."""
         for transfer in self.transfers:
             match message:
                 case wire.TransferReady():
@@ -181,7 +183,7 @@ class Commits:
     # ------------------------------------------------------------ from packed to moving
 
     def asked(self, state: MemberState, ask: wire.ManifestAsk, now: float) -> None:
-        """A member wants the manifest of what it was offered."""
+        """Send a member the manifest of a version that it was offered."""
         known = [transfer.payload for transfer in self.transfers] + ([self.committed] if self.committed else [])
         found = next((one.encoded for one in known if one.manifest_hash == ask.manifest_hash), None)
         if found is not None:
@@ -192,8 +194,7 @@ class Commits:
         self._ground.out.extend(Send(state.member, piece) for piece in pieces(ask, found))
 
     def piece(self, state: MemberState, piece: wire.ManifestPiece, now: float) -> bool:
-        """Of a manifest that was asked for here; False: what this member has of it is
-        of no use."""
+        """Add a piece of a manifest; False: the member's version is unusable."""
         try:
             if self.manifests.add(state.member, piece, now):
                 self._read_on(now)
@@ -206,7 +207,7 @@ class Commits:
             return False
 
     def _read_on(self, now: float) -> None:
-        """What waited for a manifest may wait no longer."""
+        """Handle the messages that waited for a manifest."""
         unread, self._unread = self._unread, []
         for state, message in unread:
             if self._roster.get(state.member) is not state:
@@ -229,7 +230,7 @@ class Commits:
                 state.parts.discard(publish.version)
 
     def advance(self, now: float) -> None:
-        """Start what can start: the next publish in the queue, and catch-up."""
+        """Start all that can start: the next publish in the queue, and catch-up."""
         for publish in [publish for publish in self.publishes.queue if publish.payload is None]:
             self._prepare(publish, now)
         for publish in [publish for publish in self.publishes.queue if publish.version <= self.latest]:
@@ -240,14 +241,15 @@ class Commits:
             catch_up.advance(self.committed, self.main, now)
 
     def _target_replicas(self) -> int:
-        """Target replicas with a live member: a version waits in the queue until there
-        are ``min_targets``."""
+        """Count replicas with a live target; a publish waits for ``min_targets``."""
         targets = self._roster.targets
         return len({(s.member.group, s.member.replica) for s in targets if not s.draining})
 
     def _overtaken(self, publish: Publish, now: float) -> None:
-        """Its number is that of the newest commit (it was decided before the
-        coordinator started again), or an older one."""
+        """End a publish whose number is not newer than the newest commit.
+
+        Its own number may be committed: decided before the coordinator started again.
+        """
         if publish.resumed and publish.version == self.latest and not self._decided_here:
             holders = [s for s in self._roster if s.is_target and s.carries and publish.version in s.held]
             publish.receipt = ReceiptData(
@@ -322,7 +324,7 @@ class Commits:
         self._leave_behind(publish, transfer)
         digest = payload.digest or self._held_digest(payload.version)
         self._vouch(payload.version, digest)
-        payload.digest, payload.filling = digest, None  # of a publisher that has not said that it is full
+        payload.digest, payload.filling = digest, None  # of a publisher that has not reported its slot full
         self.manifests.current = payload.manifest
         self._decide(publish.version, digest, payload)
         self._decided_here = True
@@ -341,7 +343,7 @@ class Commits:
             digest=digest,
         )
         for state in self._roster.states(transfer.verified):
-            state.failures, state.slow = 0, False  # it works with the others
+            state.failures, state.slow = 0, False  # it works in joint transfers
         moved_nbytes = transfer.moved_nbytes
         self._verdict(publish, "committed", now, moved_nbytes=moved_nbytes)
         self._ground.marks.version(publish.group, publish.replica, publish.version)
@@ -349,7 +351,7 @@ class Commits:
         self.main = None
 
     def _decide(self, version: int, digest: str, payload: Payload | None) -> None:
-        """The decision: on disk before anyone is told."""
+        """Decide the version; the record is on disk before any member is told."""
         self.latest, self.decided, self.committed = version, digest, payload
         self._decided_here = False
         self._ground.keeping.look(version)
@@ -363,13 +365,12 @@ class Commits:
         ground.out.append(RecordDecision(decision))
 
     def commit_message(self) -> wire.Commit:
-        """What everybody is told of the newest committed version."""
+        """Return the message about the newest committed version."""
         manifest_hash = self.committed.manifest_hash if self.committed is not None else ""
         return wire.Commit(self.latest, self.decided, manifest_hash)
 
     def obtainable(self, members: Iterable[MemberState]) -> bool:
-        """Whether ``members`` can get the newest committed version: somebody still has
-        it."""
+        """Return whether ``members`` can get the newest committed version."""
         owners = self.committed.part_owners if self.committed is not None else ()
         return self._ground.keeping.serves(self.latest, owners, members) or self._held_by_any(self.latest)
 
@@ -381,20 +382,27 @@ class Commits:
         return {s.member for s in self._roster if s.is_target and s.carries and version in s.held}
 
     def _held_digest(self, version: int) -> str:
-        """What the holders say, whom another coordinator had it sent to. Empty: there
-        is no image of it, only the parts."""
+        """Return the digest on which all holders agree.
+
+        They may have it from another coordinator. Empty: they differ, or there are only
+        parts.
+        """
         digests = {s.held[version] for s in self._roster if s.held.get(version)}
         return digests.pop() if len(digests) == 1 else ""
 
     def _assembled(self, payload: Payload) -> None:
-        """The first image has been made of a version that was committed in parts, when
-        nobody was there to receive it."""
+        """Take the digest of the first image of a version that was committed in parts.
+
+        Such a version had no receiver at its commit.
+        """
         if payload is self.committed and not self.decided:
             self.decided = payload.digest
 
     def _vouch(self, version: int, digest: str) -> None:
-        """Write the digest down for holders that had none yet (the image's own source);
-        others' must be equal."""
+        """Write the digest down for holders without one; discard copies that differ.
+
+        The image's own source may have none yet.
+        """
         for state in self._roster:
             held = state.held.get(version)
             if held == "":
@@ -404,25 +412,24 @@ class Commits:
                 self._ground.send(state.member, wire.Discard(version))
 
     def quarantined(self, state: MemberState) -> None:
-        """It takes no part any more in what is under way."""
+        """A target of the current transfer was quarantined: it counts as lost."""
         publish = self.publishes.moving
         if publish is not None and self.main is not None and state.member in self.main.asked:
             publish.lost[state.member.name] = state.note
 
     def _leave_behind(self, publish: Publish, transfer: Transfer) -> None:
-        """Targets of the epoch that do not hold it: out of the epoch until they have
-        caught up."""
+        """Leave behind the targets of the epoch that do not hold the version."""
         for state in self._roster.targets:
             if publish.version not in state.held:
                 why = transfer.why.get(state.member, "it did not have all of it by the deadline")
-                if not state.draining or state.member in transfer.asked:  # else nobody has waited for it
+                if not state.draining or state.member in transfer.asked:  # else the publish did not wait for it
                     publish.lost[state.member.name] = why
                 self._roster.leave_behind(state, why, missed=publish.version)
 
-    # ----------------------------------------------- what another coordinator had begun
+    # ----------------------------------------------- publishes of another coordinator
 
     def learn(self, version: int, digest: str) -> None:
-        """Somebody has seen ``version`` committed."""
+        """A member has seen ``version`` committed."""
         if version <= self.latest:
             if version == self.latest and not self.decided:
                 self.decided = digest
@@ -430,23 +437,23 @@ class Commits:
         self._decide(version, digest, None)
 
     def decide_forward(self, version: int, digest: str) -> None:
-        """Every target holds it, and its source is gone."""
+        """Commit a version that every target holds and whose source is gone."""
         self.publishes.numbered = max(self.publishes.numbered, version)
         self._decide(version, digest, None)
 
     def restore(self, payload: Payload) -> None:
-        """The bytes of the newest committed version are known again."""
+        """Set the bytes of the newest committed version, known again."""
         self.manifests.current, self.committed = payload.manifest, payload
 
     def fail_resumed(self, publish: Publish, why: str, now: float) -> None:
-        """It had ended before the coordinator started again."""
+        """Fail a publish that had ended before the coordinator started again."""
         text = f"version {publish.version} was not committed by the coordinator that was here before: {why}"
         self._fail(publish, errors.SyncError(text, phase="commit", hint="publish again"), now)
 
     # ------------------------------------------------------------ failures
 
     def _fail(self, publish: Publish, error: errors.ReplicasError, now: float) -> None:
-        """One verdict for all ranks; the number is never used again."""
+        """Fail the publish for all its ranks; its number is not used again."""
         if publish.over:
             return
         error.channel = error.channel or self._ground.config.name
@@ -457,20 +464,22 @@ class Commits:
         if transfer is not None and transfer is self.main:
             self.main = None
             transfer.stop(complete=False)
-            transfer.close_lane()  # its bytes had all moved, and yet it is no version
+            transfer.close_lane()  # all its bytes had moved, and yet it is no version
         if publish.state == "moving" and publish.version > self.latest:
             self._record("abort", publish.version)
         asked = transfer.asked if transfer is not None else frozenset()
         for state in self._roster:
             if self._is_committed(state, publish):
                 continue
-            if state.forget(publish.version) or state.member in asked:  # it may have all, and not say so
+            if state.forget(publish.version) or state.member in asked:  # it may hold it unreported
                 self._ground.send(state.member, wire.Discard(publish.version))
         self._verdict(publish, _snake(type(error).__name__), now)
 
     def _is_committed(self, state: MemberState, publish: Publish) -> bool:
-        """Whether what it holds by the number of ``publish`` is the committed version,
-        heard of too late."""
+        """Return whether its copy under the publish's number is a committed version.
+
+        That is so when the commit became known here too late.
+        """
         same = publish.version == self.latest and state.held.get(publish.version) == self.decided
         return same and bool(self.decided) and state.member not in publish.begun
 
@@ -495,7 +504,7 @@ class Commits:
     # ------------------------------------------------------------ losses and time
 
     def lost(self, state: MemberState, now: float) -> None:
-        """A member is gone (already out of the roster)."""
+        """A member is lost (already out of the roster)."""
         member = state.member
         self.manifests.lost(member)
         self._unread = [(one, message) for one, message in self._unread if one is not state]
@@ -511,8 +520,7 @@ class Commits:
             transfer.lost(member, now)
 
     def tick(self, now: float, *, recovering: bool) -> None:
-        """Time passes. ``recovering``: members may still come back to a new
-        coordinator."""
+        """Check deadlines. ``recovering``: members may still come back."""
         for transfer in self.transfers:
             transfer.tick(now)
         for publish in self.publishes.open():
@@ -525,8 +533,10 @@ class Commits:
             catch_up.tick(now)
 
     def _leave_laggards(self, publish: Publish, now: float) -> None:
-        """Some are not ready to receive in half of the time, or will not have read the
-        manifest by then: go on without them, if others are.
+        """Go on without targets that are not ready in time, if others are.
+
+        Late are those not ready after half of the time, or still reading the manifest
+        by then.
         """
         transfer = publish.transfer
         if transfer is None or self._ground.config.on_lost == "raise":

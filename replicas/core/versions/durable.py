@@ -1,9 +1,9 @@
-"""What may be told of the commits of a channel: that whose decision is on disk.
+"""The part of a channel's state that may be shown: commits that are on disk.
 
 The state machine is ahead of the disk: it decides, and goes on as if the decision were
-recorded, for all that it says of it lies behind the record in the order of its effects.
-What is asked for at any moment (a newcomer's Welcome, a status page, a metric,
-readiness) does not wait in that order, and is answered from here.
+recorded. That is safe for its messages, which follow the record in the order of
+effects. Answers outside that order (a newcomer's Welcome, a status page, a metric,
+readiness) come from here.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ __all__ = ["Told"]
 
 
 class Told:
-    """Of one channel; the shell says what it has recorded, and how the publishes ended
-    that it has told of.
+    """The durable state of one channel, as the shell reports it.
 
-    :ivar latest: number of the newest commit. :ivar digest: of it; empty: it was not
-        known at the commit.
-    :ivar syncs: publishes that have ended, by outcome. :ivar last: the last of them.
+    :ivar latest: number of the newest recorded commit.
+    :ivar digest: its digest; empty: unknown at the commit.
+    :ivar syncs: ended publishes by outcome.
+    :ivar nbytes: bytes that they moved.
+    :ivar last: the last of them.
     """
 
     def __init__(self, latest: int, digest: str) -> None:
@@ -31,7 +32,7 @@ class Told:
         self.last: SyncRecord | None = None
 
     def recorded(self, decision: CommitDecision) -> None:
-        """It is on disk."""
+        """The decision is on disk."""
         if decision.kind == "commit":
             self.latest, self.digest = decision.version, decision.digest
 

@@ -1,19 +1,18 @@
-"""Manifests on their way: whoever lacks one asks for it, a window of pieces at a time.
+"""Fetch manifests in windows of pieces, from a member or the coordinator.
 
 Theory of operation
 ===================
 
-A manifest of many tensors has tens of megabytes. It never travels in a message about
-something else: an offer, or a word about what was packed, names it by its hash, and who
-has not got it (any more) asks with :class:`ManifestAsk`. Both sides do the same, each
-with a bounded :class:`Cache` of what was used last, so that neither needs to know what
-the other remembers.
+A manifest of many tensors has tens of megabytes. It never travels inside another
+message: an offer, or a report of a packed slot, names it by its hash, and the receiver
+asks for it with :class:`ManifestAsk` if its cache lacks it. Both sides do the same,
+each with a bounded :class:`Cache` of recently used manifests, so that neither needs to
+know what the other remembers.
 
-Pieces are small, and no more of them are asked for at once than the link carries in a
-moment (:class:`Fetch` finds out how many). So what is said meanwhile waits for a
-fraction of a second, a slow member holds up nobody, and nothing piles up for it. The
-pieces are numbered messages of the session: a connection that breaks costs none of what
-has arrived.
+Pieces are small, and a window asks for no more of them than the link carries in a
+moment (:class:`Fetch` adapts its size). So other messages wait for a fraction of a
+second only, a slow member delays no other, and nothing piles up for it. The pieces are
+numbered messages of the session: a broken connection loses none that have arrived.
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ WINDOW_MIN_NBYTES = 16 * 2**10
 WINDOW_MAX_NBYTES = 4 * 2**20
 FAST_S = 0.25
 SLOW_S = 1.0
-"""A window that took less is doubled, one that took more halved."""
+"""A window that took less than ``FAST_S`` is doubled, more than ``SLOW_S`` halved."""
 CACHE_NBYTES = 2 * MANIFEST_NBYTES
 
 _T = TypeVar("_T")
 
 
 class Cache(Generic[_T]):
-    """What was used last, by hash, up to ``limit_nbytes`` in all; the newest always."""
+    """Recently used values by hash, the newest always; ``limit_nbytes`` in all."""
 
     def __init__(self, limit_nbytes: int = CACHE_NBYTES) -> None:
         self._limit_nbytes = limit_nbytes
@@ -63,7 +62,7 @@ class Cache(Generic[_T]):
 
 
 def pieces(ask: ManifestAsk, manifest: bytes | None) -> list[ManifestPiece]:
-    """The answer. ``manifest`` None: it is not here."""
+    """Return the pieces that answer ``ask``. ``manifest`` None: it is not here."""
     if manifest is None or not 0 <= ask.offset < len(manifest):
         return [ManifestPiece(ask.manifest_hash, 0, 0, b"")]
     end = min(len(manifest), ask.offset + max(1, min(ask.nbytes, WINDOW_MAX_NBYTES)))
@@ -74,7 +73,7 @@ def pieces(ask: ManifestAsk, manifest: bytes | None) -> list[ManifestPiece]:
 
 
 class Fetch:
-    """One manifest that is being asked for. Times in seconds of a monotonic clock."""
+    """The fetch of one manifest. Times are seconds of a monotonic clock."""
 
     def __init__(self, manifest_hash: str) -> None:
         self.manifest_hash = manifest_hash
@@ -84,16 +83,15 @@ class Fetch:
         self._asked_at = 0.0
 
     def ask(self, now: float) -> ManifestAsk:
-        """The question for the next window."""
+        """Return the request for the next window."""
         self._asked_at = now
         self._window_end = len(self._data) + self._window_nbytes
         return ManifestAsk(self.manifest_hash, len(self._data), self._window_nbytes)
 
     def add(self, piece: ManifestPiece, now: float) -> bytes | ManifestAsk | None:
-        """A piece has come: the whole manifest, the next question, or None while more
-        of this window is to come.
+        """Add a piece: return the whole manifest, the next request, or None to wait.
 
-        :raises replicas.errors.ReplicasError: it cannot be had there.
+        :raises replicas.errors.ReplicasError: the other side cannot provide it.
         """
         if not piece.data:
             raise Gone(f"manifest {self.manifest_hash} is not there any more", hint="")
@@ -101,7 +99,7 @@ class Fetch:
             text = f"a manifest of {piece.total_nbytes:,} bytes: at most {MANIFEST_NBYTES:,} are taken"
             raise ManifestMismatch(text, hint="publish fewer tensors, or shorter names")
         if piece.offset != len(self._data):
-            return None  # of an earlier question
+            return None  # it answers an earlier request
         self._data += piece.data
         if len(self._data) >= piece.total_nbytes:
             whole = bytes(self._data)

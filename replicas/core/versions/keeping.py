@@ -1,25 +1,24 @@
-"""The newest committed version outlives its source: the coordinator's own process holds
-its memory.
+"""Keep the newest committed version's memory open in the coordinator's process.
 
 Theory of operation
 ===================
 
-A version that is committed while no target has it lies in its source's memory alone,
-and would be lost with it: a trainer that publishes once and dies before the first
-rollout has joined. Therefore, on its own host, the coordinator *keeps* the newest
-committed version: it opens the slot where it lies (all slots of its parts, when nobody
-has it whole) before anybody is told of the commit, and lets go when a newer one is
-decided. That costs a descriptor each, and no byte.
+A version that is committed before any target has it exists in its source's memory
+alone, and would be lost with it: a trainer that publishes once and dies before the
+first rollout has joined. Therefore, on its own host, the coordinator *keeps* the newest
+committed version: it opens its slot (or the slots of all its parts, if there is no
+whole image) before any member is told of the commit, and lets go when a newer one is
+decided. That costs one descriptor for each slot, and no copy.
 
-When a member whose memory is kept is lost, a *stand-in* takes its place: what was known
-of it, with the coordinator's copy of the descriptor as the place. Others of that host
-map it, or copy their parts from it, as they would have from the member itself. It
-cannot send: those on other hosts get the version from the first who has mapped it.
+When a member whose memory is kept is lost, a *stand-in* takes its place: the lost
+member's state, with the coordinator's descriptor as the place. Other members of that
+host map it, or copy their parts from it, as they would have from the member itself. It
+cannot send: other hosts get the version from the first member that has mapped it.
 Nothing is kept on other hosts: a version that must outlive its source there needs a
 target that has it (``min_targets = 1``).
 
-Who is on the coordinator's host is proven as always
-(:mod:`replicas.core.members.hosts`): it has a beacon, too.
+Members of the coordinator's host are proven as for any host
+(:mod:`replicas.core.members.hosts`): the coordinator has a beacon, too.
 """
 
 from __future__ import annotations
@@ -38,8 +37,10 @@ __all__ = ["Keeping"]
 
 
 class Keeping:
-    """What the coordinator keeps of one channel. The shell answers each ``Keep`` by
-    :meth:`kept`."""
+    """The memory that the coordinator keeps for one channel.
+
+    The shell answers each ``Keep`` effect by calling :meth:`kept`.
+    """
 
     def __init__(self, channel: str, roster: Roster, hosts: Hosts, out: list[Effect]) -> None:
         self._channel = channel
@@ -53,8 +54,7 @@ class Keeping:
         self._stand_ins: dict[Member, MemberState] = {}
 
     def look(self, latest: int) -> None:
-        """Keep ``latest``, the newest committed version, if that has become possible,
-        and no other one."""
+        """Keep ``latest``, the newest committed version, once possible."""
         if latest != self._version:
             self._let_go()
             self._version = latest
@@ -65,8 +65,7 @@ class Keeping:
             self._out.append(Keep(self._channel, owner.member, owner.places[self._version], self._version))
 
     def _owners(self) -> list[MemberState]:
-        """Whose memory makes up the version: of one who has it whole, or else of all
-        who have a part."""
+        """Return the members whose slots make up the version: one, or all parts."""
         version = self._version
         here = [s for s in self._hosts.on(self._hosts.own) if version in s.places and s.member not in self._failed]
         whole = [s for s in here if version in s.held]
@@ -75,7 +74,7 @@ class Keeping:
         return [s for s in here if version in s.parts]
 
     def kept(self, owner: Member, version: int, place: SlotPlace | None) -> None:
-        """The shell holds it at ``place`` now; None: it cannot."""
+        """The shell holds the slot at ``place``; None: it could not open it."""
         state = self._asked.get(owner)
         if version != self._version or state is None:
             return
@@ -88,7 +87,7 @@ class Keeping:
             self._stand_in(state)
 
     def lost(self, state: MemberState) -> None:
-        """The member is out of the roster, and still says on which host it was."""
+        """A member is out of the roster; its state still names its host."""
         if state.member in self._kept:
             self._stand_in(state)
         self._failed.discard(state.member)
@@ -104,21 +103,19 @@ class Keeping:
         self._stand_ins[member] = other
 
     def of(self, version: int) -> list[MemberState]:
-        """Those who stand in for lost members with ``version``, or a part of it."""
+        """Return the stand-ins of lost members with ``version``, or a part of it."""
         return list(self._stand_ins.values()) if version == self._version else []
 
     def get(self, member: Member) -> MemberState | None:
-        """Who stands in for a member that is lost."""
+        """Return the stand-in of a lost member."""
         return self._stand_ins.get(member)
 
     def serves(self, version: int, part_owners: Iterable[Member], needers: Iterable[MemberState]) -> bool:
-        """Whether some of the ``needers`` can get ``version`` by what is kept for those
-        who are lost.
+        """Return whether any of ``needers`` can get ``version`` from what is kept.
 
-        Of one that has just joined it is not known yet on which host it is: it may be
-        this one.
+        The host of a newcomer may be unknown yet: it may be this one.
 
-        :param part_owners: who had its parts, if it was published in parts.
+        :param part_owners: owners of its parts, if it was published in parts.
         """
         kept = self.of(version)
         if not kept or not any(state.host in (0, self._hosts.own) for state in needers):

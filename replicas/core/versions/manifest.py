@@ -1,23 +1,23 @@
-"""What a set of weights looks like: names, dtypes, shapes, and where each byte lies.
+"""Manifests: names, dtypes and shapes of a set of weights, and where each byte is.
 
 Theory of operation
 ===================
 
 A slot holds one complete version as a valid safetensors file (an *image*): an 8-byte
 length, a JSON header that is padded with spaces until the data starts on a page, then
-the data. Tensors lie by falling item size, then in the order in which they were given:
-every tensor starts at a multiple of its item size and no byte is left between two of
-them, as safetensors demands. The header follows from the tensors and aliases alone, so
-that all holders of a version have the same bytes, however the version was put together.
+the data. Tensors are packed by falling item size, then in the given order: every tensor
+starts at a multiple of its item size, and there is no gap between two of them, as
+safetensors demands. The header follows from the tensors and aliases alone, so that all
+holders of a version have the same bytes, however the version was assembled.
 
-A rank describes what it publishes by a :class:`PartManifest`. A whole image has
-``pieces = None``. A rank of a source with ``ranks = "all"`` has a *part*: boxes
-(:class:`Piece`) of global tensors, packed one after another. The coordinator makes one
-:class:`Manifest` of all parts with :func:`merge_parts`: each byte of each tensor comes
-from exactly one part. Identical boxes (a replicated tensor) are taken from the lowest
-part that has them.
+A rank describes its publish by a :class:`PartManifest`. A whole image has ``pieces =
+None``. A rank of a source with ``ranks = "all"`` has a *part*: boxes (:class:`Piece`)
+of global tensors, packed one after another. The coordinator makes one :class:`Manifest`
+of all parts with :func:`merge_parts`: each byte of each tensor comes from exactly one
+part. Identical boxes (a replicated tensor) are taken from the lowest part that has
+them.
 
-Everything here is pure and knows torch's dtypes by name only.
+This module does no I/O, and knows torch's dtypes by name only.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ _T = TypeVar("_T")
 
 
 class _Entry(msgspec.Struct):
-    """Of a safetensors header."""
+    """An entry of a safetensors header."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -104,7 +104,7 @@ def _decode(data: bytes | memoryview, decoder: msgspec.msgpack.Decoder[_T]) -> _
 
 
 class _Encoded(msgspec.Struct, frozen=True, dict=True):
-    """What is known by the hash of its encoding."""
+    """A manifest that is identified by the hash of its encoding."""
 
     def encode(self) -> bytes:
         return msgspec.msgpack.encode(self)
@@ -125,7 +125,7 @@ class _Encoded(msgspec.Struct, frozen=True, dict=True):
 
 
 class PartManifest(_Encoded, frozen=True, dict=True):
-    """What one rank publishes.
+    """The manifest of what one rank publishes.
 
     :param tensors: global specs; with ``pieces`` also of tensors of which this rank has
         only a part.
@@ -140,21 +140,22 @@ class PartManifest(_Encoded, frozen=True, dict=True):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> PartManifest:
-        """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything
-        malformed or inconsistent."""
+        """Decode and validate the output of :meth:`encode`.
+
+        :raises ManifestMismatch: it is malformed or inconsistent.
+        """
         part = cls.decode_only(data)
         part.validate()
         return part
 
     @classmethod
     def decode_only(cls, data: bytes | memoryview) -> PartManifest:
-        """For who validates it, as :func:`merge_parts` does."""
+        """Decode without validation, which :func:`merge_parts` does itself."""
         return _decode(data, _part_decoder)
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of the slot that holds it: a whole image with its header, or a packed
-        part without one."""
+        """Bytes of its slot: an image with its header, or a packed part without."""
         if self.pieces is None:
             return self.whole.image_nbytes
         return sum(prod(piece.shape) * item_nbytes(self.tensors[piece.tensor].dtype) for piece in self.pieces)
@@ -165,8 +166,10 @@ class PartManifest(_Encoded, frozen=True, dict=True):
         return Manifest(self.tensors, self.aliases)
 
     def validate(self) -> None:
-        """Raise :class:`ManifestMismatch` unless names are unique and pieces lie within
-        their tensors."""
+        """Check that names are unique and pieces lie within their tensors.
+
+        :raises ManifestMismatch: they are not.
+        """
         check_tensors(self.tensors, self.aliases)
         for piece in self.pieces or ():
             check_piece(piece, self.tensors)
@@ -178,8 +181,7 @@ class PartManifest(_Encoded, frozen=True, dict=True):
 class Manifest(_Encoded, frozen=True, dict=True):
     """One version's tensors and, when several ranks send it, which part owns which box.
 
-    :param tensors: in the order in which they were given; :attr:`offsets` says where
-        they lie.
+    :param tensors: in the given order; :attr:`offsets` has their positions.
     :param aliases: ``(name, name of the tensor that it shares storage with)``.
     :param parts: None when one sender has the whole image; else the pieces to take from
         each part. A piece's ``source_offset`` refers to its owner's packed part.
@@ -191,15 +193,19 @@ class Manifest(_Encoded, frozen=True, dict=True):
 
     @classmethod
     def decode(cls, data: bytes | memoryview) -> Manifest:
-        """The opposite of :meth:`encode`; :class:`ManifestMismatch` for anything
-        malformed or inconsistent."""
+        """Decode and validate the output of :meth:`encode`.
+
+        :raises ManifestMismatch: it is malformed or inconsistent.
+        """
         manifest = _decode(data, _manifest_decoder)
         manifest.validate()
         return manifest
 
     def validate(self) -> None:
-        """Raise :class:`ManifestMismatch` unless names are unique and the parts cover
-        each tensor exactly once."""
+        """Check that names are unique and the parts cover each tensor exactly once.
+
+        :raises ManifestMismatch: they do not.
+        """
         check_tensors(self.tensors, self.aliases)
         if self.parts is not None:
             for piece in (piece for part in self.parts for piece in part):
@@ -208,8 +214,7 @@ class Manifest(_Encoded, frozen=True, dict=True):
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """Where each tensor starts in the data section, in bytes, in the order of
-        :attr:`tensors`."""
+        """Byte offsets in the data section, in the order of :attr:`tensors`."""
         return packed_offsets([(tensor.dtype, tensor.nbytes) for tensor in self.tensors])
 
     @cached_property
@@ -218,8 +223,10 @@ class Manifest(_Encoded, frozen=True, dict=True):
 
     @cached_property
     def header(self) -> bytes:
-        """The safetensors header with its 8-byte length; its size is a multiple of
-        :data:`ALIGNMENT_NBYTES`."""
+        """The safetensors header with its 8-byte length.
+
+        Its size is a multiple of :data:`ALIGNMENT_NBYTES`.
+        """
         raw = {spec.name: spec.dtype for spec in self.tensors if spec.dtype not in _SAFETENSORS}
         metadata = {"format": "pt"}
         if self.aliases:
@@ -239,12 +246,12 @@ class Manifest(_Encoded, frozen=True, dict=True):
 
     @cached_property
     def data_offset(self) -> int:
-        """Where the data section starts in the image."""
+        """Byte offset of the data section in the image."""
         return len(self.header)
 
     @cached_property
     def image_nbytes(self) -> int:
-        """Size of the whole image, which is the size of a valid safetensors file."""
+        """Bytes of the whole image, the size of a valid safetensors file."""
         return self.data_offset + self.data_nbytes
 
     @cached_property
@@ -254,7 +261,7 @@ class Manifest(_Encoded, frozen=True, dict=True):
         return found | {alias: found[target] for alias, target in self.aliases}
 
     def part_nbytes(self, part: int) -> int:
-        """Bytes that part number ``part`` sends."""
+        """Return the bytes that part number ``part`` sends."""
         pieces = self.parts[part] if self.parts is not None else ()
         return sum(prod(piece.shape) * item_nbytes(self.tensors[piece.tensor].dtype) for piece in pieces)
 
@@ -262,15 +269,15 @@ class Manifest(_Encoded, frozen=True, dict=True):
 # ------------------------------------------------------------- several parts, one image
 
 
-# Made here and not at the first use: msgspec looks into a struct type when it first
-# meets it, and two threads that do so at once crash the process (a type that is half
-# looked into has null pointers in it).
+# Made at import, not at the first use: msgspec inspects a struct type at its first use,
+# and two threads that do so at once crash the process (a half-inspected type has null
+# pointers in it).
 _part_decoder = msgspec.msgpack.Decoder(PartManifest)
 _manifest_decoder = msgspec.msgpack.Decoder(Manifest)
 
 
 def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
-    """One manifest for what all ``parts`` hold together.
+    """Merge the manifests of all ``parts`` into one.
 
     A single whole image keeps ``parts = None``. Tensors come in the order of the first
     part that names them.
@@ -306,12 +313,15 @@ def merge_parts(parts: Sequence[PartManifest]) -> Manifest:
         owned.append(tuple(mine))
     merged = Manifest(tuple(tensors.values()), tuple(aliases.items()), tuple(owned))
     check_tensors(merged.tensors, merged.aliases)
-    check_cover(merged.tensors, owned)  # that each piece lies in its tensor was seen in its part
+    check_cover(merged.tensors, owned)  # each part has already checked that its pieces lie in their tensors
     return merged
 
 
 def check_size(manifest: Manifest | PartManifest) -> None:
-    """Raise :class:`ManifestMismatch` for one that nobody would take."""
+    """Check that the manifest is within the limits on tensors and bytes.
+
+    :raises ManifestMismatch: it is too large.
+    """
     tensors, nbytes = len(manifest.tensors) + len(manifest.aliases), manifest.encoded_nbytes
     if nbytes > MANIFEST_NBYTES or tensors > MANIFEST_TENSORS:
         raise ManifestMismatch(
@@ -338,8 +348,7 @@ def _merge_names(number: int, part: PartManifest, tensors: dict[str, TensorSpec]
 
 
 def difference(old: Manifest | PartManifest, new: Manifest | PartManifest, *, limit: int = 3) -> str:
-    """The first ``limit`` differences in tensors and aliases as text, or an empty
-    string when there is none."""
+    """Return the first ``limit`` differences in tensors and aliases; empty: none."""
     found = list(_differences(old, new))
     if not found and (old.tensors, old.aliases) != (new.tensors, new.aliases):
         found = ["the same tensors in another order"]

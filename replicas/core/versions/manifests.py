@@ -1,9 +1,8 @@
-"""The manifests that members announce, and the one that the channel has.
+"""The manifests that members announce, and the channel's current one.
 
 A model keeps its tensors from version to version, and one manifest of 100,000 tensors
-takes half a second to decode, join and hash. So that is done beside the loop
-(:class:`~replicas.core.effects.Read`), and what was made of the same ones is used
-again.
+takes half a second to decode, join and hash. So that is done off the event loop
+(:class:`~replicas.core.effects.Read`), and the result is reused for equal manifests.
 """
 
 from __future__ import annotations
@@ -23,18 +22,18 @@ from replicas.messages.identity import Member
 __all__ = ["Joined", "Manifests", "read"]
 
 JOINED_NBYTES = 32 * 2**20
-"""Of manifests, as they are encoded: so much is kept decoded, too."""
+"""Limit of the cache of decoded manifests, counted by their encoded size."""
 
 
 class Joined(NamedTuple):
-    """What was made of the manifests of all ranks."""
+    """The manifest joined from those of all ranks."""
 
     manifest: Manifest
     encoded: bytes
 
 
 def read(effect: Read) -> Joined:
-    """Do what the effect says; all that is slow about a manifest is done in it.
+    """Run a :class:`~replicas.core.effects.Read`: all slow work on manifests is here.
 
     :raises replicas.errors.ManifestMismatch: they are malformed, do not fit each other,
         or are too large together.
@@ -46,12 +45,15 @@ def read(effect: Read) -> Joined:
         manifest = merge_parts([PartManifest.decode_only(part) for part in effect.encoded])
         encoded = manifest.encode()
     check_size(manifest)
-    _ = manifest.hash, manifest.data_nbytes  # kept in it from now on
+    _ = manifest.hash, manifest.data_nbytes  # computed here, cached in it
     return Joined(manifest, encoded)
 
 
 class Manifests:
-    """Of one channel. ``current``: that of its newest commit."""
+    """The manifests of one channel.
+
+    :ivar current: that of its newest commit.
+    """
 
     def __init__(self, channel: str, out: list[Effect]) -> None:
         self._channel = channel
@@ -63,23 +65,25 @@ class Manifests:
         self._failed: dict[str, errors.ReplicasError] = {}
         self.current: Manifest | None = None
 
-    # ------------------------------------------------------------ on their way
+    # ------------------------------------------------------------ fetching
 
     def get(self, manifest_hash: str) -> bytes | None:
-        """It, encoded, if it is known here."""
+        """Return the encoded manifest if it is known here."""
         return self._encoded.get(manifest_hash)
 
     def fetch(self, member: Member, manifest_hash: str, now: float) -> None:
-        """Have it sent by the member, one after another: when one has come, or cannot,
-        the others are asked for again."""
+        """Ask the member for the manifest, unless another fetch from it is under way.
+
+        When that one has ended, the callers that still wait ask again.
+        """
         if member not in self._fetches:
             self._fetches[member] = fetch = Fetch(manifest_hash)
             self._out.append(Send(member, fetch.ask(now)))
 
     def add(self, member: Member, piece: ManifestPiece, now: float) -> bool:
-        """Whether a manifest is known now that was not before.
+        """Add a piece; return whether it completed a manifest.
 
-        :raises replicas.errors.ReplicasError: it cannot be had from this member.
+        :raises replicas.errors.ReplicasError: the member cannot provide it.
         """
         fetch = self._fetches.get(member)
         if fetch is None or fetch.manifest_hash != piece.manifest_hash:
@@ -100,12 +104,12 @@ class Manifests:
     def lost(self, member: Member) -> None:
         self._fetches.pop(member, None)
 
-    # ------------------------------------------------------------ put together
+    # ------------------------------------------------------------ joining
 
     def joined(self, key: str, encoded: Sequence[bytes], *, whole: bool = False) -> Joined | None:
-        """What was made of them; None while that is under way.
+        """Return the joined manifest; None while it is being read.
 
-        :raises replicas.errors.ManifestMismatch: nothing can be.
+        :raises replicas.errors.ManifestMismatch: they cannot be joined.
         """
         if key in self._failed:
             raise self._failed.pop(key)
@@ -116,7 +120,7 @@ class Manifests:
         return found
 
     def read(self, effect: Read, found: Joined | errors.ReplicasError) -> None:
-        """The shell has done what the effect says."""
+        """Take the result of a Read effect."""
         self._being_read.discard(effect.key)
         if isinstance(found, Joined):
             self._joined.put(effect.key, found, len(found.encoded))
@@ -124,8 +128,7 @@ class Manifests:
             self._failed[effect.key] = found
 
     def payload(self, publish: Publish) -> Payload | None:
-        """What the ranks packed, as one; None while their manifests are being put
-        together.
+        """Return the publish's payload; None while its manifests are being joined.
 
         :raises errors.ManifestMismatch: the parts do not fit each other, or the
             channel's manifest.

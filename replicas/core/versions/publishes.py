@@ -1,23 +1,22 @@
-"""Publishes: from the ranks of a source replica that call ``publish`` to a committed
-version and one verdict for all.
+"""Publishes: from the ranks' calls of ``publish`` to one verdict for all of them.
 
 Theory of operation
 ===================
 
-A publish is known by (group, replica, number); the number counts the replica's
+A publish is identified by (group, replica, number); the number counts the replica's
 publishes. The first rank that begins it fixes the version. It is *packing* until every
-contributing rank (the leader, or all of them) has filled its slot, then it waits its
-turn: one version moves at a time, in the order in which they were packed. It ends in
-exactly one verdict, which every rank of the replica gets, also one that begins late
+contributing rank (the leader, or all of them) has filled its slot; then it waits for
+its turn: one version moves at a time, in the order in which they were packed. It ends
+in exactly one verdict, which every rank of the replica gets, also one that begins late
 (the last few verdicts of each replica are kept). The states are those of
 :data:`replicas.core.membership.PUBLISH`.
 
-One that was begun under another coordinator comes *resumed*, with the number that it
-had there.
+A publish that was begun under another coordinator is announced as *resumed*, with the
+version number that it had there.
 
-Half of the deadline is given to those who do not get ready; then, with ``on_lost =
-"drop"``, the transfer goes on without them and they are caught up later. At the
-deadline the version commits over those who hold it, or the publish fails.
+Half of the time to the deadline is for members to get ready; then, with ``on_lost =
+"drop"``, the transfer goes on without the others, and they are caught up later. At the
+deadline the version commits over its holders, or the publish fails.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ KEPT_VERDICTS = 16
 
 @dataclass(slots=True, eq=False)
 class Publish:
-    """One publish. ``end``: its verdict, once there is one."""
+    """One publish."""
 
     group: str
     replica: int
@@ -58,11 +57,11 @@ class Publish:
     begun: set[Member] = field(default_factory=set)
     packed: dict[Member, Packed] = field(default_factory=dict)
     manifests: dict[Member, bytes] = field(default_factory=dict)
-    """Of those who have packed bytes, encoded; until the verdict."""
+    """Encoded manifests of the ranks that have packed bytes; until the verdict."""
     packed_at: float = 0.0
     moving_at: float = 0.0
     lost: dict[str, str] = field(default_factory=dict)
-    """Why, by name of a member."""
+    """Reasons by name of the lost member."""
     transfer: Transfer | None = None
     payload: Payload | None = None
     receipt: ReceiptData | None = None
@@ -78,15 +77,15 @@ class Publish:
 
     @property
     def carriers(self) -> list[Member]:
-        """Who has packed bytes for it, in order."""
+        """Ranks that have packed bytes for it, in order."""
         return sorted(member for member, packed in self.packed.items() if packed.manifest_hash)
 
     def laggard_time(self) -> float:
-        """When to go on without those who do not get ready."""
+        """Return when to go on without members that are not ready."""
         return self.moving_at + (self.deadline - self.moving_at) / 2
 
     def phases(self, commit_s: float = 0.0) -> dict[str, float]:
-        """Seconds by phase, one after another."""
+        """Seconds by phase, in order."""
         transfer = self.transfer
         phases = {
             "wait": max((packed.wait_s for packed in self.packed.values()), default=0.0),
@@ -106,8 +105,7 @@ class Publish:
 
     @property
     def hold(self) -> dict[str, float]:
-        """How long the streams of the source's GPUs were held, beside the phases;
-        nothing where there was no GPU."""
+        """Seconds for which the source's GPU streams were held; empty without a GPU."""
         hold_s = max((packed.hold_s for packed in self.packed.values()), default=0.0)
         return {"hold": hold_s} if hold_s else {}
 
@@ -128,16 +126,18 @@ class Publishes:
         self.moving: Publish | None = None
 
     def count(self, group: str, replica: int) -> int:
-        """Publishes that a replica has made so far."""
+        """Return the number of publishes that a replica has made so far."""
         return self._made.get((group, replica), 0)
 
     def joined(self, member: Member, *, first: bool) -> None:
-        """A rank of a replica joined; ``first``: no other rank of it is there.
+        """Set the number from which a rank that joins counts its publishes.
 
         Ranks join one after another, and the first may publish before the last has
-        joined: they all count from where the replica stood when the first of them
-        joined. A rank that joins once more goes on with what the others have under way
-        and wait for it with, else with what they do next.
+        joined: all of them count from the replica's number at the first join. A rank
+        that joins again goes on with the publish that the others wait for it with, else
+        with their next one.
+
+        :param first: no other rank of the replica is a member.
         """
         replica = (member.group, member.replica)
         if first:
@@ -147,15 +147,13 @@ class Publishes:
         ranks.add(member.rank)
 
     def _present(self, member: Member) -> int:
-        """How many publishes of its replica are past for a rank that joins once
-        more."""
+        """Return how many of its replica's publishes a rejoining rank has missed."""
         packing = [p for p in self.open() if (p.group, p.replica) == (member.group, member.replica)]
         waiting = [p.number for p in packing if p.state == "packing" and member.rank not in {m.rank for m in p.begun}]
         return min(waiting) - 1 if waiting else self.count(member.group, member.replica)
 
     def came_back(self, member: Member, made: int) -> None:
-        """A rank that was a member under another coordinator goes on counting from
-        ``made``."""
+        """Continue the count of a rank from another coordinator at ``made``."""
         replica = (member.group, member.replica)
         base, ranks = self._bases.get(replica, (0, set()))
         self._bases[replica] = (max(base, made), ranks)
@@ -163,7 +161,7 @@ class Publishes:
         self._made[replica] = max(made, self.count(*replica))
 
     def made(self, member: Member) -> int:
-        """Number from which this member counts its publishes."""
+        """Return the number from which this member counts its publishes."""
         return self._counts.get(member, 0)
 
     def left(self, member: Member) -> None:
@@ -173,12 +171,14 @@ class Publishes:
         return self._known.get((member.group, member.replica, number))
 
     def open(self) -> list[Publish]:
-        """Those without a verdict."""
+        """Return the publishes without a verdict."""
         return [publish for publish in self._known.values() if not publish.over]
 
     def begin(self, member: Member, message: PublishBegin, now: float) -> Publish:
-        """:raises errors.StaleVersion: the version that the caller chose is not newer
-            than every earlier one.
+        """Begin a publish, or join the one that another rank has begun.
+
+        :raises errors.StaleVersion: the version that the caller chose is not newer than
+            every earlier one.
         :raises errors.RanksDisagree: another rank began this publish with another
             version.
         """
@@ -219,27 +219,27 @@ class Publishes:
 
     @staticmethod
     def _agrees(publish: Publish, message: PublishBegin) -> bool:
-        """Whether two ranks began the same. One that is resumed names the number that
-        it got, not what it asked for."""
+        """Return whether two ranks began the same publish.
+
+        A resumed one names the number that it got, not the one that it asked for.
+        """
         if publish.resumed or message.resumed:
             return message.version == publish.version or (message.version is None and not message.resumed)
         return message.version == publish.asked_version
 
     def _forget_old(self, group: str, replica: int) -> None:
-        """Each replica's last verdicts are kept: another one may publish many times
-        meanwhile."""
+        """Keep the last verdicts of each replica, however often others publish."""
         over = [key for key, publish in self._known.items() if publish.over and key[:2] == (group, replica)]
         for key in over[:-KEPT_VERDICTS]:
             del self._known[key]
 
     def contributors(self, publish: Publish, world: int) -> set[tuple[str, int, int]]:
-        """Identities whose slots the version is made of."""
+        """Return the identities whose slots make up the version."""
         ranks = range(world) if self._source_ranks == "all" else range(1)
         return {(publish.group, publish.replica, rank) for rank in ranks}
 
     def packed(self, member: Member, message: Packed, world: int, now: float) -> Publish | None:
-        """A rank has filled its slot; returns the publish when it was the last one that
-        matters."""
+        """Note that a rank filled its slot; return the publish if it was the last."""
         publish = self.get(member, message.publish)
         if publish is None or publish.state != "packing":
             return None
@@ -255,8 +255,7 @@ class Publishes:
         return publish
 
     def filled(self, member: Member, message: Filled) -> Publish | None:
-        """A streaming rank has filled its slot; returns the publish while it has no
-        verdict."""
+        """A streaming rank filled its slot; return the publish if not over yet."""
         publish = self.get(member, message.publish)
         packed = publish.packed.get(member) if publish is not None else None
         if publish is None or packed is None or publish.over or not packed.streaming:
@@ -273,19 +272,19 @@ class Publishes:
         return publish
 
     def pack_failed(self, member: Member, message: PackFailed) -> Publish | None:
-        """A rank could not; returns the publish when it has no verdict yet."""
+        """A rank could not pack; return the publish if it has no verdict yet."""
         publish = self.get(member, message.publish)
         return publish if publish is not None and not publish.over else None
 
     def take(self, publish: Publish, now: float) -> None:
-        """Its turn has come."""
+        """Start moving the publish: its turn has come."""
         self.queue.remove(publish)
         publish.state = PUBLISH.next(publish.state, "turn")
         publish.moving_at = now
         self.moving = publish
 
     def end(self, publish: Publish, *, committed: bool) -> None:
-        """It has its verdict."""
+        """Close the publish, which has its verdict."""
         publish.manifests.clear()
         publish.state = PUBLISH.next(publish.state, "decided" if committed else "fail")
         if publish in self.queue:

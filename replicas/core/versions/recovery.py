@@ -1,31 +1,31 @@
-"""What a coordinator that starts again learns from the decision log and from its
-members.
+"""Recovery: rebuild a channel's state from the decision log and the returning members.
 
 Theory of operation
 ===================
 
-The decision log tells the newest committed version (and numbers that must not be used
-again). Members that were there under another coordinator say in their Hello what they
-have heard of, hold, serve and were assigned, and then announce what is under way
+The decision log holds the newest committed version (and numbers that must not be used
+again). Members of an earlier coordinator say in their Hello which versions they know
+committed, hold, serve and were assigned, and then announce their work in progress
 (:mod:`replicas.messages`). Facts count at once, whenever they come: epochs and numbers
-only grow, and a version that any member has seen committed *is* committed. What needs a
-view of everybody waits for :data:`RECOVERY_S` after the first of them came (or after
-the start, if there is a decision log): until then nobody is admitted, nothing moves,
-nothing is granted. A member that still has to say ``Resumed`` is waited for as long
-again. A publish that has no number yet gets none before the end: another rank of its
-replica may have one, and say so.
+only grow, and a version that any member has seen committed *is* committed. Decisions
+that need all members wait for :data:`RECOVERY_S` after the first of them came (or after
+the start, if there is a decision log): until then nothing is admitted, moved or
+granted. A member that has yet to send ``Resumed`` is waited for as long again. A
+publish without a number gets none before the end of this window: another rank of its
+replica may still announce one.
 
 Then, for each version that is held and not committed:
 
-* announced again by its source: the publish goes on under its number, and those who
-  hold it need no bytes;
-* not announced although a source of that time is here: that source has had its verdict,
-  and it was a failure: discarded;
-* its source is gone: committed, if every target that is here holds it with one digest;
-  else discarded, and the source is to publish again. Its number is not used again.
+* announced again by its source: the publish goes on under its number, and its holders
+  need no bytes;
+* not announced although a source of that time is a member: that source has had its
+  verdict, a failure: discarded;
+* its source is gone: committed, if every target among the members holds it with one
+  digest; else discarded, and the source is to publish again. Its number is not used
+  again.
 
-What the newest committed version looks like is told by any holder of it (``Describe``),
-and its manifest fetched from there.
+The manifest of the newest committed version is fetched from any holder of it, which
+describes the version first (``Describe``).
 """
 
 from __future__ import annotations
@@ -59,17 +59,17 @@ class Recovery:
         self._answer: wire.Described | None = None
         self._deferred: list[tuple[MemberState, wire.PublishBegin | wire.Packed | wire.PackFailed, float]] = []
         self._done = not ground.past.decided[0]
-        """Nothing to recover until somebody from before comes."""
+        """True until a member of an earlier coordinator comes: nothing to recover."""
 
     @property
     def active(self) -> bool:
-        """Whether things that need everybody must wait."""
+        """Whether decisions that need all members must wait."""
         return not self._done
 
-    # ------------------------------------------------------------ what is heard
+    # ------------------------------------------------------------ reports of members
 
     def heard(self, state: MemberState, now: float) -> None:
-        """A member joined that was there under another coordinator."""
+        """Take the Hello of a member of an earlier coordinator."""
         commits, hello = self._commits, state.hello
         self._roster.epoch = max(self._roster.epoch, hello.epoch + 1)
         versions = [hello.latest, hello.loaded, hello.assigned, *(held.version for held in hello.held)]
@@ -85,8 +85,7 @@ class Recovery:
             self._ground.send(state.member, commits.commit_message())
 
     def _check_held(self, state: MemberState) -> None:
-        """What it holds under a committed number, but is something else, is of no
-        use."""
+        """Discard its copy of the committed version if the digest differs."""
         commits = self._commits
         digest = state.held.get(commits.latest, "")
         if digest and commits.decided and digest != commits.decided:
@@ -96,8 +95,10 @@ class Recovery:
     def defers(
         self, state: MemberState, message: wire.PublishBegin | wire.Packed | wire.PackFailed, now: float
     ) -> bool:
-        """Whether it is to be handled at the end of the window: a publish without a
-        number, and what comes after it."""
+        """Return whether to handle the message at the end of the window.
+
+        That holds for a publish without a number, and for messages that follow it.
+        """
         at_once = isinstance(message, wire.PublishBegin) and (message.resumed or not state.is_source)
         known = self._commits.publishes.get(state.member, message.publish)
         if self._done or at_once or (known is not None and state.member in known.begun):
@@ -136,8 +137,10 @@ class Recovery:
             self._commits.publishing(state, message, now)
 
     def _end_known_publishes(self, now: float) -> None:
-        """A rank that does not announce its replica's publish again has had its
-        verdict: so has the replica."""
+        """Fail resumed publishes that a rank of their replica does not announce again.
+
+        That rank has had its verdict, so the whole replica has.
+        """
         commits = self._commits
         for publish in commits.publishes.open():
             if not publish.resumed:
@@ -151,8 +154,7 @@ class Recovery:
                 commits.fail_resumed(publish, f"{names} had its verdict" if names else "it had failed", now)
 
     def _prepared(self) -> set[int]:
-        """Versions that somebody holds, newer than the committed one, that no publish
-        carries."""
+        """Return held versions newer than the committed one that no publish carries."""
         commits = self._commits
         carried = {publish.version for publish in commits.publishes.open()}
         held = {version for state in self._roster for version in state.held}
@@ -173,7 +175,7 @@ class Recovery:
     # ----------------------------------------------- the bytes of the committed version
 
     def advance(self, now: float) -> None:
-        """Ask a holder what the committed version looks like, if that is not known."""
+        """Ask a holder to describe the committed version, if its bytes are unknown."""
         version = self._commits.latest
         if self.active or not version or self._commits.committed is not None:
             return
@@ -187,7 +189,7 @@ class Recovery:
             self._ground.send(holder, wire.Describe(version))
 
     def described(self, state: MemberState, message: wire.Described) -> None:
-        """A holder's answer."""
+        """Take a holder's description."""
         commits = self._commits
         if state.member != self._described:
             return
@@ -201,13 +203,13 @@ class Recovery:
         self._answer = message
 
     def undescribed(self, state: MemberState) -> None:
-        """What it holds is of no use: somebody else is asked."""
+        """Forget a holder's unusable copy, and ask another holder."""
         if state.member == self._described:
             self._described = self._answer = None
             state.forget(self._commits.latest)
 
     def _read(self, holder: Member, answer: wire.Described, now: float) -> None:
-        """Have the manifest, and read it: the bytes of the version are known then."""
+        """Fetch and read the manifest, which makes the version's bytes known."""
         commits, wanted = self._commits, answer.manifest_hash
         if answer.version != commits.latest:
             self._described = self._answer = None

@@ -4,30 +4,30 @@ Theory of operation
 ===================
 
 A replica that wants new weights runs a *round*: the newest committed version at the
-moment when the first of its ranks asks, provided that all its ranks are there and hold
-it. Every rank is granted that version when it asks, and the next round opens only when
-all of them have loaded this one, so that two ranks are never more than the load itself
-apart. The replica's loaded version is the one that *all* its ranks have loaded; while
-they differ it is 0 (*partial*). A rank that is lost, or fails to load, voids the round:
-the next one brings every rank to the newest version. What a round can be in is the
-table :data:`~replicas.core.membership.ROUND`.
+moment when the first of its ranks asks, provided that all its ranks are members and
+hold it. Every rank is granted that version when it asks, and the next round opens only
+when all of them have loaded this one, so that two ranks differ only for the time of a
+load. The replica's loaded version is the one that *all* its ranks have loaded; while
+they differ it is 0. A rank that is lost, or fails to load, voids the round: the next
+one brings every rank to the newest version. The states of a round are the table
+:data:`~replicas.core.membership.ROUND`.
 
-A rank that asks has no update open: with its ask it *gives back* what it was granted
-and has not looked at, so that a rank that asks ahead of time neither keeps an old
-version in memory nor gets it. As long as no rank has looked at the version of a round,
+A rank that asks has no update open: with its ask it *gives back* a version that it was
+granted and has not looked at, so that a rank that asks ahead of time neither keeps an
+old version in memory nor gets it. As long as no rank has looked at a round's version,
 or loaded it, the round may take a newer one.
 
 *At least.* A rank may ask for a version whose number, or a number in whose publisher's
 ``meta``, is not below a bound. A round opens only with a version that is enough for
 **every** rank that waits by then: with unequal bounds the highest counts, so that all
-ranks are alike. A rank for which the version that others have begun with is not enough
+ranks get the same. A rank for which a version that others have begun with is not enough
 *declines* it: it asks again, for a newer one, and waits. When all ranks ask, so that
-none of them is at work with it, the next round opens. While the ``meta`` of the newest
-version is not known here (a coordinator that has just started), no bound on it is met.
+none of them is loading it, the next round opens. While the ``meta`` of the newest
+version is unknown here (a coordinator that has just started), no bound on it is met.
 
-A round can move on only where a rank asks, and only when something about that replica,
-or the newest version, has changed: such replicas are *due* (:meth:`Rounds.take_due`),
-the others are not looked at.
+A round can advance only where a rank asks, and only when that replica, or the newest
+version, has changed: such replicas are *due* (:meth:`Rounds.take_due`), and only they
+are looked at.
 """
 
 from __future__ import annotations
@@ -50,17 +50,16 @@ __all__ = ["Newest", "ReplicaView", "Round", "Rounds", "is_enough"]
 class Round:
     state: RoundState = "idle"
     version: int = 0
-    """What all ranks are to load; 0: nothing yet."""
+    """The version that all ranks are to load; 0: none yet."""
     taken: set[Member] = field(default_factory=set)
-    """Ranks that were granted it and have not said yet how that ended."""
+    """Ranks that were granted it and have not reported the result yet."""
     asks: dict[Member, ReceiveAsk] = field(default_factory=dict)
     loaded: int = 0
-    """Version that the whole replica serves; 0: none, or not the same on all ranks."""
+    """The version that all ranks serve; 0: none, or they differ."""
 
     @property
     def partial(self) -> bool:
-        """A rank failed to load, and the ranks have not all served the same version
-        since."""
+        """Whether a rank failed to load, and the ranks still differ since."""
         return self.state == "partial"
 
     def move(self, event: RoundEvent) -> None:
@@ -76,27 +75,27 @@ class Round:
 
 
 class Newest(NamedTuple):
-    """The newest committed version (0: none), and what its publisher said of it; None
-    while that is not known."""
+    """The newest committed version (0: none); its ``meta`` (None: unknown)."""
 
     version: int
     meta: Mapping[str, object] | None = None
 
     def is_enough(self, ask: ReceiveAsk) -> bool:
-        """For the bound of this ask, whichever version the rank has."""
+        """Return whether it meets the bound of this ask, ignoring ``after``."""
         return is_enough(ask.at_least, ask.key, self.version, self.meta or {})
 
 
 def is_enough(at_least: float, key: str, version: int, meta: Mapping[str, object]) -> bool:
-    """Whether the number of a version, or with a ``key`` the number by that name in its
-    ``meta``, is ``at_least``."""
+    """Return whether the version's number is at least ``at_least``.
+
+    With ``key``, the number by that name in its ``meta`` counts instead.
+    """
     found = meta.get(key) if key else version
     return isinstance(found, (int, float)) and not isinstance(found, bool) and found >= at_least
 
 
 class ReplicaView(NamedTuple):
-    """The members of one target replica that carry bytes, and how many of them there
-    must be."""
+    """The members of a target replica that carry bytes, and their expected number."""
 
     ranks: Sequence[MemberState]
     expected: int
@@ -121,15 +120,14 @@ class Rounds:
         return list(self._rounds.items())
 
     def touch(self, state: MemberState) -> None:
-        """Something about this rank has changed: if its replica waits for a grant, it
-        is looked at."""
+        """Note a change of this rank: its replica is due if it waits for a grant."""
         key = (state.member.group, state.member.replica)
         round_ = self._rounds.get(key)
         if round_ is not None and round_.asks:
             self._due.add(key)
 
     def take_due(self, newest: Newest) -> list[tuple[str, int]]:
-        """Replicas whose round may move on, in order; each once."""
+        """Return the replicas whose round may advance, in order; each once."""
         if newest != self._due_newest:
             self._due_newest = newest
             self._due |= {key for key, round_ in self._rounds.items() if round_.asks}
@@ -137,8 +135,7 @@ class Rounds:
         return due
 
     def loaded_by_all(self) -> int:
-        """The newest version that every rank of a target serves, or a newer one; 0 when
-        there is none."""
+        """Return the oldest version that any target rank serves; 0: none."""
         return min(self._loaded, default=0)
 
     def _count(self, state: MemberState) -> None:
@@ -154,32 +151,30 @@ class Rounds:
                 del self._loaded[version]
 
     def asks(self, member: Member) -> bool:
-        """Whether the member waits for a grant."""
+        """Return whether the member waits for a grant."""
         round_ = self._rounds.get((member.group, member.replica))
         return round_ is not None and member in round_.asks
 
     def loading(self, group: str, replica: int) -> bool:
-        """Whether some of its ranks have begun to load a version, and not all have
-        it."""
+        """Return whether a round has begun to load and is not complete."""
         round_ = self._rounds.get((group, replica))
         return round_ is not None and (round_.state == "loading" or bool(round_.taken))
 
     def wants(self, member: Member, version: int) -> bool:
-        """Whether it waits for ``version`` or an older one."""
+        """Return whether ``version`` is new enough for the member's ask."""
         round_ = self._rounds.get((member.group, member.replica))
         found = round_.asks.get(member) if round_ is not None else None
         return found is not None and found.after < version
 
     def ask(self, member: Member, ask: ReceiveAsk) -> None:
-        """It wants a version; what it was granted before, and has not loaded, it gives
-        back."""
+        """Take a rank's ask; it gives back a version granted before and not loaded."""
         round_ = self.of(member.group, member.replica)
         round_.asks[member] = ask
         round_.taken.discard(member)
         self._due.add((member.group, member.replica))
 
     def cancel_ask(self, member: Member, ask: int) -> None:
-        """It wants none any more, nor what it was granted while it said so."""
+        """Withdraw a rank's ask, and a grant that has crossed it."""
         round_ = self.of(member.group, member.replica)
         if (found := round_.asks.get(member)) is not None and found.ask == ask:
             del round_.asks[member]
@@ -187,8 +182,7 @@ class Rounds:
         self._due.add((member.group, member.replica))
 
     def joined(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
-        """A rank joined; under an earlier coordinator it may have loaded a version, or
-        been assigned one."""
+        """Add a rank, with the version that an earlier coordinator assigned it."""
         if not state.carries:
             return
         self._count(state)
@@ -205,14 +199,16 @@ class Rounds:
 
     @staticmethod
     def _remind(round_: Round, ranks: Sequence[MemberState], out: list[Effect]) -> None:
-        """The coordinator before may have ended before all ranks heard what they are to
-        load: they must keep it."""
+        """Repeat an assignment to ranks that hold it: they must keep it.
+
+        The coordinator before may have ended before all of them heard of it.
+        """
         for rank in ranks:
             if rank.loaded < round_.version and round_.version in rank.held:
                 out.append(Send(rank.member, Assigned(round_.version)))
 
     def loaded(self, state: MemberState, version: int, view: ReplicaView, out: list[Effect]) -> None:
-        """This rank serves ``version`` now."""
+        """A rank now serves ``version``."""
         state.loaded = version
         if state.member not in self._counted:
             return
@@ -224,7 +220,7 @@ class Rounds:
         self._settle(round_, state.member, view, out)
 
     def failed(self, state: MemberState, view: ReplicaView, out: list[Effect]) -> None:
-        """This rank may have loaded half of a version."""
+        """A rank may have loaded half of a version."""
         state.loaded = 0
         if state.member not in self._counted:
             return
@@ -235,7 +231,7 @@ class Rounds:
         self._settle(round_, state.member, view, out)
 
     def lost(self, member: Member, view: ReplicaView, out: list[Effect]) -> None:
-        """``view`` is without the lost member."""
+        """Remove a lost rank; ``view`` is without it."""
         self._uncount(member)
         round_ = self.of(member.group, member.replica)
         round_.asks.pop(member, None)
@@ -246,7 +242,7 @@ class Rounds:
             del self._rounds[member.group, member.replica]
 
     def _settle(self, round_: Round, member: Member, view: ReplicaView, out: list[Effect]) -> None:
-        """What the ranks serve together now."""
+        """Recompute the version that the ranks serve together."""
         if round_.asks:
             self._due.add((member.group, member.replica))
         versions = {state.loaded for state in view.ranks}
@@ -271,7 +267,7 @@ class Rounds:
         if round_.state == "loading" and not self._begun(round_, view):
             round_.move("given_back")
         if round_.state != "loading" and any(state.draining for state in view.ranks):
-            return  # what some of its ranks have begun to load, the others may load too; nothing new
+            return  # ranks may load a version that others have begun with, but nothing new
         asks = round_.asks.values()
         wanted = any(ask.after < latest for ask in asks) and all(newest.is_enough(ask) for ask in asks)
         if wanted and round_.version != latest and not self._in_progress(round_, view):
@@ -283,7 +279,7 @@ class Rounds:
 
     @staticmethod
     def _in_progress(round_: Round, view: ReplicaView) -> bool:
-        """Some rank has yet to load the round's version, and can."""
+        """Return whether some rank has yet to load the round's version, and can."""
         waiting = [state for state in view.ranks if state.loaded != round_.version]
         if round_.state in ("idle", "loaded") or not waiting or not Rounds._begun(round_, view):
             return False
@@ -297,7 +293,7 @@ class Rounds:
 
     @staticmethod
     def _begun(round_: Round, view: ReplicaView) -> bool:
-        """Some rank may look at the round's version now, or serves it."""
+        """Return whether some rank may now look at the round's version or serves it."""
         return bool(round_.taken) or any(state.loaded == round_.version for state in view.ranks)
 
     @staticmethod

@@ -1,7 +1,6 @@
-"""Tensors and pieces of tensors as values: sizes, checks, and how they are laid out in
-memory.
+"""Tensors and pieces of tensors as values: sizes, checks and memory layout.
 
-Part of :mod:`replicas.core.versions.manifest`, which tells the whole story.
+See :mod:`replicas.core.versions.manifest` for how they make up an image.
 """
 
 from __future__ import annotations
@@ -61,8 +60,10 @@ MAX_NBYTES = 1 << 56
 
 
 def item_nbytes(dtype: str) -> int:
-    """Bytes of one element of ``dtype``; :class:`ManifestMismatch` for a dtype that
-    cannot be moved."""
+    """Return the bytes of one element of ``dtype``.
+
+    :raises ManifestMismatch: the dtype cannot be moved.
+    """
     try:
         return ITEM_NBYTES[dtype]
     except KeyError:
@@ -82,8 +83,7 @@ class SegmentLike(Protocol):
 
 
 class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One tensor: ``dtype`` is torch's name without ``torch.``; ``shape`` is the global
-    shape."""
+    """One tensor: torch's dtype name without ``torch.``, and the global shape."""
 
     name: str
     dtype: str
@@ -98,11 +98,10 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A box of a tensor: ``shape`` elements from ``offsets`` on, of tensor number
-    ``tensor`` of its manifest.
+    """A box of a tensor: ``shape`` elements from ``offsets`` on.
 
-    ``source_offset``: where its bytes (contiguous, row-major) start in its owner's
-    packed part.
+    ``tensor``: the tensor's number in its manifest. ``source_offset``: byte offset of
+    its data (contiguous, row-major) in its owner's packed part.
     """
 
     tensor: int
@@ -112,8 +111,10 @@ class Piece(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 def packed_offsets(sizes: Sequence[tuple[str, int]]) -> tuple[int, ...]:
-    """Offsets without holes for ``(dtype, nbytes)`` each: by falling item size, then in
-    the given order."""
+    """Return gapless byte offsets for ``(dtype, nbytes)`` items.
+
+    They are packed by falling item size, then in the given order.
+    """
     order = sorted(range(len(sizes)), key=lambda index: -item_nbytes(sizes[index][0]))
     offsets = [0] * len(sizes)
     position = 0
@@ -154,7 +155,7 @@ def check_tensors(tensors: Sequence[TensorSpec], aliases: Sequence[tuple[str, st
 
 
 def _refuse_name(names: Iterable[str]) -> None:
-    """Raise for the first that is not one of its own."""
+    """Raise for the first reserved or repeated name."""
     seen = {"__metadata__"}
     for name in names:
         if name in seen:
@@ -164,7 +165,7 @@ def _refuse_name(names: Iterable[str]) -> None:
 
 
 def piece_end(piece: Piece, tensors: Sequence[TensorSpec]) -> int:
-    """Where the piece ends in its owner's part."""
+    """Return the end of the piece in its owner's part, in bytes."""
     return piece.source_offset + prod(piece.shape) * item_nbytes(tensors[piece.tensor].dtype)
 
 
@@ -208,8 +209,11 @@ def check_cover(tensors: Sequence[TensorSpec], parts: Sequence[Sequence[Piece]])
 
 
 def _check_no_overlap(spec: TensorSpec, found: Sequence[tuple[Piece, int]]) -> None:
-    """Sweep along the dimension in which the boxes differ most, so that thousands of
-    shards stay cheap."""
+    """Raise if two boxes overlap.
+
+    It sweeps along the dimension in which the boxes differ most, so that thousands of
+    shards stay cheap.
+    """
     if len(found) < 2:
         return
     axes = range(len(spec.shape))
@@ -229,8 +233,10 @@ def _check_no_overlap(spec: TensorSpec, found: Sequence[tuple[Piece, int]]) -> N
 
 
 def segment_layout(segments: Iterable[SegmentLike]) -> tuple[tuple[int, ...], int]:
-    """Offset of each segment and the size of them all, in bytes; each starts at a
-    multiple of 64."""
+    """Return the offset of each segment and their total size, in bytes.
+
+    Each segment starts at a multiple of 64.
+    """
     offsets: list[int] = []
     position = 0
     for segment in segments:
