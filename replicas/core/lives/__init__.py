@@ -1,1 +1,1 @@
-"""The life of replicas: states, restarts, budgets and order."""
+"""The life cycle of replicas: states, restarts, budgets and start order."""

@@ -1,11 +1,10 @@
-"""How often, and after which delay, the replicas of a group may be restarted. Pure: the
-time is an argument.
+"""The restart budget of a group, and the delay before each restart.
 
 The budget is the group's: at most ``max_restarts`` in any ``window_s``. The delay is
 the replica's own: it doubles with each of *its* restarts inside the window, from
 ``initial_delay_s`` to ``max_delay_s``, plus a jitter of up to ``initial_delay_s`` so
 that replicas that died together do not come back together. A replica that ran well for
-a whole window starts over.
+a whole window starts over. Pure: the time is an argument.
 """
 
 from __future__ import annotations
@@ -21,8 +20,10 @@ __all__ = ["RestartBudget", "wants_restart"]
 
 
 def wants_restart(config: RestartConfig, *, ok: bool) -> bool:
-    """Whether the policy restarts a replica that ended well (``ok``) or badly, before
-    any budget is asked."""
+    """Return whether the policy restarts a replica, before any budget is checked.
+
+    :param ok: it ended well.
+    """
     return config.policy == "always" or (config.policy == "on-failure" and not ok)
 
 
@@ -39,13 +40,14 @@ class RestartBudget:
         self.use(config)
 
     def use(self, config: RestartConfig) -> None:
-        """These are the rules from now on; what has been spent remains so."""
+        """Replace the rules; restarts already spent stay spent."""
         self.config = config
         self._backoff = Backoff(config.initial_delay_s, config.max_delay_s)
 
     def take(self, replica: int, *, now: float) -> float | None:
-        """Spend one restart of ``replica``: the seconds to wait first, or None when
-        none is left (nothing is spent).
+        """Spend one restart of ``replica`` and return the seconds to wait first.
+
+        None: no restart is left, and none is spent.
 
         :param now: seconds of a monotonic clock, never less than in an earlier call.
         """
@@ -55,28 +57,29 @@ class RestartBudget:
         return self._delay_s(sum(1 for _, other in self._spent if other == replica))
 
     def reset(self) -> None:
-        """Nothing has been spent."""
+        """Forget all spent restarts."""
         self._spent.clear()
 
     def ages(self, now: float) -> list[tuple[float, int]]:
-        """Age in seconds and replica of each restart in the window: what
-        :meth:`restore` takes in another process."""
+        """Return (age in seconds, replica) of each restart in the window.
+
+        :meth:`restore` takes them in another process.
+        """
         self.remaining(now)
         return [(max(0.0, now - at), replica) for at, replica in self._spent]
 
     def restore(self, ages: Sequence[tuple[float, int]], *, now: float) -> None:
-        """Go on from what was spent elsewhere."""
+        """Continue from restarts spent in another process."""
         self._spent = deque(sorted((now - max(0.0, age), replica) for age, replica in ages))
 
     def remaining(self, now: float) -> int:
-        """Restarts that are left at ``now``."""
+        """Return the restarts left at ``now``."""
         while self._spent and self._spent[0][0] <= now - self.config.window_s:
             self._spent.popleft()
         return max(0, self.config.max_restarts - len(self._spent))
 
     def remaining_ratio(self, now: float) -> float:
-        """Share of the budget that is left, from 0 to 1; of a budget of none, nothing
-        was ever spent: 1."""
+        """Return the share of the budget left, from 0 to 1; 1 for a budget of none."""
         return self.remaining(now) / self.config.max_restarts if self.config.max_restarts else 1.0
 
     def _delay_s(self, attempt: int) -> float:

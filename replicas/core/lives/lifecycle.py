@@ -1,25 +1,25 @@
-"""The life of one replica, as a table.
+"""The life cycle of one replica, as a transition table.
 
 Theory of operation
 ===================
 
 A replica is in one of the seven states of :data:`replicas.status.ReplicaState`;
-:data:`REPLICA` says what can happen in which (its picture is in docs/protocol.md). Two
-kinds of events move it. Those of its *processes* (``READY``, ``UNREADY``, the timeouts)
-say what was seen. Those of its *end* (``FINISHED``, ``RETRY``, ``GIVE_UP``,
-``STOPPED``) are given only when the last process of the generation is gone, so that no
-two generations of one replica ever run at once; :func:`after_exit` picks the one. An
-event that the table lacks raises :class:`~replicas.core.tables.InvalidStep`: a bug of
-the caller, never a surprise of the world.
+:data:`REPLICA` has the transitions (diagram in docs/protocol.md). There are two kinds
+of events. Those of its *processes* (``READY``, ``UNREADY``, the timeouts) are
+observations. Those of its *end* (``FINISHED``, ``RETRY``, ``GIVE_UP``, ``STOPPED``) are
+given only when the last process of the generation is gone, so that no two generations
+of one replica ever run at once; :func:`after_exit` picks the event. An event that the
+table lacks raises :class:`~replicas.core.tables.InvalidStep`: always a bug of the
+caller.
 
 ``starting`` is also the state of a running replica that lost readiness; its generation
-tells a first start from that. ``draining`` is the state of one that is being ended, for
-whatever reason: it may finish its sync first, when somebody asked for its end, and not
-when it is sick. It stays so as long as a process of it does not die, which is waited
-for: another generation beside it would be one too many, and it is no failure of the
-replica. ``finished`` is the state of one that is done, ``drained`` of one that was
-stopped as asked, and ``failed`` of one that may not be started again, or whose group
-has failed. No clock is read here: times are arguments, in seconds of any one monotonic
+tells a first start from that. ``draining`` is the state of a replica that is being
+ended, for any reason: when its end was requested it may finish its sync first, when it
+is sick it may not. It stays draining while a process of it does not die: another
+generation beside it would be one too many, and the wait is no failure of the replica.
+``finished`` is the state of a replica that is done, ``drained`` of one that was stopped
+on request, and ``failed`` of one that may not be started again, or whose group has
+failed. No clock is read here: times are arguments, in seconds of any one monotonic
 clock.
 """
 
@@ -47,7 +47,7 @@ __all__ = [
 
 
 class ReplicaEvent(enum.StrEnum):
-    """What can happen to a replica."""
+    """An event of a replica."""
 
     START = "start"  # its processes are being started for the first time
     READY = "ready"
@@ -56,15 +56,15 @@ class ReplicaEvent(enum.StrEnum):
     HEARTBEAT_TIMEOUT = "heartbeat_timeout"
     PROGRESS_TIMEOUT = "progress_timeout"
     LOAD_TIMEOUT = "load_timeout"  # it did not load a committed version in time, or only in part
-    RESTART = "restart"  # someone asks for a new generation
-    HELD_UP = "held_up"  # its programs have ended, or were killed, and a process of it takes long to die
-    STOP = "stop"  # someone asks for its end
-    GROUP_FAILED = "group_failed"  # another one has failed, and takes the group with it
-    RESET = "reset"  # someone says that what made it fail is mended
+    RESTART = "restart"  # a new generation was requested
+    HELD_UP = "held_up"  # its programs have ended, or were killed, but a process of it takes long to die
+    STOP = "stop"  # its end was requested
+    GROUP_FAILED = "group_failed"  # another replica has failed, and its group with it
+    RESET = "reset"  # an operator says that the cause of its failure is fixed
     FINISHED = "finished"  # gone: done by itself, and not to be started again
     RETRY = "retry"  # gone: a new generation follows after a delay
     GIVE_UP = "give_up"  # gone: the restart policy or the budget allows no other generation
-    STOPPED = "stopped"  # gone: as asked
+    STOPPED = "stopped"  # gone: on request
     BACKOFF_ELAPSED = "backoff_elapsed"
 
 
@@ -81,18 +81,19 @@ RestartReason = Literal[
     "reload",
 ]
 """Why a generation was replaced: the label ``reason`` of ``replicas_restarts_total``.
+
 ``lost``: its shim died. ``group``: another replica of its group failed, which restarts
-as a whole. ``reload``: its config changed."""
+as a whole. ``reload``: its config changed.
+"""
 
 FREE_REASONS: frozenset[RestartReason] = frozenset({"requested", "group", "reload"})
-"""Restarts that neither the policy nor the budget can refuse, and that spend none of
-it."""
+"""Restarts that no policy or budget refuses, and that spend none of the budget."""
 
 ALIVE: frozenset[ReplicaState] = frozenset({"starting", "ready", "draining"})
 """States in which processes of the replica may exist."""
 
 SETTLED: frozenset[ReplicaState] = frozenset({"failed", "finished", "drained"})
-"""States that nothing leaves by itself."""
+"""States that end only on request."""
 
 REPLICA: Table[ReplicaState, ReplicaEvent] = Table(
     "a replica",
@@ -156,8 +157,9 @@ def after_exit(
     granted: bool,
     requested: bool = False,
 ) -> ReplicaEvent:
-    """The event for a generation whose last process is gone, when nobody has asked for
-    its end (that is ``STOPPED``).
+    """Return the event for a generation whose last process is gone, not on request.
+
+    A requested end is ``STOPPED``.
 
     :param ok: every rank exited with code 0, by itself.
     :param policy: the group's restart policy.
@@ -194,7 +196,7 @@ class Transition(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Lifecycle:
-    """A replica's state with what its status shows of it.
+    """A replica's state, with the times and counters that its status shows.
 
     :param group: name of its group.
     :param replica: its index, from 0.
@@ -225,25 +227,23 @@ class Lifecycle:
 
     @property
     def settled(self) -> bool:
-        """Whether it stays as it is unless someone asks."""
+        """Whether it stays in this state until a request."""
         return self.state in SETTLED
 
     def state_age_s(self, now: float) -> float:
-        """Seconds in the present state."""
+        """Return the seconds in the current state."""
         return max(0.0, now - self.since)
 
     def starting_s(self, now: float) -> float:
-        """Seconds since this generation was started."""
+        """Return the seconds since this generation was started."""
         return max(0.0, now - self._started_at)
 
     def launched(self, now: float) -> None:
-        """Its processes are started only now: what it waited for before is no part of
-        its start."""
+        """Start the clock of this start: its processes are started only now."""
         self._started_at = now
 
     def forgive(self, pause_s: float) -> None:
-        """The supervisor itself did not run for ``pause_s``: a start did not take that
-        long."""
+        """Shift the start by ``pause_s``, while the supervisor did not run."""
         self._started_at += pause_s
 
     def apply(

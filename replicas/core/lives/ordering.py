@@ -1,5 +1,4 @@
-"""In which order groups start and end, and how many replicas of a group may be away at
-once. Pure."""
+"""Start order and readiness of groups, and limits of rolling restarts. Pure."""
 
 from __future__ import annotations
 
@@ -16,9 +15,10 @@ OVER: frozenset[ReplicaState] = frozenset({"failed", "finished"})
 
 
 def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
-    """Group names by level: each one depends on groups of earlier levels only. They
-    start in this order, and end in reverse. A dependency that is not among them (any
-    more: a reload has removed it) keeps nobody.
+    """Return group names by level: each depends on groups of earlier levels only.
+
+    Groups start in this order, and end in reverse. A dependency on a group that is not
+    given (a reload has removed it) is ignored.
 
     :raises replicas.errors.UsageError: the dependencies have a cycle.
     """
@@ -38,41 +38,44 @@ def start_levels(groups: Mapping[str, GroupConfig]) -> list[list[str]]:
 
 
 def enough(min_ready: int | None, replicas: int) -> int:
-    """How many of a group's ``replicas`` have to be ready, or done: ``min_ready``, by
-    default all."""
+    """Return how many replicas must be ready or done: ``min_ready``, else all."""
     return replicas if min_ready is None else min(min_ready, replicas)
 
 
 def is_good(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
-    """Whether enough replicas are ready, or done."""
+    """Return whether enough replicas are ready, or done."""
     return sum(state in GOOD for state in states) >= enough(min_ready, len(states))
 
 
 def is_done(states: Sequence[ReplicaState], min_ready: int | None = None) -> bool:
-    """Whether enough replicas have finished, at least one, and the others have failed:
-    a group that was scaled to none rests, and is not done.
+    """Return whether enough replicas have finished, at least one, and the rest failed.
+
+    A group that was scaled to none is idle, and not done.
     """
     finished = states.count("finished")
     return is_over(states) and finished >= max(1, enough(min_ready, len(states)))
 
 
 def is_over(states: Sequence[ReplicaState]) -> bool:
-    """Whether no replica will do anything any more, by itself or by an operator's
-    restart of one that is drained."""
+    """Return whether all replicas have finished or failed.
+
+    A drained one may still be restarted by an operator.
+    """
     return bool(states) and OVER.issuperset(states)
 
 
 def is_lost(states: Sequence[ReplicaState], min_ready: int | None) -> bool:
-    """Whether so many have failed that ``min_ready`` cannot be reached again."""
+    """Return whether so many have failed that ``min_ready`` cannot be reached again."""
     return min_ready is not None and len(states) - states.count("failed") < enough(min_ready, len(states))
 
 
 def unmet(
     group: GroupConfig, groups: Mapping[str, GroupConfig], states: Mapping[str, Sequence[ReplicaState]]
 ) -> list[str]:
-    """The dependencies, as in the config, that keep ``group`` from starting.
+    """Return the dependencies, as in the config, that keep ``group`` from starting.
 
-    :param groups: every group. :param states: of every group's replicas.
+    :param groups: every group.
+    :param states: of every group's replicas.
     """
 
     def met(name: str, condition: str) -> bool:
@@ -83,11 +86,10 @@ def unmet(
 
 
 def within(states: Mapping[int, ReplicaState], todo: Sequence[int], max_unavailable: int) -> list[int]:
-    """Which of ``todo`` a rolling restart may end now, so that never more than
-    ``max_unavailable`` are away by it.
+    """Return which of ``todo`` a rolling restart may end now.
 
-    Replicas that are away anyway (not ready, not done) come first: to end them costs
-    nothing.
+    Never more than ``max_unavailable`` are down because of it. Replicas that are down
+    anyway (not ready, not done) come first: ending them costs nothing.
 
     :param states: of all replicas of the group, by index.
     """

@@ -1,26 +1,24 @@
-"""Whether and when the replicas of a group start again after they ended badly. Pure:
-the time is an argument.
+"""Decide whether and when the replicas of a group restart after they failed.
 
 Theory of operation
 ===================
 
-Three rules are asked, in this order, each time a generation has ended and nobody asked
-for that:
+Three rules apply, in this order, each time a generation has ended without a request:
 
 1. **The policy**: ``always``, ``on-failure`` or ``never``.
 2. **Progress**: ``no_progress_cycles`` generations in a row that ended badly, and in
-   which the replica came to no step or version that it had not reached before, are a
-   crash loop that no restart mends. A generation that ran for a whole ``window_s`` is
-   no part of a crash loop, whatever it reached. What is on no channel has no steps: for
-   it there is no such rule.
+   which the replica reached no new step or version, are a crash loop that no restart
+   fixes. A generation that ran for a whole ``window_s`` is no part of a crash loop,
+   whatever it reached. A replica on no channel has no steps: this rule does not apply
+   to it.
 3. **The budget** (:mod:`replicas.core.lives.budget`), which also gives the delay.
 
 With ``strategy = "group"`` one replica that fails takes all others of its group with
-it. That is one *incident*, whoever of them dies of it: it spends one restart, it is one
-cycle, and all come back together, after one delay (:meth:`Restarts.resumed`).
+it. That is one *incident*, however many of them die of it: it spends one restart, it is
+one cycle, and all come back together, after one delay (:meth:`Restarts.resumed`).
 
-Restarts that somebody asked for (an operator, a reload, a preemption) never come here,
-and so spend nothing.
+Requested restarts (by an operator, a reload, a preemption) never come here, and so
+spend nothing. Pure: the time is an argument.
 """
 
 from __future__ import annotations
@@ -35,19 +33,19 @@ from replicas.core.lives.budget import RestartBudget, wants_restart
 __all__ = ["RestartVerdict", "Restarts"]
 
 _ALL = 0
-"""Whose restart it is counted as when the whole group restarts together."""
+"""The key under which a restart of the whole group is counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class RestartVerdict:
-    """``delay_s``: start again after so long; None: never, because of ``rule``."""
+    """``delay_s``: seconds until the restart; None: never, because of ``rule``."""
 
     delay_s: float | None
     rule: str = ""
 
 
 class Restarts:
-    """The rules of one group, and what it has spent of them.
+    """The rules of one group, and the restarts it has spent.
 
     :param config: the group's restart rules.
     :param rng: source of the jitter; a seeded one makes the delays reproducible.
@@ -57,21 +55,20 @@ class Restarts:
         self.config = config
         self.budget = RestartBudget(config, rng=rng)
         self.cycles: dict[int, int] = {}
-        """Generations in a row without progress, by replica (or for the whole
-        group)."""
+        """Generations in a row without progress, by :meth:`key`."""
         self._resume_at: float | None = None
 
     def use(self, config: RestartConfig) -> None:
-        """The rules are these from now on; what has been spent remains so."""
+        """Replace the rules; restarts already spent stay spent."""
         self.config = config
         self.budget.use(config)
 
     def key(self, replica: int) -> int:
-        """Whose budget and cycles it is."""
+        """Return the key of its budget and cycles: the replica, or the whole group."""
         return _ALL if self.config.strategy == "group" else replica
 
     def ended(self, replica: int, *, ok: bool, progressed: bool | None, ran_s: float, now: float) -> RestartVerdict:
-        """A generation has ended, and nobody asked for that.
+        """Judge a generation that has ended without a request.
 
         :param ok: every rank of it exited with code 0.
         :param progressed: it reached a new step or version; None: it has none to reach.
@@ -99,45 +96,43 @@ class Restarts:
         return RestartVerdict(delay_s)
 
     def resumed(self) -> None:
-        """The replicas are being started again: the next failure is another
-        incident."""
+        """End the incident: the replicas are being started again."""
         self._resume_at = None
 
     def resume_in_s(self, now: float) -> float:
-        """Seconds until the whole group comes back; 0 when no incident is open."""
+        """Return the seconds until the group comes back; 0: no open incident."""
         return 0.0 if self._resume_at is None else max(0.0, self._resume_at - now)
 
     def cycles_of(self, replica: int) -> int:
-        """Generations in a row without progress of a replica, or of its whole group."""
+        """Return the generations in a row without progress (replica or group)."""
         return self.cycles.get(self.key(replica), 0)
 
     @property
     def no_progress_remaining_ratio(self) -> float:
-        """Share of ``no_progress_cycles`` that every replica has left, from 0 to 1;
-        without such a rule 1."""
+        """Share of ``no_progress_cycles`` left to all, 0 to 1; without a rule 1."""
         limit = self.config.no_progress_cycles
         return max(0.0, 1.0 - max(self.cycles.values(), default=0) / limit) if limit else 1.0
 
     def spent(self, now: float) -> bool:
-        """Whether something of the budget, or a cycle, is spent."""
+        """Return whether some of the budget, or a cycle, is spent."""
         return bool(self.budget.ages(now) or self.cycles)
 
     def reset(self) -> None:
-        """Someone says that what made them fail is mended: nothing is spent."""
+        """Forget all spent restarts and cycles: an operator has fixed the cause."""
         self.budget.reset()
         self.cycles.clear()
         self._resume_at = None
 
     def forget(self, replica: int) -> None:
-        """The replica is no longer wanted; the restarts that it spent remain spent."""
+        """Forget a replica that is no longer wanted; its spent restarts stay spent."""
         self.cycles.pop(replica, None)
 
-    # --------------------------------------------------- over the death of a supervisor
+    # ------------------------------------------------------ across supervisor restarts
 
     def restore(self, *, spent: Sequence[tuple[float, int]], cycles: Mapping[int, int], now: float) -> None:
-        """Go on from what an earlier supervisor had spent.
+        """Continue from what an earlier supervisor had spent.
 
-        :param spent: age in seconds and replica of each restart in the window, as in
+        :param spent: (age in seconds, replica) of each restart in the window, as in
             :meth:`RestartBudget.ages`.
         """
         self.cycles = {replica: count for replica, count in cycles.items() if count}

@@ -1,1 +1,1 @@
-"""Who is on a channel: members, their hosts, and who may take part."""
+"""Members of a channel: roster, hosts, links, and admission."""

@@ -1,13 +1,12 @@
-"""Replicas that are being ended: what they have begun may finish, and nothing new waits
-for them.
+"""Drains: replicas that finish their work in progress and get no new work.
 
-A *draining* replica is not asked to take a new version, nor caught up, nor admitted
-again; no new round is opened for it. The same holds for ranks of it that join only now.
-It is *busy* while it packs or moves a version of its own, takes part in a transfer
-(also as one who gives), has ranks that load what others of it have loaded already, or
-has posted an operation. At the first moment at which it is not busy,
-:class:`~replicas.core.effects.ReplicaIdle` is emitted, once, and whoever wants to end
-it should do so.
+A *draining* replica gets no new version, is not caught up or admitted again, and no new
+round is opened for it. The same holds for ranks of it that join only now. It is *busy*
+while it packs or moves a version of its own, takes part in a transfer (also as a
+giver), has ranks that load a version which others of it have loaded already, or has
+posted an operation. When it is first not busy,
+:class:`~replicas.core.effects.ReplicaIdle` is emitted, once: the supervisor may end it
+then.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class Drains:
         self._ground = ground
         self._commits, self._rounds, self._operations = commits, rounds, operations
         self._waiting: dict[tuple[str, int], int] = {}
-        """Generations that are busy still."""
+        """Generations that are still busy."""
         self._ending: dict[tuple[str, int], int] = {}
-        """The last generation of each replica that was ever ended on request."""
+        """The last generation of each replica that was ended on request."""
 
     def begin(self, group: str, replica: int, generation: int) -> None:
-        """This generation is being ended, and so is any before it."""
+        """Drain this generation and any before it."""
         self._ending[group, replica] = generation
         states = self._of(group, replica, generation)
         for state in states:
@@ -43,12 +42,12 @@ class Drains:
             self._waiting[group, replica] = generation
 
     def joined(self, state: MemberState) -> None:
-        """A rank of a replica that is being ended comes too late for anything."""
+        """Mark a new rank as draining if its generation is being ended."""
         member = state.member
         state.draining = state.hello.generation <= self._ending.get((member.group, member.replica), -1)
 
     def advance(self) -> None:
-        """Tell of those that are not busy any more."""
+        """Emit ReplicaIdle for replicas that are not busy any more."""
         for (group, replica), generation in list(self._waiting.items()):
             if not self.busy(group, replica):
                 del self._waiting[group, replica]
@@ -56,7 +55,7 @@ class Drains:
                     self._ground.emit(ReplicaIdle(self._ground.config.name, group, replica, generation))
 
     def busy(self, group: str, replica: int) -> str:
-        """What the replica is in the middle of, in words; empty: of nothing."""
+        """Describe the work in progress of the replica; empty: none."""
         name = self._ground.config.name
         members = [state.member for state in self._ground.roster.replica(group, replica)]
         if not members:

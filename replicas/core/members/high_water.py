@@ -1,9 +1,8 @@
-"""How far each replica has ever come on a channel: its newest step and version, kept
-over its generations.
+"""High-water marks: the newest step and version that each replica reached.
 
-A replica that is started again from a checkpoint repeats old steps: that is no
-progress. Operations without a ``step=`` tag have no number that could be compared, so
-that each of them counts.
+They outlast its generations: a replica that is restarted from a checkpoint repeats old
+steps, which is no progress. Operations without a ``step=`` tag have no number to
+compare, so each of them counts.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ class HighWaterMarks:
         self._operations: dict[tuple[str, int], int] = {}
 
     def step(self, member: Member, step: int) -> None:
-        """A rank of it said so, or posted an operation with this tag."""
+        """Note a step that a rank has reported, or posted with an operation."""
         self._raise(self._steps, member.group, member.replica, step)
 
     def version(self, group: str, replica: int, version: int) -> None:
-        """It has published, or loaded, this version."""
+        """Note a version that it has published or loaded."""
         self._raise(self._versions, group, replica, version)
 
     def operation(self, member: Member, step: int | None) -> None:
-        """It takes part in an operation."""
+        """Note an operation that it takes part in."""
         if step is None:
             key = (member.group, member.replica)
             self._operations[key] = self._operations.get(key, 0) + 1
@@ -38,13 +37,12 @@ class HighWaterMarks:
             self.step(member, step)
 
     def of(self, group: str, replica: int) -> tuple[int, int, int]:
-        """Newest step (-1: none), newest version, number of operations without a
-        step."""
+        """Return newest step (-1: none), newest version, operations without a step."""
         key = (group, replica)
         return self._steps.get(key, -1), self._versions.get(key, 0), self._operations.get(key, 0)
 
     def forget(self, group: str, replicas: int) -> None:
-        """The group has only so many replicas from now on."""
+        """Forget the replicas of the group from index ``replicas`` on."""
         for marks in (self._steps, self._versions, self._operations):
             for key in [key for key in marks if key[0] == group and key[1] >= replicas]:
                 del marks[key]

@@ -1,28 +1,29 @@
-"""Which members are on the same host, and who still uses whose memory.
+"""Hosts: which members share memory, and when lent memory is free again.
 
 Theory of operation
 ===================
 
-Members on one host read one memory: nothing is sent between them. That two are on one
-host is *proven*, never inferred from names or addresses. Each process has a *beacon*, a
-little memory with a nonce in it. Those whose boot id, pid namespace and user are equal
-*may* be on one host; a newcomer is told the beacons of a few such members of each known
-host (:class:`~replicas.messages.Locate`), tries to open them, and says which one it
-could read. It is admitted when it has answered; one that can open none of them, does
-not answer in time, or later fails to map what it should, is a host of its own, to which
-everything is sent. With ``transport = "group"`` everybody is. The coordinator has a
-beacon, too: its host is one of them, whether or not a member is on it.
+Members on one host read the same memory: nothing is sent between them. That two are on
+one host is *proven*, never inferred from names or addresses. Each process has a
+*beacon*, a small memory with a nonce in it. Members with equal boot id, pid namespace
+and user *may* be on one host; a newcomer gets the beacons of a few such members of each
+known host (:class:`~replicas.messages.Locate`), tries to open them, and reports which
+one it could read. It is admitted when it has answered; a member that can open none of
+them, does not answer in time, or later fails to map a slot that it should, is a host of
+its own, and is sent all bytes. With ``transport = "group"`` every member is. The
+coordinator has a beacon, too: its host is one of them, whether or not a member is on
+it.
 
-With ``staging = "device"`` memory is a GPU's: members are on one "host" when that is
-proven and they have the same GPU. The coordinator has none there.
+With ``staging = "device"`` the memory is a GPU's: members are on one "host" when that
+is proven and they have the same GPU. The coordinator has none there.
 
-**Memory that is lent.** The owner of a slot (a publisher, or the member that received a
-version for its host) may write it again when nobody has it mapped any more. It learns
-that from the kernel, not from here: readers hold locks on the memory. But a lock says
-nothing about why it is held. So the owner of an older version is told
-(:class:`~replicas.messages.Released`) when no member of its host that can be heard has
-that version any more: what is locked then belongs to a process that is frozen or cut
-off, and is put aside rather than waited for.
+**Lent memory.** The owner of a slot (a publisher, or the member that received a version
+for its host) may write it again when no member has it mapped any more. It learns that
+from the kernel, not from here: readers hold locks on the memory. But a lock does not
+say why it is held. So the owner of an older version is told
+(:class:`~replicas.messages.Released`) when no responsive member of its host has that
+version any more: a lock that is left then belongs to a process that is frozen or cut
+off, and the memory is retired rather than waited for.
 """
 
 from __future__ import annotations
@@ -39,20 +40,21 @@ from replicas.messages.identity import Member
 __all__ = ["Hosts", "Place"]
 
 LOCATE_S = 5.0
-"""How long a newcomer is waited for to say on which host it is. Only itself waits: it
-is not admitted before."""
+"""How long a newcomer may take to answer Locate. Only its own admission waits."""
 REPRESENTATIVES = 3
-"""Members of one host that a newcomer tries."""
+"""Number of members of one host whose beacons a newcomer tries."""
 
 Place = tuple[str, int, int]
-"""Boot id, pid namespace, user: equal for all members of one host, and not only for
-them."""
+"""Boot id, pid namespace and user: equal on one host, but no proof of it."""
 
 
 @dataclass(slots=True)
 class _Search:
-    """A newcomer that has been asked. ``hosts``: of the beacons that it was given last,
-    in their order. ``tried``: all."""
+    """The search of a newcomer for its host.
+
+    :ivar hosts: of the beacons that it was given last, in their order.
+    :ivar tried: all hosts tried so far.
+    """
 
     until: float
     hosts: list[int] = field(default_factory=list)
@@ -63,7 +65,7 @@ class Hosts:
     """The hosts of one channel, by number.
 
     :param shared: whether members may share memory at all (``transport = "auto"``).
-    :param by_device: only those with one GPU do (``staging = "device"``).
+    :param by_device: only members with the same GPU do (``staging = "device"``).
     :param here: place and beacon of the coordinator's process, if it may share memory,
         too.
     :ivar own: number of the coordinator's host; 0: it has none.
@@ -93,19 +95,18 @@ class Hosts:
         return len(self._members)
 
     def on(self, host: int) -> list[MemberState]:
-        """The members of one host."""
+        """Return the members of one host."""
         return list(self._members.get(host, {}).values())
 
-    # ------------------------------------------------------------ who is where
+    # ------------------------------------------------------------ finding the host
 
     def joined(self, state: MemberState, now: float) -> None:
-        """A member is new in the roster."""
+        """Start the search of a new member for its host."""
         if not state.observes:
             self._search(state, _Search(now + LOCATE_S))
 
     def _search(self, state: MemberState, search: _Search) -> None:
-        """Have it try the hosts that it has not tried; without any it is a host of its
-        own."""
+        """Ask it to try the hosts left; if there are none, it is a host of its own."""
         beacons, search.hosts = self._candidates(state, search.tried)
         if not beacons:
             self._put(state, self._new())
@@ -115,8 +116,7 @@ class Hosts:
         self._out.append(Send(state.member, Locate(tuple(beacons))))
 
     def located(self, state: MemberState, message: Located) -> None:
-        """It has looked. Others may have said meanwhile that they are elsewhere: then
-        it looks there, too."""
+        """Take its answer; without a match, go on with hosts that are new since."""
         search = self._searches.pop(state.member, None)
         if search is None:
             return
@@ -127,19 +127,18 @@ class Hosts:
             self._search(state, search)
 
     def apart(self, state: MemberState) -> None:
-        """It cannot map the others' memory: it is a host of its own from now on."""
+        """Make it a host of its own: it cannot map the memory of the others."""
         self._take(state)
         self._put(state, self._new())
 
     def lost(self, state: MemberState) -> None:
-        """It is out of the roster."""
+        """Remove a member that is out of the roster."""
         self._searches.pop(state.member, None)
         self._warned.discard(state.member)
         self._take(state)
 
     def tick(self, now: float) -> None:
-        """Those who have not answered are hosts of their own; owners learn what nobody
-        uses any more."""
+        """Make members that did not answer in time hosts of their own."""
         for member, search in list(self._searches.items()):
             state = self._roster.get(member)
             if now > search.until and state is not None:
@@ -159,13 +158,13 @@ class Hosts:
             some = list(itertools.islice(members.values(), REPRESENTATIVES))
             if host in tried or host == self.own:
                 continue
-            if self._place(some[0]) == place:  # all members of a host are alike in this
+            if self._place(some[0]) == place:  # equal for all members of a host
                 beacons += [other.hello.beacon for other in some if other.hello.beacon is not None]
                 hosts += [host] * len(some)
         return beacons, hosts
 
     def _place(self, state: MemberState) -> tuple[Place, str] | None:
-        """With the GPU, if that matters. None: it shares no memory."""
+        """Return place and GPU (if that matters); None: it shares no memory."""
         hello = state.hello
         if not self._shared or hello.beacon is None or state.is_peer or (self._by_device and not hello.cuda_devices):
             return None
@@ -183,7 +182,7 @@ class Hosts:
             self._warn([state.member] if self._warned else [m for members in self._members.values() for m in members])
 
     def _warn(self, members: list[Member]) -> None:
-        """There is more than one host: lanes will be formed."""
+        """Tell members to prepare for lanes: there is more than one host."""
         new = [member for member in members if member not in self._warned]
         self._warned.update(new)
         self._out.extend(Send(member, LaneAhead()) for member in new)
@@ -195,11 +194,13 @@ class Hosts:
             self._members.pop(state.host, None)
         state.host = 0
 
-    # ------------------------------------------------------------ whose memory is used
+    # ------------------------------------------------------------ lent memory
 
     def release(self, latest: int, now: float, *, host: int | None = None) -> None:
-        """Tell the owners of older versions than ``latest`` which of them nobody uses
-        any more: all, or those of a host."""
+        """Tell owners which versions older than ``latest`` are not used any more.
+
+        ``host``: only owners on this host; None: all.
+        """
         for state in self._roster if host is None else self.on(host):
             for version in [version for version in state.lent if version < latest] if state.lent else ():
                 if not self._used(state, version, now):
@@ -207,7 +208,7 @@ class Hosts:
                     self._out.append(Send(state.member, Released(version)))
 
     def _used(self, owner: MemberState, version: int, now: float) -> bool:
-        """Whether another member of its host, one that can be heard, has it."""
+        """Return whether another responsive member of its host has the version."""
         others = self._members.get(owner.host, {}).values()
         return any(
             version in other.held and not self._roster.suspect(other, now) for other in others if other is not owner

@@ -3,21 +3,20 @@
 Theory of operation
 ===================
 
-A link is a pair of addresses, and a link is bad, not a member: both ends may work with
-everybody else. So nobody is thrown out for one. Bytes go over somebody who reaches both
-ends (:mod:`replicas.core.moving.paths`), and a member whom nobody reaches who has the
-bytes is caught up as soon as somebody does. Members with one address have no link
-between them.
+A link is a pair of addresses, and the link is bad, not a member: both ends may work
+with all others. So no member is excluded for one. Bytes go over a member that reaches
+both ends (:mod:`replicas.core.moving.paths`), and a member that no holder reaches is
+caught up as soon as one does. Members with one address have no link between them.
 
 A link is *broken* when members could not connect over it before they built a group
-(:mod:`replicas.sidecar.meeting`), or when it was in doubt, and a transfer over it has
-stood still again. Nothing uses it but *trials*: a group of two members, tried again
-soon and then a little later each time, until one works. No publish suffers from finding
-that out, and a link is in use again within seconds after it was healed.
+(:mod:`replicas.sidecar.meeting`), or when it was in doubt and a transfer over it has
+stood still again. Only *trials* use it: a group of two members, tried again soon and
+then a little later each time, until one works. So no publish pays for testing it, and a
+link is in use again within seconds after it was healed.
 
-A link is *in doubt* when bytes were under way over it in a transfer that stood still,
-or that it slowed down: other ways are taken as long as there are any. Each time that
-happens the doubt is longer. Versions that went over a link put an end to it.
+A link is *in doubt* when a transfer stood still, or was slowed, while bytes were under
+way over it: other links are used as long as there are any. Each time the doubt lasts
+longer. Versions that went over the link end the doubt.
 """
 
 from __future__ import annotations
@@ -36,18 +35,21 @@ from replicas.messages.identity import Member
 __all__ = ["Links", "Pairs"]
 
 Pairs = Iterable[tuple[str, str]]
-"""Of addresses, in either order."""
+"""Pairs of addresses, in either order."""
 
 TRIAL = Backoff(0.5, 2.0)
-"""From the end of a trial that failed to the next one."""
+"""Delay from the end of a failed trial to the next one."""
 TRIALS_AT_ONCE = 8
 DOUBT = Backoff(2.0, 300.0)
 
 
 @dataclass(slots=True)
 class _Fault:
-    """What is known against one link. ``count``: how often it was found out; ``tries``:
-    trials that have failed since."""
+    """The fault of one link.
+
+    :ivar count: how often it was found.
+    :ivar tries: trials that have failed since.
+    """
 
     why: str = ""
     count: int = 0
@@ -68,45 +70,46 @@ class Links:
         self._usual: dict[str, float] = {}
 
     def __bool__(self) -> bool:
-        """Whether anything is known against any of them."""
+        """Whether any link has a known fault."""
         return bool(self._faults)
 
     def works(self, one: MemberState, other: MemberState, now: float, *, surely: bool = False) -> bool:
-        """Whether the link between two members may be used. ``surely``: and is not in
-        doubt."""
+        """Return whether the link between two members may be used.
+
+        ``surely``: a link in doubt may not.
+        """
         fault = self._faults.get(frozenset((one.address, other.address)))
         return fault is None or not (fault.broken or (surely and now < fault.doubt_until))
 
     def broken_within(self, members: Iterable[Member]) -> bool:
-        """Whether the link between some two of these is broken."""
+        """Return whether a link between two of these members is broken."""
         addresses = {state.address for state in self._roster.states(members)}
         return any(fault.broken and link <= addresses for link, fault in self._faults.items())
 
     def why(self, state: MemberState) -> str:
-        """What is known against the links of a member, in words."""
+        """Return the reasons why links of a member are broken, as text."""
         found = [fault.why for link, fault in self._faults.items() if fault.broken and state.address in link]
         return "; ".join(dict.fromkeys(found))
 
     def usual(self, address: str) -> float:
-        """Bytes a second that came to there with the last version; 0: not known."""
+        """Return the last receive rate of an address in bytes a second; 0: unknown."""
         return self._usual.get(address, 0.0)
 
     def took(self, address: str, nbytes: int, seconds: float) -> None:
-        """A version came to there over a lane in so long."""
+        """Note that a version was received at this address over a lane."""
         self._usual[address] = nbytes / max(seconds, 0.05)
 
-    # ------------------------------------------------------------ what is found out
+    # ------------------------------------------------------------ faults
 
     def broke(self, pairs: Pairs, why: str, now: float) -> None:
-        """No connection can be made between these addresses."""
+        """Mark links broken: no connection can be made between these addresses."""
         for link in {frozenset(pair) for pair in pairs if len(set(pair)) == 2}:
             fault = self._found(link, why, now)
             if not fault.broken:
                 fault.broken, fault.tries, fault.trial_at = True, 0, now + TRIAL.first_s
 
     def doubt(self, pairs: Pairs, why: str, now: float) -> None:
-        """Bytes were under way between these addresses in a transfer that stood
-        still."""
+        """Mark links doubtful: a transfer with bytes on them stood still."""
         links = {frozenset(pair) for pair in pairs if len(set(pair)) == 2}
         again = [link for link in links if link in self._faults and now < self._faults[link].doubt_until]
         for link in links:
@@ -114,12 +117,12 @@ class Links:
         self.broke([(min(link), max(link)) for link in again], why, now)
 
     def slow(self, pairs: Pairs, why: str, now: float) -> None:
-        """Bytes went so slowly between these addresses that others had to wait."""
+        """Mark links doubtful: their slow bytes made other members wait."""
         for link in {frozenset(pair) for pair in pairs if len(set(pair)) == 2}:
             self._found(link, why, now)
 
     def proved(self, pairs: Pairs) -> None:
-        """A version has gone over these."""
+        """Clear the doubt of links that a version has gone over."""
         for pair in pairs:
             fault = self._faults.get(frozenset(pair))
             if fault is not None and not fault.broken:
@@ -136,7 +139,7 @@ class Links:
     # ------------------------------------------------------------ trials
 
     def tick(self, now: float) -> None:
-        """Begin the trials that are due; forget links to where nobody is any more."""
+        """Start due trials; forget links to addresses that are gone."""
         if len(self._usual) > 2 * len(self._roster):
             there = {state.address for state in self._roster}
             self._usual = {address: rate for address, rate in self._usual.items() if address in there}
@@ -188,15 +191,14 @@ class Links:
             trial.failed(lane, error, now)
 
     def store_moved(self, now: float) -> None:
-        """What is tried over the old store never ends: it is tried again."""
+        """Try again the links whose trials ran over the old store."""
         for fault in self._faults.values():
             if fault.trial is not None:
                 fault.trial.abandon()
                 fault.trial, fault.trial_at = None, now
 
     def lost(self, member: Member, now: float) -> None:
-        """A member is gone: what it was tried with says nothing, and is tried with
-        another one."""
+        """Restart the trials that a lost member took part in, with another member."""
         for fault in self._faults.values():
             if fault.trial is not None and fault.trial.with_member(member):
                 fault.trial.abandon()

@@ -1,4 +1,4 @@
-"""What the coordinator knows of one member of a channel."""
+"""The coordinator's state of one member of a channel."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ __all__ = ["Held", "MemberState", "Reading"]
 
 
 class Held(dict[int, str]):
-    """Digests of the versions that a member holds. ``on_change(version, held)``: called
-    when one comes or goes."""
+    """Digests of the versions that a member holds.
+
+    :ivar on_change: called as ``on_change(version, held)`` when one is added or
+        removed.
+    """
 
     on_change: Callable[[int, bool], None] | None = None
 
@@ -62,8 +65,7 @@ class Held(dict[int, str]):
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How far a member had a manifest when it asked for more of it. Times of the
-    monotonic clock."""
+    """Progress of a member in reading a manifest. Times are of the monotonic clock."""
 
     manifest_hash: str
     since: float
@@ -73,31 +75,30 @@ class Reading:
 
     @property
     def ends_at(self) -> float:
-        """When it will have it, as it goes on as until now."""
+        """The estimated time when it has read all, at its average rate."""
         return self.since + (self.at - self.since) * self.total_nbytes / max(1, self.nbytes)
 
 
 @dataclass(slots=True, eq=False)
 class MemberState:
-    """What the coordinator knows of one member.
+    """The coordinator's state of one member.
 
     :ivar note: why it is behind or quarantined.
-    :ivar missed: the version without which it was left behind: it is with the others
-        again when it holds that or a newer one.
+    :ivar missed: the version without which it was left behind: it is admitted again
+        when it holds that or a newer one.
     :ivar not_before: it is not admitted before this time.
-    :ivar rtt_s: how long a round trip to it takes lately; 0: not known.
-    :ivar slow: the others went on without it, because it would have held them up.
+    :ivar rtt_s: recent round-trip time to it; 0: unknown.
+    :ivar slow: the others went on without it, because it would have delayed them.
     :ivar served: it was caught up since it was quarantined.
-    :ivar draining: it is being ended: it may finish what it has begun, and takes no
-        part in anything new.
-    :ivar resumed: it has said all that is under way at it (at once, unless it comes
+    :ivar draining: it is being ended: it may finish its work in progress, and gets no
+        new work.
+    :ivar resumed: it has reported all of its work in progress (at once, unless it comes
         from another coordinator).
     :ivar cut_at: when its connection ended; 0 while it has one.
-    :ivar host: number of the host that it is on (:mod:`replicas.core.members.hosts`);
-        0: not known yet.
-    :ivar reading: the manifest that it has asked for last.
-    :ivar places: where the slots lie that it has filled for a publish, by version.
-    :ivar lent: versions in memory of its own that others of its host may have mapped.
+    :ivar host: number of its host (:mod:`replicas.core.members.hosts`); 0: unknown.
+    :ivar reading: the manifest that it asked for last.
+    :ivar places: of the slots that it has filled for a publish, by version.
+    :ivar lent: versions in its own memory that others of its host may have mapped.
     """
 
     member: Member
@@ -127,18 +128,17 @@ class MemberState:
     slow: bool = False
     rtt_s: float = 0.0
     view_epoch: int = 0
-    """The last epoch of which it was told."""
+    """The last epoch that it was told."""
 
     def step(self, event: MemberEvent) -> None:
-        """Move on by the table.
+        """Change its standing by the table.
 
-        :raises replicas.core.tables.InvalidStep: this cannot happen to it now.
+        :raises replicas.core.tables.InvalidStep: the event cannot happen to it now.
         """
         self.standing = MEMBER.next(self.standing, event)
 
     def forget(self, version: int) -> bool:
-        """It has neither the version nor a part of it any more; False when it had
-        neither."""
+        """Forget its copy and part of the version; False: it had neither."""
         had = self.held.pop(version, None) is not None or version in self.parts
         self.parts.discard(version)
         self.places.pop(version, None)
@@ -151,8 +151,10 @@ class MemberState:
 
     @property
     def caught_up(self) -> bool:
-        """Whether it has what it was left behind without. A target that takes nothing
-        would hold up the others each time."""
+        """Whether it has the version that it was left behind without.
+
+        A target without it would delay the others each time.
+        """
         return not self.missed or max(self.held, default=0) >= self.missed
 
     @property
@@ -174,5 +176,5 @@ class MemberState:
 
     @property
     def observes(self) -> bool:
-        """Whether it takes part in nothing: a process that only looks on."""
+        """Whether it is an observer, which takes part in nothing."""
         return self.settings.role == "observer"

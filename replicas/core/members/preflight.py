@@ -1,18 +1,17 @@
-"""Whether a process that wants to join can work with those that are there, told at the
-door and not by a hang.
+"""Check compatibility at join, so that a mismatch is an error and not a hang.
 
 Theory of operation
 ===================
 
-:func:`check_join` compares what the newcomer's Hello says with the Hello of every other
-process of the channel: torch's release, and, where NCCL would be used, its version, the
-variables that must agree, and the GPUs. Where NCCL would be used: ``backend = "nccl"``,
-or ``"auto"`` and both processes have a GPU. Only members that carry bytes ever meet in
-a group, so NCCL is compared for those alone. Observers are not checked, and neither is
-an earlier incarnation of the same identity, which the newcomer replaces.
+:func:`check_join` compares the newcomer's Hello with the Hello of every other process
+of the channel: torch's release, and, where NCCL would be used, its version, the
+variables that must agree, and the GPUs. NCCL would be used with ``backend = "nccl"``,
+or with ``"auto"`` if both processes have a GPU. Only members that carry bytes ever meet
+in a process group, so NCCL is compared for those alone. Observers are not checked, and
+neither is an earlier incarnation of the same identity, which the newcomer replaces.
 
-With ``staging = "device"`` whoever carries bytes must have a GPU. Those who have the
-same one share its memory there, and NCCL is not between them.
+With ``staging = "device"`` every member that carries bytes must have a GPU. Members
+with the same GPU share its memory, and need no NCCL between them.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ __all__ = ["MULTI_RANK_VERSION", "NCCL_AGREED", "carries_bytes", "check_join", "
 
 NCCL_AGREED = frozenset(
     (
-        # what is sent in which way: both ends of a connection choose for themselves,
-        # and must choose alike
+        # how data is sent: both ends of a connection choose for themselves, and must
+        # choose alike
         "NCCL_ALGO",
         "NCCL_PROTO",
         "NCCL_NET",
@@ -47,7 +46,7 @@ NCCL_AGREED = frozenset(
         "NCCL_PXN_DISABLE",
         "NCCL_RUNTIME_CONNECT",
         "NCCL_MULTI_RANK_GPU_ENABLE",
-        # in pieces of which size, over how many channels
+        # piece sizes and numbers of channels
         "NCCL_BUFFSIZE",
         "NCCL_LL_BUFFSIZE",
         "NCCL_LL128_BUFFSIZE",
@@ -71,21 +70,23 @@ NCCL_AGREED = frozenset(
 """NCCL's variables that must have the same value, or none, in all processes of a group.
 
 All others may differ: those that describe one host (NCCL_SOCKET_IFNAME, NCCL_IB_HCA,
-NCCL_TOPO_FILE, NCCL_HOSTID, ...), those that only log (NCCL_DEBUG...), and limits of
-one side's patience (NCCL_IB_TIMEOUT, ...).
+NCCL_TOPO_FILE, NCCL_HOSTID, ...), those that only log (NCCL_DEBUG...), and timeouts of
+one side (NCCL_IB_TIMEOUT, ...).
 """
 
 _UNSET = "unset"
 MULTI_RANK_VERSION = (2, 30)
-"""The NCCL that can have several ranks on one GPU, where
-``NCCL_MULTI_RANK_GPU_ENABLE=1`` says that it may."""
+"""The first NCCL that allows several ranks on one GPU.
+
+``NCCL_MULTI_RANK_GPU_ENABLE=1`` enables that.
+"""
 
 
 def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> None:
-    """Compare a newcomer with the processes that are there.
+    """Compare a newcomer with the present members.
 
     :raises replicas.errors.Preflight: it cannot work here, or with one of them; names
-        what is wrong and the remedy.
+        the mismatch and the remedy.
     """
     if hello.observe:
         return
@@ -101,11 +102,11 @@ def check_join(hello: Hello, others: Sequence[Hello], config: ChannelConfig) -> 
 
 
 def nccl_works(hellos: Sequence[Hello]) -> bool:
-    """Whether NCCL takes these as one group: each has a GPU, and no two the same one,
-    unless it has been told to allow that.
+    """Return whether NCCL accepts these as one group.
 
-    It takes processes with one GPU for ones with two when their NCCL_HOSTID differ
-    (correct, and slow).
+    Each must have a GPU, and no two the same one, unless NCCL is set to allow that.
+    NCCL takes processes with one GPU for ones with two when their NCCL_HOSTID differ
+    (correct, but slow).
     """
     seen: set[tuple[str, str]] = set()
     for hello in hellos:
@@ -172,10 +173,10 @@ def _check_nccl(hello: Hello, other: Hello, config: ChannelConfig) -> None:
 
 
 def _check_devices(hello: Hello, other: Hello, config: ChannelConfig) -> None:
-    """Only where NCCL is demanded: ``backend = "auto"`` takes gloo for members that
-    share a GPU.
+    """Refuse shared GPUs where NCCL is required.
 
-    Where they share the GPU's memory, too, NCCL is not asked to join them.
+    ``backend = "auto"`` uses gloo for members that share a GPU. Members that share the
+    GPU's memory, too, are not joined by NCCL.
     """
     if config.staging == "device" and config.transport == "auto" and not config.peers:
         return
@@ -209,7 +210,7 @@ def _name(hello: Hello) -> str:
 
 
 def _release(version: str) -> str:
-    """``2.13`` of ``2.13.0+cu130``."""
+    """Return ``2.13`` of ``2.13.0+cu130``."""
     return ".".join(version.partition("+")[0].split(".")[:2])
 
 
@@ -227,6 +228,6 @@ def _uses_nccl(hello: Hello, other: Hello, config: ChannelConfig) -> bool:
 
 
 def carries_bytes(hello: Hello, config: ChannelConfig) -> bool:
-    """Whether this rank is ever part of a process group."""
+    """Return whether this rank is ever part of a process group."""
     parties = (*config.sources, *config.targets, *config.peers)
     return any(party.group == hello.group and (party.ranks != "leader" or hello.rank == 0) for party in parties)

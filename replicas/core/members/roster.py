@@ -1,24 +1,24 @@
-"""Who is on a channel: members, epochs and leases.
+"""The roster of a channel: members, epochs and leases.
 
 Theory of operation
 ===================
 
-A member's standing moves by the table :data:`replicas.core.membership.MEMBER`. The
-*live* ones are the current epoch, an immutable view whose number strictly grows: a loss
-makes a new epoch at once, joins wait for :meth:`Roster.admit`. One identity (group,
-replica, rank) has at most one incarnation: a later join fences the earlier.
+A member's standing follows the table :data:`replicas.core.membership.MEMBER`. The
+*live* members are the current epoch, an immutable view whose number strictly grows: a
+loss makes a new epoch at once, joins wait for :meth:`Roster.admit`. One identity
+(group, replica, rank) has at most one incarnation: a later join fences the earlier.
 
 An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on
-*probation* when it comes back: it is served and admitted only after a while, twice as
-long each time, so that a program that dies right after each start does not interrupt
-the others each time.
+*probation* when it comes back: it is admitted only after a delay, twice as long each
+time, so that a program that dies right after each start does not interrupt the others
+each time.
 
 A member whose last sign of life is older than the suspicion time (three missed
-heartbeats, of which :mod:`replicas.core.members.heartbeats` tells how often they come)
-is *suspect*: transfers go on without it. So is one whose connection has ended, and that
-has not come back within :data:`CUT_S`. One older than its lease is lost. The shell
-extends all of them by the pauses of its own loop (:meth:`Roster.forgive`), so that a
-stopped coordinator evicts nobody.
+heartbeats; :mod:`replicas.core.members.heartbeats` sets their interval) is *suspect*:
+transfers go on without it. So is a member whose connection ended and that has not
+reconnected within :data:`CUT_S`. A member silent for longer than its lease is lost. The
+shell extends all of them by the pauses of its own loop (:meth:`Roster.forgive`), so
+that a stopped coordinator evicts no member.
 """
 
 from __future__ import annotations
@@ -45,20 +45,20 @@ __all__ = ["GroupShape", "Roster"]
 FLAPS = 3
 FLAP_WINDOW_S = 60.0
 ISOLATION_WINDOW_S = 600.0
-"""For so long a quarantine makes the next one of the same identity longer."""
+"""For this long, a quarantine makes the next one of the same identity longer."""
 CUT_S = 1.5
-"""A member whose connection breaks dials again at once, and is back long before."""
+"""A member whose connection breaks reconnects at once, well within this time."""
 PROBATION = Backoff(1.0, 30.0)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupShape:
-    """What a coordinator knows of a group.
+    """The expected shape of a group.
 
-    :param replicas: replicas that are expected; operations between peers wait for their
-        first join.
+    :param replicas: expected replicas; operations between peers wait for their first
+        join.
     :param world_size: ranks of each replica.
-    :param heartbeat_timeout_s: lease of a member: without a sign of life for so long it
+    :param heartbeat_timeout_s: lease of a member: without a sign of life for longer it
         is lost. Default 30 s.
     """
 
@@ -87,13 +87,11 @@ class Roster:
         self.seen: set[str] = set()
         """Names of every identity that ever joined."""
         self.left: dict[str, tuple[int, float]] = {}
-        """Generation of those that left in good order, and when, by name, until they
-        join again."""
+        """Generation and time of orderly leaves, by name, until the next join."""
         self._losses: dict[str, deque[float]] = {}
         self._isolations: dict[str, deque[float]] = {}
         self._isolated: dict[str, str] = {}
-        """Why identities were quarantined that are not there now, and have not been
-        tried again."""
+        """Why identities were quarantined that are gone and not tried again yet."""
 
     def __iter__(self) -> Iterator[MemberState]:
         return iter(self._members.values())
@@ -108,16 +106,16 @@ class Roster:
         return self._members.get(member)
 
     def states(self, members: Iterable[Member]) -> list[MemberState]:
-        """Of those of ``members`` that are there."""
+        """Return the states of those ``members`` that are in the roster."""
         return [state for state in map(self._members.get, members) if state is not None]
 
     def address(self, member: Member) -> str:
-        """Where it is reached; empty: it is not there."""
+        """Return the member's address; empty: it is not in the roster."""
         state = self._members.get(member)
         return state.address if state is not None else ""
 
     def host(self, member: Member) -> int:
-        """The number of its host; 0: it is not known, or the member is not there."""
+        """Return the number of its host; 0: unknown, or it is not in the roster."""
         state = self._members.get(member)
         return state.host if state is not None else 0
 
@@ -125,10 +123,10 @@ class Roster:
         return self.groups.get(group, GroupShape())
 
     def settings_for(self, hello: Hello) -> ChannelSettings:
-        """What this process is on the channel.
+        """Return the settings of a process on the channel.
 
-        :raises errors.UnknownChannel: its group has no part in it, and it does not only
-            observe.
+        :raises errors.UnknownChannel: its group has no role in it, and it is no
+            observer.
         """
         config = self.config
         source, target = _party(config.sources, hello.group), _party(config.targets, hello.group)
@@ -161,11 +159,12 @@ class Roster:
         )
 
     def add(self, hello: Hello, address: str, now: float) -> tuple[MemberState, MemberState | None]:
-        """Register a new incarnation; returns it and the one that it fences, which the
-        caller must lose first.
+        """Create a new incarnation; return it and the one that it fences.
 
-        :raises errors.ReplicasError: the Hello is not acceptable, or it cannot work
-            with those that are there.
+        The caller must lose the fenced one first, then :meth:`insert` the new one.
+
+        :raises errors.ReplicasError: the Hello is not acceptable, or incompatible with
+            a member.
         """
         self._check(hello)
         check_join(hello, self.index.others(hello), self.config)
@@ -194,7 +193,7 @@ class Roster:
             self.seen.add(state.member.name)
 
     def remove(self, member: Member) -> MemberState | None:
-        """Take it out; ``gone`` from now on. Returns it as it was, or None."""
+        """Remove the member, now ``gone``; return its state, or None."""
         state = self._members.pop(member, None)
         if state is None:
             return None
@@ -207,16 +206,15 @@ class Roster:
         return state
 
     def was_isolated(self, name: str) -> str:
-        """Why the last one of this identity was quarantined when it went, if it was;
-        asked once."""
+        """Return, once, why the identity was quarantined when it was last lost."""
         return self._isolated.pop(name, "")
 
     def note_loss(self, name: str, now: float) -> None:
-        """An identity was lost, and not in good order."""
+        """Note a loss of the identity that was no orderly leave."""
         self._losses.setdefault(name, deque(maxlen=16)).append(now)
 
     def _forget_old(self, now: float) -> None:
-        """Losses and quarantines of long ago."""
+        """Forget losses and quarantines of long ago."""
         for known, window_s in ((self._losses, FLAP_WINDOW_S), (self._isolations, ISOLATION_WINDOW_S)):
             for name, times in list(known.items()):
                 while times and now - times[0] > window_s:
@@ -231,12 +229,11 @@ class Roster:
         return now + PROBATION.after(len(recent) - FLAPS)
 
     def holder_of(self, name: str) -> MemberState | None:
-        """The current incarnation of the identity ``name``."""
+        """Return the current incarnation of the identity ``name``."""
         return self.index.by_name.get(name)
 
     def admit(self, now: float) -> bool:
-        """Make every member that waits for it live, in one new epoch; False when there
-        was none."""
+        """Make all waiting members live, in one new epoch; False: there were none."""
         waiting = self.waiting(now)
         for state in waiting:
             state.step("admitted")
@@ -247,12 +244,11 @@ class Roster:
         return bool(waiting)
 
     def waiting(self, now: float) -> list[MemberState]:
-        """Those who would be admitted now."""
+        """Return the members that would be admitted now."""
         return [state for state in self._apart(now) if state.caught_up]
 
     def missing(self, now: float) -> list[MemberState]:
-        """Those who would be admitted now, if they had the version that they have
-        missed."""
+        """Return members that would be admitted now but for a missed version."""
         return [state for state in self._apart(now) if not state.caught_up]
 
     def _apart(self, now: float) -> list[MemberState]:
@@ -260,36 +256,33 @@ class Roster:
         return [s for s in apart if MEMBER.allows(s.standing, "admitted") and self.admissible(s, now)]
 
     def admissible(self, state: MemberState, now: float) -> bool:
-        """Whether it may be with the others now: it is known where it is, can be heard,
-        may be trusted, and will stay."""
+        """Admissible: host known, responsive, off probation, not draining."""
         return now >= state.not_before and self.available(state, now)
 
     def available(self, state: MemberState, now: float) -> bool:
-        """Whether it is known where it is, it can be heard, and it will stay."""
+        """Available: host known, responsive, not draining."""
         return state.host != 0 and not state.draining and not self.suspect(state, now)
 
     def leave_behind(self, state: MemberState, why: str, *, missed: int = 0) -> None:
-        """Out of the epoch, but still a member: it is caught up and admitted again at a
-        boundary."""
+        """Put a live member out of the epoch, to be caught up and admitted again."""
         state.step("left_behind")
         state.note, state.missed = why, missed
         self.index.apart[state.member] = state
         self.epoch += 1
 
     def note_isolation(self, name: str, now: float) -> int:
-        """An identity is about to be quarantined: how often that has been so lately,
-        this time included."""
+        """Count a quarantine of the identity; return the count of recent ones."""
         times = self._isolations.setdefault(name, deque(maxlen=16))
         times.append(now)
         return len(times)
 
     def release(self, state: MemberState) -> None:
-        """It works again: it is admitted at the next boundary."""
+        """Release a quarantined member; the next boundary admits it."""
         state.step("released")
         state.not_before = 0.0
 
     def isolate(self, state: MemberState, why: str, not_before: float) -> None:
-        """Quarantine it: no process group with it works."""
+        """Quarantine the member: no process group with it works."""
         if state.live:
             self.epoch += 1
         state.step("isolated")
@@ -305,83 +298,85 @@ class Roster:
 
     @property
     def targets(self) -> tuple[MemberState, ...]:
-        """Live targets that take bytes, in order."""
+        """Live targets that carry bytes, in order."""
         self._refresh()
         return self._targets
 
     def _refresh(self) -> None:
-        """Whoever becomes live, or is not any more, makes a new epoch."""
+        """Recompute the caches: every change of the live set starts a new epoch."""
         if self._cached_epoch != self.epoch:
             self._cached_epoch = self.epoch
             self._live = tuple(sorted((state for state in self if state.live), key=lambda state: state.member))
             self._targets = tuple(state for state in self._live if state.is_target and state.carries)
 
     def replica(self, group: str, replica: int) -> list[MemberState]:
-        """Members of one replica, without observers."""
+        """Return the members of one replica, without observers."""
         return self.index.replica(group, replica)
 
     def holders(self, version: int) -> list[MemberState]:
-        """Members that hold the whole of ``version``, in no order."""
+        """Return members that hold the whole of ``version``, in no order."""
         return self.index.holders(version)
 
     def lacking(self, version: int) -> list[MemberState]:
-        """Targets that take bytes, live or not, and do not hold ``version``. Costs
-        nothing when there are none."""
+        """Return targets that carry bytes, live or not, and lack ``version``.
+
+        It costs nothing when there are none.
+        """
         return self.index.lacking(version)
 
     # ------------------------------------------------------------ signs of life
 
     @property
     def shortest_lease_s(self) -> float:
-        """Of all groups, also of those that are not configured."""
+        """The shortest lease of any group, including unconfigured ones."""
         shapes = (GroupShape(), *self.groups.values())
         return min(shape.heartbeat_timeout_s for shape in shapes)
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """How often members send a heartbeat, from now on."""
+        """The interval between a member's heartbeats, from now on."""
         return self._heartbeats.interval_s(len(self._members), self.shortest_lease_s)
 
     def welcome_settings(self, state: MemberState) -> ChannelSettings:
-        """What it is told whenever its session begins."""
+        """Return the settings for a Welcome, with the current heartbeat interval."""
         interval_s = self.heartbeat_interval_s
         self._heartbeats.told_one(interval_s)
         return msgspec.structs.replace(state.settings, heartbeat_interval_s=interval_s)
 
     def tell_interval(self, now: float) -> float:
-        """The interval that all members are told now."""
+        """Return the heartbeat interval, which all members are told now."""
         interval_s = self.heartbeat_interval_s
         self._heartbeats.told_all(interval_s, now)
         return interval_s
 
     def suspect(self, state: MemberState, now: float) -> bool:
-        """Whether it has missed three heartbeats, or lost its connection and not come
-        back."""
+        """Return whether it missed three heartbeats or has not reconnected in time."""
         cut = state.cut_at > 0.0 and now - state.cut_at > CUT_S
         return cut or now - state.last_seen > self._heartbeats.patience_s
 
     def keep_time(self, now: float) -> None:
-        """Time passes: what is long past is forgotten."""
+        """Forget old losses and quarantines, and update the heartbeat patience."""
         self._forget_old(now)
         self._heartbeats.tick(self.heartbeat_interval_s, now)
 
     def expired(self, now: float) -> list[MemberState]:
-        """Members whose lease has run out."""
+        """Return the members whose lease has run out."""
         shortest_s = self.shortest_lease_s
         silent = [state for state in self if now - state.last_seen > shortest_s]
         return [s for s in silent if now - s.last_seen > self.shape(s.member.group).heartbeat_timeout_s]
 
     def forgive(self, pause_s: float, now: float) -> None:
-        """The coordinator itself was not running for ``pause_s``: nobody could be
-        heard, or seen to make progress."""
+        """Extend all times by ``pause_s``, while the coordinator did not run."""
         for state in self:
             state.last_seen = max(state.last_seen, min(state.last_seen + pause_s, now))
             state.cut_at = min(state.cut_at + pause_s, now) if state.cut_at else 0.0
             state.progressed_at = max(state.progressed_at, min(state.progressed_at + pause_s, now))
 
     def pardon(self, members: Container[Member], silence_s: float, now: float, *, grace_s: float = 0.0) -> None:
-        """``members`` are not judged by ``silence_s``, in which nobody was heard; those
-        in no doubt before have a grace."""
+        """Do not judge ``members`` by ``silence_s``, in which no member was heard.
+
+        Members that were not suspect before have ``grace_s`` in addition.
+        """
         for state in self:
             if state.member in members:
                 doubtful = self.suspect(state, now - silence_s)
@@ -393,18 +388,22 @@ class Roster:
         return preflight_shape(hello, carries=carries_bytes(hello, self.config), by_device=by_device)
 
     def _carries(self, settings: ChannelSettings, hello: Hello) -> bool:
-        """Whether bytes go to or from this rank (as a target or a peer; sources are
-        looked at by the publish)."""
+        """Return whether bytes go to or from this rank, as a target or a peer.
+
+        Sources are checked by the publish.
+        """
         if settings.role == "peer":
             return settings.peer_ranks != "leader" or hello.rank == 0
         party = _party(self.config.targets, hello.group)
         return party is None or party.ranks != "leader" or hello.rank == 0
 
     def _check_newer(self, member: Member, hello: Hello, holder: MemberState) -> None:
-        """Of two that were members under another coordinator, the one that was fenced
-        there has not heard of later epochs.
+        """Check that ``hello`` is newer than the present holder of its identity.
 
-        :raises errors.Fenced: it is not ``hello`` that comes later.
+        Of two members of another coordinator, the one fenced there knows no later
+        epochs.
+
+        :raises errors.Fenced: ``hello`` is the older one.
         """
         known = (hello.generation, hello.epoch)
         if not hello.resume_term or (holder.from_before and known >= (holder.hello.generation, holder.hello.epoch)):
@@ -419,7 +418,7 @@ class Roster:
     def _check(self, hello: Hello) -> None:
         where = f"{hello.group}/{hello.replica}/{hello.rank}"
         if hello.observe and min(hello.rank, hello.replica) >= 0:
-            return  # it takes nobody's place, whatever it calls itself
+            return  # an observer takes no identity, whatever its name
         if hello.world_size < 1 or not 0 <= hello.rank < hello.world_size:
             raise errors.UsageError(
                 f"{where}: rank {hello.rank} is not in a world of {hello.world_size}",

@@ -1,17 +1,16 @@
-"""Indices of a roster, so that one message of one member never costs a walk over all
-members.
+"""Indices of a roster: no message of one member costs a walk over all members.
 
 Theory of operation
 ===================
 
-A sync to *n* members is some ten messages for each of them; what walks all members at a
-message makes it quadratic. The questions that come up at each message are answered from
-sets that are kept up to date instead: who has an identity's name, who is of a replica,
-who holds a version and which targets lack it.
+A sync to *n* members is some ten messages for each of them; a walk over all members at
+each message would make it quadratic. So the lookups of each message use sets that are
+kept up to date: members by name, by replica, by held version, and targets that lack a
+version.
 
-What a member holds is changed in many places. So it is a
-:class:`~replicas.core.members.member_state.Held`, a dict that reports versions that
-come and go, and nobody has to remember that there is an index.
+A member's held versions change in many places. So they are a
+:class:`~replicas.core.members.member_state.Held`, a dict that reports versions that are
+added and removed, and callers need not know that there is an index.
 """
 
 from __future__ import annotations
@@ -27,15 +26,17 @@ __all__ = ["RosterIndex", "preflight_shape"]
 
 
 class RosterIndex:
-    """Of one roster; it is told of each member that comes or goes. ``on_held(state)``:
-    it holds more or less than before."""
+    """The indices of one roster, which reports each member that it adds or removes.
+
+    :ivar on_held: called as ``on_held(state)`` when its held versions have changed.
+    """
 
     def __init__(self, shape_of: Callable[[Hello], object]) -> None:
         self._shape_of = shape_of
         self.by_name: dict[str, MemberState] = {}
-        """Without observers."""
+        """All but observers."""
         self.apart: dict[Member, MemberState] = {}
-        """Neither live nor observing."""
+        """Members that are neither live nor observing."""
         self.on_held: Callable[[MemberState], None] | None = None
         self._replicas: dict[tuple[str, int], dict[Member, MemberState]] = {}
         self._carriers: dict[Member, MemberState] = {}
@@ -44,7 +45,7 @@ class RosterIndex:
         self._alike: dict[object, dict[Member, MemberState]] = {}
 
     def insert(self, state: MemberState) -> None:
-        """A member is new in the roster."""
+        """Add a new member."""
         member = state.member
         if not state.observes:
             self.by_name[member.name] = state
@@ -64,7 +65,7 @@ class RosterIndex:
         state.held.on_change = changed
 
     def remove(self, state: MemberState) -> None:
-        """A member is out of the roster."""
+        """Remove a member."""
         member = state.member
         state.held.on_change = None
         for version in state.held:
@@ -78,23 +79,24 @@ class RosterIndex:
             _discard(self._alike, self._shape_of(state.hello), member)
 
     def replica(self, group: str, replica: int) -> list[MemberState]:
-        """Members of one replica, without observers."""
+        """Return the members of one replica, without observers."""
         return list(self._replicas.get((group, replica), {}).values())
 
     def holders(self, version: int) -> list[MemberState]:
-        """Members that hold the whole of ``version``."""
+        """Return members that hold the whole of ``version``."""
         return list(self._holders.get(version, {}).values())
 
     def lacking(self, version: int) -> list[MemberState]:
-        """Targets that take bytes and do not hold ``version``. Costs nothing when there
-        are none."""
+        """Return targets that carry bytes and lack ``version``; cheap if none do."""
         if self._holding_carriers.get(version, 0) == len(self._carriers):
             return []
         return [state for state in self._carriers.values() if version not in state.held]
 
     def others(self, hello: Hello) -> list[Hello]:
-        """One of each kind of members (see ``shape_of``), but no incarnation of the
-        same identity."""
+        """Return one Hello of each kind of members (see ``shape_of``), to compare with.
+
+        No incarnation of the same identity is among them.
+        """
         name = f"{hello.group}/{hello.replica}/{hello.rank}"
         found = []
         for states in self._alike.values():
@@ -116,7 +118,7 @@ class RosterIndex:
 
 
 def _discard(of: dict[Any, dict[Member, MemberState]], key: object, member: Member) -> None:
-    """Take the member out, and what is empty then."""
+    """Remove the member, and its entry if that is empty then."""
     states = of[key]
     states.pop(member, None)
     if not states:
@@ -124,8 +126,7 @@ def _discard(of: dict[Any, dict[Member, MemberState]], key: object, member: Memb
 
 
 def preflight_shape(hello: Hello, *, carries: bool, by_device: bool) -> object:
-    """What a newcomer is compared in: members that are alike in it are compared with
-    once.
+    """Return the key by which preflight groups equal members: one of each is compared.
 
     :param by_device: whether each GPU counts, or only that there are some.
     """

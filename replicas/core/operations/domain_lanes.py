@@ -1,5 +1,4 @@
-"""The lanes in which operations of peers run: one for each domain and backend, kept for
-the next operation."""
+"""The lanes of operations: one for each domain and backend, kept for reuse."""
 
 from __future__ import annotations
 
@@ -18,11 +17,10 @@ _Whose = int | tuple[Member, ...]
 
 
 class DomainLanes:
-    """A lane serves the members that it was formed of; when others are wanted, there is
-    a new one.
+    """The lanes of operations; other members need a new lane.
 
-    One that is not wanted any more is *retired*, and closed when nothing runs in it. So
-    is that of a pair as soon as its whole domain has one that works.
+    A lane that is not wanted any more is *retired*, and closed when nothing runs in it.
+    So is that of a pair as soon as its whole domain has one that works.
     """
 
     def __init__(self, lanes: Lanes) -> None:
@@ -45,10 +43,10 @@ class DomainLanes:
         now: float,
         timeout_s: float,
     ) -> Lane:
-        """The lane of exactly the members ``wanted`` (``within``: or of more, all of
-        them live), or a new one.
+        """Return the lane of exactly the members ``wanted``, or a new one.
 
-        :param apart: one of their own, not that of the domain.
+        :param within: a lane of more members, all of them live, will do.
+        :param apart: a lane of their own, not that of the domain.
         :param on_device: the tensors are on CUDA devices.
         """
         backend = self.backend(wanted, on_device=on_device)
@@ -64,13 +62,14 @@ class DomainLanes:
         return lane
 
     def parted(self, pair: tuple[Member, ...]) -> bool:
-        """Whether the two have a lane of their own: their whole domain had none in
-        time, or it failed."""
+        """Return whether the two have a lane of their own: their domain's failed."""
         return any(whose == pair and lane.state == "formed" for (whose, _), lane in self._current.items())
 
     def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:
-        """``nccl`` for tensors on GPUs where NCCL takes them all, as configured or by
-        itself."""
+        """Return the configured backend; for ``auto``, ``nccl`` where all can use it.
+
+        That takes tensors on GPUs, and members that NCCL accepts.
+        """
         wanted = self._roster.config.backend
         if wanted != "auto":
             return wanted
@@ -80,19 +79,17 @@ class DomainLanes:
         return self._lanes.waits_for_store(lane)
 
     def owns(self, lane: Lane) -> bool:
-        """Whether operations may run in it."""
+        """Return whether operations may run in it."""
         return any(known is lane for known in self)
 
     def close(self, lane: Lane, reason: str) -> None:
-        """End it at once; ``reason``: why it has to be replaced, empty when it was just
-        done."""
+        """Close the lane. ``reason``: why it must be replaced; empty when done."""
         self._current = {key: kept for key, kept in self._current.items() if kept is not lane}
         self._retired = [kept for kept in self._retired if kept is not lane]
         self._lanes.close(lane, reason)
 
     def close_idle(self, busy: set[str]) -> None:
-        """Close what is not wanted any more, or has members that are not live, and is
-        not named in ``busy``."""
+        """Close lanes not in ``busy`` that are unwanted or have members not live."""
         live = {state.member for state in self._roster.live}
         wanted = [lane for (whose, _), lane in self._current.items() if not self._spared(whose)]
         for lane in list(self):
@@ -101,7 +98,7 @@ class DomainLanes:
                 self.close(lane, "")
 
     def _spared(self, whose: _Whose) -> bool:
-        """Whether it is a pair whose whole domain has a lane."""
+        """Return whether it is a pair whose whole domain has a lane."""
         if not isinstance(whose, tuple):
             return False
         whole = [lane for (other, _), lane in self._current.items() if not isinstance(other, tuple)]

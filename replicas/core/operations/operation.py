@@ -1,4 +1,4 @@
-"""One operation between peers, in its present attempt: what it says to its members."""
+"""One operation between peers: its current attempt, messages and errors."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ __all__ = ["Operation"]
 class Operation:
     """One operation.
 
-    ``posts``: of those that take part now; ``first``: whom the callers reckoned with.
-    ``left_out``: why, by name. ``gone``: the attempt was sent off. ``failures``: of
-    attempts with these members; ``problem``: the last one's. ``apart``: of a pair that
-    does not take the lane of its whole domain.
+    :ivar posts: of the current participants.
+    :ivar left_out: reasons by name.
+    :ivar gone: the attempt has been sent.
+    :ivar failures: number of failed attempts with these members.
+    :ivar problem: message of the last failure.
+    :ivar apart: a pair that does not use the lane of its whole domain.
     """
 
     number: int
@@ -59,7 +61,7 @@ class Operation:
 
     @property
     def root(self) -> int:
-        """Index of the root among the posts; -1: it has none, or is without it."""
+        """Index of the root among the posts; -1: it has none, or runs without it."""
         return self.posts.index(self.due.posts[self.due.root]) if self._has_root else -1
 
     @property
@@ -71,12 +73,12 @@ class Operation:
         return "transfer" if self.gone else "form"
 
     def can_do_without(self, member: Member) -> bool:
-        """Whether the others could do it without this one."""
+        """Return whether the others can do it without this member."""
         root = self.due.posts[self.due.root].member if self.due.root >= 0 else None
         return not self.pairwise and member != root and len(self.posts) > 1
 
     def go(self, post: Post, lane: Lane, now: float) -> OperationGo:
-        """The message that sends one member off."""
+        """Return the message that starts one member's attempt."""
         members = self.participants
         segments = tuple(post.message.segments for post in self.posts)
         if self.pairwise:
@@ -97,7 +99,7 @@ class Operation:
         )
 
     def receipt(self, epoch: int, now: float) -> ReceiptData:
-        """Of success, now."""
+        """Return the receipt of a success at ``now``."""
         phases = {
             "wait": self.started_at - self.posted_at,
             "form": self.ran_at - self.attempt_at,
@@ -124,7 +126,7 @@ class Operation:
         phase: str | None = None,
         hint: str | None = None,
     ) -> errors.ReplicasError:
-        """An error for everyone that takes part."""
+        """Return an error for all participants."""
         return kind(
             f"{self.kind} {text}",
             channel=self.channel,
@@ -134,7 +136,7 @@ class Operation:
         )
 
     def overdue(self) -> errors.ReplicasError:
-        """Its deadline has passed: in which phase, and who has not answered."""
+        """Return the error of a passed deadline: the phase, and the missing members."""
         what, answered = "did not end", self.done
         if not self.gone:
             what = "had no process group"

@@ -1,4 +1,4 @@
-"""What becomes of an operation that has failed although all its members are alive."""
+"""Decide what follows when an operation fails while all its members are alive."""
 
 from __future__ import annotations
 
@@ -19,15 +19,18 @@ ATTEMPT_MIN_S = 0.2
 
 @dataclass(frozen=True, slots=True)
 class OperationVerdict:
-    """``again``: in another lane; ``apart``: in one of the pair's own; ``stuck``: find
-    out whom it is up to, or it ends with ``error``; ``end``: so at once."""
+    """What follows a failure.
+
+    :ivar kind: ``again``: another lane; ``apart``: a lane of the pair's own; ``stuck``:
+        find the culprit, or end with ``error``; ``end``: end with ``error`` at once.
+    """
 
     kind: Literal["again", "apart", "stuck", "end"]
     error: errors.ReplicasError
 
 
 class Faults:
-    """Of the operations of one channel. Knows who has ever worked with others."""
+    """Faults of the operations of one channel, and which members ever worked in one."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -41,22 +44,22 @@ class Faults:
         self._proven.discard(member)
 
     def by_weight(self, operation: Operation) -> list[Member]:
-        """Those that take part: the root, those that have worked with others before,
-        and the rest."""
+        """Return the participants: root first, then proven members, then the rest."""
         root = operation.participants[operation.root] if operation.root >= 0 else None
         return sorted(operation.participants, key=lambda member: (member != root, not self._has_worked(member)))
 
     def _has_worked(self, member: Member) -> bool:
-        """As far as that is known: one that was there under another coordinator may
-        have."""
+        """Return whether it has (or, under another coordinator, may have) worked."""
         state = self._roster.get(member)
         return member in self._proven or (state is not None and state.from_before)
 
     def verdict(
         self, operation: Operation, lane: Lane | None, error: errors.ReplicasError, now: float, *, final: bool = False
     ) -> OperationVerdict:
-        """After a failure in ``lane``, which is counted already. ``final``: of a group
-        another attempt would end as this."""
+        """Judge a failure in ``lane``, which is counted already.
+
+        ``final``: another attempt with the same group would fail in the same way.
+        """
         refused = isinstance(error, (errors.UsageError, errors.WorldError)) or error.phase == "go"
         parted = lane is not None and isinstance(error, errors.Preflight) and self._parted(operation, lane, error)
         if operation.pairwise and lane is not None and len(lane.members) > 2 and (parted or not refused):
@@ -75,8 +78,10 @@ class Faults:
         return OperationVerdict("again", error)
 
     def _parted(self, operation: Operation, lane: Lane, error: errors.ReplicasError) -> bool:
-        """Whether members of the lane cannot reach each other any more. A group that
-        never worked is a mistake of set-up."""
+        """Return whether members of the lane cannot reach each other any more.
+
+        A group that never worked is an error of set-up instead.
+        """
         if {member.name for member in lane.members}.isdisjoint(error.members):
             return False
         if operation.pairwise:

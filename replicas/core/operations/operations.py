@@ -1,43 +1,43 @@
-"""Operations between peers: running what is due, again if need be, and one verdict for
-all.
+"""Operations between peers: run due ones, retry, and give one verdict to all.
 
 Theory of operation
 ===================
 
-What pairs with what is the business of :mod:`replicas.core.operations.pairing`. A due
-operation runs in a lane of its members, in *attempts*. Each attempt has a number of its
-own, so that late answers to an earlier one are dropped, and begins from the inputs as
-they were posted: results are written only after the common verdict, which makes running
-it again safe. Nothing is ever run again inside the same lane. ::
+:mod:`replicas.core.operations.pairing` decides which posts pair. A due operation runs
+in a lane of its members, in *attempts*. Each attempt has a number of its own, so that
+late answers to an earlier one are dropped, and starts from the posted inputs: results
+are written only after the common verdict, which makes a retry safe. Nothing is ever run
+again inside the same lane. ::
 
-    due ──▶ forming ──▶ running ──▶ over: all that take part have said done, and are told to write
+    due ──▶ forming ──▶ running ──▶ over: all are done, and are told to write
                ▲           │
-               └── again ──┘          over: an error, and nobody writes anything
+               └── again ──┘          over: an error; no member writes anything
 
-**A member is lost** before it has said *done*: with ``on_lost = "drop"`` the others run
-it again without it, unless it was its root, or one of a pair; with ``"raise"`` it ends
-in ``PeersLost``. One that had said *done* has given all that the others need: they only
-have to end. The same holds for members that are quarantined, and (with ``"drop"``) for
-those that are silent for longer than the suspicion time: these become *behind*, get
-``Gone`` for it, and stay members.
+**A member is lost** before it has reported *done*: with ``on_lost = "drop"`` the others
+run it again without it, unless it was its root, or one of a pair; with ``"raise"`` it
+ends in ``PeersLost``. A member that had reported *done* has given all that the others
+need: they only have to end. The same holds for members that are quarantined, and (with
+``"drop"``) for members that are silent for longer than the suspicion time: these become
+*behind*, get ``Gone`` for it, and stay members.
 
-**A lane fails** with everybody alive: its operations run again once, in a new lane. At
-the second failure :attr:`Operations.on_stuck` may take over: the operation is *parked*
-until :meth:`Operations.resume`, a change of its members, or its deadline. So it may at
-once when members that have worked together cannot reach each other any more, or no byte
-has moved for some seconds (:mod:`replicas.core.moving.pace`);
-:mod:`replicas.core.operations.operation_faults` decides. **A member refuses** (a tensor
-that does not fit, no memory), or members that never worked cannot reach each other:
-trying again cannot help, and everyone gets that error. Operations that share a lane
-with one that failed, or ended too late, are run again, for no fault of theirs.
+**A lane fails** while all members are alive: its operations run again once, in a new
+lane. At the second failure :attr:`Operations.on_stuck` may take over: the operation is
+*parked* until :meth:`Operations.resume`, a change of its members, or its deadline. It
+may do so at the first failure when members that have worked together cannot reach each
+other any more, or no byte has moved for some seconds
+(:mod:`replicas.core.moving.pace`); :mod:`replicas.core.operations.operation_faults`
+decides. **A member refuses** (a tensor that does not fit, no memory), or members that
+never worked cannot reach each other: a retry cannot help, and all get that error.
+Operations that share a lane with one that failed, or ended too late, are retried
+without counting a failure.
 
-**A pair** takes the lane of its whole domain, where that forms in time. Where it does
-not, or fails, the pair gets a lane of its own: a third member, or a link of it, is not
-its business. When it fails there, too, that is the verdict of the two.
+**A pair** uses the lane of its whole domain, where that forms in time. Otherwise, or if
+that fails, the pair gets a lane of its own, independent of third members and their
+links. When that fails, too, the failure is the verdict of the two.
 
-A verdict goes to everyone that takes part, the same to all. Those that were left out
-have had theirs.
-"""  # noqa: W505  # a picture
+A verdict goes to all participants, the same to all. Members that were left out have had
+theirs.
+"""
 
 from __future__ import annotations
 
@@ -60,10 +60,9 @@ from replicas.messages.identity import Member
 __all__ = ["Operation", "Operations"]
 
 LATE_S = 1.0
-"""Sidecars give a process group up by themselves at its deadline; so much later it is
-given up here."""
+"""Sidecars end a process group at its deadline; the coordinator this much later."""
 PAIR_PATIENCE_S = 2.0
-"""So long a pair waits for others to form a lane with them."""
+"""How long a pair waits for others to form a lane with them."""
 
 
 def _nobody(operation: Operation, error: errors.ReplicasError, now: float) -> bool:
@@ -99,24 +98,24 @@ class Operations:
         return any(not operation.pairwise for operation in self._running.values())
 
     def posted(self, member: Member) -> bool:
-        """Whether the member waits for an operation."""
+        """Return whether the member waits for an operation."""
         return self.pairing.waits(member)
 
     def engages(self, member: Member) -> bool:
-        """Whether the member takes part in an operation, or has posted one."""
+        """Return whether the member takes part in an operation, or has posted one."""
         return self.posted(member) or any(member in operation.participants for operation in self._running.values())
 
     def _is_running(self, ref: str) -> bool:
         return any(operation.ref == ref for operation in self._running.values())
 
-    # ------------------------------------------------------------ moving on
+    # ------------------------------------------------------------ starting
 
     def post(self, member: Member, message: OperationPost, now: float) -> None:
-        """A member's next call."""
+        """Take a member's next call."""
         self.pairing.post(member, message, now)
 
     def advance(self, now: float) -> None:
-        """Start everything that is due."""
+        """Start all that is due."""
         for due in self.pairing.due(now, collective_runs=self.running_collective):
             self._start(due, now)
         for operation in self.running:
@@ -154,7 +153,7 @@ class Operations:
     def _lane_for(self, operation: Operation, now: float) -> Lane:
         wanted = self._roster.states(operation.participants)
         operation.apart = operation.apart or (operation.pairwise and self._lanes.parted(operation.participants))
-        if operation.pairwise and not operation.apart:  # in the lane of the whole domain, as far as that can be heard
+        if operation.pairwise and not operation.apart:  # in the lane of the domain's responsive members
             live = self.pairing.live(operation.due.domain)
             wanted = [s for s in live if s in wanted or not self._roster.suspect(s, now)]
         return self._lanes.take(
@@ -168,12 +167,12 @@ class Operations:
         )
 
     def backend_of(self, operation: Operation) -> Backend:
-        """The backend of the lane that it takes."""
+        """Return the backend of the lane that it uses."""
         states = self._roster.states(operation.participants)
         return self.backend_for(states, on_device=self._on_device(operation))
 
     def backend_for(self, states: Sequence[MemberState], *, on_device: bool = False) -> Backend:
-        """The backend of a lane of these."""
+        """Return the backend of a lane of these members."""
         return self._lanes.backend(states, on_device=on_device)
 
     @staticmethod
@@ -197,7 +196,7 @@ class Operations:
         self._broken(operation.lane, [operation], error, now)
 
     def lane_failed(self, lane: Lane, error: errors.ReplicasError, now: float) -> None:
-        """A member says so: while the lane forms, or later."""
+        """A member reports that the lane failed, while it formed or later."""
         if self._lanes.owns(lane):
             self._broken(lane, [op for op in self.running if op.lane is lane], error, now)
 
@@ -210,8 +209,10 @@ class Operations:
         *,
         final: bool = False,
     ) -> None:
-        """The lane is dead; ``blamed`` may have been the cause. ``final``: another
-        attempt would end in the same way."""
+        """Handle a dead lane; ``blamed`` operations may have been the cause.
+
+        ``final``: another attempt would fail in the same way.
+        """
         for operation in blamed:
             operation.failures += 1
             operation.problem = error.message
@@ -232,10 +233,10 @@ class Operations:
         operation.failures = 0
         self._run(operation, now)
 
-    # ------------------------------------------------------------ again
+    # ------------------------------------------------------------ retries
 
     def close_lane(self, lane: Lane, reason: str, now: float) -> None:
-        """The lane is dead: whatever was in it begins again, in another one."""
+        """Close a dead lane, and start its operations again in another one."""
         if self._lanes.owns(lane):
             self._lanes.close(lane, reason)
         concerned = [operation for operation in self.running if operation.lane is lane]
@@ -245,7 +246,7 @@ class Operations:
             self._again(operation, now)
 
     def _again(self, operation: Operation, now: float) -> None:
-        """Another attempt, with another number, over those that are left."""
+        """Start another attempt, with a new number, over the members that are left."""
         del self._running[operation.number]
         operation.number = next(self._ground.ids)
         self._running[operation.number] = operation
@@ -261,7 +262,7 @@ class Operations:
                 self._do_without(operation, member, why, now)
 
     def _do_without(self, operation: Operation, member: Member, why: str, now: float) -> None:
-        """Go on without one that takes part; its post has no verdict yet."""
+        """Go on without a participant whose post has no verdict yet."""
         if self._roster.config.on_lost == "raise" or not operation.can_do_without(member):
             error = operation.error(errors.PeersLost, f"cannot end without {member}: {why}", members=[member.name])
             self._end(operation, error, now)
@@ -283,8 +284,10 @@ class Operations:
     # ------------------------------------------------------------ ends
 
     def _end(self, operation: Operation, error: errors.ReplicasError, now: float) -> None:
-        """It failed. Bytes may have moved: its lane is dead, and what else is in it
-        begins again."""
+        """End it with an error; its lane, in which bytes may have moved, is closed.
+
+        Other operations in that lane start again.
+        """
         lane = operation.lane
         self._finish(operation, error, now)
         if lane is not None:
@@ -316,7 +319,7 @@ class Operations:
     # ------------------------------------------------------------ losses and time
 
     def lost(self, member: Member, why: str, now: float) -> None:
-        """The member is gone (already out of the roster). ``why``: in a few words."""
+        """Remove a lost member (already out of the roster); ``why`` as short text."""
         if self._running:
             self._vanished[member] = why
         self.faults.lost(member)
@@ -324,11 +327,11 @@ class Operations:
         self.pairing.lost(member, why)
 
     def set_aside(self, member: Member, why: str, now: float, *, reason: str = "failed") -> None:
-        """The member stays one, but is no longer live: behind, or quarantined."""
+        """Go on without a member that is no longer live: behind, or quarantined."""
         self._without(member, why, reason, now)
 
     def leave(self, state: MemberState, why: str, reason: str, now: float) -> None:
-        """Go on without a member that may come back."""
+        """Leave behind a member that may come back, and go on without it."""
         self._roster.leave_behind(state, why)
         self.set_aside(state.member, why, now, reason=reason)
 
@@ -345,13 +348,12 @@ class Operations:
                 self.close_lane(lane, reason, now)
 
     def store_moved(self, now: float) -> None:
-        """Lanes that are forming over the old store never will: operations that wait
-        for one get another."""
+        """Replace lanes that are still forming over the old store: they never will."""
         for lane in [lane for lane in self._lanes if lane.state == "forming"]:
             self.close_lane(lane, "store", now)
 
     def tick(self, now: float) -> None:
-        """Deadlines, and members that have fallen silent."""
+        """Check deadlines, and leave silent members behind."""
         for operation in self.running:
             if operation.number in self._running and now > operation.deadline:
                 self._end(operation, operation.overdue(), now)
@@ -370,7 +372,7 @@ class Operations:
         self._lanes.close_idle({op.lane.name for op in self.running if op.lane is not None})
 
     def _end_standstill(self, operation: Operation, lane: Lane, now: float) -> None:
-        """No byte of it moves any more, though everybody is there."""
+        """Fail an operation of which no byte moves any more while all are alive."""
         awaited = [member for member in operation.participants if member not in operation.done]
         if lane.pace.stands_still(awaited, now):
             names = ", ".join(member.name for member in awaited)
@@ -380,8 +382,7 @@ class Operations:
             self._broken(lane, [operation], errors.SyncError(text, phase="transfer"), now, final=True)
 
     def _leave_silent(self, now: float) -> None:
-        """Those that a collective waits for, and that cannot be heard, are left
-        behind."""
+        """Leave behind silent members that a collective waits for."""
         if self._roster.config.on_lost == "raise":
             return
         busy = {operation.due.domain for operation in self.running if not operation.pairwise}
@@ -405,7 +406,7 @@ class Operations:
                 self.leave(state, why, "frozen", now)
 
     def _part_from_others(self, operation: Operation, now: float) -> None:
-        """A pair must not wait for a third member to form their lane."""
+        """Give a pair its own lane rather than wait for a third member."""
         lane = operation.lane
         if lane is None or lane.state != "forming" or len(lane.members) == 2:
             return

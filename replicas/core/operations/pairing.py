@@ -1,26 +1,26 @@
-"""What peers have posted, and what of it pairs.
+"""Pairing: which posts of peers form an operation together.
 
 Theory of operation
 ===================
 
 A *domain* is the set of peers that form one process group: all leaders (``ranks =
-"leader"``), all ranks of one number (``"each"``) or everybody (``"all"``). Each
+"leader"``), all ranks of one number (``"each"``) or all ranks (``"all"``). Each
 member's posts form one ordered stream. A collective is due when it is the oldest
-unstarted post of every live member of the domain, they agree on it, and no peer that
-the config promises has yet to join for the first time. ``send`` and ``recv`` are due
-when the oldest unstarted ones of that pair meet; those to or from different peers do
-not wait for each other, but none overtakes a collective.
+unstarted post of every live member of the domain, they agree on it, and every peer that
+the config promises has joined at least once. ``send`` and ``recv`` are due when the
+oldest unstarted ones of that pair meet; those to or from different peers do not wait
+for each other, but none overtakes a collective.
 
 ``step`` tags: a collective pairs equal tags only. A member that posts a tag that the
-stream has passed gets ``Gone``, members that post different new tags get
+stream has passed gets ``Gone``; members that post different new tags get
 ``RanksDisagree``.
 
 A member that is behind or quarantined is not waited for; with ``on_lost = "drop"``
-neither is one that cannot be heard while all the others wait for its call
-(:meth:`Pairing.held_up_by`). What the others do without it, it has missed: its own post
-for that, or else its next one without a tag, gets ``Gone``, once, and pairs with
-nothing. After that it pairs with whatever the others do next. So no post of before is
-ever paired with a later one of the others.
+neither is a silent one while all the others wait for its call
+(:meth:`Pairing.held_up_by`). It misses the operations that the others run without it:
+its own post for that, or else its next one without a tag, gets ``Gone``, once, and
+pairs with nothing. After that it pairs with the others' next operation. So no earlier
+post is ever paired with a later one of the others.
 
 Before a collective starts, operations of unknown outcome are settled
 (:mod:`replicas.core.versions.settling`).
@@ -47,8 +47,11 @@ __all__ = ["Due", "Pairing"]
 
 @dataclass(frozen=True, slots=True)
 class Due:
-    """Something that can start. ``root``: index of a post, or -1. ``first``: whom the
-    posts reckon with, in order."""
+    """An operation that can start.
+
+    :ivar root: index of a post, or -1.
+    :ivar first: the members that the posts expect, in order.
+    """
 
     kind: str
     posts: tuple[Post, ...]
@@ -58,8 +61,11 @@ class Due:
 
 
 class Pairing:
-    """The posts of one channel of peers. ``refuse`` ends a post that never started;
-    ``running`` knows refs."""
+    """The posts of one channel of peers.
+
+    :param reply: ends a post that never started.
+    :param running: tells whether the operation with this ref runs.
+    """
 
     def __init__(
         self,
@@ -84,22 +90,22 @@ class Pairing:
         return self._roster.config.peers[0].ranks if self._roster.config.peers else "leader"
 
     def domain_of(self, member: Member) -> int:
-        """Number of the member's domain: its rank with ``ranks = "each"``, else 0."""
+        """Return the member's domain: its rank with ``ranks = "each"``, else 0."""
         return member.rank if self._ranks == "each" else 0
 
     def live(self, domain: int) -> list[MemberState]:
-        """The live peers of a domain, in order."""
+        """Return the live peers of a domain, in order."""
         peers = [state for state in self._roster.live if state.is_peer and state.carries]
         return [state for state in peers if self.domain_of(state.member) == domain]
 
     def _aside(self, domain: int) -> list[MemberState]:
-        """Peers of the domain that are not waited for."""
+        """Return the peers of the domain that are not waited for."""
         peers = [state for state in self._roster if state.is_peer and state.carries]
         aside = [state for state in peers if state.standing in ("behind", "quarantined")]
         return [state for state in aside if self.domain_of(state.member) == domain]
 
     def _awaited(self, domain: int) -> list[str]:
-        """Names that the config promises in this domain and that never joined."""
+        """Return names promised by the config in this domain that never joined."""
         names = []
         for party in self._roster.config.peers:
             shape = self._roster.shape(party.group)
@@ -114,13 +120,14 @@ class Pairing:
         return [name for name in names if name not in self._roster.seen] if self._expects else []
 
     def expect_nobody(self) -> None:
-        """Wait for no peer to join for the first time: they have had their time, under
-        another coordinator."""
+        """Stop waiting for peers to join for the first time.
+
+        They have had their time, under another coordinator.
+        """
         self._expects = False
 
     def _meant(self, message: OperationPost, member: Member) -> OperationPost:
-        """With the full name of the root, as ``member`` means it: others may have given
-        it otherwise."""
+        """Complete the root's name by a rank, as other members may give it in full."""
         if not message.root or message.root.count("/") >= 2:
             return message
         rank = member.rank if self._ranks == "each" else 0
@@ -132,11 +139,11 @@ class Pairing:
     # ------------------------------------------------------------ posts
 
     def waits(self, member: Member) -> bool:
-        """Whether the member waits for an operation."""
+        """Return whether the member waits for an operation."""
         return bool(self._streams.get(member))
 
     def post(self, member: Member, message: OperationPost, now: float) -> None:
-        """A member's next call."""
+        """Take a member's next call."""
         state = self._roster.get(member)
         if state is None:
             return
@@ -170,8 +177,10 @@ class Pairing:
         return errors.Gone(f"step {step} has passed: the others have done step {passed}", phase="wait", hint=hint)
 
     def passed(self, domain: int, step: int | None) -> None:
-        """A collective with this tag was done. One that failed may be tried again with
-        the same tag."""
+        """Note a tag that is done, and refuse posts with tags that have passed.
+
+        A collective that failed may be tried again with the same tag.
+        """
         if step is None or step <= self._steps.get(domain, -1):
             return
         self._steps[domain] = step
@@ -202,7 +211,7 @@ class Pairing:
         )
 
     def end(self, post: Post) -> None:
-        """It has its verdict."""
+        """Remove a post that has its verdict."""
         stream = self._streams.get(post.member)
         if stream is not None and post in stream:
             stream.remove(post)
@@ -214,23 +223,22 @@ class Pairing:
     def _unstarted(self, member: Member) -> list[Post]:
         return [post for post in self._streams.get(member, []) if not post.started]
 
-    # ------------------------------------------------------------ what is due
+    # ------------------------------------------------------------ due operations
 
     def due(self, now: float, *, collective_runs: bool) -> Iterator[Due]:
-        """What can start now, marked as started. At most one collective of each
-        domain."""
+        """Yield and mark operations that can start; one collective of each domain."""
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
             if not (collective_runs and self._joins_wait(now)):
                 yield from self._due_collective(domain)
 
     def _joins_wait(self, now: float) -> bool:
-        """Whether somebody waits for the moment at which no collective runs."""
+        """Return whether a member waits to be admitted once no collective runs."""
         out = [state for state in self._roster if MEMBER.allows(state.standing, "admitted")]
         return any(state.is_peer and self._roster.admissible(state, now) for state in out)
 
     def _pairable(self, member: Member) -> list[Post]:
-        """Unstarted sends and receives before the first unstarted collective."""
+        """Return unstarted sends and receives before the first unstarted collective."""
         posts = []
         for post in self._unstarted(member):
             if not post.pairwise:
@@ -285,7 +293,7 @@ class Pairing:
         yield Due(heads[0].message.kind, tuple(heads), root, domain, first)
 
     def _pass_by(self, domain: int, head: Post) -> None:
-        """Those that are not waited for miss this one."""
+        """Note that peers that are not waited for miss this collective."""
         for state in self._aside(domain):
             what = f"{head.message.kind}, as it is {state.standing}: {state.note or 'it could not be heard'}"
             own = next((post for post in self._unstarted(state.member) if not post.pairwise), None)
@@ -295,8 +303,7 @@ class Pairing:
                 self._missed[state.member] = what
 
     def _settled(self, heads: Sequence[Post]) -> bool:
-        """Tell those in doubt what became of their earlier operations; False when the
-        collective cannot start yet."""
+        """Settle unknown outcomes of earlier operations; False: not ready to start."""
         if any(self._running(ref) for post in heads for ref in post.message.unsettled):
             return False
         ready = True
@@ -315,8 +322,7 @@ class Pairing:
         return ready
 
     def _unheard(self, heads: Sequence[Post]) -> bool:
-        """Whether a member that was there under an earlier coordinator is not among
-        those who call."""
+        """Return whether a member of an earlier coordinator has not called."""
         here = {post.member for post in heads}
         domain = self.domain_of(heads[0].member)
         others = [state for state in self._roster if state.is_peer and state.carries and state.member not in here]
@@ -343,8 +349,10 @@ class Pairing:
         )
 
     def _reckoned(self, heads: Sequence[Post], root: int) -> tuple[Member, ...]:
-        """The members that the callers reckoned with: those that were live when the
-        root (or the first) called."""
+        """Return the members that the callers expect: those live when the root called.
+
+        Without a root, the first caller counts.
+        """
         members = tuple(post.member for post in heads)
         decisive = heads[max(root, 0)]
         if decisive.message.kind in ("scatter", "reduce_scatter") and len(decisive.message.segments) == len(heads):
@@ -354,8 +362,7 @@ class Pairing:
     # ------------------------------------------------------------ losses and time
 
     def lost(self, member: Member, why: str) -> None:
-        """The member is gone: so are its posts, and what cannot happen without it
-        ends."""
+        """Remove a lost member's posts; refuse posts that cannot do without it."""
         self._streams.pop(member, None)
         self._missed.pop(member, None)
         raising = self._roster.config.on_lost == "raise"
@@ -374,10 +381,9 @@ class Pairing:
                 self._refuse(post, self._late(post, now))
 
     def held_up_by(self, running: Set[int], now: float) -> list[MemberState]:
-        """Members that cannot be heard, and for whose call a collective of all the
-        others waits. Its root is waited for.
+        """Return silent members, except roots, that all others of a collective await.
 
-        :param running: domains of which a collective runs.
+        :param running: domains in which a collective runs.
         """
         found: list[MemberState] = []
         for domain in {self.domain_of(member) for member in self._streams} - running:

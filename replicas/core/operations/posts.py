@@ -1,4 +1,4 @@
-"""One member's part of an operation, and what makes parts fit each other."""
+"""One member's part of an operation, and the checks that parts fit each other."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ PAIRWISE = ("send", "recv")
 
 @dataclass(slots=True, eq=False)
 class Post:
-    """One member's part. ``view``: the live members of its domain when it came."""
+    """One member's part.
+
+    :ivar view: the live members of its domain when it came.
+    """
 
     member: Member
     message: OperationPost
@@ -31,7 +34,7 @@ class Post:
 
 
 def disagreement(heads: Sequence[Post]) -> errors.ReplicasError | None:
-    """What is not the same in the posts of one collective, if anything."""
+    """Return the error for posts of one collective that disagree, or None."""
     first = heads[0].message
     ragged = first.kind in ("all_gather", "gather", "scatter")
     for post in heads[1:]:
@@ -52,7 +55,7 @@ def disagreement(heads: Sequence[Post]) -> errors.ReplicasError | None:
 
 
 def miscount(heads: Sequence[Post], root: int, first: Sequence[Member]) -> errors.ReplicasError | None:
-    """One tensor a member, where that is wanted."""
+    """Return the error for a list that lacks one tensor for each member, or None."""
     kind = heads[0].message.kind
     if kind not in ("scatter", "reduce_scatter"):
         return None
@@ -68,7 +71,7 @@ def miscount(heads: Sequence[Post], root: int, first: Sequence[Member]) -> error
 
 
 def show(post: Post) -> str:
-    """What was posted, for messages."""
+    """Return the call as text, for messages."""
     message = post.message
     parts = [f"{segment.dtype}{list(segment.shape)}" for segment in message.segments[:3]]
     more = f" and {len(message.segments) - 3} more" if len(message.segments) > 3 else ""

@@ -1,22 +1,21 @@
-"""Peers between which nothing goes: finding whom it is up to, and trying those again
-beside the others.
+"""Find the culprit of stuck operations, and test quarantined peers beside the others.
 
 Theory of operation
 ===================
 
 **An operation is stuck** when it has failed twice with all its members alive, or once
-in a way that would only repeat itself (two members cannot reach each other, or no byte
-moves). It is parked (:attr:`replicas.core.operations.operations.Operations.on_stuck`),
-pairs of its members are probed, and the fewest that explain the bad pairs are
-quarantined: of the two ends of one bad link the one that is of less weight to the
-others, which is neither the root of the operation nor one that worked when the other
-had yet to. Then it is run again over the others; without a culprit it is run once more.
-After :data:`MAX_PROBES` it ends with the error.
+in a way that would repeat (two members cannot reach each other, or no byte moves). It
+is parked (:attr:`replicas.core.operations.operations.Operations.on_stuck`), pairs of
+its members are probed, and the fewest members that explain the bad pairs are
+quarantined: of the two ends of one bad link the less important one, which is neither
+the root of the operation nor one that had worked before when the other had not. Then it
+is run again over the others; without a culprit it is run once more. After
+:data:`MAX_PROBES` it ends with the error.
 
-**A trial.** A peer that was quarantined is not let back among the others to see whether
-they can work with it now: they would pay for it each time that they cannot. It is tried
-beside them, in pairs with each of them, and released when all pairs work. Trials come
-at growing intervals: a part of the time for which it has been apart.
+**A trial.** A quarantined peer is not readmitted to see whether it works now: the
+others would pay for each failure. It is tried beside them, in pairs with each of them,
+and released when all pairs work. Trials come at growing intervals: a part of the time
+since its quarantine.
 """
 
 from __future__ import annotations
@@ -39,24 +38,27 @@ __all__ = ["StuckOperations"]
 MAX_PROBES = 3
 """Of one operation."""
 TRIAL_PAIRS = 8
-"""A member is tried with so many of the others, evenly spread."""
+"""A member is tried with up to this many of the others, evenly spread."""
 TRIAL_MIN_S = 1.0
 TRIAL_MAX_S = 30.0
 TRIAL_PART = 0.1
-"""From one trial to the next, of the time for which the member has been apart."""
+"""Interval between trials, as a part of the time since its quarantine."""
 
 
 @dataclass(slots=True, eq=False)
 class _Apart:
-    """A quarantined peer. ``since``: when it was found; ``trial``: the one under
-    way."""
+    """A quarantined peer.
+
+    :ivar since: when it was quarantined.
+    :ivar trial: the one in progress.
+    """
 
     since: float
     trial: Probe | None = None
 
 
 class StuckOperations:
-    """Of one channel of peers."""
+    """The stuck operations of one channel of peers, and its trials."""
 
     def __init__(self, ground: Ground, operations: Operations) -> None:
         self._ground = ground
@@ -67,8 +69,7 @@ class StuckOperations:
         operations.on_stuck = self.take
 
     def take(self, operation: Operation, error: errors.ReplicasError, now: float) -> bool:
-        """Find out whom it is up to; False when that has been tried, or there is nobody
-        to tell apart."""
+        """Probe for the culprit; False: tried too often, or no pairs to compare."""
         if isinstance(error, errors.InternalError) or operation.pairwise or len(operation.participants) < 2:
             return False
         count = self._probed.get(operation.ref, 0)
@@ -114,7 +115,7 @@ class StuckOperations:
         state.not_before = now + min(TRIAL_MAX_S, max(TRIAL_MIN_S, TRIAL_PART * (now - apart.since)))
 
     def _look(self, now: float) -> None:
-        """Begin the trials that are due, and forget those who are apart no more."""
+        """Start due trials, and forget peers that are not quarantined any more."""
         roster = self._ground.roster
         here = {s.member: s for s in roster.index.apart.values() if s.standing == "quarantined" and s.is_peer}
         for member in [member for member in self._apart if member not in here]:
@@ -126,7 +127,7 @@ class StuckOperations:
             if apart.trial is None and roster.admissible(state, now):
                 self._try(state, apart, now)
 
-    # ----------------------------------------------------------- what happens meanwhile
+    # ----------------------------------------------------------- events of the channel
 
     def _open(self) -> list[Probe]:
         trials = [apart.trial for apart in self._apart.values() if apart.trial is not None]
@@ -146,8 +147,10 @@ class StuckOperations:
             probe.lost(member, now)
 
     def store_moved(self, now: float) -> None:
-        """Pairs that are tried over the old store say nothing: those of an operation
-        are tried again with it, if need be."""
+        """Drop trials and pairs that run over the old store: they prove nothing.
+
+        Trials start again; pairs are probed again with their operation, if need be.
+        """
         for apart in self._apart.values():
             if apart.trial is not None:
                 apart.trial.abandon()
@@ -156,7 +159,7 @@ class StuckOperations:
             probe.store_moved(now)
 
     def tick(self, now: float) -> None:
-        """Time passes; operations that have ended are forgotten."""
+        """Check deadlines; forget operations that have ended."""
         running = {operation.ref for operation in self._operations.running}
         self._probed = {ref: count for ref, count in self._probed.items() if ref in running}
         for ref in [ref for ref in self._probes if ref not in running]:
