@@ -142,7 +142,7 @@ class ChannelState:
         self._view_at = 0.0
         self._loaded_once = 0
 
-    # ------------------------------------------------------------ what the shell calls
+    # ------------------------------------------------------------ calls of the shell
 
     def drain(self) -> list[Effect]:
         """Return the effects since the last call, in order."""
@@ -170,7 +170,7 @@ class ChannelState:
         self.out.append(Emit(MemberJoined(self.config.name, state.member)))
         if self.commits.latest > self.told.latest:  # its Welcome leaves out what is still being recorded
             self.out.append(Send(member, self.commits.commit_message()))
-        self._doubt(state, now)
+        self._isolate_again(state, now)
         self._settle(now)
         return state, older
 
@@ -296,7 +296,7 @@ class ChannelState:
         self.drains.begin(group, replica, generation)
         self._settle(now)
 
-    # ------------------------------------------------------------ what the parts share
+    # ----------------------------------------------------------- callbacks of the parts
 
     def others_wait(self, now: float) -> bool:
         """Return whether a publish or a join waits for the current publish to end."""
@@ -318,7 +318,7 @@ class ChannelState:
             self.operations.set_aside(member, why, now)
         self.out.append(Emit(MemberQuarantined(self.config.name, member, why)))
 
-    def _doubt(self, state: MemberState, now: float) -> None:
+    def _isolate_again(self, state: MemberState, now: float) -> None:
         """Quarantine the new process of an isolated peer, and probe it at once."""
         why = self.roster.was_isolated(state.member.name)
         if why:
@@ -348,7 +348,7 @@ class ChannelState:
         if self.config.peers:
             self.operations.advance(now)
         self.drains.advance()
-        self._look_at_watches()
+        self._answer_watches()
         if self._view_epoch != self.roster.epoch and self._may_publish_view(now):
             self._publish_view(now)
 
@@ -391,10 +391,10 @@ class ChannelState:
             self.out.append(Send(state.member, change if state.view_epoch == known else view))
             state.view_epoch = epoch
 
-    def _look_at_watches(self) -> None:
+    def _answer_watches(self) -> None:
         """Answer the watches of versions that all live members have loaded.
 
-        Loaded once by all counts for ever, even after those members left.
+        A version once loaded by all stays so, even after those members left.
         """
         loaded = self.rounds.loaded_by_all()
         if loaded > self._loaded_once:
@@ -449,7 +449,7 @@ class ChannelState:
             case wire.LoadFailed():
                 self.rounds.failed(state, self.view(member.group, member.replica), self.out)
             case wire.WatchLoaded():
-                self._look_at_watches()
+                self._answer_watches()
                 self._watch(member, message)
             case wire.OperationPost():
                 self.marks.operation(member, message.step)

@@ -1,4 +1,4 @@
-"""Decide whether and when the replicas of a group restart after they failed.
+"""Decide whether and when the replicas of a group restart after they ended.
 
 Theory of operation
 ===================

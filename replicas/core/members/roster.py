@@ -9,9 +9,9 @@ loss makes a new epoch at once, joins wait for :meth:`Roster.admit`. One identit
 (group, replica, rank) has at most one incarnation: a later join fences the earlier.
 
 An identity that was lost :data:`FLAPS` times within :data:`FLAP_WINDOW_S` is on
-*probation* when it comes back: it is admitted only after a delay, twice as long each
-time, so that a program that dies right after each start does not interrupt the others
-each time.
+*probation* when it comes back: it is served and admitted only after a delay, twice as
+long each time, so that a program that dies right after each start does not interrupt
+the others each time.
 
 A member whose last sign of life is older than the suspicion time (three missed
 heartbeats; :mod:`replicas.core.members.heartbeats` sets their interval) is *suspect*:

@@ -36,7 +36,7 @@ class Silence:
         return min(silence_s, GRACE_MAX_S) if deaf else 0.0
 
     def passed(self, now: float) -> float:
-        """Return the seconds since the last call that returned any, not to count."""
+        """Return the newly passed seconds by which no member is to be judged."""
         silence_s = now - self._heard_at
         if not self._heard_at or not QUIET_S < silence_s <= DEAF_MAX_S:
             return 0.0

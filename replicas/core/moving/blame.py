@@ -92,7 +92,7 @@ class Blame:
         elif wrong:
             self._blame(dict.fromkeys(wrong, error.message), now)
         elif self.failures == 2 and self._probes < MAX_PROBES and len(lane) > 1:
-            self._find(lane, backend, now)
+            self._start_probe(lane, backend, now)
         else:
             self._transfer.give_up(error, now)
 
@@ -101,7 +101,7 @@ class Blame:
         self.failures = 0
         self._transfer.again("quarantined", now)
 
-    def _find(self, lane: Sequence[Member], backend: Callable[[], Backend], now: float) -> None:
+    def _start_probe(self, lane: Sequence[Member], backend: Callable[[], Backend], now: float) -> None:
         if not self._transfer.probe(now):
             return
         self._probes += 1

@@ -22,11 +22,11 @@ first version), the member behind the slow link is moved to the end of the chain
 A link over which nothing comes may be broken rather than slow: that shows when the
 whole lane stands still.
 
-A slow link is no failure: members behind it are waited for, but with ``on_lost =
-"drop"`` no longer than some multiple of the time that the others took. Their rate soon
-tells that they will not finish in time. They are caught up at their own pace, and
-rejoin the others after a delay that grows each time; until an attempt in which they
-were fast enough, they get attempts of their own.
+A slow link is no failure: members behind it are waited for, but with
+``on_lost = "drop"`` no longer than some multiple of the time that the others took.
+Their rate soon tells that they will not finish in time. They are caught up at their own
+pace, and rejoin the others after a delay that grows each time; until an attempt in
+which they were fast enough, they get attempts of their own.
 
 *Far members* would delay the others before a byte moves: forming a process group takes
 some twenty round trips. They are left out before an attempt, by the round-trip times
@@ -118,7 +118,7 @@ class Pacing:
             self._others_at = now
         if transfer.lane.pace.stands_still(awaited, now):
             self._stood_still(transfer.lane, now)
-        elif not self._go_round(transfer.lane, awaited, now):
+        elif not self._avoid_slow_link(transfer.lane, awaited, now):
             self._leave_slow(transfer.lane, awaited, now)
 
     def _stood_still(self, lane: Lane, now: float) -> None:
@@ -138,7 +138,7 @@ class Pacing:
 
     # ------------------------------------------------------------ slow links
 
-    def _go_round(self, lane: Lane, awaited: Sequence[Member], now: float) -> bool:
+    def _avoid_slow_link(self, lane: Lane, awaited: Sequence[Member], now: float) -> bool:
         """Start another attempt if one link slows all others; return whether it did."""
         transfer, links = self._transfer, self._ground.links
         receivers = [member for member in transfer.plan.receivers if member in awaited]

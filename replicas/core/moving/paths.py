@@ -9,9 +9,9 @@ the lane into a slot of its own; the others of that host *wait*, and map it in t
 attempt. So each host gets every byte once, and members that only map are in no process
 group.
 
-A version without a whole image, which exists only in parts at its source ranks (``ranks
-= "all"``), is assembled by the leaders: each copies the parts that lie on its own host
-there, and receives the others over the lane.
+A version without a whole image, which exists only in parts at its source ranks
+(``ranks = "all"``), is assembled by the leaders: each copies the parts that lie on its
+own host there, and receives the others over the lane.
 
 Memory that the coordinator *keeps* for lost members
 (:mod:`replicas.core.versions.keeping`) can be mapped, or copied from, on its host, but

@@ -324,7 +324,7 @@ class Transfer:
         self._offers.go(self.plan, go, lane)
         self._end_attempt_if_done(now)
 
-    # ------------------------------------------------------------ what members say
+    # ------------------------------------------------------------ messages of members
 
     def ready(self, member: Member, transfer: int, now: float) -> None:
         if transfer == self.id and self.state == "offering" and member in self.concerned:
@@ -487,7 +487,7 @@ class Transfer:
         suspects, givers = self._suspects(self.concerned, now), self.givers
         self.blame.failed(error, self.plan.lane, givers, self._lane_backend, suspects, wrong, now)
 
-    # ------------------------------------------------------ what is done about failures
+    # ------------------------------------------------------ failures
 
     def again(self, reason: str, now: float) -> None:
         """Withdraw the attempt, and start another over the members that are left."""
@@ -529,7 +529,7 @@ class Transfer:
         self.cancel()
         self._end(error, now)
 
-    # ------------------------------------------------------------ losses and time
+    # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, now: float) -> None:
         """A member is lost (already out of the roster)."""
@@ -652,14 +652,14 @@ class Transfer:
     def _refusal(self) -> errors.ReplicasError:
         if self.refused:
             return next(iter(self.refused.values()))
-        return errors.PeersLost("nobody is left who needs it", version=self.payload.version, phase="transfer")
+        return errors.PeersLost("no member needs it any more", version=self.payload.version, phase="transfer")
 
     def _no_holder(self) -> errors.ReplicasError:
         refused = next((error for member, error in self.refused.items() if member in self.givers), None)
         if refused is not None:
             return refused
         return errors.PeersLost(
-            f"version {self.payload.version} was lost: nobody who held all of it is left",
+            f"version {self.payload.version} was lost: no member that held all of it is left",
             version=self.payload.version,
             phase="transfer",
             hint="publish again",

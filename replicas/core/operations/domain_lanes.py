@@ -17,7 +17,7 @@ _Whose = int | tuple[Member, ...]
 
 
 class DomainLanes:
-    """The lanes of operations; other members need a new lane.
+    """The lanes of operations. A lane serves only the members that formed it.
 
     A lane that is not wanted any more is *retired*, and closed when nothing runs in it.
     So is that of a pair as soon as its whole domain has one that works.
@@ -62,7 +62,7 @@ class DomainLanes:
         return lane
 
     def parted(self, pair: tuple[Member, ...]) -> bool:
-        """Return whether the two have a lane of their own: their domain's failed."""
+        """Return whether the pair already has a formed lane of its own."""
         return any(whose == pair and lane.state == "formed" for (whose, _), lane in self._current.items())
 
     def backend(self, states: Sequence[MemberState], *, on_device: bool) -> Backend:

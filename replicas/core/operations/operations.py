@@ -316,7 +316,7 @@ class Operations:
             wire = WireError.of(error) if error is not None else None
             self._ground.send(post.member, OperationEnd(post.message.post, receipt, wire))
 
-    # ------------------------------------------------------------ losses and time
+    # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, why: str, now: float) -> None:
         """Remove a lost member (already out of the roster); ``why`` as short text."""

@@ -3,9 +3,9 @@
 Theory of operation
 ===================
 
-A *domain* is the set of peers that form one process group: all leaders (``ranks =
-"leader"``), all ranks of one number (``"each"``) or all ranks (``"all"``). Each
-member's posts form one ordered stream. A collective is due when it is the oldest
+A *domain* is the set of peers that form one process group: all leaders
+(``ranks = "leader"``), all ranks of one number (``"each"``) or all ranks (``"all"``).
+Each member's posts form one ordered stream. A collective is due when it is the oldest
 unstarted post of every live member of the domain, they agree on it, and every peer that
 the config promises has joined at least once. ``send`` and ``recv`` are due when the
 oldest unstarted ones of that pair meet; those to or from different peers do not wait
@@ -226,7 +226,7 @@ class Pairing:
     # ------------------------------------------------------------ due operations
 
     def due(self, now: float, *, collective_runs: bool) -> Iterator[Due]:
-        """Yield and mark operations that can start; one collective of each domain."""
+        """Yield and mark what can start; at most one collective of each domain."""
         for domain in sorted({self.domain_of(member) for member in self._streams}):
             yield from self._due_pairs(domain)
             if not (collective_runs and self._joins_wait(now)):
@@ -359,7 +359,7 @@ class Pairing:
             return members
         return decisive.view if set(members) <= set(decisive.view) else members
 
-    # ------------------------------------------------------------ losses and time
+    # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, member: Member, why: str) -> None:
         """Remove a lost member's posts; refuse posts that cannot do without it."""

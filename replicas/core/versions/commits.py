@@ -90,13 +90,13 @@ class Commits:
         """Handle a rank's message about its publish."""
         match message:
             case wire.PublishBegin():
-                self._begin(state, message, now)
+                self._begin_publish(state, message, now)
             case wire.Packed():
                 self._packed(state, message, now)
             case wire.PackFailed():
                 self._pack_failed(state, message, now)
 
-    def _begin(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
+    def _begin_publish(self, state: MemberState, message: wire.PublishBegin, now: float) -> None:
         ground, member = self._ground, state.member
         error: errors.ReplicasError
         if not state.is_source:
@@ -501,7 +501,7 @@ class Commits:
         )
         ground.emit(SyncEnded(ground.config.name, record))
 
-    # ------------------------------------------------------------ losses and time
+    # ------------------------------------------------------------ losses and deadlines
 
     def lost(self, state: MemberState, now: float) -> None:
         """A member is lost (already out of the roster)."""

@@ -104,7 +104,9 @@ class Fetch:
         if len(self._data) >= piece.total_nbytes:
             whole = bytes(self._data)
             if xxhash.xxh3_128_hexdigest(whole) != self.manifest_hash:
-                raise ManifestMismatch(f"what came for manifest {self.manifest_hash} is another one", hint="")
+                raise ManifestMismatch(
+                    f"the bytes received for manifest {self.manifest_hash} do not match its hash", hint=""
+                )
             return whole
         if len(self._data) < self._window_end:
             return None

@@ -54,7 +54,7 @@ class Keeping:
         self._stand_ins: dict[Member, MemberState] = {}
 
     def look(self, latest: int) -> None:
-        """Keep ``latest``, the newest committed version, once possible."""
+        """Keep ``latest``, the newest committed version, if possible, and no other."""
         if latest != self._version:
             self._let_go()
             self._version = latest

@@ -10,12 +10,12 @@ starts at a multiple of its item size, and there is no gap between two of them, 
 safetensors demands. The header follows from the tensors and aliases alone, so that all
 holders of a version have the same bytes, however the version was assembled.
 
-A rank describes its publish by a :class:`PartManifest`. A whole image has ``pieces =
-None``. A rank of a source with ``ranks = "all"`` has a *part*: boxes (:class:`Piece`)
-of global tensors, packed one after another. The coordinator makes one :class:`Manifest`
-of all parts with :func:`merge_parts`: each byte of each tensor comes from exactly one
-part. Identical boxes (a replicated tensor) are taken from the lowest part that has
-them.
+A rank describes its publish by a :class:`PartManifest`. A whole image has
+``pieces = None``. A rank of a source with ``ranks = "all"`` has a *part*: boxes
+(:class:`Piece`) of global tensors, packed one after another. The coordinator makes one
+:class:`Manifest` of all parts with :func:`merge_parts`: each byte of each tensor comes
+from exactly one part. Identical boxes (a replicated tensor) are taken from the lowest
+part that has them.
 
 This module does no I/O, and knows torch's dtypes by name only.
 """

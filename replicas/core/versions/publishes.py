@@ -14,9 +14,9 @@ in exactly one verdict, which every rank of the replica gets, also one that begi
 A publish that was begun under another coordinator is announced as *resumed*, with the
 version number that it had there.
 
-Half of the time to the deadline is for members to get ready; then, with ``on_lost =
-"drop"``, the transfer goes on without the others, and they are caught up later. At the
-deadline the version commits over its holders, or the publish fails.
+Half of the time to the deadline is for members to get ready; then, with
+``on_lost = "drop"``, the transfer goes on without the others, and they are caught up
+later. At the deadline the version commits over its holders, or the publish fails.
 """
 
 from __future__ import annotations
