@@ -1,8 +1,7 @@
-"""Sessions, the store process, the decision log: the asyncio shell round
-:mod:`replicas.core`.
+"""The coordinator: asyncio sessions, store process and decision log around the core.
 
-The names load their modules when first used: the store process lives in this package
-and needs none of them.
+Names load their modules when first used: the store process lives in this package and
+needs none of them.
 """
 
 from __future__ import annotations

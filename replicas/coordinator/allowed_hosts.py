@@ -1,12 +1,12 @@
-"""By which names a port may be spoken to: what keeps a web page from reading it through
-a name of its own.
+"""Check Host and Origin headers, to stop DNS rebinding on a loopback port.
 
-A browser that has loaded a page from a name will ask that name again, and its owner can
-let it point at 127.0.0.1 (DNS rebinding): the page then reads whatever a port of the
-visitor's own machine tells everybody. The request still names the page's host. So a
-port that listens on loopback only is spoken to by an address, by localhost, the
-machine's own name, or the name in its config. A port for other machines has names that
-nobody here knows, and is not asked about.
+A browser that loaded a page from some host name sends later requests to the same name,
+and the owner of that name can point it at 127.0.0.1 (DNS rebinding). The page could
+then read everything that a port of the visitor's machine serves without a token. Such a
+request still carries the page's host name. So a port on loopback answers only requests
+that name an IP address, localhost, this machine's host name, or the name in the config.
+A port on any other address is not checked: this process cannot know the names by which
+other machines reach it.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ __all__ = ["AllowedHosts"]
 
 
 class AllowedHosts:
-    """:param host: what the port listens on, as the config has it. :param address: what
-    became of it."""
+    """The host names that a port answers to.
+
+    :param host: listen host as written in the config.
+    :param address: the address that the socket is bound to.
+    """
 
     def __init__(self, host: str, address: str) -> None:
         self._any = not ipaddress.ip_address(address.partition("%")[0]).is_loopback
         self._names = {"localhost", host.lower(), socket.gethostname().lower()}
 
     def problem(self, values: Iterable[str]) -> str:
-        """Why nobody is served who says these (values of Host and Origin); empty: he
-        is."""
+        """Error text for these values of Host and Origin; empty: allowed."""
         if self._any:
             return ""
         wrong = next((one for value in values if not self._is_ours(one := _name(value))), None)

@@ -1,25 +1,25 @@
-"""The guard at the control port: bounds on a connection, from its first request on.
+"""Limit what each connection of the control port may cost, from its first request on.
 
 Theory of operation
 ===================
 
-Connections come in through the door (:mod:`replicas.coordinator.door`), whose header
-says how long they wait there. uvicorn has no limits for what follows, and gives one
-connection the loop for as long as it has data. The protocols here are uvicorn's own
-with these holes closed:
+Connections arrive through the door (:mod:`replicas.coordinator.door`), which bounds how
+long they wait there. uvicorn has no limits for what follows, and handles one connection
+for as long as it has data. The protocols here are uvicorn's own with these limits
+added:
 
-* A *stranger* is a connection that has not shown the run's token. It gets one answer,
-  and is closed; the time of the loop that its request takes is paid from the account of
-  all strangers. There may be :data:`~replicas.coordinator.limits.STRANGERS` at a time
-  (streams of events among them); one more closes the oldest of the source that has
-  most. One that does not take its answer is cut.
-* Of a session little is read at a time, so that everybody has a turn, and parsing is
-  paid from the connection's account (:class:`~replicas.coordinator.limits.RateLimit`):
-  pings and fragments never get as far as being messages. (The Hello has its own
-  deadline in the server.)
-* A pong is only written to a peer that reads; a message may not come in thousands of
-  fragments; text is no message.
-* A connection that is being closed is cut when its peer does not read what is left.
+* A *stranger* is a connection that has not shown the run's token. It gets one answer
+  and is closed. The loop time of its request is charged to one account that all
+  strangers share. At most :data:`~replicas.coordinator.limits.STRANGERS` of them are
+  served at a time (event streams included); one more closes the oldest of the source
+  that has most. A stranger that does not read its answer is aborted.
+* Little is read from a session at a time, so that all sessions get a turn. Parsing is
+  charged to the connection's account (:class:`~replicas.coordinator.limits.RateLimit`),
+  because pings and fragments never become messages that could be charged. (The Hello
+  has its own deadline in the server.)
+* A pong is written only to a peer that reads; a message may not come in thousands of
+  fragments; a text frame is malformed.
+* A closing connection is aborted when its peer does not read the remaining data.
 """
 
 from __future__ import annotations
@@ -63,16 +63,18 @@ __all__ = [
 
 _SCOPE_KEY = "replicas.connection"
 _NO_MESSAGE = b"\xc1"
-"""A byte that MessagePack never uses: what a text frame becomes."""
+"""A byte that MessagePack never uses; it replaces the content of a text frame."""
 _RTT = struct.Struct("<68xI")
 """``tcpi_rtt`` of Linux's ``struct tcp_info``, in microseconds."""
 _quiet = logging.getLogger("replicas.coordinator.http")
-_quiet.setLevel(logging.CRITICAL)  # whatever strangers send is counted, not written down
+_quiet.setLevel(logging.CRITICAL)  # bad requests of strangers are counted, not logged
 
 
 class Guard:
-    """Knows who is there. ``refused(reason)`` is called for each connection that is
-    turned away."""
+    """The open connections of one port, and which of them are strangers.
+
+    ``refused(reason)`` is called for each connection that is turned away.
+    """
 
     def __init__(self, refused: Callable[[str], None]) -> None:
         self.refused = refused
@@ -84,7 +86,7 @@ class Guard:
         return len(self._strangers)
 
     def arrived(self, transport: asyncio.Transport, source: bytes | None) -> None:
-        """``source``: of a stranger."""
+        """Register a connection. ``source``: of a stranger; None: not a stranger."""
         self._all.add(transport)
         if source is None:
             return
@@ -104,13 +106,13 @@ class Guard:
         self._all.discard(transport)
 
     def cut_all(self) -> None:
-        """End what is left, whether it is read or not."""
+        """Abort all connections, without waiting for unsent data."""
         for transport in tuple(self._all):
             transport.abort()
 
 
 class Charged(Generator[Any, Any, None]):
-    """An awaitable that calls ``pay(seconds)`` for each of its turns of the loop."""
+    """An awaitable that calls ``pay(seconds)`` after each step on the event loop."""
 
     def __init__(self, work: Awaitable[None], pay: Callable[[float], None]) -> None:
         self._steps = work.__await__()
@@ -134,8 +136,7 @@ class Charged(Generator[Any, Any, None]):
 
 
 class GuardConfig(uvicorn.Config):
-    """uvicorn's, with the guard. ``http``: what reads requests, :class:`HttpProtocol`
-    or a subclass."""
+    """uvicorn's config; ``http`` is :class:`HttpProtocol` or a subclass."""
 
     def __init__(self, app: Any, guard: Guard, **options: Any) -> None:
         super().__init__(app, **{"http": HttpProtocol, "ws": SessionProtocol, **options})
@@ -143,8 +144,10 @@ class GuardConfig(uvicorn.Config):
 
 
 def _read_little(transport: asyncio.Transport) -> None:
-    """asyncio reads up to 256 KiB at once, which is ten thousand messages. Other loops
-    than its own have no such knob."""
+    """Lower the read size: asyncio's 256 KiB would be ten thousand messages at once.
+
+    Only asyncio's own loop has this setting.
+    """
     if hasattr(transport, "max_size"):
         transport.max_size = READ_NBYTES
 
@@ -153,12 +156,12 @@ class HttpProtocol(H11Protocol):
     """HTTP, until a request asks for the WebSocket."""
 
     source: bytes | None = None
-    """Of a stranger."""
+    """Source of a stranger; None: not a stranger."""
 
     def __init__(self, config: GuardConfig, *arguments: Any, **options: Any) -> None:
         super().__init__(config, *arguments, **options)
         self.guard = config.guard
-        self.app_state = {**self.app_state, _SCOPE_KEY: self}  # each request finds it as its scope's "state"
+        self.app_state = {**self.app_state, _SCOPE_KEY: self}  # becomes "state" in the scope of each request
         self.logger = _quiet
         self._stalled: asyncio.TimerHandle | None = None
 
@@ -182,10 +185,10 @@ class HttpProtocol(H11Protocol):
         super().send_400_response(msg)
 
     def accepted(self) -> None:
-        """Whoever sends its requests may: no stranger any more."""
+        """The sender is authorized: not a stranger any more."""
         self.guard.accepted(self.transport)
 
-    # ----------------------------------------------------- who does not take the answer
+    # ----------------------------------------------------- peers that do not read
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -224,8 +227,7 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         self.logger = self.conn.logger = _quiet
         self.close_timeout = CLOSE_TIMEOUT_S
         self.pace = RateLimit(self.loop.time())
-        """The connection's account: parsing its bytes is paid from it, and handling its
-        messages."""
+        """Account that pays for parsing its bytes and handling its messages."""
         self._resting: asyncio.TimerHandle | None = None
         self.on_writable: Callable[[], None] = _nothing
         self.on_bytes: Callable[[], None] = _nothing
@@ -241,10 +243,10 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     def accepted(self) -> None:
-        """Its Hello is: no stranger any more."""
+        """The Hello was accepted: not a stranger any more."""
         self.guard.accepted(self.transport)
 
-    # ------------------------------------------------------------ what comes in
+    # ------------------------------------------------------------ incoming
 
     def data_received(self, data: bytes) -> None:
         began = time.perf_counter()
@@ -266,7 +268,7 @@ class SessionProtocol(WebSocketsSansIOProtocol):
             self.transport.resume_reading()
 
     async def receive(self) -> Any:
-        """As in uvicorn, but reading does not go on in a rest."""
+        """As in uvicorn, but do not resume reading while the rate limit pauses it."""
         message = await self.queue.get()
         if self.read_paused and self.queue.empty():
             self.read_paused = False
@@ -275,8 +277,11 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         return message
 
     def send_receive_event_to_app(self) -> None:
-        """As in uvicorn, but a message that is handled at once is no reason to stop
-        reading and to begin again."""
+        """As in uvicorn, but pause reading only when MESSAGES_WAITING are unhandled.
+
+        uvicorn would pause and resume for every message, also one that is handled at
+        once.
+        """
         paused, self.read_paused = self.read_paused, True
         super().send_receive_event_to_app()
         self.read_paused = paused
@@ -297,21 +302,20 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         if self.writable.is_set():
             super().handle_ping()
         else:
-            self.conn.data_to_send()  # the pong: its reader does not read
+            self.conn.data_to_send()  # discards the pong: the peer does not read
 
-    # ------------------------------------------------------------ what goes out
+    # ------------------------------------------------------------ outgoing
 
     def takes_more(self) -> bool:
-        """Whether its buffer is not full."""
+        """Whether the write buffer has room."""
         return self.writable.is_set()
 
     def rtt_s(self) -> float:
-        """How long a round trip takes lately, in seconds, by the kernel's count; 0: not
-        known."""
+        """The kernel's smoothed round-trip time in seconds; 0: unknown."""
         sock = self.transport.get_extra_info("socket")
         try:
             return float(_RTT.unpack_from(sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _RTT.size))[0]) / 1e6
-        except (OSError, struct.error):  # it is closed
+        except (OSError, struct.error):  # the socket is closed
             return 0.0
 
     def resume_writing(self) -> None:
@@ -319,7 +323,7 @@ class SessionProtocol(WebSocketsSansIOProtocol):
         self.on_writable()
 
     def write(self, messages: Sequence[bytes]) -> None:
-        """Send them, in one go; nothing happens when the connection is closing."""
+        """Write the messages in one call; does nothing on a closing connection."""
         if self.close_sent or self.transport.is_closing() or self.conn.state is not State.OPEN:
             return
         for message in messages:
@@ -338,20 +342,18 @@ class SessionProtocol(WebSocketsSansIOProtocol):
 
 
 def _nothing() -> None:
-    """Nobody waits for it."""
+    """Default callback: does nothing."""
 
 
 def welcome(scope: Any) -> None:
-    """The request with this scope has shown that it may be here. What comes over
-    another transport is left alone."""
+    """Mark the request's connection as authorized; other transports are ignored."""
     connection = scope.get("state", {}).get(_SCOPE_KEY)
     if isinstance(connection, HttpProtocol):
         connection.accepted()
 
 
 def is_stranger(scope: Any) -> bool:
-    """Whether the request, or WebSocket, with this scope is one of a stranger, as far
-    as it is known."""
+    """Whether the request or WebSocket of this scope belongs to a known stranger."""
     connection = scope.get(_SCOPE_KEY) or scope.get("state", {}).get(_SCOPE_KEY)
     known = isinstance(connection, HttpProtocol | SessionProtocol)
     return known and connection.guard.is_stranger(connection.transport)

@@ -1,5 +1,4 @@
-"""The coordinator as a thing to embed: sessions, the store and the channels' state
-behind one endpoint."""
+"""The embeddable coordinator: sessions, store and channel state behind one endpoint."""
 
 from __future__ import annotations
 
@@ -46,37 +45,37 @@ __all__ = ["Coordinator"]
 
 
 class Coordinator:
-    """Coordinates weight channels for processes that somebody else starts.
+    """Coordinates weight channels for processes that the caller starts.
 
     ::
 
-        async with replicas.Coordinator({"policy": {"sources": ["trainer"], "targets": ["rollout"]}}) as coordinator:
+        channels = {"policy": {"sources": ["trainer"], "targets": ["rollout"]}}
+        async with replicas.Coordinator(channels) as coordinator:
             start_my_processes(coordinator.endpoint, coordinator.token)
 
     Each process then calls ``replicas.join("policy", endpoint=..., token=...,
     group="rollout", replica=3, rank=0, world_size=1)``. Runs on asyncio (anyio on the
-    asyncio backend included); takes no torch into this process.
+    asyncio backend included) and does not import torch into this process.
 
     :param channels: by name, a :class:`~replicas.config.structs.ChannelConfig` or a
         mapping with the keys of the config file.
-    :param groups: replicas of each group (or its :class:`GroupShape`): operations
-        between peers wait until so many have joined for the first time. Default: one
+    :param groups: number of replicas of each group (or its :class:`GroupShape`):
+        operations between peers wait until that many have joined once. Default: one
         replica of one rank.
     :param host: address to listen on for sessions and HTTP; :param port: 0 lets the
         kernel choose.
     :param store_bind: the only address on which the master TCPStore listens; :param
         store_port: as ``port``.
-    :param token: what members must show; default: a new random one.
+    :param token: the token that members must show; default: a new random one.
     :param state_dir: folder for the decision log; None keeps it in memory only.
-    :param epochs: newest epoch of each channel under an earlier coordinator of the run:
-        they go on from there.
+    :param epochs: newest epoch of each channel under an earlier coordinator of the run;
+        epoch numbers continue from there.
     :param routes: further Starlette routes to serve.
-    :param live: what ``GET /livez`` tells, also under a flood of connections; None:
-        there is no such page but in ``routes``.
-    :raises errors.BadConfig: the channels cannot be used, as they could not in a config
-        file.
-    :raises errors.UsageError: another argument cannot.
-    """  # noqa: W505  # a picture
+    :param live: result of ``GET /livez``, also under a flood of connections; None: no
+        such page, unless ``routes`` has one.
+    :raises errors.BadConfig: the channels are not valid, by the rules of a config file.
+    :raises errors.UsageError: another argument is not valid.
+    """
 
     def __init__(
         self,
@@ -97,7 +96,7 @@ class Coordinator:
         self._shapes = shapes_of(groups)
         configs = channels_from(channels, {name: shape.replicas for name, shape in self._shapes.items()})
         self.token: str = arguments.token("token", token) if token is not None else secrets.token_urlsafe(24)
-        """What members must show: for ``join(token=...)``."""
+        """The token that members must show: for ``join(token=...)``."""
         self._host, self._port = listen_host(host), port_of("port", port)
         self._store = StoreWatcher(bind_address(store_bind), port_of("store_port", store_port), self._store_changed)
         self._routes, self._live = routes_of(routes), live_of(live)
@@ -114,18 +113,17 @@ class Coordinator:
         )
         self._book = ReadinessBook()
         self.keep_decisions = False
-        """Whether the decision log stays when this ends in order, for a coordinator
-        that goes on from it."""
+        """Keep the decision log at an orderly end, for a coordinator to continue."""
         self._server: Server | None = None
         self._tick: asyncio.Task[None] | None = None
         self.endpoint: str = ""
-        """``host:port`` of the control port, once this has been entered."""
+        """``host:port`` of the control port; set on entry."""
 
     async def __aenter__(self) -> Self:
         """Open the control port and start the store.
 
-        :raises errors.WorldError: a port is in use, or the store did not start. Make a
-            new one to try again.
+        :raises errors.WorldError: a port is in use, or the store did not start. Create
+            a new coordinator to try again.
         """
         try:
             listener = bind_listener(self._host, self._port)
@@ -168,8 +166,7 @@ class Coordinator:
 
     @property
     def store_address(self) -> tuple[str, int]:
-        """Where the master TCPStore listens now; it moves when the store had to be
-        replaced."""
+        """Address of the master TCPStore; it changes when the store is replaced."""
         return self._store.address
 
     @property
@@ -179,50 +176,49 @@ class Coordinator:
 
     @property
     def store_pid(self) -> int | None:
-        """Pid of the store's process, if there is one."""
+        """Pid of the store process, or None."""
         return self._store.pid
 
     @property
     def loop_lag_s(self) -> float:
-        """How late this process's loop was lately, in seconds (a decaying maximum)."""
+        """Recent delay of this process's event loop in seconds (a decaying maximum)."""
         return self.engine.lag_s
 
     def subscribe(self, callback: Callable[[Event], None]) -> None:
-        """Call ``callback(event)`` on the loop after each change. It must not block."""
+        """Call ``callback(event)`` on the loop after each change; it must not block."""
         self.engine.subscribe(callback)
 
     def readiness(self, group: str, replica: int, generation: int) -> Readiness:
-        """Whether the replica of this generation has joined its channels and serves the
-        newest weights."""
+        """Whether this generation has joined its channels and serves the newest."""
         world = self._shapes.get(group, GroupShape()).world_size
         now = asyncio.get_running_loop().time()
         return self._book.of(self.engine.channels.values(), group, replica, generation, world, now)
 
     def replica_ended(self, group: str, replica: int, generation: int, reason: str) -> None:
-        """Its processes are gone: what is left of its members is lost now."""
+        """The replica's processes have ended: lose its remaining members now."""
         for channel in self.engine.channels.values():
             for state in channel.roster.replica(group, replica):
                 if state.hello.generation <= generation:
                     self.engine.lose(state.member, reason)
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
-        """This generation is being ended: nothing new waits for it, what it has begun
-        may finish (:meth:`busy`)."""
+        """Mark this generation as draining: no new version waits for it.
+
+        What it has begun may finish (:meth:`busy`).
+        """
         self.engine.set_draining(group, replica, generation)
 
     def busy(self, group: str, replica: int) -> str:
-        """What the replica is in the middle of, in words; empty: it may be ended
-        without cutting anything short."""
+        """What the replica is doing; empty: ending it now interrupts nothing."""
         words = (channel.drains.busy(group, replica) for channel in self.engine.channels.values())
         return next((text for text in words if text), "")
 
     def progress(self, group: str, replica: int) -> tuple[int, ...]:
-        """How far the replica has ever come; it grows with each new step or version, on
-        any channel."""
+        """High-water marks of the replica; each new step or version raises one."""
         return tuple(mark for channel in self.engine.channels.values() for mark in channel.marks.of(group, replica))
 
     def set_group(self, group: str, shape: GroupShape) -> None:
-        """The group looks so from now on."""
+        """Change the shape of a group."""
         shape = self._shapes[arguments.name("group", group)] = checked_shape("shape", shape)
         for channel in self.engine.channels.values():
             channel.roster.groups[group] = shape
@@ -239,8 +235,7 @@ class Coordinator:
         return StoreStatus(up=self._store.up, host=host, port=port, keys=self._store.keys)
 
     def refused(self) -> dict[str, int]:
-        """Connections and messages that were turned away, by reason (all of them, also
-        those that never occurred)."""
+        """Refused connections and messages by reason, with zeros."""
         return dict.fromkeys(REASONS, 0) | self.engine.refusals
 
     def sidecar_replacements(self) -> dict[str, int]:

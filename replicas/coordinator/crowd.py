@@ -1,9 +1,8 @@
-"""Connections by where they come from, so that one source cannot crowd out the others.
+"""Fair queues of connections by source, so that one source cannot crowd out the others.
 
-Sources are hashed into :data:`SOURCES` queues (stochastic fair queueing), with a salt
-that nobody outside knows: memory and time are bounded whatever addresses there are.
-Whoever waits is served in turn, a queue at a time; who has to give way is the oldest of
-the longest queue.
+Sources are hashed into :data:`SOURCES` queues (stochastic fair queueing) with a secret
+salt, so memory and time are bounded for any set of addresses. Service is round robin
+over the queues; the connection to evict is the oldest of the longest queue.
 """
 
 from __future__ import annotations
@@ -20,15 +19,13 @@ SOURCES = 64
 LOOPBACK = b"loopback"
 _MAPPED = bytes(10) + b"\xff\xff"
 _SITE = 8
-"""Bytes of an IPv6 address that are a site's own choice to hand out: whoever has one
-has all behind it."""
+"""Bytes of an IPv6 address that identify a site, which assigns the others freely."""
 
 One = TypeVar("One", bound=Hashable)
 
 
 def source_of(host: str) -> bytes:
-    """The source that an address counts for. All of this machine's own are one: anybody
-    may use any of them."""
+    """The source of an address. All loopback addresses count as one source."""
     if ":" not in host:
         return LOOPBACK if host.startswith("127.") else host.encode()
     packed = socket.inet_pton(socket.AF_INET6, host.partition("%")[0])
@@ -38,7 +35,7 @@ def source_of(host: str) -> bytes:
 
 
 class Crowd(Generic[One]):
-    """Who is there, by source, each in order of arrival."""
+    """Connections by source, each queue in order of arrival."""
 
     def __init__(self) -> None:
         self._salt = secrets.token_bytes(8)
@@ -68,16 +65,22 @@ class Crowd(Generic[One]):
             del queue[one]
 
     def is_mostly(self, source: bytes) -> bool:
-        """Whether most of those who are there are of this source."""
+        """Whether more than half of all connections are in the queue of this source."""
         return 2 * len(self._queue_of(source)) > len(self._where)
 
     def pop_excess(self) -> One:
-        """Take out who has to give way. :raises IndexError: nobody is there."""
+        """Remove the connection to evict.
+
+        :raises IndexError: there is none.
+        """
         longest = max(self._queues, key=len)
         return self._taken(longest)
 
     def pop_next(self) -> One:
-        """Take out whose turn it is. :raises IndexError: nobody is there."""
+        """Remove the next connection in round-robin order.
+
+        :raises IndexError: there is none.
+        """
         for step in range(SOURCES):
             queue = self._queues[(self._turn + step) % SOURCES]
             if queue:
@@ -86,7 +89,7 @@ class Crowd(Generic[One]):
         raise IndexError("nobody is there")
 
     def oldest(self) -> Iterator[One]:
-        """The oldest of each queue. What is seen may be taken out at once."""
+        """The oldest of each queue, and the next ones while the caller removes them."""
         for queue in self._queues:
             while queue:
                 first = next(iter(queue))

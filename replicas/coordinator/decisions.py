@@ -1,10 +1,10 @@
-"""The decision log: one JSON line for each decision, on disk before anyone is told.
+"""The decision log: one JSON line for each decision, on disk before any member is told.
 
-The file is only ever appended to and synced; a torn last line (the machine died while
-it was written) was never acted on and is ignored. When it has grown to
-:data:`COMPACT_NBYTES` it is written anew with what still matters, beside the old one,
-and renamed over it. On start it gives each channel its newest commit, the floor of its
-version numbers, and the versions after that commit that will never be committed.
+The file is only appended to and synced. A torn last line (the machine died during the
+write) was never acted on and is ignored. A file larger than :data:`COMPACT_NBYTES` is
+rewritten with the entries that still matter, in a new file renamed over the old one. At
+start the log gives each channel its newest commit, the floor of its version numbers,
+and the later versions that will never be committed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ COMPACT_NBYTES = 1 << 20
 
 
 class DecisionLog:
-    """``path`` None: nothing is kept.
+    """Commits and aborts of all channels. ``path`` None: in memory only.
 
     :raises errors.WorldError: another coordinator has the file.
     """
@@ -38,11 +38,10 @@ class DecisionLog:
         self._fd = -1
         self._size = 0
         self._named = False
-        """Whether the folder is known to lead to the file that is open, also after a
-        power cut."""
+        """Whether the file's directory entry is known to survive a power cut."""
         self._commits: dict[str, CommitDecision] = {}
         self._aborts: dict[str, dict[int, CommitDecision]] = {}
-        self.term = time.time_ns() // 1_000_000  # never that of an earlier coordinator, with or without a log
+        self.term = time.time_ns() // 1_000_000  # differs from that of every earlier coordinator, also without a log
         if path is not None:
             self._open(path)
 
@@ -63,8 +62,10 @@ class DecisionLog:
             raise
 
     def _locked(self, path: Path) -> int:
-        """A descriptor of the log with its lock; of the file that is there now, not of
-        one that was replaced meanwhile."""
+        """A locked descriptor of the file at ``path``.
+
+        Locks again when another process replaced the file in between.
+        """
         while True:
             fd = _opened(path)
             try:
@@ -100,15 +101,17 @@ class DecisionLog:
             del aborts[version]
 
     def past(self, channel: str, epoch: int = 0) -> Past:
-        """What it tells of a channel. ``epoch``: the last one that its members may have
-        seen."""
+        """The logged past of a channel. ``epoch``: the last that members may know."""
         decision = self._commits.get(channel)
         decided = (decision.version, decision.digest) if decision is not None else (0, "")
         return Past(decided, frozenset(self._aborts.get(channel, ())), epoch)
 
     def append(self, decision: CommitDecision) -> None:
-        """:raises OSError: the disk does not take it; the log is as it was, and the
-        same decision may be tried again."""
+        """Write and sync one decision.
+
+        :raises OSError: the disk does not take it; the log is unchanged, and the same
+            decision can be tried again.
+        """
         if self._fd >= 0:
             line = msgspec.json.encode(decision) + b"\n"
             try:
@@ -127,8 +130,10 @@ class DecisionLog:
             self._compact()
 
     def _compact(self) -> None:
-        """Write what matters into a new file and put it in the place of the old one; on
-        failure the old one stays."""
+        """Write the entries that matter into a new file and rename it over the old one.
+
+        On failure the old file stays.
+        """
         assert self._path is not None
         aborts = [decision for known in self._aborts.values() for decision in known.values()]
         lines = b"".join(msgspec.json.encode(one) + b"\n" for one in [*self._commits.values(), *aborts])
@@ -136,14 +141,14 @@ class DecisionLog:
         try:
             fd = private.open_file(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC)
         except OSError:
-            return  # the long file is as good; the next decision tries again
+            return  # the long file stays valid; the next decision tries again
         try:
             self._lock(fd, beside)
             if os.pwrite(fd, lines, 0) != len(lines):
                 raise OSError(errno.ENOSPC, "only a part was written")
             os.fdatasync(fd)
             private.rename(beside, self._path.name)
-        except (OSError, errors.WorldError):  # no lock to be had: nobody may take the new file for an unused one
+        except (OSError, errors.WorldError):  # without the lock another coordinator could take the new file
             os.close(fd)
             private.remove(beside)
             return
@@ -151,17 +156,16 @@ class DecisionLog:
         self._fd, self._size, self._named = fd, len(lines), False
 
     def close(self, *, remove: bool = False) -> None:
-        """``remove``: the run is over, and so are its decisions."""
+        """Close the log. ``remove``: delete it, because the run is over."""
         if remove and self._path is not None:
-            private.remove(self._path)  # while it is locked: later it may be another coordinator's
+            private.remove(self._path)  # while locked: after unlock it may belong to another coordinator
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def _opened(path: Path) -> int:
-    """:raises errors.UsageError: its folder, or what is in its place, is not ours
-    alone."""
+    """:raises errors.UsageError: the folder or file is not private to this user."""
     try:
         return private.open_file(path, os.O_RDWR | os.O_CREAT)
     except private.NotPrivate as error:
@@ -171,20 +175,22 @@ def _opened(path: Path) -> int:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make the names in its folder durable: a file system may keep an older file, or
-    none, over a power cut."""
+    """Make the folder's entries durable.
+
+    Without it a file system may restore an older file, or none, after a power cut.
+    """
     fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno != errno.EINVAL:  # a file system whose folders cannot be synced keeps them in order itself
+        if error.errno != errno.EINVAL:  # file systems that cannot sync folders order these writes themselves
             raise
     finally:
         os.close(fd)
 
 
 def _is_at(fd: int, path: Path) -> bool:
-    """Whether the open file is the one that is at ``path`` now."""
+    """Whether the open file is the one at ``path`` now."""
     try:
         there = path.stat()
     except FileNotFoundError:

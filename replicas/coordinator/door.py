@@ -1,32 +1,28 @@
-"""The door of the control port: accepts connections, and lets them in when they have
-said what they want.
+"""Accept connections on the control port; pass each on once its request head is there.
 
 Theory of operation
 ===================
 
-A stranger who connects costs a server written in Python some ten times what it costs
-the stranger. So nothing is built for a connection (no transport, no protocol, no task)
-before the head of its request is there and it is its turn:
+A connection costs a server in Python some ten times what it costs the client. So
+nothing is created for it (no transport, no protocol, no task) before its request head
+has arrived and its turn has come:
 
-* Everybody is accepted, at once, as long as that takes no more than :data:`ACCEPT_S` of
-  a turn of the loop; the kernel keeps the rest. What is accepted waits in the *lobby*,
-  a bare descriptor in an epoll set. Whoever hangs up is gone for the price of three
-  system calls.
-* The head of a request is looked at where it lies, in the kernel's buffer. It must be
-  complete in REQUEST_TIMEOUT_S, and small.
-* A head that shows the run's token is let in at once. Members do so: no crowd of
-  strangers is ever ahead of one. That gives no right to anything; those who serve the
-  request look at the token again.
-* ``GET /livez`` is answered from here: a probe that is kept waiting would have the
-  supervisor restarted.
-* All other strangers queue, source by source (:mod:`replicas.coordinator.crowd`), and
-  together get a share of the loop's time
-  (:class:`~replicas.coordinator.limits.RateLimit`). Where there are too many, the
-  source that has most loses its oldest.
+* Connections are accepted at once, for at most :data:`ACCEPT_S` of one loop iteration;
+  the rest stay in the kernel's backlog. An accepted connection waits in the *lobby*, as
+  a bare descriptor in an epoll set. One that hangs up there costs three system calls.
+* The request head is peeked at in the kernel's buffer. It must be complete within
+  REQUEST_TIMEOUT_S, and small.
+* A head with the run's token is let in at once, so strangers never delay a member. This
+  grants nothing: the handler of the request checks the token again.
+* ``GET /livez`` is answered here: if a probe had to wait, the supervisor would be
+  restarted.
+* All other strangers queue by source (:mod:`replicas.coordinator.crowd`) and share a
+  part of the loop's time (:class:`~replicas.coordinator.limits.RateLimit`). When there
+  are too many, the source that has most loses its oldest.
 
-Users of this machine are one source. The kernel would tell whose a connection is, but
-asking costs 70 µs, several times of all the above together, and those who matter
-(members, probes) need no such favour.
+All users of this machine count as one source. The kernel could tell the user of each
+connection, but asking costs 70 µs, several times all of the above, and members and
+probes do not depend on it.
 """
 
 from __future__ import annotations
@@ -59,31 +55,36 @@ from replicas.coordinator.limits import (
 __all__ = ["Admit", "Door", "authorization_of", "head_of"]
 
 Admit = Callable[[socket.socket, bytes | None], None]
-"""Let a connection in, whose request can be read from it. The source of a stranger;
-None: it has shown the token."""
+"""Passes on a connection whose request can be read from it, with a stranger's source.
+
+None for the source: the connection has shown the token.
+"""
 
 ACCEPT_S = 0.003
 LOOK_S = 0.001
-"""How long these go on before everybody else has a turn of the loop. Whom the kernel
-cannot keep has to try again after a second: so it is better to be a little late with
-everything than to leave somebody there."""
+"""Time limits of accepting and of reading, per loop iteration.
+
+When the backlog is full the kernel drops the connection attempt, and the client retries
+after a second. So delaying all other work a little is better than leaving connections
+in the backlog.
+"""
 SWEEP_S = 0.25
 NO_ROOM_S = 0.1
-"""A pause when the process has no descriptor left."""
+"""Pause when the process has no descriptor left."""
 _AT_ONCE = 64
 _DRAINED = 8
 _STREAM = int(socket.SOCK_STREAM)
 _LOOK = int(socket.MSG_PEEK | socket.MSG_DONTWAIT)
 _NOW = int(socket.MSG_DONTWAIT)
 _USUAL_NBYTES = 2048
-"""Of the head of a request; more is looked at where it is not enough."""
+"""Bytes of the head to peek at first; more only if they do not suffice."""
 _WATCHED = select.EPOLLIN | select.EPOLLRDHUP | select.EPOLLET
 _ENDS = (b"\r\n\r\n", b"\n\n", b"\n\r\n")
 _LIVEZ = b"GET /livez HTTP/1."
 
 
 def authorization_of(head: bytes) -> bytes:
-    """What the request shows, if anything."""
+    """The value of the Authorization header, or empty."""
     for line in head.split(b"\n"):
         name, _, value = line.partition(b":")
         if name.lower() == b"authorization":
@@ -99,12 +100,12 @@ def _answer(status: str, text: str) -> bytes:
 
 
 def head_of(data: bytes) -> bytes | None:
-    """The lines of the request's head; None: it is not complete yet."""
+    """The lines of the request's head; None: not complete yet."""
     ends = [end for mark in _ENDS if (end := data.find(mark)) >= 0]
     return data[: min(ends)] if ends else None
 
 
-class _Caller:
+class _Waiting:
     __slots__ = ("sock", "source", "until")
 
     def __init__(self, sock: _socket.socket, source: bytes, until: float) -> None:
@@ -114,11 +115,12 @@ class _Caller:
 
 
 class Door:
-    """One for each listener.
+    """Accepts and queues the connections of one listener.
 
     :param refused: called with the reason for each connection that is turned away.
-    :param token: of the run. :param hosts: by which names the port may be spoken to.
-    :param live: what ``GET /livez`` tells; None: there is no such page.
+    :param token: returns the run's token. :param hosts: host names that the port
+        answers to.
+    :param live: result of ``GET /livez``; None: no such page.
     """
 
     def __init__(
@@ -138,9 +140,9 @@ class Door:
         self.hosts = hosts
         self._live = live
         self._lobby_max = min(LOBBY, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4)
-        self._lobby: Crowd[_Caller] = Crowd()
-        self._queue: Crowd[_Caller] = Crowd()
-        self._by_fd: dict[int, _Caller] = {}
+        self._lobby: Crowd[_Waiting] = Crowd()
+        self._queue: Crowd[_Waiting] = Crowd()
+        self._by_fd: dict[int, _Waiting] = {}
         self._timers: dict[Callable[[], None], asyncio.TimerHandle] = {}
 
     @property
@@ -149,16 +151,16 @@ class Door:
         return len(self._lobby) + len(self._queue)
 
     def open(self, admit: Admit) -> None:
-        """Accept from now on."""
+        """Start to accept."""
         self._loop = asyncio.get_running_loop()
         self.pace = RateLimit(self._loop.time(), STRANGERS_SHARE)
         self._admit = admit
         self._poll = select.epoll()
-        self._loop.add_reader(self._poll.fileno(), self._on_news)
-        self._loop.add_reader(self._listener.fileno(), self._on_callers)
+        self._loop.add_reader(self._poll.fileno(), self._on_readable)
+        self._loop.add_reader(self._listener.fileno(), self._on_connections)
 
     def close(self) -> None:
-        """Accept nobody any more, and send away who waits."""
+        """Stop accepting, and close the waiting connections."""
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -171,7 +173,7 @@ class Door:
 
     # ------------------------------------------------------------ the lobby
 
-    def _on_callers(self) -> None:
+    def _on_connections(self) -> None:
         until = time.perf_counter() + ACCEPT_S
         while time.perf_counter() < until:
             try:
@@ -181,19 +183,17 @@ class Door:
             except OSError:
                 self._no_room()
                 return
-            one = _Caller(sock, source_of(address[0]), self._loop.time() + REQUEST_TIMEOUT_S)
-            if not self._dealt_with(one, ended=False):
+            one = _Waiting(sock, source_of(address[0]), self._loop.time() + REQUEST_TIMEOUT_S)
+            if not self._handle(one, ended=False):
                 self._wait(one)
 
     def _accept(self) -> tuple[_socket.socket, Any]:
-        """As ``socket.accept``, without what that takes for enums and a class in
-        Python: a third of what a stranger costs."""
+        """``socket.accept`` without its Python wrapper: 1/3 of a stranger's cost."""
         fd, address = self._accept_fd()
         return _socket.socket(self._family, _STREAM, 0, fd), address
 
     def _no_room(self) -> None:
-        """There is no descriptor left: whoever waits without a word gives way; else the
-        kernel keeps who comes."""
+        """No descriptor is left: close one of the lobby, else pause accepting."""
         if len(self._lobby):
             self._refused("too_many")
             self._drop(self._lobby.pop_excess())
@@ -202,9 +202,9 @@ class Door:
         self._later(NO_ROOM_S, self._go_on)
 
     def _go_on(self) -> None:
-        self._loop.add_reader(self._listener.fileno(), self._on_callers)
+        self._loop.add_reader(self._listener.fileno(), self._on_connections)
 
-    def _wait(self, one: _Caller) -> None:
+    def _wait(self, one: _Waiting) -> None:
         if len(self._lobby) >= self._lobby_max:
             self._refused("too_many")
             self._drop(self._lobby.pop_excess())
@@ -213,16 +213,16 @@ class Door:
         self._poll.register(one.sock.fileno(), _WATCHED)
         self._later(SWEEP_S, self._sweep)
 
-    def _on_news(self) -> None:
+    def _on_readable(self) -> None:
         until = time.perf_counter() + LOOK_S
         while time.perf_counter() < until and (found := self._poll.poll(0, _AT_ONCE)):
             for fd, events in found:
                 one = self._by_fd.get(fd)
-                if one is not None and self._dealt_with(one, ended=bool(events & ~select.EPOLLIN)):
+                if one is not None and self._handle(one, ended=bool(events & ~select.EPOLLIN)):
                     self._lobby.discard(one)
 
     def _sweep(self) -> None:
-        """Send away who took too long."""
+        """Close connections that have waited past their deadline."""
         now = self._loop.time()
         for crowd in (self._lobby, self._queue):
             for one in crowd.oldest():
@@ -235,8 +235,8 @@ class Door:
 
     # ------------------------------------------------------------ one connection
 
-    def _dealt_with(self, one: _Caller, *, ended: bool) -> bool:
-        """Whether it needs not wait for more of its request any longer."""
+    def _handle(self, one: _Waiting, *, ended: bool) -> bool:
+        """Handle what has arrived; False: more of the request must come first."""
         try:
             data = one.sock.recv(_USUAL_NBYTES, _LOOK)
             if len(data) == _USUAL_NBYTES:
@@ -261,7 +261,7 @@ class Door:
             return False
         return True
 
-    def _heard(self, one: _Caller, data: bytes) -> None:
+    def _heard(self, one: _Waiting, data: bytes) -> None:
         if self._live is not None and data.startswith(_LIVEZ):
             self._answer(one, _answer(*self._life(self._live)))
             return
@@ -271,7 +271,7 @@ class Door:
         self._forget(one)
         self._enqueue(one)
 
-    def _enqueue(self, one: _Caller) -> None:
+    def _enqueue(self, one: _Waiting) -> None:
         if len(self._queue) >= QUEUED:
             self._refused("too_many")
             if self._queue.is_mostly(one.source):
@@ -287,40 +287,39 @@ class Door:
         try:
             if live():
                 return "200 OK", "ok"
-        except errors.UsageError as error:  # it is just being started
+        except errors.UsageError as error:  # the supervisor is still starting
             return "503 Service Unavailable", error.message
         return "503 Service Unavailable", "the supervisor's event loop or store is stuck"
 
-    def _turn_away(self, one: _Caller, reason: str, status: str, text: str) -> None:
+    def _turn_away(self, one: _Waiting, reason: str, status: str, text: str) -> None:
         self._refused(reason)
         self._answer(one, _answer(status, text))
 
-    def _answer(self, one: _Caller, data: bytes) -> None:
+    def _answer(self, one: _Waiting, data: bytes) -> None:
         with contextlib.suppress(OSError):
-            for _ in range(_DRAINED):  # what is left unread would cut off the answer
+            for _ in range(_DRAINED):  # unread bytes at the close would reset the connection and lose the answer
                 if len(one.sock.recv(HEAD_NBYTES, _NOW)) < HEAD_NBYTES:
                     break
             one.sock.send(data, _NOW)
         self._drop(one)
 
-    def _forget(self, one: _Caller) -> None:
-        """Hear no more of it."""
+    def _forget(self, one: _Waiting) -> None:
+        """Stop polling the connection."""
         if self._by_fd.pop(one.sock.fileno(), None) is not None:
             self._poll.unregister(one.sock.fileno())
 
-    def _drop(self, one: _Caller) -> None:
+    def _drop(self, one: _Waiting) -> None:
         self._by_fd.pop(one.sock.fileno(), None)
         one.sock.close()
 
-    def _let_in(self, one: _Caller, source: bytes | None) -> None:
+    def _let_in(self, one: _Waiting, source: bytes | None) -> None:
         self._forget(one)
         self._admit(socket.socket(fileno=one.sock.detach()), source)
 
     # ------------------------------------------------------------ the queue
 
     def _serve(self) -> None:
-        """Let in the next of those who wait, one in a turn of the loop, as far as their
-        share of it goes."""
+        """Let in the next stranger: one per loop iteration, as their share allows."""
         if not len(self._queue):
             return
         rest_s = self.pace.charge(0.0, self._loop.time())
@@ -333,7 +332,7 @@ class Door:
         self._later(0.0, self._serve)
 
     def _later(self, seconds: float, what: Callable[[], None]) -> None:
-        """Call it then, unless it will be called anyway."""
+        """Schedule a call, unless it is already scheduled."""
         if what not in self._timers:
             self._timers[what] = self._loop.call_later(seconds, self._now, what)
 

@@ -1,20 +1,19 @@
-"""The engine: channel states, sessions and the effects between them. No sockets of its
-own.
+"""The engine: feeds events to the channel states and applies the effects they return.
 
 Theory of operation
 ===================
 
-Everything runs on one asyncio loop, and each event is handled to its end without an
-await: a message, a loss or a tick goes into a
-:class:`~replicas.core.channel.ChannelState`, and the effects that come out are applied
-in order, a decision being written and synced to disk before the commit is queued to
-anyone. Sending only queues: nothing here waits for a member.
+The engine has no sockets of its own and runs on one asyncio loop. Each event (a
+message, a loss or a tick) is handled to its end without an await: it goes into a
+:class:`~replicas.core.channel.ChannelState`, and the returned effects are applied in
+order. A decision is written and synced to disk before the commit is queued to any
+member. Sending only queues: nothing here waits for a member.
 
-Time is the loop's monotonic clock. A tick that comes late means that this process did
-not run (a stopped machine, a long pause): the members could not be heard in that time,
-so the pause is added to everyone's lease, and the sockets are read before anybody or
-any deadline is judged. Nor is a member on another host judged by a time in which nobody
-at all was heard: then this host was cut off (:mod:`replicas.core.members.silence`).
+Time is the loop's monotonic clock. A late tick means that this process did not run (a
+stopped machine, a long pause) and could not hear its members. So the pause is added to
+every lease, and the sockets are read before any member or deadline is judged. Time in
+which no member at all was heard does not count against members on other hosts either:
+then this host was cut off (:mod:`replicas.core.members.silence`).
 """
 
 from __future__ import annotations
@@ -75,19 +74,20 @@ log = logging.getLogger("replicas.coordinator")
 
 TICK_S = 0.1
 LAST_WORDS_S = 0.25
-"""How long the socket of an ended process is read for: forked children of it may keep
-it open for ever."""
+"""How long to read the socket of an ended process: its children may keep it open."""
 ACK_BYTES_S = 1.0
-"""How often a member is answered of which part of a message comes in."""
+"""Interval of the acks to a member while a long message arrives in parts."""
 PAUSE_S = 1.0
-"""A tick this much late is a pause of this process, and nobody's fault."""
+"""A tick this late means a pause of this process, which no member is blamed for."""
 SETTLE_S = 0.5
-"""After a pause: from the first turn of the loop to the first judgement."""
+"""Time after a pause before members and deadlines are judged."""
 
 
 class _Outlet:
-    """The effects of one channel that are due, in order; what waits there for the disk
-    holds up no other channel."""
+    """The due effects of one channel, in order.
+
+    A decision that waits for the disk holds up no other channel.
+    """
 
     def __init__(self) -> None:
         self.due: deque[Effect] = deque()
@@ -96,7 +96,7 @@ class _Outlet:
 
 
 class Store(Protocol):
-    """What the engine needs of the store's process."""
+    """What the engine needs of the store process."""
 
     @property
     def address(self) -> tuple[str, int]: ...
@@ -107,7 +107,7 @@ class Store(Protocol):
 
 
 class Engine:
-    """All channels of a run."""
+    """The channel states and sessions of a run."""
 
     def __init__(
         self,
@@ -149,9 +149,10 @@ class Engine:
         self.lag_s = 0.0
         self.refusals: dict[str, int] = {}
         self.tap: Callable[[ChannelState, Effect | FromMember], None] | None = None
-        """For tests that must act at one very moment: called with each effect just
-        before it is applied (a decision: once it is on disk) and each message just
-        before it is handled. It must neither raise nor wait."""
+        """Test hook, called with each effect and message just before it is applied.
+
+        A decision is passed once it is on disk. The hook must not raise or block.
+        """
 
     @property
     def term(self) -> int:
@@ -170,11 +171,10 @@ class Engine:
     # ------------------------------------------------------------ sessions
 
     def open(self, hello: Hello, connection: Connection, address: str, seen_as: str = "") -> MemberSession:
-        """Bind a connection to a session: a new one, or the one that this incarnation
-        already has.
+        """Bind a connection to the incarnation's session, a new one if it has none.
 
-        :param address: of the member, as seen from here. :param seen_as: ours, to which
-            it connected.
+        :param address: the member's address, as seen from here. :param seen_as: the
+            local address that it connected to.
         :raises errors.ReplicasError: the Hello is refused.
         """
         now = self._now()
@@ -190,7 +190,7 @@ class Engine:
         if hello.resume_term == self.term:
             raise errors.Fenced(f"{member} was declared lost while it could not be heard", members=[member.name])
         if session is not None:
-            self.lose(member, "left")  # its Welcome never arrived, and it starts anew
+            self.lose(member, "left")  # its Welcome never arrived, so it starts again
         store = self._store.address[0]
         check_reach(hello, self._process, address, seen_as or store, store)
         watch = self._watch(hello, member)
@@ -216,8 +216,10 @@ class Engine:
         connection.on_bytes = lambda: self._heard(session)
 
     def _heard(self, session: MemberSession) -> None:
-        """Part of a message has come. Over a slow link the rest may take long: both
-        sides hear of each other meanwhile."""
+        """Part of a message has arrived: count it as a sign of life and acknowledge it.
+
+        Over a slow link the rest may take long, and both sides must hear of each other.
+        """
         channel, now = self._channel_of.get(session.member), self._now()
         if channel is None:
             return
@@ -226,7 +228,7 @@ class Engine:
             session.send(Ack())
 
     def detach(self, session: MemberSession, connection: Connection) -> None:
-        """A connection has ended; its member may come back with another one."""
+        """The connection has ended; its member may come back with another one."""
         channel = self._channel_of.get(session.member)
         if session.detach(connection) and channel is not None:
             channel.disconnected(session.member, self._now())
@@ -275,8 +277,7 @@ class Engine:
             session.close()
 
     def _exited(self, session: MemberSession) -> None:
-        """The member's process has ended. What it said last may still lie in its
-        socket: read that to the end first."""
+        """The member's process has ended: read the rest of its socket, then lose it."""
         if session.watch is not None:
             session.watch.close()
             session.watch = None
@@ -287,7 +288,7 @@ class Engine:
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self.lose, session.member, "exited")
 
     def lose(self, member: Member, reason: str) -> None:
-        """The member is gone for good."""
+        """Lose the member for good."""
         channel = self._channel_of.get(member)
         if channel is None:
             return
@@ -295,14 +296,13 @@ class Engine:
         self._apply(channel)
 
     def set_draining(self, group: str, replica: int, generation: int) -> None:
-        """The generation is being ended: see :meth:`ChannelState.set_draining`."""
+        """See :meth:`ChannelState.set_draining`."""
         for channel in self.channels.values():
             channel.set_draining(group, replica, generation, self._now())
             self._apply(channel)
 
     def expel(self, session: MemberSession, error: errors.ReplicasError, reason: str) -> None:
-        """Lose a member that says what no member can mean: it is told why, and would
-        only say it again."""
+        """Lose a member that sent an invalid message, after telling it why."""
         session.send(Refused(WireError.of(error)))
         self.lose(session.member, reason)
 
@@ -312,14 +312,16 @@ class Engine:
             channel.store_lost()
 
     def store_moved(self) -> None:
-        """There is a new store at another address."""
+        """A new store listens at another address."""
         for channel in self.channels.values():
             channel.store_moved(self._now())
             self._apply(channel)
 
     def receive(self, session: MemberSession, frame: MemberFrame) -> bool:
-        """A frame of the member; False when the connection must be closed (the frame is
-        out of order)."""
+        """Handle a frame of the member.
+
+        Returns False when the frame is out of order and the connection must be closed.
+        """
         member, channel = session.member, self._channel_of.get(session.member)
         if channel is None:
             return False
@@ -346,7 +348,7 @@ class Engine:
         return True
 
     def close(self) -> None:
-        """Let go of the memory that is kept for others."""
+        """Release the memory that is held for the channels."""
         for task in self._tasks:
             task.cancel()
         self._keeper.close()
@@ -374,8 +376,10 @@ class Engine:
             outlet.applying = False
 
     def _recorded(self, channel: ChannelState, outlet: _Outlet, effect: RecordDecision) -> bool:
-        """Whether the decision is on disk. If not, nothing behind it happens on its
-        channel: the next tick tries again."""
+        """Whether the decision is on disk.
+
+        If not, no later effect of its channel is applied; the next tick tries again.
+        """
         decision = effect.decision
         try:
             self.decisions.append(decision)
@@ -439,7 +443,7 @@ class Engine:
     def _on_lost(self, event: MemberLost) -> None:
         log.info("%s: %s is lost (%s)", event.channel, event.member, event.reason)
         if event.reason == "fenced":
-            return  # told by _fence, once the new incarnation has been welcomed
+            return  # _fence tells it, once the new incarnation has been welcomed
         session = self._sessions.get(event.member)
         if session is not None and event.reason != "left":
             error = errors.Fenced(
@@ -453,14 +457,14 @@ class Engine:
     # ------------------------------------------------------------ time
 
     def _break_silence(self, now: float) -> None:
-        """Somebody is heard."""
+        """A member is heard: end a silence of all members, if there was one."""
         grace_s = self._silence.heard(now)
         if grace_s:
-            log.warning("nobody could be heard; who comes back last is given %.1f s more than who comes first", grace_s)
+            log.warning("no member was heard for a while: those still silent get %.1f s more to come back", grace_s)
             self._pardon(0.0, now, grace_s)
 
     def _pardon(self, silence_s: float, now: float, grace_s: float = 0.0) -> None:
-        """Of members on other hosts, those whose connections nobody has closed."""
+        """Extend the leases of members on other hosts that are still connected."""
         sessions = self._sessions.items()
         far = {member for member, session in sessions if session.watch is None and session.connection is not None}
         for channel in self.channels.values():
@@ -471,11 +475,11 @@ class Engine:
         return asyncio.get_running_loop().time()
 
     async def tick_forever(self) -> None:
-        """Leases and deadlines, ten times a second.
+        """Check leases and deadlines ten times a second.
 
-        After a pause of this process what has arrived meanwhile is read first, and
-        those who were paused with us have a moment to say something: only then is
-        anybody, or any deadline, judged.
+        After a pause of this process, data that arrived meanwhile is read first, and
+        members that were paused with it get a moment to send: only then are members and
+        deadlines judged.
         """
         due = self._now() + TICK_S
         while True:
@@ -497,5 +501,5 @@ class Engine:
                 try:
                     channel.tick(now)
                     self._apply(channel)
-                except Exception:  # deadlines and leases of all channels hang on this loop
+                except Exception:  # the deadlines and leases of all channels depend on this loop
                     log.exception("a bug: the tick of channel %s failed", name)

@@ -1,5 +1,4 @@
-"""What an embedding program gives a coordinator, checked as what stands in a config
-file is."""
+"""Validate the arguments of an embedded coordinator by the rules of the config file."""
 
 from __future__ import annotations
 
@@ -38,7 +37,7 @@ def _mapping(what: str, value: object) -> Mapping[Any, Any]:
 
 
 def shapes_of(groups: object) -> dict[str, GroupShape]:
-    """The groups' shapes, of a shape or a number of replicas each."""
+    """The shape of each group, given as a shape or a number of replicas."""
     given = _mapping("groups", {} if groups is None else groups)
     return {
         arguments.name("groups: a name", name): checked_shape(f"groups[{shown(name)}]", one)
@@ -47,7 +46,7 @@ def shapes_of(groups: object) -> dict[str, GroupShape]:
 
 
 def checked_shape(what: str, shape: object) -> GroupShape:
-    """A shape, or that of so many replicas of one rank."""
+    """A valid shape; an integer means that many replicas of one rank."""
     given = shape if isinstance(shape, GroupShape) else GroupShape(replicas=shape)  # type: ignore[arg-type]  # see below
     return GroupShape(
         replicas=arguments.integer(f"{what}: replicas", given.replicas, least=0, most=RANKS_MAX),
@@ -67,7 +66,7 @@ def port_of(what: str, port: object) -> int:
 
 
 def listen_host(host: object) -> str:
-    """A host's name or address, for sessions and HTTP."""
+    """Host name or address, for sessions and HTTP."""
     brackets = "[{}]:0" if isinstance(host, str) and ":" in host else "{}:0"
     found: str = _read("host", listen, brackets.format(host) if isinstance(host, str) else host)[0]
     return found
@@ -80,7 +79,7 @@ def bind_address(host: object) -> str:
 
 
 def state_folder(given: object) -> Path | None:
-    """An absolute folder; None: there is none."""
+    """An absolute folder, or None."""
     found: Path | None = None if given is None else _read("state_dir", folder, given)
     return found
 
@@ -94,7 +93,7 @@ def _read(what: str, read: Form, value: object) -> Any:
 
 
 def live_of(live: object) -> Callable[[], bool] | None:
-    """What tells whether this program is alive; None: nothing does."""
+    """The liveness callback, or None."""
     if live is not None and not callable(live):
         raise errors.UsageError(f"live must be a function without arguments, not {shown(live)}")
     return live

@@ -1,26 +1,24 @@
-"""What a connection may do to the coordinator: sizes, times, counts, and the values
-that a message may carry.
+"""Limits of a connection to the coordinator: sizes, times, counts and valid values.
 
 Theory of operation
 ===================
 
-Whoever has the run's token can open a session, and then be mad: flood, send anything,
-read nothing. None of it may reach the state machines or hold up the loop that serves
-everybody. So each message passes here first, cheapest check first: its size by kind
-(before it is decoded: manifests come in small pieces, only the shapes of an operation
-may be large), its form (msgspec, a closed set of types), its values (no negative
-numbers, nothing that is not finite, names that can be shown and compared), and only
-then the engine.
+A token holder may misbehave: flood, send invalid messages, or never read. None of it
+may reach the state machines or block the loop that serves all members. So each message
+is checked here first, cheapest check first: its size by kind (before decoding:
+manifests come in small pieces, only the shapes of an operation may be large), its form
+(msgspec, a closed set of types), its values (no negative or non-finite numbers,
+printable and comparable names), and only then passed to the engine.
 
-*Fairness* is counted in the time for which the loop was busy with somebody (by the
-cheap clock: the thread's own costs as much as a small message; whoever is charged for a
-moment in which this process did not run has a reserve). A session has a small account,
-:class:`RateLimit`, that fills up at a fixed share of real time; handling its messages
-is paid from it, and one that is overdrawn is simply read later: TCP holds the sender
-back. A single expensive message is not punished, thousands are.
+*Fairness* is counted in loop time, by wall clock: the thread's CPU clock costs as much
+as a small message, and an account has a reserve for moments in which this process did
+not run. Each session has a small account, :class:`RateLimit`, refilled
+at a fixed share of real time. Handling its messages is charged to it. An overdrawn
+session is read later, and TCP holds the sender back. One expensive message is not
+punished, thousands are.
 
-Each refusal has one of the reasons in :data:`REASONS`, which are also the values of a
-metric's label.
+Each refusal has one of the :data:`REASONS`, which are also the values of a metric's
+label.
 """
 
 from __future__ import annotations
@@ -75,68 +73,62 @@ __all__ = [
 REASONS = (
     "token",  # a wrong token, or none
     "peer",  # another user's process on the Unix socket
-    "timeout",  # no request or no Hello in time, or an answer that is not taken
-    "too_many",  # more strangers than can be served; those of the source that has most go
-    "host",  # a page of somebody else's name: DNS rebinding
-    "malformed",  # not HTTP, not a message, or values that no member can mean
+    "timeout",  # no request or no Hello in time, or an answer that is not read
+    "too_many",  # more strangers than can be served; the source that has most loses one
+    "host",  # a foreign host name: DNS rebinding
+    "malformed",  # not HTTP, not a message, or invalid values
     "oversized",  # larger than a message of its kind may be
-    "out_of_order",  # a number or an ack that cannot be, or a second Hello
-    "hello",  # a Hello that is not acceptable: channel, run, rank, preflight
+    "out_of_order",  # an impossible number or ack, or a second Hello
+    "hello",  # an unacceptable Hello: channel, run, rank, preflight
     "fenced",  # a stale incarnation
     "flood",  # more messages than one session may send: it is read more slowly (counted once for each connection)
-    "overflow",  # it let too much pile up unread
+    "overflow",  # too much unread data in the outbox
 )
 
 REQUEST_TIMEOUT_S = 5.0
-"""From the connection to the end of its request's head, and for a stranger from there
-to its turn."""
+"""From connecting to the complete head; for a stranger also from there to its turn."""
 HEAD_NBYTES = 16 * 1024
-"""Of the head of a request."""
+"""Of a request head."""
 REQUEST_S = 500e-6
-"""What the request of a stranger costs beside its handling: a transport, parsing, the
-close."""
+"""Fixed cost of a stranger's request: a transport, parsing, the close."""
 HELLO_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 1.0
-"""How long the peer may take to read what is left, once its connection is being
-closed."""
+"""Time for the peer of a closing connection to read the remaining data."""
 STALL_TIMEOUT_S = 5.0
-"""How long the reader of a page may take for a buffer of it."""
+"""Time for the reader of a page to read one buffer of it."""
 LOBBY = 4096
-"""Connections that have not said what they want; never more than a quarter of this
-process's descriptors."""
+"""Connections without a complete request; at most a quarter of the process's fds."""
 QUEUED = 512
 """Requests of strangers that wait for their turn."""
 STRANGERS = 128
 """Connections of strangers that are being served."""
 READ_NBYTES = 4096
-"""How much is read from one connection before the others have their turn: some 160 of
-the smallest messages, 3 ms."""
+"""Read from one connection per turn: some 160 of the smallest messages, 3 ms."""
 
 MESSAGES_WAITING = 32
-"""Messages that have been read and not yet handled, beyond which a connection is not
-read any further."""
+"""Unhandled messages of a connection beyond which it is not read."""
 
 FRAGMENTS = 1024
-"""Frames that one message may be cut into (ours are never cut)."""
+"""Maximum fragments of one message (members never fragment)."""
 
 OUTBOX_NBYTES = 32 * 2**20
-"""What a member may leave unread when something more is to be sent (which may itself be
-larger: one manifest always fits)."""
+"""Unread data of a member with which one more message ends its session.
+
+The last message may be larger itself: one manifest always fits.
+"""
 OUTBOX_MESSAGES = 16_384
 
 REFUSED_MAX = 3
-"""Connections closed for what came through them, with no new good message in between:
-the member would only go on so."""
+"""Connections in a row closed for bad input before the member is lost."""
 
 LOOP_SHARE = 0.25
-"""Part of the loop's time that one session can have for its messages, in the long
-run."""
+"""Share of the loop's time that one session gets in the long run."""
 STRANGERS_SHARE = 0.1
-"""That of all who do not show the token, together."""
+"""Share of all strangers together."""
 LOOP_BURST_S = 0.5
 CHARGE_MAX_S = 0.5
 MESSAGE_S = 50e-6
-"""What a message costs beside its handling: turns of the loop, the answer."""
+"""Fixed cost of a message: turns of the loop, the answer."""
 MESSAGES_AT_ONCE = 8
 HOLD_S = 0.002
 
@@ -145,8 +137,10 @@ _PID_MAX = 2**31
 
 
 class RateLimit:
-    """How fast one connection may go on. Times in seconds; ``used_s`` is time of the
-    loop, ``share`` a part of it."""
+    """The account of one connection, or of all strangers.
+
+    Times are in seconds; ``used_s`` is loop time, ``share`` the part of it to be had.
+    """
 
     def __init__(self, now: float, share: float = LOOP_SHARE) -> None:
         self._share = share
@@ -157,8 +151,7 @@ class RateLimit:
         self.flooded = False
 
     def charge(self, used_s: float, now: float) -> float:
-        """Pay; returns how long the connection should be left alone: 0 unless it is
-        overdrawn."""
+        """Charge ``used_s``; returns how long to pause the connection, mostly 0."""
         self._account_s = min(LOOP_BURST_S, self._account_s + (now - self._at) * self._share)
         self._at = now
         self._account_s -= min(used_s, CHARGE_MAX_S)
@@ -168,8 +161,10 @@ class RateLimit:
         return -self._account_s / self._share
 
     def after_message(self, used_s: float, now: float) -> float | None:
-        """Pay for one message: None: go on; 0: let the others have a turn; else wait so
-        long."""
+        """Charge one message.
+
+        Returns None: go on; 0: yield to other connections; else how long to wait.
+        """
         wait_s = self.charge(used_s + MESSAGE_S, now)
         self._messages += 1
         self._held_s += used_s
@@ -186,8 +181,10 @@ _HEAD_NBYTES = 64
 
 
 def size_problem(data: bytes, *, first: bool = False) -> str | None:
-    """Why a message of this size is refused, before it is decoded. ``first``: it must
-    be the Hello."""
+    """Why a message of this size is refused before decoding.
+
+    ``first``: it must be the Hello.
+    """
     if len(data) <= HELLO_NBYTES:
         return None
     kind, limit = "message", HELLO_NBYTES if first else OTHER_NBYTES
@@ -199,8 +196,10 @@ def size_problem(data: bytes, *, first: bool = False) -> str | None:
 
 
 def _kind(head: bytes) -> tuple[str, int]:
-    """Kind and limit by the tag, which our encoder writes first; a large message whose
-    tag is elsewhere is not ours."""
+    """Kind and limit by the tag, which our encoder writes first.
+
+    A large message with its tag elsewhere is not from our encoder.
+    """
     for name in _LARGE:
         if msgspec.msgpack.encode("type") + msgspec.msgpack.encode(name) in head:
             return name, most_nbytes(name)
@@ -219,15 +218,15 @@ def hello_problem(hello: wire.Hello) -> str | None:
         return "its replica, rank or world size is absurd"
     entries = max(len(hello.info), len(hello.nccl_env))
     if entries > INFO_ENTRIES or max(len(hello.held), len(hello.lent)) > _HELD:
-        return "it says too much about itself"
+        return "its info, NCCL variables or versions are too many"
     if hello.beacon is not None and len(hello.beacon.nonce) > NAME_LENGTH:
-        return "its beacon has no nonce of ours"
+        return "the nonce of its beacon is too long"
     if any(not 0 <= version < INTEGER_MAX for version in hello.lent):
-        return "it has lent what is no version"
+        return "it has lent an invalid version number"
     if any(len(text) > INFO_LENGTH for pair in (*hello.info.items(), *hello.nccl_env.items()) for text in pair):
         return "one of its texts is too long"
     if not _is_process(hello.process):
-        return "its process is none"
+        return "its process identity is invalid"
     return _number_problem(hello) or next((text for held in hello.held if (text := _number_problem(held))), None)
 
 
@@ -236,8 +235,7 @@ def _is_process(process: ProcessIdentity) -> bool:
 
 
 def message_problem(message: wire.FromMember) -> str | None:
-    """Why a message that has the right form cannot be meant: a number that is negative,
-    absurd or not finite."""
+    """Why a well-formed message is invalid: a negative, absurd or non-finite number."""
     problem = _number_problem(message)
     if problem is None and isinstance(message, wire.PublishBegin):
         most = VERSION_MAX * (1 + message.resumed)  # the library counts on from what was chosen
@@ -250,7 +248,7 @@ def message_problem(message: wire.FromMember) -> str | None:
 
 
 def _number_problem(value: msgspec.Struct) -> str | None:
-    """Of the numbers in ``value``, and in the structs with numbers that lie in it."""
+    """The first problem of the numbers in ``value`` and its nested structs."""
     for name in _NESTED[type(value)]:
         inner = getattr(value, name)
         if inner is not None and (problem := _number_problem(inner)) is not None:
@@ -266,13 +264,15 @@ def _number_problem(value: msgspec.Struct) -> str | None:
 
 
 _SIGNED = {"deadline_s", "step", "after", "found"}
-"""A deadline may have passed, a host may not be found; the others are the user's own
-numbers, of which the state machine says what is wrong."""
+"""Fields that may be negative: a past deadline, a host not found, the user's numbers.
+
+The state machine checks the user's numbers.
+"""
 _JUDGED_LATER = {"replica", "rank", "world_size", "at_least"}
 
 
 def _numbers_of(kind: type[msgspec.Struct]) -> tuple[tuple[str, bool], ...]:
-    """Fields of a message that are numbers, and whether each may be negative."""
+    """The numeric fields of a message, and whether each may be negative."""
     signed = _SIGNED | ({"version"} if kind in (wire.PublishBegin, wire.WatchLoaded) else set())
     names = []
     for field in msgspec.structs.fields(kind):

@@ -1,5 +1,7 @@
-"""Can who joins reach the store? One on loopback serves this machine only: process
-groups with others would fail."""
+"""Refuse members that cannot reach the store, because it listens on loopback only.
+
+Without this check their process groups would fail later.
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ __all__ = ["check_reach"]
 
 
 def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str, store: str) -> None:
-    """Look whether the member can take part in process groups.
+    """Check that the member can reach the store.
 
-    :param here: this process. :param address: the member's, as seen from here. :param
-        seen_as: ours, as the member connected to it. :param store: on which the store
-        listens.
-    :raises replicas.errors.Preflight: it comes from another machine, and the store
-        listens on loopback.
+    :param here: this process. :param address: the member's address, as seen from here.
+    :param seen_as: the local address that the member connected to.
+    :param store: the address that the store listens on.
+    :raises replicas.errors.Preflight: the member comes from another machine, and the
+        store listens on loopback.
     """
     if hello.observe or not _is_loopback(store) or _is_loopback(address):
         return
@@ -40,12 +42,12 @@ def check_reach(hello: Hello, here: ProcessIdentity, address: str, seen_as: str,
 def _is_loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:  # a Unix socket has none
+    except ValueError:  # the address of a Unix socket
         return True
 
 
 def _is_ours(address: str) -> bool:
-    """Whether an interface of this machine (or network namespace) has it."""
+    """Whether an interface of this machine (or network namespace) has the address."""
     family = socket.AF_INET6 if ":" in address else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as sock:
         try:

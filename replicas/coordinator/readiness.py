@@ -1,16 +1,14 @@
-"""Whether a replica has done its part on every channel: joined with all its ranks, and
-serving the newest weights.
+"""Decide whether a replica is ready: joined with all ranks, serving the newest weights.
 
-A target that (re)starts is ready when all of its ranks have loaded what was the newest
-committed version when the first of them asked (see
-:mod:`replicas.core.versions.rounds`), and stays ready when newer ones are committed
-(its lag is a metric): one that loads more slowly than its trainer publishes never has
-the newest of this moment, and yet is as good as all others. Before the first commit of
-a channel, joining is enough, and so it is when the newest version has died with
-everybody who held it: a source may wait for its targets before it publishes again. A
-rank that left in good order has done its part; but when the others of its replica go
-on, and ask for a newer version, they are *stranded*: a version is loaded by all ranks
-or by none.
+A target that (re)starts is ready when all its ranks have loaded the version that was
+newest when the first of them asked (see :mod:`replicas.core.versions.rounds`). It stays
+ready when newer versions are committed (its lag is a metric): a target that loads more
+slowly than its trainer publishes never has the newest version, and still serves as well
+as the others. Joining is enough before a channel's first commit, and also when the
+newest version has died with all its holders: a source may wait for its targets before
+it publishes again. A rank that left in good order has done its part. But when the other
+ranks of its replica go on and ask for a newer version, they are *stranded*: a version
+is loaded by all ranks or by none.
 """
 
 from __future__ import annotations
@@ -26,17 +24,17 @@ from replicas.core.members.member_state import MemberState
 __all__ = ["Readiness", "ReadinessBook"]
 
 STRANDED_S = 5.0
-"""Ranks of one replica do not leave at the same moment."""
+"""Grace: ranks of one replica do not leave at the same moment."""
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """How a replica stands.
+    """The readiness of a replica.
 
     :ivar reason: what is missing.
     :ivar partial: a rank failed to load.
-    :ivar stranded: a rank waits for a version that it cannot get any more, because
-        another one has left.
-    :ivar progressed_s: since its last sign of progress; None while it waits for others
+    :ivar stranded: a rank waits for a version that it can no longer get, because
+        another rank has left.
+    :ivar progressed_s: seconds since its last progress; None while it waits for others
         (in a receive or an operation), which is no lack of progress.
     """
 
@@ -50,7 +48,7 @@ class Readiness(msgspec.Struct, frozen=True):
 
 
 class ReadinessBook:
-    """Remembers which replicas have been ready, by generation."""
+    """Remembers which generation of each replica has been ready."""
 
     def __init__(self) -> None:
         self._was_ready: dict[tuple[str, str, int], int] = {}
@@ -120,8 +118,7 @@ def _left(channel: ChannelState, group: str, replica: int, generation: int) -> s
 
 
 def _stranded(channel: ChannelState, ranks: Sequence[MemberState], now: float) -> str:
-    """Why ranks of a replica wait in vain: others of it have left, and some time
-    ago."""
+    """Why ranks of a replica wait in vain: other ranks left some time ago."""
     names = {f"{state.member.replica_name}/" for state in ranks}
     since = [at for name, (_, at) in channel.roster.left.items() if any(name.startswith(known) for known in names)]
     asking = [state for state in ranks if channel.rounds.wants(state.member, channel.commits.latest)]

@@ -1,15 +1,14 @@
-"""The network side of sessions: one WebSocket route, and the HTTP server that carries
-it.
+"""The HTTP server of the control port, and its WebSocket route for sessions.
 
-What a connection may do is bounded in three places:
-:mod:`replicas.coordinator.connection_guard` before there is a session,
-:mod:`replicas.coordinator.limits` for each message, and here: a session that cannot go
-on is closed within :data:`~replicas.coordinator.limits.CLOSE_TIMEOUT_S`, whether its
-peer reads or not. A connection that breaks a rule of the transport (bytes that are no
-message, numbers out of order) is closed, and its member may come back with another one:
-something on the way may have spoiled it. A member that says what no member can mean is
-refused for good, as it would only say it again; so is one of which
-:data:`~replicas.coordinator.limits.REFUSED_MAX` connections in a row had to be closed.
+A connection is bounded in three places: :mod:`replicas.coordinator.connection_guard`
+before there is a session, :mod:`replicas.coordinator.limits` for each message, and
+here: a session that cannot go on is closed within
+:data:`~replicas.coordinator.limits.CLOSE_TIMEOUT_S`, whether its peer reads or not.
+After a transport error (malformed bytes, numbers out of order) only the connection is
+closed, and the member may reconnect: something on the way may have corrupted the data.
+A member that sends invalid values is refused for good, as it would only repeat them; so
+is a member after :data:`~replicas.coordinator.limits.REFUSED_MAX` closed connections in
+a row.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ START_TIMEOUT_S = 10.0
 log = logging.getLogger("replicas.coordinator")
 
 BACKLOG = 256
-"""Connections that wait to be accepted; the loop accepts so many in one turn."""
+"""Backlog of the listening socket; the loop accepts as many in one iteration."""
 
 POLICY_VIOLATION = 1008
 BAD_DATA = 1007
@@ -62,8 +61,10 @@ TOO_BIG = 1009
 
 
 class _Refusal(Exception):
-    """What came is refused. ``code``: with which the connection is closed. ``final``:
-    the member is lost, and told why."""
+    """Bad input of a connection.
+
+    :ivar code: WebSocket close code. :ivar final: the member is lost, and told why.
+    """
 
     def __init__(self, reason: str, text: str, code: int, *, final: bool = False) -> None:
         super().__init__(text)
@@ -94,8 +95,7 @@ def session_route(engine: Engine, token: str) -> WebSocketRoute:
 
 
 async def _close(websocket: WebSocket, code: int = 1000, text: str = "") -> None:
-    """Close it, unless the peer is gone, or does not read (its connection is cut soon,
-    then)."""
+    """Close the WebSocket; a peer that is gone or does not read is left to be cut."""
     if websocket.application_state is WebSocketState.DISCONNECTED:
         return
     with contextlib.suppress(WebSocketDisconnect, RuntimeError, TimeoutError):
@@ -125,8 +125,10 @@ async def _serve(engine: Engine, websocket: WebSocket) -> None:
 
 
 async def _converse(engine: Engine, session: MemberSession, websocket: WebSocket) -> None:
-    """Read until one side ends it, or the session has no more use for this connection.
-    The session writes by itself."""
+    """Read until one side ends it or the session leaves this connection.
+
+    The session writes by itself.
+    """
     over, connection = session.over, connection_of(websocket.scope)
     reader = asyncio.create_task(_read(engine, session, websocket, over))
     tasks: set[asyncio.Task[Any]] = {reader, asyncio.create_task(over.wait())}
@@ -153,7 +155,7 @@ async def _hello(websocket: WebSocket) -> Hello:
             data = await _receive(websocket)
     except TimeoutError:
         text = f"no Hello within {HELLO_TIMEOUT_S:.0f} s"
-        raise _Refusal("timeout", text, POLICY_VIOLATION) from None  # not final: we may have slept ourselves
+        raise _Refusal("timeout", text, POLICY_VIOLATION) from None  # not final: this process may have been paused
     if (problem := size_problem(data, first=True)) is not None:
         raise _Refusal("oversized", problem, TOO_BIG, final=True)
     try:
@@ -177,8 +179,11 @@ async def _receive(websocket: WebSocket) -> bytes:
 
 
 async def _read(engine: Engine, session: MemberSession, websocket: WebSocket, over: asyncio.Event) -> None:
-    """:raises _Refusal: the connection is to be closed. It has been counted; when
-    final, the session is over, too."""
+    """Handle the messages of a connection until it ends.
+
+    :raises _Refusal: the connection must be closed. The refusal has been counted; if it
+        is final, the session is over too.
+    """
     loop = asyncio.get_running_loop()
     pace = connection_of(websocket.scope).pace
     told = False
@@ -215,7 +220,10 @@ def _refused(engine: Engine, session: MemberSession, refusal: _Refusal) -> None:
 
 
 def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
-    """:raises _Refusal: it is nothing that this session may say now."""
+    """Decode and check one message, and pass it to the engine.
+
+    :raises _Refusal: the session may not send this now.
+    """
     if (problem := size_problem(data)) is not None:
         raise _Refusal("oversized", problem, TOO_BIG, final=True)
     try:
@@ -234,7 +242,7 @@ def _handle(engine: Engine, session: MemberSession, data: bytes) -> None:
 
 
 def _own_view(websocket: WebSocket) -> str:
-    """The address by which this machine sees the member."""
+    """The member's address as seen from this machine."""
     return websocket.client.host if websocket.client is not None else "127.0.0.1"
 
 
@@ -245,9 +253,9 @@ def bind_listener(host: str, port: int) -> socket.socket:
         use.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # The protocol is named because asyncio sets TCP_NODELAY only on sockets that say
-    # that they are TCP, and without it a commit and the grant behind it are 40 ms apart
-    # (Nagle against the peer's delayed acknowledgement).
+    # The protocol is explicit because asyncio sets TCP_NODELAY only on sockets with
+    # IPPROTO_TCP. Without it a commit and the next grant are 40 ms apart (Nagle against
+    # the peer's delayed acknowledgement).
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -271,7 +279,7 @@ def bind_listener(host: str, port: int) -> socket.socket:
 
 
 class _QuietServer(uvicorn.Server):
-    """A server that leaves signals to its embedder."""
+    """A uvicorn server that leaves signals to its embedder."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -279,8 +287,7 @@ class _QuietServer(uvicorn.Server):
 
 
 class _Entrance:
-    """The ASGI application for strangers: checks the names they use, gives one answer
-    each, and charges for it."""
+    """ASGI middleware for strangers: checks host names, answers once, charges time."""
 
     def __init__(self, app: Any, guard: Guard, door: Door) -> None:
         self._app = app
@@ -303,7 +310,7 @@ class _Entrance:
 
 
 class _Denied:
-    """A WebSocket that is not opened."""
+    """ASGI app that refuses a WebSocket."""
 
     def __init__(self, problem: str) -> None:
         self._problem = problem
@@ -315,7 +322,7 @@ class _Denied:
 
 
 def _once(send: Any) -> Any:
-    """``send``, which tells that the connection is closed behind the answer."""
+    """Wrap ``send`` so that the answer announces ``Connection: close``."""
 
     async def tell(message: Any) -> None:
         if message["type"] == "http.response.start":
@@ -328,8 +335,8 @@ def _once(send: Any) -> Any:
 class Server:
     """Serves HTTP and sessions on one socket until it is closed.
 
-    :param http: what reads requests on it. :param door: what accepts; None: where
-        nobody is a stranger.
+    :param http: protocol that reads requests. :param door: accepts the connections;
+        None: uvicorn does, and no connection is a stranger.
     """
 
     def __init__(
@@ -353,7 +360,7 @@ class Server:
             ws_max_size=FRAME_NBYTES,
             ws_per_message_deflate=False,
             ws_ping_interval=None,
-            proxy_headers=False,  # a member's address is the one that it comes from, whatever it says
+            proxy_headers=False,  # trust a member's socket address, not its headers
             log_config=None,
             access_log=False,
             lifespan="off",
@@ -381,7 +388,7 @@ class Server:
         task.add_done_callback(self._admitting.discard)
 
     async def _connect(self, sock: socket.socket, source: bytes | None) -> None:
-        """What a listening server of asyncio does with whom it has accepted."""
+        """Start the protocol on an accepted socket, as asyncio's own server does."""
         loop, state = asyncio.get_running_loop(), self._server.server_state
         protocol = self._config.http_protocol_class(  # type: ignore[call-arg]  # as uvicorn makes it
             config=self._config, server_state=state, app_state=self._server.lifespan.state, _loop=loop
@@ -390,7 +397,7 @@ class Server:
         sock.setblocking(False)
         try:
             await loop.connect_accepted_socket(lambda: protocol, sock)
-        except OSError:  # it is gone
+        except OSError:  # the peer is gone
             sock.close()
 
     async def aclose(self) -> None:

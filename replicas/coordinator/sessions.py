@@ -1,20 +1,19 @@
-"""One session: a member's side of the protocol in :mod:`replicas.messages`, as the
-coordinator holds it.
+"""A member's session in the coordinator: outbox, message numbers and process watch.
 
 A session outlives its WebSocket: when the connection breaks and the member comes back
 with the same incarnation and term, both sides resend what the other has not yet
-acknowledged. What is sent is queued here and written at the end of the loop's turn, all
-of it at once, as far as the connection takes it; the rest when it takes more. So
-nothing ever waits for a slow member, and a word to a thousand costs no thousand tasks.
-A member that lets too much pile up is cut off, before more is added to it (one message,
-however large, always fits). A message to many is encoded once (:class:`Encoded`) and
-shared by all queues; only its frame, made when it is written, is of one session. Acks
-carry no content but the newest number, so that there is never more than one of them
-waiting, however many heartbeats a member sends.
+acknowledged (protocol: :mod:`replicas.messages`). Messages are queued here and written
+together at the end of the loop's turn, as far as the connection takes them; the rest
+when it takes more. So nothing ever waits for a slow member, and a broadcast does not
+create one task per member. A member with too much unread data is lost before more is
+added (one message, however large, always fits). A broadcast is encoded once
+(:class:`Encoded`) and shared by all queues; only its frame, made when it is written,
+belongs to one session. Acks carry nothing but the newest number, so at most one of them
+waits, however many heartbeats a member sends.
 
-Each connection has an event, :attr:`MemberSession.over`, set when the session has no
-more use for it: it was closed, or another connection has taken its place. What is
-queued is still written then, for as long as the server waits for it.
+Each connection has an event, :attr:`MemberSession.over`, set when the session needs it
+no longer: the session was closed, or another connection has taken over. What is queued
+by then is still written, for as long as the server waits for it.
 """
 
 from __future__ import annotations
@@ -37,54 +36,52 @@ __all__ = ["Connection", "Encoded", "MemberSession", "ProcessWatch"]
 UNNUMBERED = (Ack, Refused, Welcome)
 _ACK = encode_body(Ack())
 WRITE_NBYTES = 1 << 18
-"""Written at once; then it is looked whether the connection takes more."""
+"""Written at once, before checking whether the connection takes more."""
 
 
 class Connection(Protocol):
-    """The way to the member.
+    """The transport to a member.
 
-    ``on_writable`` is called when it takes more again, ``on_bytes`` when something came
-    that is no whole message yet.
+    ``on_writable`` is called when it takes more again, ``on_bytes`` when data arrived
+    that is not a whole message yet.
     """
 
     on_writable: Callable[[], None]
     on_bytes: Callable[[], None]
 
     def takes_more(self) -> bool:
-        """Whether its buffer is not full."""
+        """Whether the write buffer has room."""
 
     def rtt_s(self) -> float:
-        """How long a round trip takes lately, in seconds; 0: not known."""
+        """Recent round-trip time in seconds; 0: unknown."""
 
     def write(self, messages: Sequence[bytes]) -> None:
-        """Hand them over; nothing happens when the connection is closing."""
+        """Write the messages; does nothing on a closing connection."""
 
 
 class Encoded:
-    """Messages as bytes. What is sent to many comes many times in a row, and is encoded
-    once."""
+    """Encodes a message once for consecutive sends to many members."""
 
     def __init__(self) -> None:
         self._message: FromCoordinator | None = None
         self._body = b""
 
     def of(self, message: FromCoordinator) -> bytes:
-        """Its encoding, without a frame."""
+        """The encoding without a frame."""
         if message is not self._message:
             self._message, self._body = message, encode_body(message)
         return self._body
 
 
 class MemberSession:
-    """The outbox and the numbers of one member's session."""
+    """The outbox and the message numbers of one member's session."""
 
     def __init__(self, member: Member) -> None:
         self.member = member
         self.received = 0
         self.sent = 0
         self.refused = 0
-        """Connections that were closed for what came through them, since the last good
-        message."""
+        """Connections closed for bad input since the last good message."""
         self.connection: Connection | None = None
         self.watch: ProcessWatch | None = None
         self._unacknowledged: deque[tuple[int, bytes]] = deque()
@@ -94,17 +91,15 @@ class MemberSession:
         self._ack_due = False
         self._flush_due = False
         self.wrote_at = 0.0
-        """When something was last written to the member (time of the loop)."""
+        """Loop time of the last write to the member."""
         self.over = asyncio.Event()
-        """Of the present connection: nothing more will be queued for it."""
+        """Set when nothing more will be queued for the present connection."""
         self.closed = False
         self.on_detach: Callable[[], None] | None = None
-        """Called when the connection has ended and everything that came through it was
-        handled."""
+        """Called when the connection has ended and all its input was handled."""
 
     def attach(self, connection: Connection, acknowledged: int, first: FromCoordinator) -> None:
-        """A new connection: answer ``first``, then resend what the member has not yet
-        received."""
+        """Take over a new connection: send ``first``, then what is unacknowledged."""
         self.over.set()
         self.over = asyncio.Event()
         self.connection = connection
@@ -118,8 +113,10 @@ class MemberSession:
         self._flush_soon()
 
     def send(self, message: FromCoordinator, body: bytes | None = None) -> bool:
-        """Queue a message; False when the member has let too much pile up before this
-        one. ``body``: its encoding."""
+        """Queue a message. ``body``: its encoding.
+
+        Returns False when too much was unread even before this message.
+        """
         if isinstance(message, Ack):
             self._ack_due = self.connection is not None
             self._flush_soon()
@@ -139,7 +136,7 @@ class MemberSession:
         return not too_much
 
     def plausible(self, acknowledged: int) -> bool:
-        """Whether a member can have received so many messages."""
+        """Whether a member can have received that many messages."""
         return 0 <= acknowledged <= self.sent
 
     def acknowledge(self, seq: int) -> None:
@@ -147,7 +144,7 @@ class MemberSession:
             self._unacknowledged_nbytes -= len(self._unacknowledged.popleft()[1])
 
     def accept(self, seq: int) -> bool | None:
-        """Whether the numbered message is new; None when one before it is missing."""
+        """Whether the numbered message is new; None: one before it is missing."""
         if seq <= self.received:
             return False
         if seq != self.received + 1:
@@ -162,7 +159,7 @@ class MemberSession:
             asyncio.get_running_loop().call_soon(self.flush)
 
     def flush(self) -> None:
-        """Write what is queued, as far as the connection takes it."""
+        """Write queued messages as far as the connection takes them."""
         self._flush_due = False
         connection = self.connection
         while connection is not None and connection.takes_more() and (frames := self._next_frames()):
@@ -183,14 +180,13 @@ class MemberSession:
         return frames
 
     async def written(self, connection: Connection) -> None:
-        """Return when all that is queued for this connection has been handed over to
-        it."""
+        """Return when all messages queued for this connection were handed to it."""
         while self.connection is connection and (self._queue or self._ack_due):
             self._news.clear()
             await self._news.wait()
 
     def detach(self, connection: Connection) -> bool:
-        """The connection has ended. False when another one has taken its place."""
+        """The connection has ended. Returns False if another one has replaced it."""
         present = self.connection is connection
         if present:
             self.connection = None
@@ -200,7 +196,7 @@ class MemberSession:
         return present
 
     def close(self) -> None:
-        """Write what is queued, then end the connection."""
+        """Let the server write the queued messages, then end the connection."""
         self.closed = True
         self.over.set()
         self._news.set()
@@ -210,8 +206,10 @@ class MemberSession:
 
 
 class ProcessWatch:
-    """Tells when a process of this machine ends, by pidfd: sockets may be kept open by
-    its forked children."""
+    """Reports the end of a local process by pidfd.
+
+    Its sockets do not tell: forked children may keep them open.
+    """
 
     def __init__(self, pidfd: int, loop: asyncio.AbstractEventLoop) -> None:
         self._pidfd = pidfd
@@ -228,8 +226,7 @@ class ProcessWatch:
 
     @classmethod
     def open(cls, process: ProcessIdentity, loop: asyncio.AbstractEventLoop) -> ProcessWatch | None:
-        """A watch on the process, or None when it is not of this machine and pid
-        namespace.
+        """A watch on the process; None: it is not of this machine and pid namespace.
 
         :raises ProcessLookupError: it is of this machine, and already gone.
         """

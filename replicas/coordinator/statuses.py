@@ -1,4 +1,4 @@
-"""A channel's state as a report."""
+"""Build the status report of a channel."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["channel_status"]
 
 def channel_status(channel: ChannelState, now: float) -> ChannelStatus:
     commits, told = channel.commits, channel.told
-    digest = commits.decided if commits.latest == told.latest else told.digest  # it may have become known since
+    digest = commits.decided if commits.latest == told.latest else told.digest  # it may be learned after the commit
     return ChannelStatus(
         name=channel.config.name,
         epoch=channel.roster.epoch,

@@ -1,5 +1,4 @@
-"""Owner of the store process: starts it, asks it, sweeps it, replaces it when it is
-dead, frozen or full."""
+"""Own the store process: start, ping, sweep; replace it when dead, frozen or full."""
 
 from __future__ import annotations
 
@@ -31,16 +30,15 @@ REPLY_TIMEOUT_S = 5.0
 KILL_TIMEOUT_S = 5.0
 PING_INTERVAL_S = 2.0
 PAUSE_S = 1.0
-"""A reply's deadline that is noticed this much late: this process was paused."""
+"""A reply timeout noticed this much late means that this process was paused."""
 _SLOW = "it loads torch: see whether that hangs (python -c 'import torch'), or the machine is overloaded"
 _ENDED = "what it wrote to standard error says why"
 STRAGGLER_S = 30.0
-"""Keys are swept once more after this time: a sidecar that was being killed may have
-written after the first sweep."""
+"""Delay of a second sweep: a sidecar being killed may write after the first one."""
 
 
 class StoreWatcher:
-    """The master TCPStore's process. ``on_change(up)`` is called on the loop."""
+    """Owns the master TCPStore's process. ``on_change(up)`` is called on the loop."""
 
     def __init__(self, bind: str, port: int, on_change: Callable[[bool], None]) -> None:
         self._bind = bind
@@ -64,7 +62,7 @@ class StoreWatcher:
     async def start(self) -> None:
         """Start the process and wait until it listens.
 
-        :raises errors.WorldError: it could not listen, or did not come up in 60 s.
+        :raises errors.WorldError: it could not listen, or was not up within 60 s.
         """
         await self._spawn(self._port)
         self._spawn_task(self._watch())
@@ -108,7 +106,7 @@ class StoreWatcher:
         try:
             reader, self._writer = await asyncio.open_connection(sock=ours)
             hello = await self._greeted(self._process, reader)
-        except BaseException:  # the start is given up
+        except BaseException:  # an abandoned start leaves no process
             with anyio.CancelScope(shield=True):
                 await self._kill()
             raise
@@ -122,8 +120,7 @@ class StoreWatcher:
 
     @staticmethod
     async def _greeted(process: asyncio.subprocess.Process, reader: asyncio.StreamReader) -> Reply:
-        """The first thing that it says; an error in its place if it ends, or says
-        nothing in time."""
+        """The process's first message, or an error if it ended or sent none in time."""
         try:
             async with asyncio.timeout(START_TIMEOUT_S):
                 line = await _line(reader)
@@ -132,7 +129,7 @@ class StoreWatcher:
         found = _reply(line)
         if found is not None:
             return found
-        with contextlib.suppress(TimeoutError):  # it has closed its end, and goes on
+        with contextlib.suppress(TimeoutError):  # it closed its end without exiting
             async with asyncio.timeout(KILL_TIMEOUT_S):
                 await process.wait()
         ended = "ended" if process.returncode is None else f"ended with code {process.returncode}"
@@ -145,8 +142,11 @@ class StoreWatcher:
                 future.set_result(reply)
 
     async def ask(self, op: str, prefixes: tuple[str, ...] = ()) -> Reply:
-        """:raises TimeoutError: no reply within 5 s. :raises ConnectionError: the
-        process is gone."""
+        """Send a request and wait for the reply.
+
+        :raises TimeoutError: no reply within 5 s. :raises ConnectionError: the process
+            is gone.
+        """
         if self._writer is None or not self.up:
             raise ConnectionError("the store is down")
         request = Request(next(self._ids), op, prefixes)
@@ -179,8 +179,10 @@ class StoreWatcher:
             await self._respawn()
 
     async def _answers(self) -> bool:
-        """Whether it answers in time. A time in which this process did not run itself
-        proves nothing: ask again."""
+        """Whether the process answers in time.
+
+        A timeout during a pause of this process proves nothing: ask again.
+        """
         loop = asyncio.get_running_loop()
         while True:
             began = loop.time()
@@ -197,8 +199,11 @@ class StoreWatcher:
             return not reply.error
 
     async def _respawn(self) -> None:
-        """A new store gets a new port: clients of the old one must not mistake it for
-        theirs."""
+        """Start a new store until one is up.
+
+        It gets a new port, so that clients of the old store cannot mistake it for
+        theirs.
+        """
         retrying = tenacity.AsyncRetrying(
             wait=tenacity.wait_random_exponential(multiplier=0.1, max=5.0),
             retry=tenacity.retry_if_exception_type((errors.WorldError, OSError)),
@@ -209,10 +214,9 @@ class StoreWatcher:
                 await self._spawn(0)
 
     def replace(self, address: tuple[str, int]) -> None:
-        """End the process that listens at ``address``, if it is still there: another
-        one takes its place."""
+        """Kill the process if it still listens at ``address``: it will be replaced."""
         if self.up and address == self.address and self._process is not None:
-            log.warning("somebody who is no member writes into the store at %s:%d: it is replaced", *address)
+            log.warning("a process that is not a member writes into the store at %s:%d: it is replaced", *address)
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
@@ -261,7 +265,7 @@ class StoreWatcher:
                 log.error("the store process %d survives SIGKILL", process.pid)
 
     async def aclose(self) -> None:
-        """End the process; its keys end with it."""
+        """End the process, and its keys with it."""
         self.up = False
         for task in list(self._tasks):
             task.cancel()
@@ -270,7 +274,7 @@ class StoreWatcher:
 
 
 def _reply(line: bytes) -> Reply | None:
-    """What the store process said; None when it ended, also in the middle of a line."""
+    """A message of the store process; None: it ended, maybe within a line."""
     try:
         return msgspec.json.decode(line, type=Reply)
     except MALFORMED:

@@ -1,27 +1,27 @@
 """The store process: the long-lived master TCPStore of a run, and nothing else.
 
 Run as ``python -m replicas.coordinator.store_process --bind ADDRESS --port PORT
---control FD``.
+--control FD --parent PID``.
 
 Theory of operation
 ===================
 
-The TCPStore serves from C++ threads of this process, so that neither the coordinator's
-loop nor its Python locks ever stand between two sidecars that meet there. It listens on
-one address only: a socket bound here is handed over with ``master_listen_fd`` (a
-TCPStore of its own would listen on every address).
+The TCPStore serves from C++ threads of this process, so neither the coordinator's loop
+nor its GIL ever delays a rendezvous between sidecars. It listens on one address only: a
+socket bound here is passed as ``master_listen_fd`` (a TCPStore that opens its own would
+listen on every address).
 
 The control socket (inherited, a stream of JSON lines) carries requests and replies,
 matched by ``id``: ``stat`` (number of keys), ``sweep`` (delete the keys under
-prefixes), ``ping``. Its end means that the owner is gone, and so is this process; a
-parent-death signal covers an owner that leaves the socket open in a forked child.
+prefixes), ``ping``. When it closes, the owner is gone, and this process exits; a
+parent-death signal covers an owner whose forked child keeps the socket open.
 
-The TCPStore itself knows no strangers: garbage costs them their connection, idle ones
-are kept for ever, and whatever they set is kept, too. A store that has no descriptor
-left goes on serving those who are connected and turns everybody else away; one that
-holds more than a rendezvous can ever need would go on until the machine has no memory.
-So each reply says so, and the owner replaces it. Between two replies the kernel bounds
-what it may take: a value for which there is no memory costs its sender the connection.
+The TCPStore does not authenticate: malformed input closes a connection, but idle
+connections and all values are kept for ever. A store without free descriptors serves
+its present clients and refuses new ones; a store with more values than any rendezvous
+needs would grow until the machine is out of memory. So each reply reports this, and the
+owner replaces the store. Between two replies the kernel bounds its memory: a value that
+does not fit costs its sender the connection.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ __all__ = ["main"]
 
 SPARE_DESCRIPTORS = 16
 MEMORY_NBYTES = 128 * 2**20
-"""What a store may hold: cards and addresses of members, a few KB each."""
+"""Limit of the values in a store: cards and addresses of members, a few KB each."""
 MEMORY_MAX_NBYTES = 512 * 2**20
-"""Beyond that the kernel gives it none."""
+"""Hard limit, enforced by the kernel."""
 _REACH_S = 5.0
 _OTHER_PORT = "choose another [store] port, or 0 to let the kernel choose"
 _HINTS = {
@@ -65,8 +65,10 @@ _HINTS = {
 }
 _UNREACHED = "bring its network device up (for 127.0.0.1: ip link set lo up), or set [store] bind to another address"
 STRAY_KEYS = ("exception_dump",)
-"""ProcessGroupNCCL writes this one without any prefix, and every later group of the
-store would abort on it."""
+"""Keys that ProcessGroupNCCL writes without a prefix.
+
+Every later group of the store would abort on them.
+"""
 
 
 def listen(bind: str, port: int) -> socket.socket:
@@ -80,10 +82,9 @@ def listen(bind: str, port: int) -> socket.socket:
 
 
 def check_reach(bind: str) -> None:
-    """Connect to a port of this address. A network namespace has an address before its
-    device is up.
+    """Connect to a port of this address: in a network namespace its device may be down.
 
-    :raises OSError: it does not work.
+    :raises OSError: the connection fails.
     """
     with listen(bind, 0) as there, socket.socket(there.family, socket.SOCK_STREAM) as here:
         here.settimeout(_REACH_S)
@@ -91,8 +92,10 @@ def check_reach(bind: str) -> None:
 
 
 def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
-    """Delete every key under these prefixes, and the stray ones (a PrefixStore lists
-    ``a/bc`` under ``a/b``)."""
+    """Delete all keys under these prefixes, and the stray ones.
+
+    Not by a PrefixStore, which lists ``a/bc`` under ``a/b``.
+    """
     roots = tuple(f"{prefix}/" for prefix in prefixes)
     for key in store.list_keys():
         if key.startswith(roots) or key in STRAY_KEYS:
@@ -100,10 +103,11 @@ def sweep(store: TCPStore, prefixes: tuple[str, ...]) -> None:
 
 
 def full(empty_nbytes: int) -> str:
-    """Why it has to be replaced; empty when it need not be. Strangers may connect, and
-    set values, without end.
+    """Why the store must be replaced; empty: it need not be.
 
-    :param empty_nbytes: its memory when it was new.
+    Any process that can connect may open connections and set values without end.
+
+    :param empty_nbytes: memory of this process when the store was new.
     """
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     held = len(list(Path("/proc/self/fd").iterdir()))
@@ -120,8 +124,7 @@ def data_nbytes() -> int:
 
 
 def bound_memory() -> int:
-    """Take no more than :data:`MEMORY_MAX_NBYTES` from here on; returns how much there
-    is."""
+    """Allow :data:`MEMORY_MAX_NBYTES` beyond the present memory, which is returned."""
     now = data_nbytes()
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]
     wanted = now + MEMORY_MAX_NBYTES
@@ -145,7 +148,7 @@ def serve(control: socket.socket, bind: str, port: int) -> int:
         control.sendall(encode(Reply(0, error=reason, hint=_UNREACHED)) + b"\n")
         return 2
     port = listener.getsockname()[1]
-    gc.disable()  # a tenth of the time that torch takes to load
+    gc.disable()  # saves a tenth of torch's load time
     from torch._C._distributed_c10d import TCPStore
 
     gc.enable()

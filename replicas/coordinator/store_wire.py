@@ -1,5 +1,4 @@
-"""What the owner of the store process and that process say to each other: JSON lines
-over an inherited socket."""
+"""Messages between the store process and its owner: JSON lines over a socket pair."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ async def test_what_is_out_of_order_ends_the_connection(
 async def test_a_hello_of_no_process(coordinator: Coordinator, pid: int) -> None:
     answer = await Client(coordinator, process=Client.process(pid)).join()
     assert isinstance(answer, wire.Refused)
-    assert answer.error.message == "not an acceptable Hello: its process is none"
+    assert answer.error.message == "not an acceptable Hello: its process identity is invalid"
     assert count(coordinator, "malformed") == 1
 
 
