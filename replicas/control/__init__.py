@@ -1,2 +1,1 @@
-"""The control port's pages (health, metrics, status) and the command line that reads
-them."""
+"""The control port: health, metrics and status pages, event and log streams, orders."""

@@ -1,5 +1,4 @@
-"""Who may give orders, and see what programs print: the user of the supervisor on its
-Unix socket, and whoever shows the run's token over TCP."""
+"""Authorize orders and logs: the own user on the Unix socket, the token over TCP."""
 
 from __future__ import annotations
 
@@ -16,20 +15,19 @@ __all__ = ["Access", "ByToken", "everyone"]
 
 class Access(Protocol):
     def __call__(self, request: Request, /) -> str:
-        """Why this request may not do more than read the pages for everyone; empty when
-        it may."""
+        """Why this request is limited to the public pages; empty: it is not."""
 
 
 def everyone(_: Request) -> str:
-    """For a transport that lets nobody else through, as the Unix socket."""
+    """Grants access, for a transport that admits only the owner, as the Unix socket."""
     return ""
 
 
 class ByToken:
     """``Authorization: Bearer TOKEN``.
 
-    :param token: asked at each request, as the token may not be known yet.
-    :param refused: called with ``"token"`` for each wrong one.
+    :param token: called at each request, as the token may not be known yet.
+    :param refused: called with ``"token"`` for each wrong token.
     """
 
     def __init__(self, token: Callable[[], str], refused: Callable[[str], None]) -> None:

@@ -1,11 +1,10 @@
-"""All that the control port and the run's socket answer: pages to read, streams, and
-orders.
+"""The HTTP routes of the control port and the Unix socket: pages, streams and orders.
 
 ``/livez``, ``/readyz``, ``/metrics``, ``/status`` and a short index only read;
 ``/events`` and ``/logs`` are in :mod:`replicas.control.streams`, the orders in
-:mod:`replicas.control.orders_api`. The coordinator serves them beside its sessions;
-without one they are routes for any Starlette app. Pages are for everyone who reaches
-the port; what programs print is not (:mod:`replicas.control.public`).
+:mod:`replicas.control.orders_api`. The coordinator serves the routes beside its
+sessions; they also work in any other Starlette app. Pages are public; the output of
+programs is cut from them (:mod:`replicas.control.public`).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from starlette.routing import Route
 from replicas import errors
 from replicas.control.access import Access, everyone
 from replicas.control.commands import ORDERS, Commands
-from replicas.control.orders_api import NO_STORE, desk_routes, json_bytes, json_response, refusal
+from replicas.control.orders_api import NO_STORE, json_bytes, json_response, order_routes, refusal
 from replicas.control.public import Cached, hiding_store, public
 from replicas.control.streams import StreamSource, stream_routes
 from replicas.core.lives.ordering import GOOD, enough
@@ -46,8 +45,7 @@ Page = Callable[[Request], Awaitable[Response]]
 
 
 class StatusSource(Protocol):
-    """What the pages show. All three are called on the event loop and must not
-    block."""
+    """Data of the pages. All three methods run on the event loop and must not block."""
 
     def status(self) -> RunStatus: ...
 
@@ -63,15 +61,13 @@ def control_routes(
     streams: StreamSource | None = None,
     access: Access = everyone,
 ) -> list[Route]:
-    """The routes, with a last one that answers every unknown path with JSON and status
-    404.
+    """The routes, the last of which answers unknown paths with JSON and status 404.
 
-    Pages take GET and HEAD, orders POST; any other method is answered with 405.
+    Pages take GET and HEAD, orders POST; other methods get 405.
 
-    :param commands: who carries out orders; None: none are taken.
-    :param streams: where events and logs come from; None: there are none.
-    :param access: who may give orders and see what programs print, on the transport
-        that these routes are for.
+    :param commands: carries out orders; None: no orders are taken.
+    :param streams: source of events and logs; None: no such pages.
+    :param access: authorizes orders and the output of programs on this transport.
     """
     pages = {**_PAGES, **(_STREAMS if streams is not None else {})}
     endpoints = ["/", *pages, *(ORDERS if commands is not None else ())]
@@ -109,7 +105,7 @@ def control_routes(
     return [
         *(Route(path, _unless_starting(page), methods=["GET"]) for path, page in shown.items()),
         *(stream_routes(streams, access) if streams is not None else ()),
-        *(desk_routes(commands, access, lambda: source.status().run) if commands is not None else ()),
+        *(order_routes(commands, access, lambda: source.status().run) if commands is not None else ()),
         _everything_else(endpoints),
     ]
 
@@ -125,8 +121,7 @@ def _everything_else(endpoints: Sequence[str]) -> Route:
 
 
 def _unless_starting(page: Page) -> Page:
-    """503 while there is no state to tell of yet: the port is open before the groups
-    are."""
+    """Answer 503 until there is a status: the port opens before the groups start."""
 
     async def answer(request: Request) -> Response:
         try:
@@ -138,8 +133,7 @@ def _unless_starting(page: Page) -> Page:
 
 
 def readiness_checks(status: RunStatus) -> Iterator[tuple[bool, str]]:
-    """``(good, line)`` for the store, each group with its replicas, and each
-    channel."""
+    """``(good, line)`` for the store, each group and its replicas, and each channel."""
     at = f" at {status.store.host}:{status.store.port}" if status.store.port else ""
     yield status.store.up, f"store: {'up' if status.store.up else 'down'}{at}"
     for group in status.groups:

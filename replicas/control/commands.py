@@ -1,5 +1,4 @@
-"""What can be asked of a running run: the orders that come over HTTP, their answers,
-and who carries them out."""
+"""The orders that a running run takes over HTTP, their answers, and their dispatch."""
 
 from __future__ import annotations
 
@@ -29,8 +28,7 @@ __all__ = [
 ]
 
 RUN_HEADER = "Replicas-Run"
-"""Header of an order with the name of the run that is meant (percent-encoded): another
-run refuses it."""
+"""Header of an order: the run's name, percent-encoded. Any other run refuses it."""
 
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Target = Name
@@ -38,8 +36,10 @@ Target = Name
 
 
 class Commands(Protocol):
-    """Who carries out orders: the supervisor, or a fake. All raise
-    :class:`replicas.errors.ReplicasError`."""
+    """Carries out orders: the supervisor, or a fake.
+
+    All methods raise :class:`replicas.errors.ReplicasError`.
+    """
 
     async def scale(self, group: str, replicas: int) -> None: ...
 
@@ -60,22 +60,21 @@ class Scale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Restart(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``rolling``: only ``max_unavailable`` replicas of the group at a time."""
+    """``rolling``: at most ``max_unavailable`` replicas of the group at a time."""
 
     target: Target
     rolling: bool = False
 
 
 class Drain(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``target`` None: the whole run, which is over then. ``hurry``: SIGKILL at
-    once."""
+    """``target`` None: the whole run, which then ends. ``hurry``: SIGKILL at once."""
 
     target: Target | None = None
     hurry: bool = False
 
 
 class ResetFailed(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """``target`` None: all that have failed."""
+    """``target`` None: all failed replicas."""
 
     target: Target | None = None
 
@@ -100,12 +99,14 @@ ORDERS: dict[str, type[Order]] = {
     "/reload": Reload,
     "/stacks": StacksOrder,
 }
-"""The form of the body of each ``POST``."""
+"""The type of the body of each ``POST``."""
 
 
 class Problem(msgspec.Struct, frozen=True, kw_only=True):
-    """An error as data. ``problems``: those of a config, one line each. ``source``:
-    name of that config."""
+    """An error as data.
+
+    ``problems``: those of a config, one line each. ``source``: name of that config.
+    """
 
     kind: str
     message: str
@@ -125,14 +126,14 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True):
         )
 
     def exception(self) -> errors.ReplicasError:
-        """The error again, on the side of whoever asked."""
+        """The error as an exception, on the caller's side."""
         if self.kind == "BadConfig":
             return errors.BadConfig(self.problems, source=self.source)
         return errors.error_class(self.kind)(self.message, hint=self.hint)
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True):
-    """What comes back. ``done`` False, without an error: it has begun, and goes on."""
+    """Response to an order. ``done`` False without an error: still running."""
 
     done: bool
     result: Any = None
@@ -140,8 +141,7 @@ class Answer(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def carry_out(commands: Commands, order: Order) -> Coroutine[Any, Any, object]:
-    """The work that an order asks for, not yet begun; its result can be written as
-    JSON."""
+    """The coroutine that carries out an order; its result can be encoded as JSON."""
     match order:
         case Scale(group=group, replicas=replicas):
             return commands.scale(group, replicas)

@@ -1,4 +1,4 @@
-"""The exit codes of the command ``replicas`` and of the supervisor. Imports nothing."""
+"""Exit codes of the command ``replicas`` and of the supervisor. Imports nothing."""
 
 from __future__ import annotations
 
@@ -15,13 +15,12 @@ __all__ = [
 ]
 
 DONE = 0
-"""The run is over or was drained; a command did what it was asked to do."""
+"""The run is over or was drained; a command succeeded."""
 FAILED = 1
-"""A group failed past its restart budget; or what a command asked for did not come
-about, or ``doctor`` found a problem."""
+"""A group failed past its restart budget, a command failed, or ``doctor`` found a
+problem."""
 USAGE = 2
-"""The command line is wrong, or the machine does not let the run start (a port that is
-in use, an operating system other than Linux)."""
+"""The command line is wrong, or the machine cannot run it (port in use, not Linux)."""
 SUPERVISED = 3
 """Another supervisor already has this run."""
 UNAVAILABLE = 69
@@ -29,10 +28,9 @@ UNAVAILABLE = 69
 BUG = 70
 """A bug of this package: its traceback is on stderr."""
 PREEMPTED = 75
-"""The run was drained because its machine is about to be taken away (SIGUSR1). The next
-start continues it."""
+"""The run was drained because its machine will be preempted (SIGUSR1). The next start
+continues it."""
 BAD_CONFIG = 78
-"""The config cannot be used, or its plan does not fit this machine; every problem is on
-stderr."""
+"""The config is invalid or does not fit this machine; stderr has every problem."""
 INTERRUPTED = 130
 """Ctrl-C ended a command other than ``run``."""

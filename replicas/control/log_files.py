@@ -1,24 +1,22 @@
-"""Reading the logs of a run from its state folder: by replica, rank and generation,
-from the end, and as they grow.
+"""Read and follow a run's log files, selected by replica, rank and generation.
 
 Theory of operation
 ===================
 
-The files are ``logs/<group>/<replica>/gen-<g>/rank-<r>.log``; older parts of one are
-``rank-<r>.log.1`` (the next older) and so on. Nobody but the log pump writes them, and
-nothing but these names is taken for granted: no supervisor has to run.
+The files are ``logs/<group>/<replica>/gen-<g>/rank-<r>.log``; rotated parts are
+``rank-<r>.log.1`` (the next older) and so on. Only the log pump writes them. Reading
+relies on nothing but these names, so no supervisor has to run.
 
-A :class:`Follower` holds each file of its choice open and reads what has come since, a
-little from each in turn. At the end of a file it looks whether the name means another
-file by now: then the old one was renamed, has been read to its end, and the parts that
-came after it are read in order. New generations of a replica are found by looking into
-the folders again. No event tells of new bytes in a file of another process (but
-inotify, which the standard library lacks): whoever follows asks again after
-:data:`POLL_S`.
+A :class:`Follower` holds each selected file open and reads what was appended, a little
+from each in turn. At the end of a file it checks whether the name now refers to another
+file: then the old one was renamed and has been read to its end, and the parts after it
+are read in order. New generations of a replica are found by listing the folders again.
+The standard library has no notification for bytes appended by another process (it lacks
+inotify), so a follower polls every :data:`POLL_S`.
 
-``since`` is judged by the times that the pump notes beside a log
-(``rank-<r>.log.times``: lines of ``OFFSET TIME``, one for about each second of output);
-without them, by when the file was last written.
+``since`` uses the times that the pump notes beside a log (``rank-<r>.log.times``: lines
+of ``OFFSET TIME``, one for about each second of output); without them, the file's
+modification time.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ BATCH_NBYTES = 256 * 1024
 _READ_NBYTES = BATCH_NBYTES
 _BLOCK_NBYTES = 64 * 1024
 _LINE_NBYTES = (1 << 20) + 1024
-"""A line that is longer is cut there."""
+"""Longer lines are cut here."""
 _RANK = re.compile(r"rank-(\d+)\.log")
 _PART = re.compile(r"\.log\.(\d+)")
 
@@ -54,15 +52,14 @@ class LogLine(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prefixed(line: LogLine) -> str:
-    """A line of several that come together: ``group/replica.rank| text``."""
+    """A line with its origin: ``group/replica.rank| text``."""
     return f"{line.replica}.{line.rank}| {line.text}"
 
 
 class Selection(msgspec.Struct, frozen=True, kw_only=True):
-    """Which lines. None: all of them, but of the generations only the newest of each
-    replica.
+    """Which lines to read. None selects all, but of the generations only the newest.
 
-    ``target``: ``group`` or ``group/index``. ``lines``: so many of the last of each
+    ``target``: ``group`` or ``group/index``. ``lines``: this many last lines of each
     rank. ``since``: seconds since 1970.
     """
 
@@ -77,7 +74,7 @@ class Selection(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def _parts(path: Path) -> list[Path]:
-    """The log with its older parts, the oldest first."""
+    """The log and its rotated parts, the oldest first."""
     found = []
     for other in _entries(path.parent):
         match = _PART.fullmatch(other.name.removeprefix(path.stem))
@@ -87,8 +84,7 @@ def _parts(path: Path) -> list[Path]:
 
 
 def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
-    """Where the last ``lines`` lines of a file begin, and how many there are (fewer in
-    a short file)."""
+    """Offset of a file's last ``lines`` lines, and their number (maybe fewer)."""
     position = file.seek(0, os.SEEK_END)
     found = 0
     first = True
@@ -109,8 +105,7 @@ def tail_offset(file: BinaryIO, lines: int) -> tuple[int, int]:
 
 
 def offset_since(log: Path, since: float) -> int | None:
-    """Where the lines begin that were written after ``since``; None: there are none. As
-    good as one second."""
+    """Offset of the lines written after ``since``, to about 1 s; None: no lines."""
     try:
         if log.stat().st_mtime < since:
             return None
@@ -120,15 +115,14 @@ def offset_since(log: Path, since: float) -> int | None:
     offset = 0
     for note in notes:
         words = note.split()
-        with contextlib.suppress(ValueError):  # its last line may be half written
+        with contextlib.suppress(ValueError):  # the last line may be half written
             if len(words) == 2 and float(words[1]) < since:
                 offset = int(words[0])
     return offset
 
 
 class _Stream:
-    """One rank of one generation. ``fresh``: it appeared while others were being
-    followed, and is read from its start."""
+    """The log of one rank and generation."""
 
     def __init__(self, path: Path, replica: str, generation: int, rank: int) -> None:
         self.path = path
@@ -140,6 +134,7 @@ class _Stream:
         self._at_end = False
 
     def begin(self, selection: Selection, *, fresh: bool) -> None:
+        """Choose the start. ``fresh``: the log appeared later; read from its start."""
         parts = _parts(self.path)
         offset = 0
         if not fresh and selection.since is not None:
@@ -159,7 +154,7 @@ class _Stream:
             try:
                 file = path.open("rb")
             except FileNotFoundError:
-                continue  # it was the oldest part and is gone, or is being renamed: it is found again at the next look
+                continue  # the oldest part was deleted, or the file is being renamed: the next poll finds it
             found = os.fstat(file.fileno())
             file.seek(offset)
             self._close()
@@ -174,7 +169,7 @@ class _Stream:
     close = _close
 
     def read(self) -> list[bytes]:
-        """Complete lines that have come, at most some hundred KiB."""
+        """New complete lines, at most some hundred KiB."""
         if self._file is None and not self._open():
             self._todo = _parts(self.path)
             self._at_end = True
@@ -190,15 +185,14 @@ class _Stream:
         return lines
 
     def _chunk(self) -> bytes:
-        """The next bytes, of the next file where this one is done with; empty when
-        there are none yet."""
+        """The next bytes, also from the next file; empty: none yet."""
         while True:
             assert self._file is not None
             if data := self._file.read(_READ_NBYTES):
                 return data
             if self._is_current():
                 return b""
-            if data := self._file.read(_READ_NBYTES):  # written between the last read and the renaming
+            if data := self._file.read(_READ_NBYTES):  # written between the last read and the rename
                 return data
             if not self._todo:
                 self._todo = self._after()
@@ -213,8 +207,7 @@ class _Stream:
         return not self._todo and (found.st_dev, found.st_ino) == self._inode
 
     def _after(self) -> list[Path]:
-        """The parts that came after the one that is open; all that are left, if that
-        one is there no more."""
+        """The parts after the open one; all remaining parts if that one was deleted."""
         parts = _parts(self.path)
         for index, part in enumerate(parts):
             with contextlib.suppress(FileNotFoundError):
@@ -224,11 +217,11 @@ class _Stream:
         return parts
 
     def is_over(self) -> bool:
-        """Whether its folder was removed, and all that it held has been read."""
+        """Whether its folder was removed and all its data has been read."""
         return self._at_end and not self.path.parent.exists()
 
     def rest(self) -> bytes:
-        """The last line, if it has no end."""
+        """The last line, if it has no newline yet."""
         rest, self._rest = self._rest, b""
         return rest
 
@@ -241,8 +234,10 @@ def _size(path: Path) -> int:
 
 
 def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], int]:
-    """The parts that hold the last lines, and where these begin in the first of them,
-    which is at ``least`` in parts[0]."""
+    """The parts with the last lines, and the offset of these in the first such part.
+
+    ``least``: lowest offset in parts[0].
+    """
     if lines == 0:
         return parts[-1:], _size(parts[-1])
     taken: list[Path] = []
@@ -262,12 +257,11 @@ def _last_lines(parts: list[Path], lines: int, least: int) -> tuple[list[Path], 
 
 
 class Follower:
-    """Lines of the chosen logs, batch by batch: :meth:`poll` gives what there is now.
-    It reads files: not on a loop.
+    """Reads the selected logs in batches; blocks on files, so not for an event loop.
 
     :param logs: the folder ``logs`` of a run (or ``logs.previous``).
-    :raises replicas.errors.UsageError: at the first :meth:`poll`, when nothing was ever
-        logged by what was chosen.
+    :raises replicas.errors.UsageError: at the first :meth:`poll`, if the selection has
+        never logged anything.
     """
 
     def __init__(self, logs: Path, selection: Selection) -> None:
@@ -278,8 +272,7 @@ class Follower:
         self._turn = 0
 
     def poll(self) -> list[LogLine]:
-        """What has come since, about :data:`BATCH_NBYTES` at a time; empty: nothing
-        more for now."""
+        """The new lines, about :data:`BATCH_NBYTES` at a time; empty: none for now."""
         for path, replica, generation, rank in self._find():
             if path not in self._streams:
                 stream = self._streams[path] = _Stream(path, replica, generation, rank)
@@ -291,7 +284,7 @@ class Follower:
         streams = list(self._streams.values())
         nbytes = 0
         for _ in range(len(streams)):
-            if nbytes >= BATCH_NBYTES:  # the others come first the next time
+            if nbytes >= BATCH_NBYTES:  # the next poll begins with the remaining streams
                 break
             stream = streams[self._turn % len(streams)]
             self._turn += 1
@@ -301,8 +294,7 @@ class Follower:
         return found
 
     def _forget_removed(self) -> list[LogLine]:
-        """Old generations are removed while the run goes on: their files are held open
-        no more. Returns their last words."""
+        """Close the files of deleted generations and return their unfinished lines."""
         over = [path for path, stream in self._streams.items() if stream.is_over()]
         found = [_line(stream, rest) for path in over if (rest := (stream := self._streams[path]).rest())]
         for path in over:
@@ -310,7 +302,7 @@ class Follower:
         return found
 
     def rest(self) -> list[LogLine]:
-        """Last lines that have no end yet; for whoever does not go on."""
+        """Last lines without a newline, for a caller that stops following."""
         return [_line(stream, rest) for stream in self._streams.values() if (rest := stream.rest())]
 
     def close(self) -> None:
@@ -319,11 +311,11 @@ class Follower:
 
     @property
     def many(self) -> bool:
-        """Whether lines of several ranks or replicas come."""
+        """Whether lines of several ranks or replicas are read."""
         return len({(stream.name[0], stream.name[2]) for stream in self._streams.values()}) > 1
 
     def _find(self) -> Iterator[tuple[Path, str, int, int]]:
-        """Path, replica, generation and rank of each log that was chosen."""
+        """Path, replica, generation and rank of each selected log."""
         for group in _folders(self._logs):
             for replica in sorted(_folders(group), key=lambda path: (len(path.name), path.name)):
                 if self._selection.takes(group.name, replica.name):
@@ -363,8 +355,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _entries(folder: Path) -> list[Path]:
-    """What is in it, in the order of numbers; nothing when it is gone: old generations
-    are removed."""
+    """Sorted entries of a folder; none if it was deleted, as old generations are."""
     try:
         return sorted(folder.iterdir(), key=lambda path: (len(path.name), path.name))
     except FileNotFoundError:

@@ -1,24 +1,22 @@
-"""Where orders are handed in: ``POST /scale``, ``/restart``, ``/drain``,
-``/reset-failed``, ``/reload``, ``/stacks``.
+"""The HTTP API of orders: ``POST /scale``, ``/restart``, ``/drain``, ``/stacks`` etc.
 
 Theory of operation
 ===================
 
 A body is a small JSON object with the fields of its order
-(:mod:`replicas.control.commands`; an empty body is ``{}``), the answer an
-:class:`~replicas.control.commands.Answer`. Access is judged first, then whether this
-run is meant (where the header :data:`RUN_HEADER` names one: the file by which a socket
-was found may be a dead run's), then the body, and only then is anything begun.
+(:mod:`replicas.control.commands`; an empty body is ``{}``), the response an
+:class:`~replicas.control.commands.Answer`. Access is checked first, then the run's name
+(if the header :data:`RUN_HEADER` gives one: the file with the socket's path may belong
+to a dead run), then the body; only then does any work begin.
 
-An order may take as long as a replica has to finish its sync. One that is done in
-:data:`QUICK_S` is answered with its own status code. For a longer one the answer begins
-with code 200 and a newline every :data:`BEAT_S`, which JSON allows before a value: both
-sides see that the other is there, with no timeout to guess; how it ended is in the body
-alone. With ``?wait=0`` the answer is 202 instead, and the outcome is told by events. A
-whole run that is drained takes the control port with it: that order is always answered
-with 202.
+An order may take as long as a replica needs to finish its sync. One that is done within
+:data:`QUICK_S` is answered with its own status code. A longer one is answered with code
+200 and a newline every :data:`BEAT_S`, which JSON allows before a value: both sides see
+that the other is alive without guessing a timeout, and the body alone tells the
+outcome. With ``?wait=0`` the response is 202 instead, and events tell the outcome.
+Draining the whole run ends the control port too: that order always gets 202.
 
-The work belongs to the desk: a caller that goes away ends nothing.
+The work runs in tasks of the routes: a caller that disconnects cancels nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ from replicas.common.decoding import MALFORMED
 from replicas.control.access import Access
 from replicas.control.commands import ORDERS, RUN_HEADER, Answer, Commands, Drain, Order, Problem, carry_out
 
-__all__ = ["BEAT_S", "BODY_NBYTES", "NO_STORE", "QUICK_S", "desk_routes", "json_bytes", "json_response", "refusal"]
+__all__ = ["BEAT_S", "BODY_NBYTES", "NO_STORE", "QUICK_S", "json_bytes", "json_response", "order_routes", "refusal"]
 
 log = logging.getLogger("replicas.control")
 
@@ -50,24 +48,23 @@ NO_STORE = {"Cache-Control": "no-store"}
 
 
 def json_response(value: object, code: int = 200, **headers: str) -> Response:
-    """``value`` as JSON, not to be cached; what JSON has no form for (paths) becomes
-    text."""
+    """An uncached JSON response; values without a JSON form (paths) become text."""
     return json_bytes(msgspec.json.encode(value, enc_hook=str), code, **headers)
 
 
 def json_bytes(body: bytes, code: int = 200, **headers: str) -> Response:
-    """The same for a value that is encoded."""
+    """An uncached JSON response from encoded bytes."""
     return Response(body, code, headers={**NO_STORE, **headers}, media_type="application/json")
 
 
 def refusal(message: str, code: int, *, hint: str = "", **headers: str) -> Response:
-    """An answer that says why nothing was done."""
+    """A response that says why nothing was done."""
     problem = Problem(kind="UsageError", message=message, hint=hint)
     return json_response(Answer(done=False, error=problem), code, **headers)
 
 
-def desk_routes(commands: Commands, access: Access, run: Callable[[], str]) -> list[Route]:
-    """A route for each order. ``run`` gives the run's name."""
+def order_routes(commands: Commands, access: Access, run: Callable[[], str]) -> list[Route]:
+    """A route for each order. ``run`` returns the run's name."""
     running: set[asyncio.Task[Answer]] = set()  # the loop itself keeps only weak references
 
     def route(path: str, kind: type[Order]) -> Route:
@@ -93,14 +90,14 @@ def desk_routes(commands: Commands, access: Access, run: Callable[[], str]) -> l
 
 
 def _another_run(request: Request, run: Callable[[], str]) -> Problem | None:
-    """What is wrong when another run is meant than this one."""
+    """The error if the request names another run than this one."""
     meant = request.headers.get(RUN_HEADER)
     try:
         if meant is None or meant == quote(run(), safe=""):
             return None
         text = f'run "{unquote(meant)[:100]}" is gone: run "{run()}" is at its address now'
         return Problem.of(errors.Disconnected(text))
-    except errors.ReplicasError as error:  # it is just being started
+    except errors.ReplicasError as error:  # the supervisor is still starting
         return Problem.of(error)
 
 
@@ -134,12 +131,12 @@ def _ends_all(order: Order) -> bool:
 
 
 async def _work(commands: Commands, order: Order) -> Answer:
-    """Carry it out; whatever happens becomes an answer."""
+    """Carry out the order; any exception becomes an answer."""
     try:
         return Answer(done=True, result=await carry_out(commands, order))
     except errors.ReplicasError as error:
         return Answer(done=False, error=Problem.of(error))
-    except Exception as error:  # the outermost frame of this work: it is a bug, and both sides must hear of it
+    except Exception as error:  # a bug: logged here, and told to the caller
         log.exception("a bug: %s failed", type(order).__name__)
         problem = Problem(kind="InternalError", message=f"{type(error).__name__}: {error}")
         return Answer(done=False, error=problem)

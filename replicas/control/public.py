@@ -1,10 +1,9 @@
-"""What is shown to those who have not shown the run's token: all but what programs
-print, what a config says, and where the store is, which knows no token.
+"""Redact what is shown without the token: program output, config text, store address.
 
-A program may print a secret, and its last line is part of the reason why its replica
-failed, which goes a long way: into states, events, and what is said of members. So no
-field is trusted: every text is cut behind the exit code or the signal
-(:func:`without_output`).
+A program may print a secret, and its last line becomes part of the reason why its
+replica failed, which is copied into states, events and members' texts. So no field is
+trusted: every text is cut after the exit code or the signal (:func:`without_output`).
+The store's address is hidden because the store knows no token.
 """
 
 from __future__ import annotations
@@ -27,18 +26,16 @@ _KEPT_S = 0.5
 _KILLED = r"was killed by (?:SIG\w+|signal \d+)"
 _ENDED = rf" (?:exited with code \d+|{_KILLED})(?: after its process \d+ \([^)]*\) {_KILLED})?"
 _OUTPUT = re.compile(rf"(rank \d+{_ENDED}|torchrun of node \d+(?:{_ENDED})?): .*", re.DOTALL)
-"""How a cause begins that goes on with the last words of a program (here, or in an exit
-report)."""
+"""A cause up to a program's last words (here or in an exit report)."""
 
 
 def without_output(text: str) -> str:
-    """A text as far as it is our own: a cause in it ends with the exit code or the
-    signal."""
+    """The text with each cause cut after its exit code or signal."""
     return _OUTPUT.sub(r"\1", text)
 
 
 def public(value: object) -> Any:
-    """``value`` as what JSON has a form for, its texts without output."""
+    """``value`` as JSON types, its texts without program output."""
     return _cut(msgspec.to_builtins(value, enc_hook=str))
 
 
@@ -48,9 +45,11 @@ def hiding_store(status: RunStatus) -> RunStatus:
 
 
 class Cached:
-    """A page of JSON that many may ask for: made anew when it is :data:`_SHARE` times
-    as old as making it took, and half a second at most. So it is fresh where it is
-    cheap, and costs a twentieth of the loop's time where it is not."""
+    """A cached JSON page, of which rendering takes a twentieth of the loop's time.
+
+    It is rendered again when it is :data:`_SHARE` times as old as its rendering took,
+    and half a second at most: a cheap page is always fresh.
+    """
 
     def __init__(self, make: Callable[[], object]) -> None:
         self._make = make
@@ -67,14 +66,12 @@ class Cached:
 
 
 def public_record(record: Record) -> bytes:
-    """The record as one line of JSON, as :func:`replicas.telemetry.events.encode`
-    writes it."""
+    """The redacted record as JSON, like :func:`replicas.telemetry.events.encode`."""
     return msgspec.json.encode(public(Record(record.seq, record.at, _reduced(record.event))))
 
 
 def _reduced(event: Event) -> Event:
-    """The event without the fields that hold nothing but output, or that quote the
-    config."""
+    """The event without fields that are all program output or that quote the config."""
     match event:
         case ReplicaExited():
             ranks = tuple(msgspec.structs.replace(rank, text="", lines=(), error="") for rank in event.ranks)

@@ -1,22 +1,21 @@
-"""The run's Unix socket, on which its own user gives orders.
+"""The run's Unix socket, through which its own user gives orders.
 
 Theory of operation
 ===================
 
-Three doors, each sufficient: the file's mode is 0600 from the moment it appears (set on
-the socket *before* bind, so that no umask of the process has to be changed); the kernel
-tells who connects (SO_PEERCRED), and only our own user and root are heard; and the file
-lies in the run's state folder. It carries the same pages as the control port, where
-orders need the token.
+Three protections, each sufficient: the file's mode is 0600 from the moment it exists
+(set on the socket *before* bind, which avoids changing the process's umask); the kernel
+tells who connects (SO_PEERCRED), and only our own user and root are served; and the
+file lies in the run's state folder. The socket serves the same pages as the control
+port, where orders need the token.
 
-The path of a Unix socket may have 107 bytes, and state folders may lie deep. A longer
-one is reached through a descriptor of its folder (``/proc/self/fd/N/control.sock``):
-the file is where it should be in any case, and no folder in /tmp has to be shared with
-strangers.
+A Unix socket's path is limited to 107 bytes, and state folders may be deep. A longer
+path is reached through a descriptor of its folder (``/proc/self/fd/N/control.sock``).
+So the file stays at its configured path, and no shared folder such as /tmp is needed.
 
-A file that an earlier, killed supervisor left there is replaced, when nobody listens on
-it: another run's config may name the same path, and its socket is not taken from it.
-Ours is removed at the end, unless another has taken its place.
+The file of an earlier, killed supervisor is replaced only if no process listens on it:
+another run's config may name the same path, and its socket must survive. At the end our
+file is removed, unless another one has replaced it.
 """
 
 from __future__ import annotations
@@ -49,8 +48,10 @@ _FORBIDDEN = (
 
 
 class _OwnUserOnly(HttpProtocol):
-    """HTTP, for processes of our own user and root. Others are told so when they ask
-    something, and nothing is read."""
+    """HTTP for processes of our own user and root.
+
+    Other users get a 403 to their first request, of which nothing is parsed.
+    """
 
     _own = False
 
@@ -70,8 +71,7 @@ class _OwnUserOnly(HttpProtocol):
 
 
 class ControlSocket:
-    """Serves routes on a Unix socket, from the beginning of an ``async with`` block to
-    its end.
+    """Serves routes on a Unix socket for the duration of an ``async with`` block.
 
     :param path: absolute path of the socket.
     :param refused: called with the reason for each connection that is turned away.
@@ -85,7 +85,10 @@ class ControlSocket:
         self._inode: tuple[int, int] | None = None
 
     async def __aenter__(self) -> Self:
-        """:raises replicas.errors.WorldError: the socket cannot be made there."""
+        """Create the socket and serve.
+
+        :raises replicas.errors.WorldError: the socket cannot be created there.
+        """
         listener = self._listen()
         self._server = Server(listener, self._routes, self._guard, http=_OwnUserOnly)
         try:
@@ -130,7 +133,7 @@ class ControlSocket:
         return listener
 
     def _remove(self) -> None:
-        with contextlib.suppress(OSError):  # its folder may be gone by now
+        with contextlib.suppress(OSError):  # the folder may have been deleted
             found = self.path.lstat()
             if (found.st_dev, found.st_ino) == self._inode:
                 self.path.unlink()

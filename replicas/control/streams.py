@@ -1,11 +1,9 @@
-"""What goes on for as long as somebody reads it: ``GET /events`` (server-sent events)
-and ``GET /logs``.
+"""Streams of the control port: ``GET /events`` (server-sent events) and ``GET /logs``.
 
-Events are for everyone who reaches the port, like the other pages; what programs print
-(logs, and the last lines in events) may hold secrets, and needs the same right as an
-order. A stream that has nothing to say sends an empty line every :data:`BEAT_S`, so
-that each side knows of the other's end. Whoever reads too slowly holds up only himself:
-the next part is made when the last one has left.
+Events are public, like the other pages. The output of programs (logs, and the last
+lines in events) may hold secrets and needs the same right as an order. An idle stream
+sends an empty line every :data:`BEAT_S`, so that each side notices the other's end. A
+slow reader delays only itself: the next part is produced when the last one was sent.
 """
 
 from __future__ import annotations
@@ -34,11 +32,10 @@ BEAT_S = 5.0
 
 
 class StreamSource(Protocol):
-    """Where events and logs come from."""
+    """Source of events and logs."""
 
     def events(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Events with a number above ``after`` (None: from now on), and then each new
-        one."""
+        """Events numbered above ``after`` (None: from now on), then each new one."""
         ...
 
     @property
@@ -91,11 +88,11 @@ def stream_routes(source: StreamSource, access: Access) -> list[Route]:
     return [Route("/events", events, methods=["GET"]), Route("/logs", logs, methods=["GET"])]
 
 
-# ------------------------------------------------------------ what was asked
+# ------------------------------------------------------------ requests
 
 
 def _after(request: Request) -> int | None:
-    """A browser that connects again says where it was in a header."""
+    """The event to start after; a reconnecting browser sends it in a header."""
     text = request.headers.get("last-event-id", request.query_params.get("after"))
     if text is None:
         return None
@@ -120,10 +117,10 @@ def _selection(query: Mapping[str, str]) -> Selection:
             strict=False,
         )
     except msgspec.ValidationError as error:
-        raise errors.UsageError(f"cannot be asked so: {error}") from error
+        raise errors.UsageError(f"invalid query: {error}") from error
 
 
-# ------------------------------------------------------------ what is sent
+# ------------------------------------------------------------ responses
 
 
 async def _events(source: StreamSource, after: int | None, until: int | None, *, whole: bool) -> AsyncIterator[bytes]:
