@@ -1,5 +1,4 @@
-"""What all commands share: the app, exit codes, options, and how answers and errors are
-shown."""
+"""Shared by all commands: app, options, exit codes, output of answers and errors."""
 
 from __future__ import annotations
 
@@ -51,8 +50,7 @@ app = typer.Typer(
 
 
 def _complete_target(context: typer.Context, incomplete: str) -> list[tuple[str, str]]:
-    """Groups and replicas of the run that the line names so far. Never fails: there is
-    nobody to tell."""
+    """Groups and replicas of the run named so far; no completions on any error."""
     try:
         place = RunAddress(context.params.get("config"), context.params.get("endpoint"))
         found = _targets(place)
@@ -105,8 +103,7 @@ GroupArgument = Annotated[
 def place_of(
     config: Path | None, other: Path | None = None, endpoint: str | None = None, token_file: Path | None = None
 ) -> RunAddress:
-    """The run that a command line names. ``config``, ``other``: as an argument and as
-    an option.
+    """The run that a command line names. ``config``: an argument; ``other``: an option.
 
     :raises UsageError: two of them were given.
     """
@@ -116,9 +113,9 @@ def place_of(
 
 
 def checked_target(target: str | None) -> str | None:
-    """``target``, unless it is a config file in the wrong place.
+    """``target``, unless it is a config file.
 
-    :raises UsageError: it is.
+    :raises UsageError: it is a config file.
     """
     if target is not None and target.endswith(".toml"):
         raise UsageError(f'"{target}" is no group or replica', hint=f"name a config with -c {target}")
@@ -129,12 +126,12 @@ def checked_target(target: str | None) -> str | None:
 
 
 def json_text(value: object) -> str:
-    """``value`` as JSON for people and programs."""
+    """``value`` as indented JSON."""
     return ascii_controls(msgspec.json.format(msgspec.json.encode(value, enc_hook=str), indent=2).decode())
 
 
 def show(value: Any, draw: Callable[[Console], None], *, as_json: bool) -> None:
-    """An answer to stdout: as JSON, or as ``draw`` does it."""
+    """Print an answer to stdout: as JSON, or drawn by ``draw``."""
     if as_json:
         print(json_text(value))
     else:
@@ -143,8 +140,7 @@ def show(value: Any, draw: Callable[[Console], None], *, as_json: bool) -> None:
 
 @contextmanager
 def patience(doing: str) -> Iterator[Callable[[str], None]]:
-    """On a terminal, a line that shows that something is going on; what it gives
-    changes the line."""
+    """On a terminal, show a progress line; the yielded function changes its text."""
     console = Screen(to_stderr=True)
     if not console.is_terminal:
         yield lambda doing: None
@@ -159,10 +155,9 @@ def _under_way(doing: str) -> Text:
 
 @contextmanager
 def exit_codes(*, failed: int = UNAVAILABLE) -> Iterator[None]:
-    """Turn this library's errors into one clear message on stderr and the exit code of
-    the contract.
+    """Turn a library error into one message on stderr and its exit code.
 
-    :param failed: the exit code when the world does not allow it.
+    :param failed: the exit code of a WorldError or SyncError.
     """
     try:
         yield

@@ -1,8 +1,7 @@
-"""What ``replicas doctor`` looks at: leftovers of dead runs, held ports, who is on the
-GPUs, limits of this machine.
+"""The checks of ``replicas doctor``: leftovers of dead runs, ports, GPUs, limits, disk.
 
-Nothing is changed, and no supervisor has to run. Each look gives :class:`Finding`
-values: *ok*, a *note* (allowed, and yet worth knowing), or a *problem* with its remedy.
+Nothing is changed, and no supervisor has to run. Each check gives :class:`Finding`
+values: *ok*, a *note* (allowed, but worth knowing), or a *problem* with its remedy.
 """
 
 from __future__ import annotations
@@ -38,13 +37,15 @@ __all__ = ["Finding", "examine"]
 _SMI_TIMEOUT_S = 5.0
 _DISK_NBYTES = 1 << 30
 _FILES_BASE, _FILES_EACH = 256, 16
-"""Descriptors of a supervisor: a base (sessions of ranks elsewhere, pages), and so many
-for each replica and rank."""
+"""Descriptors of a supervisor: a base, and more for each replica and rank.
+
+The base is for its pages and the sessions of ranks elsewhere.
+"""
 _PROCESSES_EACH = 16
 
 
 class Finding(msgspec.Struct, frozen=True, kw_only=True):
-    """``about``: which look. ``remedy``: what helps, of a problem."""
+    """Result of a check. ``about``: which check. ``remedy``: for a problem."""
 
     about: str
     state: Literal["ok", "note", "problem"]
@@ -53,11 +54,9 @@ class Finding(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def examine(config: Config | None, state_dir: Path | None) -> Iterator[Finding]:
-    """Look at everything, from the run to the machine. Blocks, for up to some seconds
-    where GPUs are.
+    """Run all checks, from the run to the machine. Blocks: with GPUs some seconds.
 
-    :param config: of the run, if it is known. :param state_dir: of the run, if it has
-        one.
+    :param config: of the run, if known. :param state_dir: of the run, if it has one.
     """
     machine = look()
     supervisor = None
@@ -168,7 +167,7 @@ def _ports(config: Config, supervisor: int | None) -> Iterator[Finding]:
 
 
 def _holder(listener: Listener) -> str:
-    """``process PID (command)``, or in words why it cannot be told."""
+    """``process PID (command)``, or text that says why it is unknown."""
     found = held([Belongings(ports=(listener,))])
     return found[0].holder if found else "a process that has just ended"
 
@@ -200,7 +199,7 @@ def _gpus(machine: Machine, supervisor: int | None) -> Iterator[Finding]:
 
 
 def _gpu_holders() -> list[tuple[int, str, str, str]]:
-    """Pid, GPU, MiB and command of each process that the driver knows of."""
+    """Pid, GPU, MiB and command of each process that the driver reports."""
     found = []
     for line in gpu_processes("pid,gpu_uuid,used_memory,process_name", _SMI_TIMEOUT_S):
         pid, gpu, used, command = ([word.strip() for word in line.split(",", 3)] + [""] * 4)[:4]
@@ -250,7 +249,7 @@ def _cgroups() -> Finding:
 
 
 def _kernel() -> Iterator[Finding]:
-    """What cannot be done without."""
+    """System calls that the library requires."""
     tests: list[tuple[str, Callable[[], int], str]] = [
         ("pidfd_open", lambda: os.pidfd_open(os.getpid()), "a kernel from 5.3 on, or a container that allows it"),
         ("memfd_create", lambda: os.memfd_create("replicas-doctor"), "a container that allows it"),
@@ -291,7 +290,6 @@ def _disk(state_dir: Path, config: Config | None) -> Iterator[Finding]:
 
 
 def _most_logs_nbytes(config: Config) -> int:
-    """What the logs of all ranks can come to, with those of the run before: each is
-    bounded, they together only so."""
+    """Maximum size of all logs of this run and the previous one."""
     ranks = sum(group.replicas * group.world_size for group in config.groups.values())
     return 2 * ranks * config.logs.keep_generations * (config.logs.keep + 1) * config.logs.max_nbytes

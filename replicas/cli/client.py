@@ -1,13 +1,12 @@
-"""How the command line asks a running supervisor: over the run's Unix socket, or over
-TCP with its token.
+"""Send requests to a running supervisor: by its Unix socket, or TCP with the token.
 
-A port is anybody's once its supervisor is dead, and a file may name any: on this
-machine the kernel is asked whose process listens before anything is sent, and the token
-goes only to those to whom it belongs.
+When a supervisor is dead, any process can take its port, and an endpoint file can name
+any address. So for a local address the kernel is asked which user's process listens,
+before anything is sent, and the token is shown only to the users that may have it.
 
-One request, one connection. Each read has a deadline; an answer that takes long is kept
-alive by the other side (:mod:`replicas.control.orders_api`), so that silence always
-means that nobody is there.
+Each request has its own connection. Each read has a deadline. The supervisor keeps a
+long answer alive (:mod:`replicas.control.orders_api`), so silence always means that it
+is gone.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ __all__ = ["Client"]
 _MAX_ANSWER_NBYTES = 64 * 2**20
 _TIMEOUT_S = 5.0
 _SILENCE_S = 20.0
-"""Beyond several beats of the other side's: nobody is there."""
+"""Several beats of the server; after this long a silence it is gone."""
 _PATHS = {kind: path for path, kind in ORDERS.items()}
 
 
@@ -52,20 +51,18 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 class Client:
-    """One supervisor, asked one thing at a time.
+    """Requests to one supervisor, one at a time.
 
     :param where: ``host:port`` of the control port, or ``unix:PATH`` of the run's
         socket.
     :param token: the run's token, for orders and logs over TCP.
-    :param pid: the supervisor's, as far as it is known: so that it can be told why
-        nobody answers.
-    :param run: name of the run that is meant, as far as it is known: another one takes
-        no order then.
-    :param owners: users of whom the supervisor may be, where it is on this machine;
-        None: of anybody.
-    :param token_owners: users on this machine to whom the token may be shown; None: to
-        anybody.
-    :raises UsageError: ``where`` is neither.
+    :param pid: the supervisor's, if known: used to explain why it does not answer.
+    :param run: the expected run's name, if known: another run then refuses orders.
+    :param owners: users allowed to own a supervisor on this machine; None: any.
+    :param token_owners: users on this machine to whom the token may be shown; None:
+        any.
+    :param timeout_s: deadline of each read, in seconds; default 5.
+    :raises UsageError: ``where`` has neither form.
     """
 
     def __init__(
@@ -89,12 +86,12 @@ class Client:
         self._timeout_s = timeout_s
         self._host, self._port = ("", 0) if where.startswith("unix:") else _host_and_port(where)
 
-    # ------------------------------------------------------------ what it can be asked
+    # ------------------------------------------------------------ requests
 
     def status(self) -> RunStatus:
         """``GET /status``; proxies of the environment are not used.
 
-        :raises Disconnected: nobody answers, or it is no supervisor of replicas.
+        :raises Disconnected: no answer, or not from a supervisor of replicas.
         """
         with self._asked("GET", "/status") as response:
             body = self._all(response)
@@ -110,11 +107,10 @@ class Client:
             ) from error
 
     def order(self, order: Order, *, wait: bool = True) -> Answer:
-        """Hand in an order, and wait until it is carried out (``wait`` False: until it
-        has begun).
+        """Send an order. ``wait``: until it is carried out; else until it has begun.
 
-        :raises ReplicasError: the error that ended it. :raises Disconnected: nobody
-            answers, or nobody any more.
+        :raises ReplicasError: the error that ended it. :raises Disconnected: no answer,
+            or the connection broke.
         """
         path = _PATHS[type(order)] + ("" if wait else "?wait=0")
         body = msgspec.json.encode(order)
@@ -125,8 +121,7 @@ class Client:
         return answer
 
     def events(self, after: int | None = None, *, follow: bool = True) -> Iterator[bytes]:
-        """The records of ``GET /events``, as JSON, one by one; an empty one now and
-        then when nothing happens."""
+        """JSON records of ``GET /events``; empty ones are keep-alives."""
         query = {"follow": str(int(follow)), **({} if after is None else {"after": str(after)})}
         for line in self._lines(f"/events?{urlencode(query)}"):
             if line.startswith(b"data: "):
@@ -135,8 +130,7 @@ class Client:
                 yield b""
 
     def logs(self, query: Mapping[str, str]) -> Iterator[bytes]:
-        """Lines of ``GET /logs``, as JSON; an empty one now and then when nothing
-        happens."""
+        """JSON lines of ``GET /logs``; empty ones are keep-alives."""
         return self._lines(f"/logs?{urlencode({**query, 'json': '1'})}")
 
     # ------------------------------------------------------------ one request
@@ -145,8 +139,7 @@ class Client:
     def _asked(
         self, method: str, path: str, body: bytes | None = None, *, silence_s: float | None = None
     ) -> Iterator[http.client.HTTPResponse]:
-        """``silence_s``: how long the rest of the answer may pause, once it has
-        begun."""
+        """The response to a request. ``silence_s``: read deadline once it has begun."""
         connection = self._connect()
         headers = {"Accept": "application/json"}
         if self._run:
@@ -156,7 +149,7 @@ class Client:
             headers |= self._credentials(connection.sock)
             if self._withheld and method == "POST":
                 raise self._not_shown()
-            with contextlib.suppress(BrokenPipeError):  # it was turned away before all was sent: the answer says why
+            with contextlib.suppress(BrokenPipeError):  # refused before the body was sent: the answer says why
                 connection.request(method, path, body=body, headers=headers)
             with connection.getresponse() as response:
                 if silence_s is not None and connection.sock is not None:
@@ -170,11 +163,11 @@ class Client:
             connection.close()
 
     def _credentials(self, connection: socket.socket) -> dict[str, str]:
-        """The token, for those who may have it. A Unix socket needs none: its
-        supervisor knows who asks.
+        """The Authorization header, if the peer may have the token.
 
-        :raises Disconnected: this is not the supervisor that is meant, but somebody
-            else's process.
+        A Unix socket needs none: its supervisor knows the user.
+
+        :raises Disconnected: the peer is another user's process, not the supervisor.
         """
         local = not self._host
         uids = frozenset({peer_uid(connection)}) if local else listener_uids(connection)

@@ -32,12 +32,11 @@ _MARKS = {"ok": ("+", "green"), "note": ("~", "yellow"), "problem": ("-", "bold 
 
 
 def doctor(config: ConfigArgument = None, named: ConfigOption = None, as_json: Json = False) -> None:
-    """Look for what is in the way: leftovers of dead runs, held ports, who is on the
-    GPUs, limits of this machine.
+    """Check for leftovers of dead runs, held ports, GPU processes and limits.
 
     Changes nothing. Exit code 1 when there is a problem.
     """
-    from replicas.cli.checks import examine  # it brings the supervisor's own looks at the machine
+    from replicas.cli.checks import examine  # imports the supervisor's inspection of the machine
 
     with exit_codes():
         place = place_of(config, named)
@@ -54,7 +53,7 @@ def doctor(config: ConfigArgument = None, named: ConfigOption = None, as_json: J
 
 
 def draw_findings(screen: Screen, findings: Iterable[Finding]) -> None:
-    """A line for each, and one for the remedy of a problem."""
+    """A line for each finding, and one for the remedy of a problem."""
     for finding in findings:
         mark, style = _MARKS[finding.state]
         screen.print(Text.assemble((f"[{mark}] ", style), (f"{finding.about:10}", "bold"), one_line(finding.text)))
@@ -63,7 +62,7 @@ def draw_findings(screen: Screen, findings: Iterable[Finding]) -> None:
 
 
 def _state_dir(place: RunAddress) -> Path | None:
-    """None: there is no run here, and only the machine is looked at."""
+    """The run's state folder; None: no run here, only the machine is checked."""
     try:
         return place.named_dir
     except errors.Disconnected:

@@ -1,5 +1,4 @@
-"""The console script ``replicas``: the command, or one sentence where it cannot run at
-all."""
+"""The console script ``replicas``, with a plain error where the package cannot run."""
 
 from __future__ import annotations
 
@@ -12,12 +11,12 @@ __all__ = ["main"]
 
 
 def main() -> int:
-    """Run one command of this process's arguments and return its exit code."""
+    """Run one command with this process's arguments and return its exit code."""
     try:
         require()
     except LinuxOnly as error:
         print(f"replicas: {error}", file=sys.stderr)
         return USAGE
-    from replicas.cli.main import main as run  # it needs Linux to be imported
+    from replicas.cli.main import main as run  # can only be imported on Linux
 
     return run()

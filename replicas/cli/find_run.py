@@ -1,5 +1,4 @@
-"""Which run is meant: by its config, by the folder that one stands in, or by an
-address."""
+"""Resolve which run a command addresses: by config, working directory, or address."""
 
 from __future__ import annotations
 
@@ -38,17 +37,15 @@ __all__ = [
 ]
 
 ENDPOINT_FILE = "endpoint.json"
-"""Name of the file in a run's state folder that says where its supervisor listens."""
+"""File in a run's state folder with the address of its supervisor."""
 
 
 SILENT_S = 30.0
-"""How long a supervisor that lives may not answer before whoever waits for its end
-gives up."""
+"""How long a living supervisor may not answer before a wait for its end gives up."""
 
 
 class NotTrusted(UsageError):
-    """The state folder is somebody else's: where it leads to, and what it has us send
-    there, is his choice."""
+    """The state folder is another user's, who would choose where requests are sent."""
 
     default_hint = "give --endpoint HOST:PORT or unix:PATH, or run this as the user of the supervisor"
 
@@ -59,10 +56,9 @@ class NotTrusted(UsageError):
 
 
 def trusted(state_dir: Path) -> Path:
-    """The folder itself, once it is known to be ours (or root's); also one that is not
-    there.
+    """The folder itself, checked to be ours or root's, or missing.
 
-    :raises NotTrusted: it is somebody else's, or others can write to it.
+    :raises NotTrusted: it is another user's, or other users can write to it.
     """
     try:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), private.folder(state_dir):
@@ -75,8 +71,11 @@ def trusted(state_dir: Path) -> Path:
 
 
 class EndpointFile(msgspec.Struct, frozen=True, kw_only=True):
-    """``endpoint``: ``host:port`` of the control port. ``pid``: the supervisor's.
-    ``socket``: path of the Unix socket."""
+    """Addresses of a supervisor, as JSON.
+
+    ``endpoint``: ``host:port`` of the control port. ``pid``: the supervisor's.
+    ``socket``: path of the Unix socket.
+    """
 
     endpoint: str
     pid: int
@@ -85,10 +84,10 @@ class EndpointFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def read_endpoint(state_dir: Path) -> EndpointFile:
-    """Where the supervisor of this state folder listens.
+    """The addresses of the supervisor of this state folder.
 
-    :raises Disconnected: when no supervisor has written it, or the file is damaged.
-    :raises NotTrusted: it, or the folder, is somebody else's.
+    :raises Disconnected: no supervisor has written the file, or it is damaged.
+    :raises NotTrusted: the file or the folder is another user's.
     """
     path = state_dir / ENDPOINT_FILE
     try:
@@ -104,10 +103,10 @@ def read_endpoint(state_dir: Path) -> EndpointFile:
 
 
 def find_endpoint(*, folder: Path) -> EndpointFile:
-    """The supervisor of the only run that has its state below ``folder``.
+    """The supervisor of the only run whose state is below ``folder``.
 
-    :raises UsageError: when several runs have their state below ``folder``.
-    :raises Disconnected: when there is none.
+    :raises UsageError: several runs have their state there.
+    :raises Disconnected: no run has.
     """
     running = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
     ended = sorted(folder.glob(".replicas/*/lock"))
@@ -118,15 +117,16 @@ def find_endpoint(*, folder: Path) -> EndpointFile:
 
 
 def find_state_dir(*, folder: Path) -> Path:
-    """The state folder of a run, whether it is running or over: as
-    :func:`find_endpoint`, and running ones go first."""
+    """The state folder of the only run below ``folder``; running ones go first.
+
+    Raises as :func:`find_endpoint`.
+    """
     running = sorted(folder.glob(f".replicas/*/{ENDPOINT_FILE}"))
     return _only_run(folder, running or sorted(folder.glob(".replicas/*/lock")))
 
 
 def _only_run(folder: Path, found: list[Path]) -> Path:
-    """The state folder of the only one of these files that is of a living run, or of
-    the only one at all."""
+    """The state folder of the only living run of these files, or of the only run."""
     living = [path for path in found if len(found) > 1 and lives(path.parent)]
     if len(living) == 1:
         found = living
@@ -141,8 +141,7 @@ def _only_run(folder: Path, found: list[Path]) -> Path:
 
 
 def lives(state_dir: Path) -> bool:
-    """Whether the run of this state folder has a supervisor, as far as its endpoint
-    file tells."""
+    """Whether the run of this state folder has a supervisor, by its endpoint file."""
     try:
         return start_time(read_endpoint(state_dir).pid) is not None
     except (Disconnected, NotTrusted):
@@ -150,10 +149,9 @@ def lives(state_dir: Path) -> bool:
 
 
 class RunEndWatcher:
-    """The end of a run, for whoever asks it again and again: nobody answers any more,
-    but that may mean other things too.
+    """Tells a polling caller whether a run that stopped answering is over.
 
-    :param state_dir: of the run; None: it is elsewhere, and only its silence can be
+    :param state_dir: of the run; None: it is remote, and only its silence can be
         judged.
     :raises Disconnected: it is not running.
     """
@@ -164,12 +162,11 @@ class RunEndWatcher:
         self._silent_since: float | None = None
 
     def answered(self) -> None:
-        """It is there."""
+        """The run has answered."""
         self._silent_since = None
 
     def came(self, error: Disconnected) -> bool:
-        """Whether the run is over, now that a question has ended with ``error``; else
-        it is to be asked again.
+        """Whether the run is over, after a request failed with ``error``.
 
         :raises Disconnected: its supervisor was killed, or has been silent for
             :data:`SILENT_S`.
@@ -180,7 +177,9 @@ class RunEndWatcher:
             if isinstance(error.__cause__, ConnectionRefusedError | FileNotFoundError):
                 return True
         else:
-            dead = start_time(self._pid) is None  # asked first: an orderly end removes the file before
+            dead = (
+                start_time(self._pid) is None
+            )  # checked first: an orderly exit removes the file before the process ends
             if not self._is_named():
                 return True
             if dead:
@@ -190,8 +189,7 @@ class RunEndWatcher:
         return False
 
     def _is_named(self) -> bool:
-        """Whether the endpoint file, which goes last, is still that of this
-        supervisor."""
+        """Whether the endpoint file, removed last, still names this supervisor."""
         assert self._state_dir is not None
         try:
             return read_endpoint(self._state_dir).pid == self._pid
@@ -207,12 +205,14 @@ def _here() -> Path:
 
 
 class RunAddress:
-    """A run that a command is about. Nothing is asked or read before it is needed.
+    """The run that a command addresses. Reads and requests nothing until needed.
 
     :param config: its config file. :param endpoint: ``HOST:PORT`` or ``unix:PATH`` of a
         supervisor, also on another machine.
-    :param token_file: file with its token; default: the run's own, or what
-        ``REPLICAS_TOKEN_FILE`` names.
+    :param token_file: file with its token; default: the run's own, or the one in
+        ``REPLICAS_TOKEN_FILE``.
+    :param folder: where to look without ``config``; default: the working directory.
+    :param variables: environment variables; default: those of this process.
     :raises UsageError: both ``config`` and ``endpoint`` are given.
     """
 
@@ -240,7 +240,7 @@ class RunAddress:
     def config(self) -> Config | None:
         """Its config, if one was named.
 
-        :raises BadConfig: with every problem of it.
+        :raises BadConfig: with all its problems.
         """
         if self._config is None and self.path is not None:
             self._config = load(self.path)
@@ -248,13 +248,15 @@ class RunAddress:
 
     @property
     def remote(self) -> bool:
-        """Whether only its address is known: there are no files to look into."""
+        """Whether only its address is known, so that there are no files to read."""
         return self.endpoint is not None
 
     @property
     def named_dir(self) -> Path:
-        """The state folder, whosever it is: of the config, as far as that can be read
-        (a run can be looked at while its config has problems), or the one that is here.
+        """The state folder, which may be another user's.
+
+        It is named in the config, which may have problems as long as this can be read,
+        or found below the working directory.
 
         :raises ReplicasError: there is none, or more than one.
         """
@@ -266,23 +268,26 @@ class RunAddress:
     def state_dir(self) -> Path:
         """As :attr:`named_dir`.
 
-        :raises NotTrusted: it is somebody else's.
+        :raises NotTrusted: it is another user's.
         """
         return trusted(self.named_dir)
 
     def _supervisor(self) -> EndpointFile:
-        """:raises Disconnected: the run is not running. :raises BadConfig: nor could it
-        be started."""
+        """The endpoint file of the run.
+
+        :raises Disconnected: the run is not running. :raises BadConfig: nor could it be
+            started.
+        """
         if self.path is None:
             return find_endpoint(folder=self._folder)
         try:
             return read_endpoint(self.state_dir)
         except Disconnected:
-            load(self.path)  # its problems are the news then
+            load(self.path)  # problems of the config are the more useful error
             raise
 
     def client(self, *, timeout_s: float = 5.0) -> Client:
-        """Whom to ask: by the Unix socket, where the run has one.
+        """A client of the supervisor, over the Unix socket if the run has one.
 
         :raises Disconnected: the run is not running. :raises BadConfig: and its config
             has problems.
@@ -290,7 +295,7 @@ class RunAddress:
         ours = frozenset({os.geteuid(), 0})
         if self.endpoint is not None:
             token, owner = self._named_token()
-            chosen = self._token_file is not None  # for this endpoint, whosever it is
+            chosen = self._token_file is not None  # the user chose this token for this endpoint, whoever owns it
             owners = None if chosen else ours | ({owner} if owner is not None else set())
             return Client(self.endpoint, token=token, token_owners=owners, timeout_s=timeout_s)
         where = self._supervisor()
@@ -300,10 +305,9 @@ class RunAddress:
         return Client(where.endpoint, token=token, pid=where.pid, run=where.run, owners=ours, timeout_s=timeout_s)
 
     def status(self, *, timeout_s: float = 5.0) -> RunStatus:
-        """Its state now.
+        """The present state of the run.
 
-        :raises Disconnected: it is not running, or another run is at its address by
-            now.
+        :raises Disconnected: it is not running, or another run has its address now.
         """
         if self.endpoint is not None:
             return self.client(timeout_s=timeout_s).status()
@@ -314,11 +318,10 @@ class RunAddress:
         return answer
 
     def looks(self, interval_s: float, end: RunEndWatcher | None = None) -> Iterator[RunStatus | None]:
-        """Its state again and again, until the run is over; None where nobody answered
-        this time.
+        """Poll the state until the run is over; yields None when there was no answer.
 
-        :param end: from before the first look; default: made now.
-        :raises Disconnected: it is not running, or nobody answers any more.
+        :param end: made before the first poll; default: made now.
+        :raises Disconnected: it is not running, or no longer answers.
         """
         end = self.end() if end is None else end
         while True:
@@ -333,15 +336,17 @@ class RunAddress:
             time.sleep(interval_s)
 
     def end(self) -> RunEndWatcher:
-        """For whoever waits for the end of the run that is under way now.
+        """A watcher for the end of the present run.
 
         :raises Disconnected: it is not running.
         """
         return RunEndWatcher(None if self.remote else self.state_dir)
 
     def _own_token(self, state_dir: Path) -> str:
-        """The run's own. Read once: the file goes with the run, whose end may be waited
-        for."""
+        """The run's own token.
+
+        Read once: the file is deleted with the run, whose end may be waited for.
+        """
         if not self._known_token:
             try:
                 self._known_token = private.read(state_dir / "token").decode("ascii").strip()
@@ -352,10 +357,9 @@ class RunAddress:
         return self._known_token
 
     def _named_token(self) -> tuple[str, int | None]:
-        """What ``--token-file`` or the environment names, and whose file it is; a link
-        leads where its owner wants it to.
+        """The token of ``--token-file`` or the environment, and the owner of its file.
 
-        Read once, as the run's own.
+        Read once, as the run's own. Links are followed.
         """
         if self._known_token:
             return self._known_token, self._known_owner

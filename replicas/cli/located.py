@@ -1,8 +1,8 @@
 """Find the state folder of a run in its config file, which need not be valid.
 
-A run must be seen and stopped while its config is being edited. Two values are enough
-for that, ``name`` and ``state_dir`` of ``[run]``; where the file is no TOML at all,
-those lines of it are read that look like these values.
+A run must be visible and stoppable while its config is being edited. Two values suffice
+for that, ``name`` and ``state_dir`` of ``[run]``; in a file that is not valid TOML, the
+lines that look like these values are used.
 """
 
 from __future__ import annotations
@@ -24,14 +24,13 @@ _VALUE = re.compile(r"""\s*(name|state_dir)\s*=\s*(?:"([^"\\]*)"|'([^']*)')\s*(?
 
 
 def state_dir_of(path: Path) -> Path | None:
-    """The absolute state folder of the run of the config at ``path``; None: the file
-    does not tell.
+    """The absolute state folder by the config at ``path``; None: not in the file.
 
     :raises BadConfig: it cannot be read.
     """
     try:
         text = path.read_bytes().decode("utf-8", "replace")
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an impossible file name
         words = error.strerror if isinstance(error, OSError) else error
         raise BadConfig([f"cannot be read: {words}"], source=clean(str(path))) from error
     base = path.resolve().parent
@@ -48,7 +47,7 @@ def state_dir_of(path: Path) -> Path | None:
 def _run_table(text: str) -> Mapping[str, Any]:
     try:
         run = tomllib.loads(text).get("run", {})
-    except (ValueError, RecursionError):  # no TOML, or numbers and nesting without measure
+    except (ValueError, RecursionError):  # not TOML, or excessive numbers or nesting
         return _scanned(text)
     return run if isinstance(run, dict) else {}
 

@@ -1,4 +1,4 @@
-"""Commands that only look: ``status``, ``logs``, ``events``."""
+"""Read-only commands: ``status``, ``logs``, ``events``."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ _AGO = re.compile(r"(\d+(?:\.\d+)?)\s*(ms|s|m|h|d)")
 _UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _CLOCKS = ("%Y-%m-%d %H:%M:%S", "%Y-%m-%dT%H:%M:%S", "%Y-%m-%d %H:%M", "%Y-%m-%d")
 
-Follow = Annotated[bool, typer.Option("--follow", "-f", help="Go on with what comes, until the run is over.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Continue with new lines until the run is over.")]
 Since = Annotated[
     str | None,
     typer.Option(
-        metavar="WHEN", help='Only what is newer: "10m" (ago; ms, s, m, h, d), "14:30" or "2026-11-21 14:30".'
+        metavar="WHEN", help='Only newer than this: "10m" (ago; ms, s, m, h, d), "14:30" or "2026-11-21 14:30".'
     ),
 ]
 
@@ -58,10 +58,8 @@ def status(
     named: ConfigOption = None,
     endpoint: EndpointOption = None,
     token_file: TokenFileOption = None,
-    watch: Annotated[
-        bool, typer.Option("--watch", "-w", help="Show it again and again, until the run is over.")
-    ] = False,
-    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="How often, with --watch.")] = 1.0,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show it repeatedly until the run is over.")] = False,
+    interval: Annotated[float, typer.Option(metavar="SECONDS", min=0.1, help="Interval of --watch.")] = 1.0,
     as_json: Json = False,
 ) -> None:
     """Print the state of a running run: its replicas, channels and versions."""
@@ -76,8 +74,7 @@ def status(
 
 
 def _watch(place: RunAddress, end: RunEndWatcher, interval_s: float, *, as_json: bool) -> None:
-    """On a terminal one picture that changes; elsewhere one after another; as JSON one
-    line each."""
+    """Print each state: on a terminal in place, else one after another."""
     console = Screen()
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not as_json else None
     with contextlib.nullcontext() if live is None else live:
@@ -103,17 +100,19 @@ def logs(
     endpoint: EndpointOption = None,
     token_file: TokenFileOption = None,
     rank: Annotated[int | None, typer.Option("--rank", "-r", min=0, help="Only this rank of each replica.")] = None,
-    generation: Annotated[int | None, typer.Option("--generation", "-g", min=1, help="Default: the newest.")] = None,
+    generation: Annotated[
+        int | None, typer.Option("--generation", "-g", min=1, help="Only this one. Default: the newest.")
+    ] = None,
     follow: Follow = False,
     lines: Annotated[
-        int | None, typer.Option("--lines", "-n", min=0, help="Only so many of the last. Default: all; with -f, 10.")
+        int | None,
+        typer.Option("--lines", "-n", min=0, help="Only the last N of each rank. Default: all; with -f, 10."),
     ] = None,
     since: Since = None,
-    previous: Annotated[bool, typer.Option("--previous", help="Those of the run before this one.")] = False,
+    previous: Annotated[bool, typer.Option("--previous", help="Logs of the run before this one.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print what the programs wrote: of a replica, of a group, or of all; also when the
-    run is over.
+    """Print the output of a replica, a group or all programs, also after the run's end.
 
     Lines of several ranks begin with GROUP/INDEX.RANK.
     """
@@ -151,7 +150,7 @@ def _from_files(
     follower = Follower(state_dir / ("logs.previous" if previous else "logs"), selection)
     try:
         while True:
-            more = follow and lives(state_dir)  # asked before the look, so that the last words are not missed
+            more = follow and lives(state_dir)  # checked before the poll, so that the last lines are not missed
             found = follower.poll()
             for line in found:
                 yield line, follower.many
@@ -166,7 +165,7 @@ def _from_files(
 
 
 def _print_lines(found: Iterator[tuple[LogLine, bool]], *, as_json: bool) -> None:
-    """Byte for byte, but for a terminal without control codes other than colours."""
+    """Print lines unchanged; on a terminal without control codes other than colors."""
     terminal = sys.stdout.isatty()
     for line, many in found:
         if as_json:
@@ -188,16 +187,16 @@ def events(
     endpoint: EndpointOption = None,
     token_file: TokenFileOption = None,
     target: Annotated[
-        str | None, typer.Option("--target", "-t", metavar="TARGET", help="Only those of a group, or of GROUP/INDEX.")
+        str | None, typer.Option("--target", "-t", metavar="TARGET", help="Only events of a group, or of GROUP/INDEX.")
     ] = None,
     follow: Follow = False,
-    after: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only those with a number above N.")] = None,
+    after: Annotated[int | None, typer.Option(metavar="N", min=0, help="Only events with a number above N.")] = None,
     since: Since = None,
-    lines: Annotated[int | None, typer.Option("--lines", "-n", min=1, help="Only so many of the last.")] = None,
-    every: Annotated[bool, typer.Option("--all", "-a", help="Those of earlier runs too.")] = False,
+    lines: Annotated[int | None, typer.Option("--lines", "-n", min=1, help="Only the last N.")] = None,
+    every: Annotated[bool, typer.Option("--all", "-a", help="Include events of earlier runs.")] = False,
     as_json: Json = False,
 ) -> None:
-    """Print what has happened in a run, also in one that is over."""
+    """Print the events of a run, also of one that is over."""
     with exit_codes():
         place = place_of(config, named, endpoint, token_file)
         first = 0.0 if since is None else moment(since, now=time.time())
@@ -231,8 +230,7 @@ def _tell(console: Screen, record: Record, *, as_json: bool) -> None:
 
 
 def _began(place: RunAddress) -> int:
-    """Number of the last event before the run that is under way, or was the last
-    one."""
+    """Number of the last event before the present run, or before the last one."""
     starts = (
         record.seq for record in _past(place, 0) if isinstance(record.event, RunStarted) and not record.event.resumed
     )
@@ -240,8 +238,7 @@ def _began(place: RunAddress) -> int:
 
 
 def _past(place: RunAddress, after: int) -> Iterator[Record]:
-    """From the file, which a run that is over has too; from the port of a run
-    elsewhere."""
+    """Recorded events: from the file, which remains after the run, or a remote port."""
     if place.remote:
         yield from _decoded(place.client().events(after, follow=False))
         return
@@ -254,7 +251,10 @@ def _past(place: RunAddress, after: int) -> Iterator[Record]:
 
 
 def _coming(place: RunAddress, after: int) -> Iterator[Record]:
-    """:raises Disconnected: the run is not running. It ends with the run."""
+    """New events until the run ends.
+
+    :raises Disconnected: the run is not running.
+    """
     client = place.client()
     ended = False
     try:
@@ -269,7 +269,7 @@ def _coming(place: RunAddress, after: int) -> Iterator[Record]:
 def _decoded(found: Iterator[bytes]) -> Iterator[Record]:
     for text in found:
         if text:
-            with contextlib.suppress(*MALFORMED):  # of a newer release
+            with contextlib.suppress(*MALFORMED):  # an event of a newer release
                 yield decode(text)
 
 
@@ -277,10 +277,9 @@ def _decoded(found: Iterator[bytes]) -> Iterator[Record]:
 
 
 def moment(text: str, *, now: float) -> float:
-    """Seconds since 1970 of a time that people write: an age, a time of day (the last
-    one such), or a date.
+    """Seconds since 1970 of an age, a time of day (its last occurrence), or a date.
 
-    :raises UsageError: it is none.
+    :raises UsageError: the text is none of these.
     """
     age = _AGO.fullmatch(text.strip())
     if age is not None:

@@ -1,8 +1,8 @@
 """The command ``replicas``.
 
-``python -m replicas.supervisor CONFIG`` is ``replicas run CONFIG``.
-Exit codes: :mod:`replicas.control.exit_codes`. Answers go to stdout, everything else to
-stderr. No command but ``run`` starts anything, and none imports torch.
+``python -m replicas.supervisor CONFIG`` is ``replicas run CONFIG``. Exit codes:
+:mod:`replicas.control.exit_codes`. Answers go to stdout, everything else to stderr.
+Only ``run`` starts a supervisor, and no command imports torch.
 """
 
 from __future__ import annotations
@@ -58,22 +58,25 @@ def _options(
         bool, typer.Option("--version", help="Print the version and exit.", callback=_print_version, is_eager=True)
     ] = False,
 ) -> None:
-    """Options that stand before a command."""
+    """Options before the command."""
 
 
 def run(config: ConfigPath) -> None:
     """Supervise the run of CONFIG until it is over."""
     with exit_codes():
         loaded = load(config)
-        from replicas.supervisor.operator import supervise  # it brings the event loop; the other commands stay light
+        from replicas.supervisor.operator import supervise  # heavy: imported by this command only
 
         code = supervise(loaded)
     raise typer.Exit(code)
 
 
 def check(config: ConfigPath, as_json: Json = False) -> None:
-    """Check CONFIG and print the resolved plan; exit code 78 and every problem when it
-    is bad, or does not fit here."""
+    """Check CONFIG and print the resolved plan.
+
+    A CONFIG that is invalid, or does not fit this machine, gets exit code 78 and all
+    its problems printed.
+    """
     with exit_codes():
         loaded = load(config)
         from replicas.supervisor.fleet.resources import check_plan
@@ -93,7 +96,7 @@ _COMMANDS: dict[str, tuple[Callable[..., None], ...]] = {
     "Look": (status, logs, events, stacks, wait, doctor),
     "Change": (scale, restart, drain, reset_failed, reload),
 }
-"""In the order in which ``--help`` lists them."""
+"""In the order of ``--help``."""
 
 for _panel, _commands in _COMMANDS.items():
     for _command in _commands:
@@ -106,7 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     :param arguments: without the program's name (default: those of this process).
     """
     inherited.open_streams()
-    if isinstance(sys.stdout, io.TextIOWrapper):  # else one character that it cannot say would end a command
+    if isinstance(sys.stdout, io.TextIOWrapper):  # a character that stdout cannot encode must not end a command
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         app(args=None if arguments is None else list(arguments), prog_name="replicas")

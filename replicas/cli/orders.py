@@ -1,5 +1,4 @@
-"""Commands that change a running run: ``scale``, ``restart``, ``drain``,
-``reset-failed``, ``reload`` - and ``stacks``."""
+"""Commands that send orders: scale, restart, drain, reset-failed, reload and stacks."""
 
 from __future__ import annotations
 
@@ -47,9 +46,9 @@ def scale(
     no_wait: NoWait = False,
     as_json: Json = False,
 ) -> None:
-    """Have REPLICAS replicas of GROUP: more are started, the highest ones are drained.
+    """Set GROUP to REPLICAS replicas: starts more, or drains the highest ones.
 
-    Holds until it is scaled again, or the config asks for another number than before.
+    Holds until the next scale, or until a reload changes the number in the config.
     """
     with exit_codes(failed=FAILED):
         place = place_of(config, None, endpoint, token_file)
@@ -94,8 +93,8 @@ def drain(
 ) -> None:
     """End a replica or a group in good order, or (without TARGET) the whole run.
 
-    Each replica may finish its sync (drain_timeout), then SIGTERM, then (stop_timeout)
-    SIGKILL.
+    Each replica may finish its sync (drain_timeout), then gets SIGTERM, then
+    (stop_timeout) SIGKILL.
     """
     with exit_codes(failed=FAILED):
         place = place_of(config, None, endpoint, token_file)
@@ -118,7 +117,7 @@ def reset_failed(
     token_file: TokenFileOption = None,
     as_json: Json = False,
 ) -> None:
-    """Start replicas that failed past their budget again, with a full one."""
+    """Start failed replicas again, with a full restart budget."""
     with exit_codes(failed=FAILED):
         place = place_of(config, None, endpoint, token_file)
         answer = _hand_in(place, ResetFailed(target=checked_target(target)), "resetting")
@@ -137,8 +136,7 @@ def reload(
     token_file: TokenFileOption = None,
     as_json: Json = False,
 ) -> None:
-    """Have the supervisor read its config again; only groups that changed are
-    restarted.
+    """Have the supervisor read its config again; only changed groups are restarted.
 
     A config with problems changes nothing: they are printed, with exit code 78.
     """
@@ -154,7 +152,7 @@ def stacks(
     token_file: TokenFileOption = None,
     as_json: Json = False,
 ) -> None:
-    """Print what every thread of the ranks is doing now."""
+    """Print the stack of every thread of the ranks."""
     with exit_codes(failed=FAILED):
         place = place_of(config, None, endpoint, token_file)
         answer = _hand_in(place, StacksOrder(target=checked_target(target)), "asking")
@@ -168,7 +166,7 @@ def stacks(
         console.print(text.rstrip("\n"))
 
 
-# ------------------------------------------------------------ how they work
+# ------------------------------------------------------------ helpers
 
 
 def _hand_in(place: RunAddress, order: Order, doing: str, *, wait: bool = True) -> Answer:
@@ -178,10 +176,9 @@ def _hand_in(place: RunAddress, order: Order, doing: str, *, wait: bool = True) 
 
 
 def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
-    """Wait until the run has ended; it answers questions until then, each of them
-    within some seconds.
+    """Wait until the run has ended.
 
-    :raises Disconnected: it has not, and nobody answers any more.
+    :raises Disconnected: it has not ended, and no longer answers.
     """
     pid = None
     with patience("draining") as show_doing:
@@ -189,7 +186,7 @@ def _until_gone(place: RunAddress, end: RunEndWatcher) -> None:
             if status is None:
                 continue
             if pid not in (None, status.pid):
-                return  # somebody has started it again by now
+                return  # the run was started again
             pid = status.pid
             show_doing(f"draining: {_running(status)} left")
 

@@ -1,5 +1,4 @@
-"""Plans and states as tables for people: Rich renderables that can be read at 80
-columns."""
+"""Draw plans and states as Rich tables that fit 80 columns."""
 
 from __future__ import annotations
 
@@ -31,8 +30,7 @@ STATE_STYLES = {
 
 
 def duration_text(seconds: float) -> str:
-    """Two units at most: ``0 s``, ``35 ms``, ``2.5 s``, ``3m 20s``, ``5h 2m``, ``4d
-    1h``."""
+    """At most two units: ``0 s``, ``35 ms``, ``2.5 s``, ``3m 20s``, ``4d 1h``."""
     if 0 < seconds < 1:
         return f"{seconds * 1000:.3g} ms"
     if seconds < 60:
@@ -55,7 +53,7 @@ def size_text(nbytes: int) -> str:
 
 
 def plan(config: Config) -> RenderableType:
-    """What ``replicas check`` prints: the resolved config."""
+    """The output of ``replicas check``: the resolved config."""
     groups = config.groups.values()
     replicas = sum(group.replicas for group in groups)
     ranks = sum(group.replicas * group.world_size for group in groups)
@@ -100,7 +98,7 @@ def _new_table(title: str, *columns: str) -> Table:
         pad_edge=False,
         collapse_padding=True,
     )
-    for column in columns:  # of a heading no word is broken
+    for column in columns:  # wide enough that no word of the heading is broken
         table.add_column(column, overflow="fold", min_width=max(map(len, column.split())))
     return table
 
@@ -208,7 +206,7 @@ def _count(number: int, noun: str) -> str:
 
 
 def run_status(status: RunStatus) -> RenderableType:
-    """What ``replicas status`` prints."""
+    """The output of ``replicas status``."""
     ready = ("ready", "bold green") if status.ready else ("not ready", "bold yellow")
     title = Text.assemble((status.run, "bold"), "  ", ready, f"  {status.endpoint}  pid {status.pid}")
     title.append(f"  up {duration_text(status.uptime_s)}")

@@ -1,4 +1,4 @@
-"""Events as lines for people: the time, the number, whom it concerns, what happened."""
+"""Format events as lines: time, number, subject, and what happened."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def event_line(record: happened.Record) -> Text:
 
 
 def concerns(record: happened.Record, target: str) -> bool:
-    """Whether the event is one of a group or a replica (``group/index``), or of all."""
+    """Whether the event is about this group, this ``group/index``, or all."""
     who = _subject(record.event)
     return not who or who == target or who.startswith(f"{target}/") or target.startswith(f"{who}/")
 
@@ -49,8 +49,7 @@ def _subject(event: happened.Event) -> str:
 
 
 def _words(event: happened.Event, at: float) -> tuple[str, str, str]:
-    """Whom it concerns, what happened (``at``, in seconds since 1970), and a style for
-    it."""
+    """Subject, text and style of an event at ``at`` (seconds since 1970)."""
     who = _subject(event)
     match event:
         case happened.Transition():

@@ -1,5 +1,4 @@
-"""Where tables and lines for people are drawn. The only place that makes a Rich
-console."""
+"""The terminal output of all commands; the only module that creates a Rich console."""
 
 from __future__ import annotations
 
@@ -15,11 +14,10 @@ __all__ = ["Screen", "complain"]
 
 
 class Screen(Console):
-    """A Rich console on which nothing but our own styles controls the terminal,
-    whatever stands in the text.
+    """A Rich console that escapes control characters in any text.
 
-    Text is never read as markup. What is not printable is replaced as it is rendered,
-    also in what is shown live.
+    Text is never read as markup. Unprintable characters are replaced during rendering,
+    also in live displays.
 
     :param to_stderr: draw on stderr, not stdout.
     :param soft_wrap: leave long lines to the terminal.
@@ -30,12 +28,12 @@ class Screen(Console):
 
     def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterable[Segment]:
         for segment in super().render(renderable, options):
-            if segment.control or segment.text.isprintable():  # control: of Rich's own, such as for what is shown live
+            if segment.control or segment.text.isprintable():  # control: Rich's own codes, for live displays
                 yield segment
             else:
                 yield Segment(characters(segment.text), segment.style)
 
 
 def complain(text: str) -> None:
-    """A message to people on stderr, in one or more lines."""
+    """Print a message to stderr, in one or more lines."""
     print(f"replicas: {hanging(text)}", file=sys.stderr)

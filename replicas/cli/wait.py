@@ -1,4 +1,4 @@
-"""The command ``wait``, for scripts that go on when replicas serve."""
+"""The command ``wait``, for scripts that continue when replicas are ready."""
 
 from __future__ import annotations
 
@@ -38,17 +38,16 @@ def wait(
     config: ConfigOption = None,
     endpoint: EndpointOption = None,
     token_file: TokenFileOption = None,
-    ready: Annotated[bool, typer.Option("--ready", help="Until they are ready: what it waits for anyway.")] = True,
+    ready: Annotated[bool, typer.Option("--ready", help="Until they are ready; the default.")] = True,
     timeout: Annotated[
         str, typer.Option("--timeout", "-t", metavar="DURATION", help='How long at most, such as "90s" or "1h".')
     ] = "10m",
     as_json: Json = False,
 ) -> None:
-    """Wait until a replica, a group or (without TARGET) all of the run is ready, or has
-    done its work.
+    """Wait until a replica, a group or (without TARGET) the whole run is ready.
 
-    Exit code 1 when that cannot come about any more (a replica has failed or was
-    drained, the run is over), or not in time.
+    One that has done its work counts as ready. Exit code 1 when that cannot happen any
+    more (a replica has failed or was drained, the run is over), or not in time.
     """
     with exit_codes(failed=FAILED):
         place = place_of(config, None, endpoint, token_file)
@@ -93,8 +92,7 @@ def _until_ready(place: RunAddress, target: str | None, until: float, words: str
 
 
 def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
-    """The groups that are meant, or of one the replica that is meant; None: all of the
-    run.
+    """The named group, or its group with only the named replica; None: all groups.
 
     :raises UsageError: there is no such group or replica.
     """
@@ -110,10 +108,9 @@ def chosen(status: RunStatus, target: str | None) -> tuple[GroupStatus, ...]:
 
 
 def unready(status: RunStatus, target: str | None) -> list[ReplicaStatus]:
-    """Those that are waited for. A group is ready with ``min_ready`` of its replicas;
-    one that is done counts as ready.
+    """Replicas to wait for. A group is ready with ``min_ready`` ready or done ones.
 
-    :raises WorldError: too few of them will be ready by themselves.
+    :raises WorldError: too few of them can still become ready.
     """
     missing: list[ReplicaStatus] = []
     for group in chosen(status, target):
