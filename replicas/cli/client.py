@@ -121,7 +121,7 @@ class Client:
         return answer
 
     def events(self, after: int | None = None, *, follow: bool = True) -> Iterator[bytes]:
-        """JSON records of ``GET /events``; empty ones are keep-alives."""
+        """JSON records of ``GET /events``; empty ones keep the connection alive."""
         query = {"follow": str(int(follow)), **({} if after is None else {"after": str(after)})}
         for line in self._lines(f"/events?{urlencode(query)}"):
             if line.startswith(b"data: "):
@@ -130,7 +130,7 @@ class Client:
                 yield b""
 
     def logs(self, query: Mapping[str, str]) -> Iterator[bytes]:
-        """JSON lines of ``GET /logs``; empty ones are keep-alives."""
+        """JSON lines of ``GET /logs``; empty ones keep the connection alive."""
         return self._lines(f"/logs?{urlencode({**query, 'json': '1'})}")
 
     # ------------------------------------------------------------ one request

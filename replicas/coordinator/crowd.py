@@ -86,7 +86,7 @@ class Crowd(Generic[One]):
             if queue:
                 self._turn = (self._turn + step + 1) % SOURCES
                 return self._taken(queue)
-        raise IndexError("nobody is there")
+        raise IndexError("no connection waits")
 
     def oldest(self) -> Iterator[One]:
         """The oldest of each queue, and the next ones while the caller removes them."""
@@ -99,7 +99,7 @@ class Crowd(Generic[One]):
 
     def _taken(self, queue: OrderedDict[One, None]) -> One:
         if not queue:
-            raise IndexError("nobody is there")
+            raise IndexError("no connection waits")
         one, _ = queue.popitem(last=False)
         del self._where[one]
         return one

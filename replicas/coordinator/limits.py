@@ -109,7 +109,7 @@ MESSAGES_WAITING = 32
 """Unhandled messages of a connection beyond which it is not read."""
 
 FRAGMENTS = 1024
-"""Maximum fragments of one message (members never fragment)."""
+"""Maximum fragments of one message (this library sends each message whole)."""
 
 OUTBOX_NBYTES = 32 * 2**20
 """Unread data of a member with which one more message ends its session.
