@@ -1,11 +1,10 @@
-"""What a rank touches: joining a channel, publishing and receiving weights, collectives
-between peers. Imports torch."""
+"""A rank's API: join a channel, publish, receive, run collectives. Imports torch."""
 
 from __future__ import annotations
 
 from replicas import linux
 
-linux.require()  # before anything is imported that is not there elsewhere
+linux.require()  # before imports that fail on other systems
 
 from replicas.channel.channel import Channel  # noqa: E402
 from replicas.channel.joining import join  # noqa: E402

@@ -1,4 +1,4 @@
-"""What a rank holds of a channel: the public face of this package."""
+"""`Channel`: a rank's membership of a channel, and the public API of this package."""
 
 from __future__ import annotations
 
@@ -48,11 +48,10 @@ CLOSE_TIMEOUT_S = 12.0
 
 
 class Channel(Collectives):
-    """This process's membership of a channel; made by :func:`replicas.join`, ended by
-    :meth:`close` or a ``with`` block.
+    """This process's membership of a channel, made by :func:`replicas.join`.
 
-    All methods may be called from any thread, but publishes from one at a time.
-    Attributes never block.
+    End it with :meth:`close` or a ``with`` block. All methods may be called from any
+    thread, but only one thread at a time may publish. Attributes never block.
     """
 
     def __init__(
@@ -87,23 +86,25 @@ class Channel(Collectives):
 
     @property
     def member(self) -> Member:
-        """Who this process is on the channel."""
+        """This process's identity on the channel."""
         return self._hub.member
 
     @property
     def version(self) -> int:
-        """The version that this rank serves: loaded here, or (on a source) published
-        here. 0: none, or only a part."""
+        """The version that this rank serves: loaded, or (on a source) published here.
+
+        0: none, or only a part of one.
+        """
         return self._hub.loaded
 
     @property
     def latest(self) -> int:
-        """The newest committed version that this process has heard of; 0: none."""
+        """The newest committed version known to this process; 0: none."""
         return self._hub.latest
 
     @property
     def epoch(self) -> int:
-        """Number of the newest membership epoch that this process has heard of."""
+        """Number of the newest membership epoch known to this process."""
         return self._hub.epoch
 
     @property
@@ -118,7 +119,7 @@ class Channel(Collectives):
 
     @property
     def info(self) -> Mapping[str, str]:
-        """What this process passed as ``info`` to join."""
+        """The ``info`` that this process passed to join."""
         return dict(self._hello.info)
 
     # ------------------------------------------------------------ weights
@@ -134,59 +135,57 @@ class Channel(Collectives):
         deadline: float | None = None,
         hold: bool = True,
     ) -> Pending[Receipt]:
-        """Copy a complete set of weights and send it to all targets; returns when it is
-        copied.
+        """Copy a complete set of weights and send it to all targets.
 
+        It returns as soon as the weights are copied; the Pending ends with the commit.
         Call it on every rank of a source replica, in the same order (with ``ranks =
         "leader"`` the leader alone suffices, unless gathering the weights needs the
-        others). The weights are walked once, in order, on this thread and stream, and
-        to their end even after a failure or a refusal of ours; then every rank raises
-        the same error.
+        other ranks). The weights are walked once, in order, on this thread and stream.
+        They are walked to the end even after a failure or a refused argument, because
+        other ranks take part in the gathers; then every rank raises the same error.
 
-        A publish that is under way goes on when the coordinator is started again. One
-        that has no verdict by its deadline ends with OutcomeUnknown, and its Pending
-        tells what became of it as soon as that is known: wait for it again.
+        A publish goes on when the coordinator is restarted. Without a verdict by the
+        deadline it raises OutcomeUnknown; wait on the same Pending again to learn the
+        outcome.
 
-        **On a GPU** the copies are only enqueued, on this thread's current stream, as
-        an operation of torch's would be: what the stream does afterwards may change the
-        weights, and a tensor that was allocated on it may be freed as soon as an
-        iterable goes on. Nothing waits here; ``receipt.phases["hold"]`` tells how long
-        the copies held the stream.
+        **On a GPU** the copies are only queued, on this thread's current stream, like
+        any torch operation: later work on the stream may change the weights, and a
+        tensor allocated on it may be freed as soon as an iterable goes on. The call
+        does not wait for the copies; ``receipt.phases["hold"]`` is the time in seconds
+        for which they held the stream.
 
         :param weights: a slot of :meth:`arena_like`, a module (tied storage once), a
             mapping, an iterable of ``(name, Tensor | DTensor | Shard | None)``, or an
             object with ``metadata()`` and iteration; tensors of any dtype, shape,
             strides and device.
-        :param version: its number, greater than every earlier one; None: the next one.
-        :param dtype: cast plain floating tensors to this on the way.
+        :param version: number of the version, greater than every earlier one; default:
+            the next number.
+        :param dtype: cast plain floating tensors to this dtype; default: no cast.
         :param meta: scalars, and lists and dicts of scalars; receivers get it as
-            ``update.meta``. Or a function that returns them: it is called on every
-            rank, on this thread, when the weights were walked (a checksum, a norm), and
-            what that of rank 0 returns counts. Other hosts are sent nothing before
-            that.
+            ``update.meta``. Or a function that returns such a mapping (with a checksum
+            or a norm, say): it is called on every rank, on this thread, after the
+            weights were walked, and rank 0's result is used. No bytes go to other hosts
+            before that.
         :param new_manifest: allow other names, shapes or dtypes than before.
         :param deadline: seconds for the whole publish; default: the channel's.
-        :param hold: False: the stream does not wait for the copies of GPU tensors,
-            which another stream makes. You promise not to write to the weights before
-            :meth:`fence`, or the next publish. It applies to weights of which nothing
-            has to be gathered: a module or a mapping; others are copied by the current
-            stream all the same.
+        :param hold: False: another stream copies the GPU tensors, and this stream does
+            not wait for it. The caller must not write to the weights before
+            :meth:`fence` or the next publish. Applies to weights that need no gather (a
+            module or a mapping); others are copied on the current stream all the same.
         :raises replicas.errors.StaleVersion: ``version`` is not newer.
         :raises replicas.errors.ManifestMismatch: a value cannot be published, or does
             not fit the manifest.
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
         :raises replicas.errors.Busy: no slot became free in time.
-        :raises replicas.errors.ReplicasError: an earlier publish or operation failed,
-            and nobody had waited for it.
+        :raises replicas.errors.ReplicasError: an earlier publish or operation failed
+            and no caller has been told.
         """
         self._check_role("publish")
         feed = Feed(weights, mode=self._publisher.mode)
         try:
             feed.cast_to(dtype)
             job = self._publish_job(version, meta, new_manifest, deadline, hold=hold)
-        except (
-            Exception
-        ):  # whatever is wrong with the call: the gathers that are made by walking have other ranks in them
+        except Exception:  # any error of the call: walking the weights makes gathers that other ranks take part in
             feed.drain()
             raise
         return self._publisher.publish(feed, job)
@@ -200,7 +199,7 @@ class Channel(Collectives):
         *,
         hold: bool,
     ) -> PublishJob:
-        """What is asked for, checked."""
+        """Check the arguments."""
         self._check_open()
         number = None if version is None else arguments.integer("publish: version", version, least=1, most=VERSION_MAX)
         said = meta if callable(meta) else arguments.meta("publish: meta", meta)
@@ -211,37 +210,41 @@ class Channel(Collectives):
         return PublishJob(number, seconds, said, renewed, self.name, hold=held)
 
     def fence(self, stream: torch.Stream | None = None) -> None:
-        """From now on ``stream`` (default: the current one of this thread) waits for
-        the copies of all publishes.
+        """Make ``stream`` wait for the copies of all publishes.
 
-        It waits on the GPU, and this call for nothing: weights that were published with
-        ``hold=False`` may be written by what is enqueued afterwards. Without a GPU it
-        does nothing: publish has copied them.
+        By default ``stream`` is this thread's current stream. It waits on the GPU; the
+        call does not block. Work that is queued on the stream afterwards may write to
+        weights that were published with ``hold=False``. Without a GPU the call does
+        nothing: publish has already copied the weights.
+
+        :raises replicas.errors.UsageError: ``stream`` is not a torch.Stream (on CUDA:
+            not a torch.cuda.Stream).
         """
         self._check_open()
         if (
             accelerator() is None and stream is not None and not isinstance(stream, torch.Stream)
-        ):  # else that one judges
+        ):  # with an accelerator, on_stream() checks the type
             raise self._usage(f"fence: stream must be a torch.Stream, not {shown(stream)}", "e.g. torch.cuda.Stream()")
         self._publisher.copies.fence(stream)
 
     def arena_like(
         self, weights: object, *, dtype: torch.dtype | None = None, deadline: float | None = None
     ) -> WritableSlot:
-        """A free slot as a mapping of names to CPU tensors, to write the next version
-        into: publishing it copies nothing.
+        """A free slot as writable tensors by name; publishing it copies nothing.
 
-        Use it in a ``with`` block, write every tensor (their contents are undefined),
-        and pass the mapping to :meth:`publish` inside the block; leaving the block
-        without a publish gives the slot back. From the publish on its tensors are
-        empty, and what is in the slot is read by others: keep no views of it. Channels
-        need ``slots`` >= 2. With ``staging = "device"`` they are on the GPU: write them
-        on the current stream of this thread, and publish on a stream that has, or waits
-        for, all that was written.
+        Use it in a ``with`` block: write the next version into every tensor (on the
+        CPU; their contents are undefined) and pass the mapping to :meth:`publish`
+        inside the block. Leaving the block without a publish gives the slot back. The
+        publish empties the mapping's tensors, and other processes read the slot from
+        then on: keep no views of it. The channel needs ``slots`` >= 2.
+
+        With ``staging = "device"`` the tensors are on the GPU: write them on this
+        thread's current stream, and publish on a stream that did, or waits for, all
+        these writes.
 
         :param weights: names, shapes and dtypes: a module, a mapping, or an object with
             ``metadata()``.
-        :param dtype: of plain floating tensors; default: as they are.
+        :param dtype: dtype of plain floating tensors; default: as they are.
         :param deadline: seconds to wait for a free slot; default: the channel's.
         :raises replicas.errors.ManifestMismatch: a value cannot be published.
         :raises replicas.errors.NoCapacity: there is no memory for a slot.
@@ -264,29 +267,29 @@ class Channel(Collectives):
     def receive(
         self, *, deadline: float | None = None, at_least: int | tuple[str, float] | None = None
     ) -> Pending[Update]:
-        """The newest committed version, newer than the one loaded here, and the same
-        for all ranks of this replica.
+        """Get the newest committed version, the same for all ranks of this replica.
 
-        A second call before the update was taken returns the same Pending. It may be
-        called ahead of time: as long as nobody has waited for the update, it is
-        replaced by each newer version (``done()`` is False for a moment then). One that
-        was handed out keeps its memory from being used again until it has ended, and
-        with it a publish may wait.
+        It is newer than the version loaded here. A second call before the update was
+        taken returns the same Pending. The call may be made ahead of time: until a
+        caller waits for the update, each newer version replaces it (``done()`` is False
+        for a moment then). An update that was handed out keeps its slot in use until it
+        is closed; a publish may have to wait for that slot.
 
-        A replica that was started again in the middle of a commit would be given the
-        version before it: where that is too old, say which one is needed. Pass the same
-        ``at_least`` on all ranks of a replica: of several, the highest counts for all
-        that wait, and one that is above what another rank has begun to load waits until
-        that rank asks again.
+        A replica that restarts in the middle of a commit gets the version before it;
+        pass ``at_least`` where that is too old. Pass the same ``at_least`` on all ranks
+        of a replica. Otherwise the highest bound applies to all ranks that wait, and a
+        bound above the version that another rank has begun to load waits until that
+        rank calls again.
 
-        :param deadline: seconds; None (the default): wait for the next commit as long
-            as it takes.
-        :param at_least: a version's number, or ``(key, number)`` of the ``meta`` that
-            its publisher gave, such as ``("step", 100)``: no version below it is taken,
-            nor one without such a number. A call with another bound takes the place of
-            the receive that is under way, which ends with UsageError.
+        :param deadline: seconds; None (the default): wait for the next commit without
+            limit.
+        :param at_least: a version number, or ``(key, number)`` of the publisher's
+            ``meta``, such as ``("step", 100)``: older versions, and versions without
+            such a number, are skipped. A call with another bound replaces the receive
+            under way, which fails with UsageError.
         :raises replicas.errors.UsageError: the last update is still open, or this rank
-            is no target. The Pending raises DeadlineExceeded.
+            is not a target. The Pending raises DeadlineExceeded, or Disconnected after
+            60 s without a session.
         """
         self._check_open()
         if self.role not in ("target", "both"):
@@ -295,22 +298,32 @@ class Channel(Collectives):
         return self._receiver.receive(None if deadline is None else self._deadline_s(deadline), bound)
 
     def committed(self, *, after: int | None = None, deadline: float | None = None) -> Pending[int]:
-        """Resolves with the newest committed version as soon as it is newer than
-        ``after`` (default: the latest now)."""
+        """A Pending of the newest committed version, once it is newer than ``after``.
+
+        It raises DeadlineExceeded, or Disconnected after 60 s without a session.
+
+        :param after: a version number; default: the latest now.
+        :param deadline: seconds; None (the default): no limit.
+        """
         self._check_open()
         number = None if after is None else arguments.integer("committed: after", after)
         return self._watches.committed(number, None if deadline is None else self._deadline_s(deadline))
 
     def loaded(self, version: int, *, deadline: float | None = None) -> Pending[int]:
-        """Resolves when every live target replica has loaded ``version`` or a newer one
-        (with the oldest of those)."""
+        """A Pending until all live target replicas have loaded ``version`` or newer.
+
+        Its value is the oldest version that such a replica serves. It raises
+        DeadlineExceeded, or Disconnected after 60 s without a session.
+
+        :param version: a version number.
+        :param deadline: seconds; None (the default): no limit.
+        """
         self._check_open()
         number = arguments.integer("loaded: version", version)
         return self._watches.loaded(number, None if deadline is None else self._deadline_s(deadline))
 
     def progress(self, step: int) -> None:
-        """Tell that the program goes on; restarts for lack of progress look at it.
-        Cheap: sent with the next heartbeat.
+        """Report progress, for restarts on lack of it; sent with the next heartbeat.
 
         :param step: a whole number, 0 or more.
         """
@@ -320,17 +333,17 @@ class Channel(Collectives):
     # ------------------------------------------------------------ the end
 
     def close(self, *, wait: bool = True) -> None:
-        """Leave the channel: say good-bye, end the sidecars, free the memory. Closing
-        again does nothing.
+        """Leave the channel: say good-bye, end the sidecars, free the memory.
 
-        It blocks: call it in a worker thread if a coordinator runs on this thread's
-        event loop.
+        Closing again does nothing. It blocks: call it in a worker thread if a
+        coordinator runs on this thread's event loop.
 
-        :param wait: first let publishes and operations that are under way end, by their
-            own deadlines.
-        :raises replicas.errors.UsageError: one does; the channel is still open then.
-        :raises replicas.errors.ReplicasError: one of them failed and nobody had waited
-            for it.
+        :param wait: first let publishes and operations under way end, by their own
+            deadlines; default True.
+        :raises replicas.errors.UsageError: a coordinator runs on this thread's event
+            loop; the channel stays open.
+        :raises replicas.errors.ReplicasError: one of them failed and no caller has been
+            told.
         """
         if self._pid != os.getpid():
             return  # a forked child has nothing to close
@@ -344,7 +357,7 @@ class Channel(Collectives):
         failure: BaseException | None = None
         inside = Holder()
         try:
-            self._hub.call(self._hub.leases.lend, inside, self._start_to_leave)  # also when this is interrupted
+            self._hub.call(self._hub.leases.lend, inside, self._start_to_leave)  # runs even if this is interrupted
             self._closed = True
             if wait:
                 self._wait_for_open_jobs()
@@ -372,12 +385,12 @@ class Channel(Collectives):
         self.close(wait=error is None)
 
     def _wait_for_open_jobs(self) -> None:
-        self._hub.loop.run(lambda: asyncio.sleep(0), CLOSE_TIMEOUT_S)  # what was called before has reached the loop
+        self._hub.loop.run(lambda: asyncio.sleep(0), CLOSE_TIMEOUT_S)  # earlier calls have reached the loop
         for pending in (*self._publisher.open_jobs(), *self._operations.open_jobs()):
-            pending._ended.wait()  # not wait(): that would count as having told the caller
+            pending._ended.wait()  # not wait(): that would count as telling the caller
 
     def _start_to_leave(self) -> None:
-        """Session thread."""
+        """On the session thread."""
         if not self._leaving:
             self._closed = self._leaving = True
             self._hub.loop.spawn(self._leave_on_loop(), f"{self.name}: leaves")
@@ -400,7 +413,7 @@ class Channel(Collectives):
     # ------------------------------------------------------------ inside
 
     def _open(self, timeout_s: float) -> None:
-        """Connect; called once, by join."""
+        """Connect; join calls it once."""
         loop = self._hub.loop
         until = time.monotonic() + timeout_s
         loop.closers[self] = self._close_at_exit
@@ -414,7 +427,7 @@ class Channel(Collectives):
             ) from error
         settings = self._hub.settings
         if settings.role == "peer" and (settings.peer_ranks != "leader" or self._hub.leader):
-            self._hub.call(self._lanes.prepare)  # the others have sidecars only if they are on several hosts
+            self._hub.call(self._lanes.prepare)  # the other roles need sidecars only with several hosts
 
     def _start_operation(self, operation: OperationCall, deadline: float | None) -> Pending[Receipt]:
         self._check_open()

@@ -1,25 +1,25 @@
-"""The session thread's side of one channel: what all parts of it share.
+"""Message routing and shared state of one channel, on the session thread.
 
 Theory of operation
 ===================
 
 A :class:`Hub` belongs to one channel of this process. It receives every message of the
-session and gives it to the part that knows it (publishes, receives, transfers, lanes,
-operations, watches); each part registers its own handlers. All of this runs on the
+session and routes it to the part that handles its type (publishes, receives, transfers,
+lanes, operations, watches); each part registers its handlers. All of this runs on the
 session thread, without locks. The few values that other threads read (``latest``,
 ``loaded``, ``epoch``, ``members``, ``over``) are replaced as a whole, never changed in
 place.
 
 **Two ways to lose the coordinator.** A broken connection alone changes nothing: the
-session goes on after the reconnect. A new coordinator (another term) knows nothing of
-what is under way here but what our Hello says. Each part then announces again what it
-has open (publishes, asks, watches), or ends it (transfers, lanes), and ``Resumed`` says
-that this is all. What changed here between the Hello and the Welcome is told in
-between: it had been queued for the old coordinator, and was thrown away. Whatever
-happens, each operation also has a timer of its own here, a little behind its deadline.
+session resumes after the reconnect. A new coordinator (another term) knows only what
+this member's Hello says of operations under way. Each part then announces what it has
+open (publishes, requests, watches) or ends it (transfers, lanes), and ``Resumed``
+concludes the announcement. Messages that were queued for the old coordinator were
+discarded, so changes between the Hello and the Welcome are announced first. In any case
+each operation also has a local timer that fires shortly after its deadline.
 
-What is held, and what of it must be kept, is in
-:mod:`replicas.channel.versions.holdings`.
+:mod:`replicas.channel.versions.holdings` knows which versions are held and which of
+    them must be kept.
 """
 
 from __future__ import annotations
@@ -72,11 +72,10 @@ __all__ = ["BYE_TIMEOUT_S", "GRACE_S", "Hub", "Part", "as_wire_error"]
 logger = logging.getLogger("replicas.channel")
 
 GRACE_S = 5.0
-"""How long after its deadline an operation waits for the coordinator's verdict before
-it ends by itself."""
+"""How long after its deadline an operation waits for a verdict before it ends."""
 BYE_TIMEOUT_S = 2.0
 DOWN_S = 60.0
-"""How long without a session before that which has no deadline of its own fails."""
+"""How long without a session before a wait without a deadline fails."""
 
 
 class Part(Protocol):
@@ -85,8 +84,7 @@ class Part(Protocol):
     def handlers(self) -> dict[type, Callable[[Any], None]]: ...
 
     def new_term(self) -> None:
-        """The coordinator is a new one: announce again what is open, and end what
-        cannot go on."""
+        """A new coordinator: announce open work again, end work that cannot go on."""
 
     def fail_all(self, error: errors.ReplicasError) -> None:
         """The session is over: end everything with ``error``."""
@@ -110,8 +108,7 @@ class Hub:
         self.publishes_made = 0
         self.several_hosts = False
         self.device = ""
-        """UUID of the GPU on which the slots are (``staging = "device"``); empty: in
-        host memory."""
+        """UUID of the GPU that holds the slots (staging "device"), or empty."""
         self.over: errors.ReplicasError | None = None
         self._introduced = hello
         self._session: Session | None = None
@@ -158,13 +155,12 @@ class Hub:
 
     @property
     def latest(self) -> int:
-        """The newest committed version that was heard of."""
+        """The newest committed version known here."""
         return self.holdings.latest
 
     @property
     def last_outage(self) -> float:
-        """When the session was last lost (it may be there again since); 0: never. Tells
-        one outage from another."""
+        """When the session was last lost, as an id of that outage; 0: never."""
         return self._down_since
 
     @property
@@ -173,15 +169,13 @@ class Hub:
 
     @property
     def gpu(self) -> str:
-        """UUID of the GPU with which this process has joined, for each thread has a
-        current one of its own; empty: none."""
+        """UUID of the GPU current at join (each thread has its own); empty: none."""
         return next(iter(self._introduced.cuda_devices), "")
 
     # ------------------------------------------------------------ for the parts
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run ``function(*args)`` on the session thread, from any thread. If it raises,
-        the channel ends: a bug."""
+        """Any thread: run it on the session thread; an error ends the channel (bug)."""
         self.loop.call(self._guarded, function, *args)
 
     def after(self, delay_s: float, function: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
@@ -189,13 +183,15 @@ class Hub:
         return self.loop.loop.call_later(max(0.0, delay_s), self._guarded, function, *args)
 
     def spawn(self, coroutine: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        """Session thread: run ``coroutine`` as a task. If it raises, the channel ends:
-        a bug."""
+        """Session thread: run ``coroutine`` as a task; an error ends the channel."""
         return self.loop.spawn(self._guarded_task(coroutine), f"{self.name}: {name}")
 
     def send(self, message: FromMember) -> None:
-        """Session thread. :raises replicas.errors.UsageError: it cannot travel, which
-        what it is for ends with, alone."""
+        """Session thread: send a message.
+
+        :raises replicas.errors.UsageError: it cannot be encoded or is too large; only
+            the operation that it belongs to must end.
+        """
         if self.over is None:
             self.session.send(message)
 
@@ -203,7 +199,7 @@ class Hub:
         return kind(message, channel=self.name, **fields)
 
     def no_answer(self, what: str, deadline_s: float) -> errors.ReplicasError:
-        """Why ``what`` has not ended by its deadline."""
+        """The error of ``what``, which has not ended by its deadline."""
         if not self.session.connected:
             down_s = time.monotonic() - self._down_since
             return self.error(
@@ -214,14 +210,12 @@ class Hub:
         return self.error(errors.DeadlineExceeded, f"{what} did not end within its {deadline_s:g} s")
 
     def note_failure(self, pending: Pending[Any]) -> None:
-        """Session thread: a publish or operation failed: if nobody waits for it, it
-        surfaces later."""
+        """Session thread: remember a failure, for callers that do not wait for it."""
         known = (known for known in self._failures if known._unobserved_error() is not None)
         self._failures = (*known, pending)
 
     def take_failure(self) -> BaseException | None:
-        """The oldest failure that nobody was told of; from any thread. The caller tells
-        of it."""
+        """Any thread: the oldest failure that no caller was told of, to raise it."""
         found = None
         for pending in self._failures:
             error = pending._unobserved_error()
@@ -240,18 +234,15 @@ class Hub:
         self._commit_listeners.append(listener)
 
     def on_settled(self, listener: Callable[[int, bool], None]) -> None:
-        """Session thread: call ``listener(version, committed)`` at each commit and each
-        discard."""
+        """Session thread: call ``listener(version, committed)`` at commit, discard."""
         self._settle_listeners.append(listener)
 
     def on_fill(self, listener: Callable[[int, int], None]) -> None:
-        """Session thread: call ``listener(version, nbytes)`` when so much of the data
-        of a version is packed."""
+        """Session thread: call ``listener(version, nbytes)`` as a version is packed."""
         self._fill_listeners.append(listener)
 
     def filled_up_to(self, version: int, nbytes: int) -> None:
-        """Session thread: the first ``nbytes`` of the data of ``version`` are in its
-        slot."""
+        """Session thread: the slot of ``version`` has its first ``nbytes`` of data."""
         for listener in self._fill_listeners:
             listener(version, nbytes)
 
@@ -266,7 +257,7 @@ class Hub:
     # ------------------------------------------------------------ the session's handler
 
     def introduce(self, hello: Hello) -> Hello:
-        """``hello`` with what this member knows now."""
+        """``hello`` with the current state of this member."""
         known = self.holdings
         self._introduced = msgspec.structs.replace(
             hello,
@@ -327,8 +318,7 @@ class Hub:
         self.send(Resumed())
 
     def _correct(self) -> None:
-        """Tell what has changed since the Hello: what was queued meanwhile went to
-        nobody."""
+        """Announce changes since the Hello: messages since then were discarded."""
         held = {found.version for found in self.holdings.held()}
         for told in self._introduced.held:
             if told.version not in held:
@@ -361,7 +351,7 @@ class Hub:
         for end in (*ends, self.holdings.close):
             try:
                 end()
-            except Exception:  # the others must end, too
+            except Exception:  # the other parts must end, too
                 logger.exception("%s: a part of the channel could not be ended", self.name)
 
     def _down_long(self) -> None:
@@ -418,8 +408,7 @@ class Hub:
         self.assign(message.version)
 
     def assign(self, version: int) -> None:
-        """Session thread: this replica was granted ``version``; 0: nothing is to be
-        loaded."""
+        """Session thread: this replica is to load ``version``; 0: nothing to load."""
         self.holdings.assigned = version
         self.holdings.protect()
 
@@ -437,7 +426,7 @@ class Hub:
     def _guarded(self, function: Callable[..., object], *args: Any) -> None:
         try:
             function(*args)
-        except BaseException as error:  # noqa: BLE001  # it must end the waits on this channel, not hang them, whatever it is
+        except BaseException as error:  # noqa: BLE001  # any error must end the waits on this channel, not hang them
             self._broken(error)
 
     async def _guarded_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
@@ -449,7 +438,7 @@ class Hub:
             self._broken(error)
 
     def loop_broken(self, error: errors.ReplicasError) -> None:
-        """The loop of the session thread has ended unasked."""
+        """The loop of the session thread has ended unexpectedly."""
         error.channel = self.name
         self._end(error)
 
@@ -467,8 +456,7 @@ class Hub:
 
 
 def as_wire_error(error: BaseException, *, channel: str, phase: str, version: int | None = None) -> WireError:
-    """Any failure of ours as data; a kind that the tree of errors does not know is a
-    bug."""
+    """Any failure here as data; an error of an unknown type counts as a bug."""
     if isinstance(error, errors.ReplicasError):
         return WireError.of(error)
     if isinstance(error, SidecarFailed):
@@ -493,6 +481,5 @@ def as_wire_error(error: BaseException, *, channel: str, phase: str, version: in
 
 
 def _lacks_threads(error: BaseException) -> bool:
-    """No thread could be started: a limit of processes is reached. Python has no type
-    for it."""
+    """Whether no thread could be started (process limit); Python has no type for it."""
     return isinstance(error, RuntimeError) and "can't start new thread" in str(error)

@@ -1,4 +1,4 @@
-"""Becoming a member of a channel."""
+"""Join a channel: identify this process, connect to the coordinator, check the GPU."""
 
 from __future__ import annotations
 
@@ -48,37 +48,34 @@ def join(
 ) -> Channel:
     """Join ``channel`` and return at once: it never waits for other members.
 
-    Who this process is, and where the coordinator is, comes from the environment that
-    the supervisor set, or from the arguments, which win. A second join of one (group,
-    replica, rank) fences the first. One process may join several channels, and one
-    channel as several members.
+    Identity and address come from the environment that the supervisor set; arguments
+    override it. A second join of one (group, replica, rank) fences the first. One
+    process may join several channels, and one channel as several members.
 
-    Where a GPU is used, choose it (``torch.cuda.set_device``) before joining. From an
+    On a GPU, choose the device (``torch.cuda.set_device``) before joining. In an
     asyncio program call this in a worker thread if the coordinator runs on the same
     event loop.
 
     :param endpoint: ``host:port`` of the control port (``REPLICAS_ENDPOINT``).
     :param token: the run's token (the content of ``REPLICAS_TOKEN_FILE``).
-    :param run: name of the run (``REPLICAS_RUN``); None where there is none: not
-        checked.
+    :param run: name of the run (``REPLICAS_RUN``); not checked if neither is given.
     :param group: name of this rank's group (``REPLICAS_GROUP``).
-    :param replica: index of this rank's replica in the group (``REPLICA_ID``).
-    :param rank: this rank (``RANK``, else 0). :param world_size: ranks of the replica
-        (``WORLD_SIZE``, else 1).
-    :param observe: only watch: commits, loads and members, but no bytes. It needs no
-        identity, and takes nobody's place: several may have one name, also that of a
-        rank.
+    :param replica: index of this rank's replica in the group (``REPLICA_ID``, else 0).
+    :param rank: this rank (``RANK``, else 0).
+    :param world_size: ranks of the replica (``WORLD_SIZE``, else 1).
+    :param observe: only watch commits, loads and members; no bytes. An observer needs
+        no identity and fences nobody: several may have one name, also that of a rank.
     :param info: short texts for status pages and routers, such as ``{"url":
         "http://..."}``.
     :param timeout: seconds until there must be a session; default 30.
-    :raises replicas.errors.UsageError: something is missing or wrong (also: a token
-        that is not accepted); or a coordinator runs on this thread's event loop.
+    :raises replicas.errors.UsageError: an argument is missing or wrong (also: the token
+        is not accepted), or a coordinator runs on this thread's event loop.
     :raises replicas.errors.UnknownChannel: no such channel, or the group has no part in
         it.
-    :raises replicas.errors.Preflight: it cannot work with the members that are there;
-        or the channel's slots are in GPU memory (``staging = "device"``), and this
-        process has none that its sidecar could use, which is tried here.
-    :raises replicas.errors.Disconnected: nobody answered in time.
+    :raises replicas.errors.Preflight: this process is not compatible with the present
+        members; or the channel's slots are in GPU memory (``staging = "device"``) and
+        this process has none that its sidecar can use, which is tested here.
+    :raises replicas.errors.Disconnected: no coordinator answered in time.
     """
     own_loop.must_not_block("join")
     channel = arguments.name("join: channel", channel)
@@ -114,8 +111,7 @@ def join(
 
 
 def _prove_device(hub: Hub, until: float) -> None:
-    """Where slots are on a GPU: that a sidecar can use the memory of this rank
-    there."""
+    """If slots are on a GPU: test that a sidecar can use this rank's memory there."""
     settings = hub.settings
     ranks = {"source": settings.source_ranks, "peer": settings.peer_ranks}.get(settings.role, "all")
     if not hub.device or (ranks == "leader" and not hub.leader):
@@ -183,7 +179,7 @@ def _hello(
 
 
 def _show_stacks(found: Environment, hello: Hello) -> None:
-    """Under a supervisor: have this process write its stacks when it asks for them."""
+    """Under a supervisor: register this process to write its stacks on request."""
     if found.log_dir is None or hello.observe:
         return
     try:
@@ -207,8 +203,7 @@ def _endpoint(endpoint: str | None) -> str:
 
 
 def _nccl_version() -> str:
-    """Such as ``2.28.9``; empty where torch has no NCCL. Asks the library alone: CUDA
-    is not initialised."""
+    """NCCL's version, such as ``2.28.9``, or ""; read without initialising CUDA."""
     if not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
         return ""
     return ".".join(str(part) for part in torch.cuda.nccl.version())  # type: ignore[no-untyped-call]  # torch leaves it untyped

@@ -1,28 +1,27 @@
-"""The session thread: one daemon thread in each process, whose asyncio loop carries all
-channels.
+"""The session thread: one daemon thread per process, one asyncio loop for all channels.
 
 Theory of operation
 ===================
 
-The user's threads never touch a socket. They hand functions to this loop
+The user's threads never touch a socket. They pass functions to this loop
 (:meth:`SessionLoop.call`) and wait, if at all, on a
-:class:`~replicas.channel.pending.Pending`. Everything that belongs to the loop is
-changed on its thread only.
+:class:`~replicas.channel.pending.Pending`. State of the loop changes on its thread
+    only.
 
 **Fork.** A forked child (a DataLoader worker) inherits the descriptors but not the
-thread. A session that such a child kept open would hide the death of the rank. In the
+thread. If the child kept a session open, it would hide the death of the rank. In the
 child each registered descriptor is therefore replaced by ``/dev/null``: the connection
-is given up, while the number stays taken, so that no object that still believes in it
-can close somebody else's file. The epoll instance is treated alike: the child's would
-be the parent's own. The objects themselves are kept alive in the child, without use, so
-that no finaliser runs on them.
+is dropped while the number stays taken, so that an object that still has the number
+cannot close an unrelated file. The epoll instance is replaced too, because the child
+would share it with the parent. The child keeps the objects alive, unused, so that no
+finaliser runs on them.
 
-**The thread never ends unasked.** What comes out of the loop (a SystemExit in a
-handler, say) ends every channel with InternalError, so that nobody waits for what will
-not happen any more; then the loop goes on, for those who join again.
+**The thread does not end on errors.** An exception that escapes the loop (a SystemExit
+in a handler, say) ends every channel with InternalError, so that no caller waits
+forever; then the loop runs again, for later joins.
 
-**Exit.** At interpreter exit the channels that are still open say good-bye, then the
-loop ends. Functions run by ``atexit`` do so before daemon threads are frozen.
+**Exit.** At interpreter exit the open channels say good-bye, then the loop ends.
+``atexit`` functions run before daemon threads are frozen.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ logger = logging.getLogger("replicas.channel")
 
 EXIT_TIMEOUT_S = 3.0
 ENDS_MAX = 100
-"""So often the loop may have ended unasked; then its thread ends for good."""
+"""How often the loop may end unexpectedly before its thread ends for good."""
 
 
 class Inherited(Protocol):
-    """Something with descriptors of its own."""
+    """A connection whose descriptors a forked child inherits."""
 
     def close_in_child(self) -> None: ...
 
@@ -62,7 +61,7 @@ class User(Protocol):
     """A channel."""
 
     def loop_broken(self, error: errors.ReplicasError) -> None:
-        """The loop has ended unasked: end everything. On the session thread."""
+        """End everything: the loop has ended unexpectedly. On the session thread."""
 
 
 class SessionLoop:
@@ -74,11 +73,11 @@ class SessionLoop:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._forkservers: dict[str, asyncio.Task[Forkserver]] = {}
         self.inherited: set[Inherited] = set()
-        """Connections that a forked child must let go of."""
+        """Connections that a forked child must close."""
         self.closers: dict[object, Callable[[], None]] = {}
-        """Called at exit, on the main thread, newest first: the open channels."""
+        """Close functions of open channels; at exit, main thread, newest first."""
         self.users: set[User] = set()
-        """Channels that are open; changed on the session thread."""
+        """Open channels; changed on the session thread."""
         self._stopping = self._begun = self._over = False
         self._ends = 0
         selector = selectors.DefaultSelector()
@@ -88,8 +87,10 @@ class SessionLoop:
         self._thread = threading.Thread(target=self._run, name="replicas-session", daemon=True)
 
     def begin(self) -> SessionLoop:
-        """Start its thread. Apart from making it, for an interrupt in between must not
-        leave a thread that nobody knows.
+        """Start the thread.
+
+        Separate from the constructor: an interrupt between the two must not leave a
+        thread without an owner.
 
         :raises replicas.errors.NoCapacity: no thread can be started.
         """
@@ -113,7 +114,7 @@ class SessionLoop:
             error: BaseException | None = None
             try:
                 self.loop.run_forever()
-            except BaseException as raised:  # noqa: BLE001  # whatever it is, nobody may wait for this thread any more
+            except BaseException as raised:  # noqa: BLE001  # no caller may wait for this thread
                 error = raised
             if not self._stopping:
                 self._ended_unasked(error)
@@ -132,29 +133,29 @@ class SessionLoop:
 
     @property
     def alive(self) -> bool:
-        """Whether what is given to it will be run.
+        """Whether functions passed to :meth:`call` will run.
 
-        The thread itself is not asked: an interrupt in ``Thread.is_alive`` makes it
-        believe that it has ended.
+        ``Thread.is_alive`` is not used: an interrupt inside it makes a live thread look
+        dead.
         """
         return self._begun and not self._over and not self._stopping
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Run ``function(*args)`` on the loop soon, in the order of the calls. From any
-        thread; never blocks.
+        """Run ``function(*args)`` on the loop soon, in call order, from any thread.
 
-        :raises replicas.errors.InternalError: its thread has ended.
+        Never blocks.
+
+        :raises replicas.errors.InternalError: the thread has ended.
         """
         if self._over and not self._stopping:
             raise errors.InternalError("the session thread has ended")
         self.loop.call_soon_threadsafe(function, *args)
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]], timeout_s: float) -> T:
-        """Run the coroutine that ``make`` makes on the loop, and wait for it on another
-        thread.
+        """Run the coroutine of ``make`` on the loop and wait for it on another thread.
 
-        :raises TimeoutError: it did not end in time; it is cancelled, as it is when the
-            wait is interrupted.
+        :raises TimeoutError: it did not end in time. It is then cancelled, as it is
+            when the wait is interrupted.
         """
         if threading.current_thread() is self._thread:
             raise errors.InternalError("the session thread cannot wait for itself")
@@ -174,12 +175,11 @@ class SessionLoop:
         except asyncio.CancelledError:
             pending._fail(errors.Gone("the call was cancelled", hint=""))
             raise
-        except BaseException as error:  # noqa: BLE001  # for whoever waits
+        except BaseException as error:  # noqa: BLE001  # for the waiter
             pending._fail(error if isinstance(error, Exception) else _foreign(error))
 
     def spawn(self, coroutine: Coroutine[Any, Any, T], name: str) -> asyncio.Task[T]:
-        """Start a task on the loop's thread. It must handle its own errors: one that
-        does not is logged as a bug."""
+        """Start a task on the loop's thread; an unhandled error is logged as a bug."""
         task = self.loop.create_task(coroutine, name=name)
         self._tasks.add(task)
         task.add_done_callback(self._task_done)
@@ -191,19 +191,18 @@ class SessionLoop:
             logger.error("task %s failed; please report this", task.get_name(), exc_info=error)
 
     def register_fd(self, fd: int) -> None:
-        """Forked children must not keep ``fd`` open."""
+        """Register a descriptor that forked children must not keep open."""
         self._fds.add(fd)
 
     def unregister_fd(self, fd: int) -> None:
         self._fds.discard(fd)
 
     async def forkserver(self, name: str | None) -> Forkserver:
-        """The forkserver behind the door ``name``, or this process's own helper;
-        shared, and made when first asked for.
+        """The forkserver at socket ``name``, or this process's own helper (None).
 
-        On the loop's thread. One that has died is replaced by a new one.
+        Shared, and made on first use; a dead one is replaced. On the loop's thread.
 
-        :raises OSError, RuntimeError: it cannot be had.
+        :raises OSError, RuntimeError: it cannot be started or reached.
         """
         key = name or ""
         task = self._forkservers.get(key)
@@ -256,7 +255,7 @@ class SessionLoop:
         await asyncio.gather(*rest, return_exceptions=True)
 
     def abandon(self) -> None:
-        """This is a forked child: let go of every connection of the parent's."""
+        """In a forked child: drop every connection of the parent."""
         null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
         for fd in self._fds:
             os.dup2(null, fd, inheritable=False)
@@ -266,8 +265,7 @@ class SessionLoop:
 
 
 def _foreign(error: BaseException) -> errors.ReplicasError:
-    """A SystemExit or the like, which must not go through threads that nobody wanted to
-    end."""
+    """Wrap a SystemExit or the like, which must not end the threads that it reaches."""
     return errors.InternalError(f"{type(error).__name__}: {error}")
 
 
@@ -277,8 +275,7 @@ _abandoned: list[SessionLoop] = []
 
 
 def session_loop() -> SessionLoop:
-    """The session loop of this process, started when first asked for, and again when
-    its thread has ended.
+    """The session loop of this process; started on first use, or when its thread ended.
 
     :raises replicas.errors.NoCapacity: no thread can be started.
     """

@@ -1,29 +1,27 @@
-"""A result that is on its way.
+"""The outcome of an operation that is still running, for threads, asyncio and trio.
 
 Theory of operation
 ===================
 
 A :class:`Pending` is made on any thread and ended once, by the session thread: the
-first of ``_resolve`` and ``_fail`` wins and says so by returning True. Waiters of three
-kinds may watch it at once: threads (a latch), asyncio tasks (woken by
+first call of ``_resolve`` or ``_fail`` wins and returns True. Three kinds of waiters
+may watch it at once: threads (a latch), asyncio tasks (woken by
 ``call_soon_threadsafe`` of their own loop) and trio tasks (woken by ``run_sync_soon``
-of their own token). A waiter that times out or is cancelled only takes its own wake-up
-back: waiting never changes the operation, and the value stays there for the next one
-who asks.
+of their own token). A waiter that times out or is cancelled only removes its own
+wake-up: waiting never changes the operation, and the value stays for the next waiter.
 
-**Settling.** An end with :class:`~replicas.errors.OutcomeUnknown` may be replaced,
-once, when it is known what became of it: by a value or another error
-(:meth:`Pending._settle`), or by work that makes the value (:meth:`Pending._settle_by`).
-Such work writes into the caller's tensors, so it runs on the thread of the first one
-that waits again, and never by itself.
+**Settling.** An end with :class:`~replicas.errors.OutcomeUnknown` may be replaced once,
+when the outcome becomes known: by a value or another error (:meth:`Pending._settle`),
+or by work that makes the value (:meth:`Pending._settle_by`). Such work writes into the
+caller's tensors, so it runs only on the thread that waits again first.
 
-**Taking back.** A value that nobody has looked at may be taken back for a newer one
-(:meth:`Pending._take_back`), and is pending again until then. To look is to be handed
-the outcome; it is decided under the lock which of the two came first.
+**Taking back.** A value that no waiter has looked at may be taken back for a newer one
+(:meth:`Pending._take_back`); the Pending has no outcome again until then. Looking and
+taking back hold one lock, so exactly one of them comes first.
 
-``_observed`` becomes True when somebody was about to be handed an outcome, ``_told``
-when he was. A publish or a collective that failed and of which nobody was told is
-raised at the next publish or at close, so that no failure is lost by fire-and-forget.
+``_observed`` becomes True when an outcome is about to be handed to a waiter, ``_told``
+when it was handed over. A failed publish or collective that was not told is raised at
+the next publish or at close, so that fire-and-forget loses no failure.
 """
 
 from __future__ import annotations
@@ -53,25 +51,25 @@ T = TypeVar("T")
 
 
 class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
-    """What a successful publish or collective did.
+    """The result of a successful publish or collective.
 
-    :param version: the number that the published weights got; 0 for a collective.
+    :param version: number of the published version; 0 for a collective.
     :param epoch: the membership epoch in which it ended.
     :param members: the members that took part to the end.
     :param lost: names of the members that were lost on the way.
     :param reasons: why each of ``lost`` was lost, in one line, by name.
     :param nbytes: bytes of the weights, or of this member's own tensors.
-    :param seconds: from the first call of a member to the verdict.
+    :param seconds: from the first member's call to the verdict.
     :param phases: seconds by phase.
-    :param digest: of the published image, the same for all who hold it
-        (``update.digest``); empty for a collective, and where nobody has put the parts
-        of several ranks together yet.
-    :param staging: where the slots of the channel are, ``"host"`` or ``"device"``;
-        empty for a collective.
-    :param outputs: ``gather`` and ``all_gather``: each participant's tensors (on the
-        root only, for ``gather``).
+    :param digest: XXH3 digest of the published image, the same on all holders
+        (``update.digest``); empty for a collective, and as long as the digests of
+        several ranks' parts have not been combined.
+    :param staging: location of the channel's slots, ``"host"`` or ``"device"``; empty
+        for a collective.
+    :param outputs: ``gather`` and ``all_gather``: each participant's tensors (for
+        ``gather`` on the root only).
     :param tensors: ``scatter``, ``reduce_scatter`` and ``recv``: the tensors received;
-        the caller's own ones where given.
+        the caller's own tensors where given.
     """
 
     version: int
@@ -98,8 +96,11 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
         return cls(**msgspec.structs.asdict(data), outputs=outputs or {}, tensors=tensors)
 
     def metrics(self, prefix: str = "replicas/") -> dict[str, float]:
-        """Flat numbers for an experiment logger: version, epoch, members, lost, nbytes,
-        seconds and each phase's seconds."""
+        """Numbers for an experiment logger, by name with ``prefix``.
+
+        The names are version, epoch, members (count), lost (count), nbytes, seconds,
+        and ``<phase>_seconds`` of each phase.
+        """
         prefix = arguments.text("metrics: prefix", prefix)
         values = {
             "version": self.version,
@@ -114,15 +115,16 @@ class Receipt(msgspec.Struct, frozen=True, kw_only=True, eq=False):
 
 
 class Pending(Generic[T]):
-    """The outcome of an operation of a channel: wait for it on any thread, or ``await``
-    it under asyncio or trio.
+    """The outcome of a channel operation, on any thread or under asyncio or trio.
 
-    Waiting never changes the operation: it goes on after a wait timed out or was
-    cancelled, and can be waited for again. One that ended with
-    :class:`~replicas.errors.OutcomeUnknown` may be waited for again, too: as soon as it
-    is known what became of it, that is its outcome. If a collective turns out to have
+    Call :meth:`wait`, or ``await`` it. Waiting never changes the operation: after a
+    wait that timed out or was cancelled the operation goes on and can be waited for
+    again.
+
+    After :class:`~replicas.errors.OutcomeUnknown`, wait again to learn the outcome: it
+    replaces the error as soon as it is known. If a collective turns out to have
     succeeded, this second wait writes its results into the caller's tensors, on the
-    thread that waits.
+    waiting thread.
     """
 
     def __init__(self, what: str) -> None:
@@ -147,16 +149,16 @@ class Pending(Generic[T]):
         return self._ended.is_set
 
     def wait(self, timeout: float | None = None) -> T:
-        """The result.
+        """Wait for the outcome; return the value or raise the error.
 
-        :param timeout: seconds, 0 or less: only look; None (the default) waits until
-            the operation ends by its own deadline.
-        :raises replicas.errors.UsageError: ``timeout`` is no finite number of at most
-            1e9; or this is a forked child, or a coordinator runs on this thread's event
-            loop, which would be blocked: await it.
+        :param timeout: seconds; 0 or less: do not block; None (the default): until the
+            operation ends by its own deadline.
+        :raises replicas.errors.UsageError: ``timeout`` is not a finite number up to
+            1e9; or this is a forked child; or a coordinator runs on this thread's event
+            loop, which would be blocked: ``await`` it instead.
         :raises TimeoutError: the timeout passed; the operation goes on.
-        :raises replicas.errors.OutcomeUnknown: it is not known what became of it; wait
-            again later.
+        :raises replicas.errors.OutcomeUnknown: the outcome is unknown; wait again
+            later.
         :raises replicas.errors.ReplicasError: the operation failed.
         """
         timeout_s = arguments.patience("wait: timeout", timeout)
@@ -171,8 +173,7 @@ class Pending(Generic[T]):
         return self._outcome()
 
     def _wait_for_session(self, timeout_s: float | None = None) -> T:
-        """Like :meth:`wait`, for what the session thread does by itself: it may be
-        waited for on any loop."""
+        """Like :meth:`wait`, allowed on any loop: the session thread alone ends it."""
         if not self._ended.wait(timeout_s):
             raise TimeoutError(f"{self._what} has not ended within {timeout_s} s")
         return self._outcome()
@@ -201,15 +202,15 @@ class Pending(Generic[T]):
     # ------------------------------------------------------------ for this package
 
     def _resolve(self, value: T) -> bool:
-        """Succeed; False when it had already ended."""
+        """End with ``value``; False if it had already ended."""
         return self._end(value, None)
 
     def _fail(self, error: BaseException) -> bool:
-        """Fail; False when it had already ended."""
+        """End with ``error``; False if it had already ended."""
         return self._end(None, error)
 
     def _look(self) -> bool:
-        """Whether there is an outcome, which counts as handed to the caller then."""
+        """Whether there is an outcome; if so it counts as observed by the caller."""
         return locked(self._ending, self._observe)
 
     def _observe(self) -> bool:
@@ -217,8 +218,7 @@ class Pending(Generic[T]):
         return self.done()
 
     def _take_back(self) -> bool:
-        """Make it pending again if it has a value that nobody has looked at; False: it
-        stays as it is."""
+        """Make a value that was not observed pending again; False: nothing changed."""
         with self._ending:
             if self._observed or not self.done() or self._error is not None:
                 return False
@@ -226,8 +226,7 @@ class Pending(Generic[T]):
             return True
 
     def _settle(self, outcome: T | BaseException) -> bool:
-        """Replace an :class:`~replicas.errors.OutcomeUnknown`, once; False when the end
-        was another, or none yet."""
+        """Replace an OutcomeUnknown, once; False if it ended otherwise or not yet."""
         with self._ending:
             if not self._unknown:
                 return False
@@ -239,8 +238,7 @@ class Pending(Generic[T]):
         return True
 
     def _settle_by(self, work: Callable[[], T]) -> bool:
-        """Like :meth:`_settle`; ``work`` makes the value, on the thread of the first
-        one that waits again."""
+        """Like :meth:`_settle`, by work that runs on the first thread to wait again."""
         with self._ending:
             if not self._unknown:
                 return False
@@ -248,8 +246,7 @@ class Pending(Generic[T]):
         return True
 
     def _abandon(self, error: BaseException) -> None:
-        """Withdraw the work of :meth:`_settle_by` if nobody has waited for it: the
-        outcome is ``error`` then."""
+        """Replace the work of :meth:`_settle_by` by ``error`` if it has not run."""
         with self._working:
             if self._work is not None:
                 self._work, self._error = None, error
@@ -260,8 +257,7 @@ class Pending(Generic[T]):
 
     @property
     def _uncollected(self) -> bool:
-        """Whether it is known to have succeeded, and nobody has waited again for its
-        results."""
+        """Whether it succeeded after all but no wait has fetched its results yet."""
         return self._work is not None
 
     def _end(self, value: T | None, error: BaseException | None) -> bool:
@@ -274,7 +270,7 @@ class Pending(Generic[T]):
         return True
 
     def _unobserved_error(self) -> BaseException | None:
-        """The failure that no caller has been told of; None when there is none."""
+        """The failure if no caller has been told of it."""
         return None if self._told or not self.done() else self._error
 
     def _outcome(self) -> T:
@@ -285,22 +281,22 @@ class Pending(Generic[T]):
             if error is not None:
                 raise error.with_traceback(None)
             return cast("T", self._value)
-        finally:  # last: a failure of which an interrupt came in the way is told again
+        finally:  # last: if an interrupt cuts in before, the failure is told again
             self._told = True
 
     def _do_work(self) -> None:
         work = self._work
         if work is None:
-            return  # another thread was faster
+            return  # another thread has done it
         try:
             self._value, self._error = work(), None
-        except Exception as error:  # noqa: BLE001  # whatever it is, it is the outcome
+        except Exception as error:  # noqa: BLE001  # any error is the outcome
             self._error = error
         self._work = None
 
 
 def _in_task_of(trio: Any) -> bool:
-    """As ``trio.lowlevel.in_trio_task``, which a trio before 0.29 does not have."""
+    """Like ``trio.lowlevel.in_trio_task``, which trio before 0.29 lacks."""
     try:
         trio.lowlevel.current_task()
     except RuntimeError:
@@ -309,8 +305,7 @@ def _in_task_of(trio: Any) -> bool:
 
 
 def _event_of_this_library() -> tuple[Any, Callable[[], None]]:
-    """An event of the running async library, and a function that sets it from any
-    thread."""
+    """An event of the running async library, and a thread-safe function to set it."""
     trio = sys.modules.get("trio")
     if trio is not None and _in_task_of(trio):
         token = trio.lowlevel.current_trio_token()
@@ -320,7 +315,7 @@ def _event_of_this_library() -> tuple[Any, Callable[[], None]]:
             try:
                 token.run_sync_soon(trio_event.set)
             except trio.RunFinishedError:
-                return  # that run is over, and its waiter with it
+                return  # the run is over, and its waiter with it
 
         return trio_event, wake_trio
     loop = asyncio.get_running_loop()

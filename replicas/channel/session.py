@@ -1,31 +1,30 @@
-"""One session with the coordinator: a WebSocket that is made anew when it breaks, and
-goes on where it was.
+"""A session with the coordinator: a WebSocket that reconnects and resumes.
 
 Theory of operation
 ===================
 
 All of this runs on the session thread. :meth:`Session.send` appends to an outbox; the
-writer sends what is above its cursor, and the coordinator's acks take it out again. A
-reconnect says ``resume_term`` and how far we got; when the Welcome is of the same term,
-the cursor goes back to the first unacknowledged message, so that each is handled
-exactly once. A Welcome of another term means that the coordinator is a new one which
-knows nothing of what was under way: the outbox is void, numbers start at 1 again, and
-the handler is told (``resumed=False``): it announces what is still open.
+writer sends the messages above its cursor, and the coordinator's acks remove them. A
+reconnect names ``resume_term`` and the last message received here. If the Welcome has
+the same term, the cursor goes back to the first unacknowledged message, so that each is
+handled exactly once. A Welcome of another term comes from a new coordinator that knows
+nothing of the work under way: the outbox is discarded, numbers start at 1 again, and
+the handler is told (``resumed=False``), which announces the work that is still open.
 
 A heartbeat goes out every ``heartbeat_interval_s`` (of the Welcome, or of a later
-View), and the coordinator acks each; of a message that comes in slowly it acks the
-bytes. A connection on which no *byte* came for as long as three acks take is given up
-and made anew: a slow link is no dead one. It is never judged right after this process
-itself was paused: what had arrived meanwhile is read first.
+View), and the coordinator acks each; of a message that arrives slowly it acks the
+bytes. A connection on which no *byte* arrived for the time of three acks is closed and
+made anew: a slow link is not a dead one. A connection is never judged right after this
+process itself was paused: data that arrived meanwhile is read first.
 
 Reconnecting goes on as long as the channel is open; operations end by their own
-deadlines. A connection counts as one failed try, whether nobody answered or it ended
-before anything new went either way: after each of those in a row there is a growing,
-jittered pause, and more patience with the next one. So nothing that the coordinator
-does not take is sent to it at full speed. A malformed frame ends the connection, and
-the next one resumes: something on the way may have spoiled it. Only :class:`Refused`, a
-refused token and :data:`MALFORMED_MAX` malformed frames with nothing good in between
-end a session for good: the handler's ``session_over``.
+deadlines. A try has failed if nothing answered, or if the connection ended before any
+new message went either way. After each failed try in a row there is a growing, jittered
+pause, and more patience with the next one, so a message that the coordinator rejects is
+not sent again at full speed. A malformed frame ends the connection, and the next one
+resumes: the frame may have been corrupted on the way. Only three things end a session
+for good, by the handler's ``session_over``: :class:`Refused`, a refused token, and
+:data:`MALFORMED_MAX` malformed frames without a good one in between.
 """
 
 from __future__ import annotations
@@ -72,30 +71,25 @@ _quiet = logging.getLogger("replicas.channel.websocket")
 _quiet.setLevel(logging.ERROR)
 
 REACH_S = 2.0
-"""Until there is a TCP connection. A lost SYN is repeated after 1, 3 and 7 s only: a
-new try finds a link again sooner."""
+"""Limit for the TCP connection: a new try is sooner than a repeated SYN (1, 3, 7 s)."""
 ANSWER_S = 10.0
-"""From there to the Welcome: a coordinator that is paused answers when it wakes."""
+"""Limit from there to the Welcome: a paused coordinator answers when it wakes."""
 DIAL_PAUSE_S = 1.0
-"""Longest pause while nobody answers: a new coordinator waits only a few seconds for
-the members of the one before."""
+"""Longest pause without an answer: a new coordinator waits only seconds for members."""
 FRUITLESS_PAUSE_S = 5.0
-"""Longest pause after connections that brought nothing."""
+"""Longest pause after connections that brought no new message."""
 LIVED_S = 10.0
-"""A connection that was there for so long was of use, whatever went through it."""
+"""A connection that lasted so long is no failed try, whatever it brought."""
 MISSED_ACKS = 3
 SLACK_S = 0.5
 SILENCE_S = 10.0
-"""Longest silence that is waited out, unless the coordinator asks for few
-heartbeats."""
+"""Longest silence tolerated, unless the coordinator asks for few heartbeats."""
 CLOSE_TIMEOUT_S = 1.0
 MAX_FRAME_NBYTES = 256 << 20
 MALFORMED_MAX = 5
-"""Malformed frames in a row: no accident, but a coordinator that speaks another
-language."""
+"""Malformed frames in a row that end the session: the coordinator is incompatible."""
 ACK_AFTER = 64
-"""Messages received without anything sent, after which an ack goes out before the next
-heartbeat."""
+"""Messages received since the last send that trigger an ack before a heartbeat."""
 
 _T = TypeVar("_T")
 _HEARTBEAT = encode_body(Heartbeat())
@@ -105,11 +99,10 @@ _fruitless = wait_random_exponential(multiplier=0.05, max=FRUITLESS_PAUSE_S)
 
 
 class SessionHandler(Protocol):
-    """What a session needs of its channel. Called on the session thread; must not
-    block."""
+    """Callbacks of a session to its channel. On the session thread; must not block."""
 
     def introduce(self, hello: Hello) -> Hello:
-        """``hello`` with what this member knows now."""
+        """``hello`` with the current state of this member."""
 
     def before_heartbeat(self) -> None: ...
 
@@ -131,19 +124,24 @@ class _Over(Exception):
 
 
 class _Fruitless(Exception):
-    """A connection has ended before anything new went either way."""
+    """A connection has ended before any new message went either way."""
 
 
 class _Connection(ClientConnection):
-    """It knows when its last byte came, and to whom on this machine the token may be
-    shown (None: to anybody)."""
+    """A connection that records when its last byte came, and checks the port's owner.
+
+    ``token_owners``: users on this machine who may see the token; None: any.
+    """
 
     heard = 0.0
     token_owners: frozenset[int] | None = None
 
     async def handshake(self, *arguments: Any, **options: Any) -> None:
-        """:raises ConnectionRefusedError: another user has the coordinator's port,
-        which was free for a while."""
+        """Check the owner of the port, then shake hands.
+
+        :raises ConnectionRefusedError: another user took the coordinator's port while
+            it was free.
+        """
         if self.token_owners is not None:
             uids = listener_uids(self.transport.get_extra_info("socket"))
             if uids is not None and not (uids and uids <= self.token_owners):
@@ -156,11 +154,12 @@ class _Connection(ClientConnection):
 
 
 class Session:
-    """See the module's header. :param endpoint: ``host:port``. :param hello: complete
-    but for what changes.
+    """See the module's header.
 
-    :param token_owners: users on this machine to whom the token may be shown; None: to
-        whoever listens at the endpoint.
+    :param endpoint: ``host:port``.
+    :param hello: complete except for the fields that change.
+    :param token_owners: users on this machine who may see the token; None: any that
+        listens at the endpoint.
     """
 
     def __init__(
@@ -200,7 +199,7 @@ class Session:
 
     @property
     def heartbeat_interval_s(self) -> float:
-        """How often it sends a sign of life, as the coordinator said last."""
+        """Seconds between heartbeats, as the coordinator last set it."""
         return self._interval_s
 
     # ------------------------------------------- for the channel, on the session thread
@@ -208,7 +207,7 @@ class Session:
     async def open(self, timeout_s: float) -> None:
         """Connect for the first time; the handler has been welcomed when this returns.
 
-        :raises replicas.errors.ReplicasError: refused, or nobody answered within
+        :raises replicas.errors.ReplicasError: refused, or no answer within
             ``timeout_s``.
         """
         try:
@@ -224,8 +223,7 @@ class Session:
         self._task = self._loop.spawn(self._run(websocket), f"session {self._hello.channel}")
 
     def send(self, body: FromMember) -> None:
-        """Queue a numbered message. Never blocks; it is sent, or sent again, as soon as
-        there is a connection.
+        """Queue a numbered message, to be sent (again) when connected; never blocks.
 
         :raises replicas.errors.UsageError: it cannot be encoded, or is too large;
             nothing is queued.
@@ -282,14 +280,14 @@ class Session:
             self._end(over.error)
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as error:  # it must end the waits on this channel, not hang them, whatever it is
+        except BaseException as error:  # any error must end the waits on this channel, not hang them
             logger.error("%s: the session ends because of a bug", self._hello.channel, exc_info=error)
             self._end(errors.InternalError(f"{type(error).__name__}: {text_of(error)}", channel=self._hello.channel))
 
     async def _use(self, websocket: _Connection) -> None:
         """Serve the connection until it ends.
 
-        :raises _Fruitless: it was of no use.
+        :raises _Fruitless: it ended before any new message went either way.
         """
         began = time.monotonic()
         ended: BaseException | None = None
@@ -307,7 +305,7 @@ class Session:
             raise _Fruitless(_text(ended) if ended is not None else "it was closed") from ended
 
     async def _retrying(self, function: Callable[[], Awaitable[_T]]) -> _T:
-        """Call it until it succeeds; whoever calls limits the time."""
+        """Call ``function`` until it succeeds; the caller limits the time."""
         self._in_vain = 0
         found: _T = await AsyncRetrying(
             stop=stop_never,
@@ -349,7 +347,7 @@ class Session:
             return await self._open(reached)
 
     async def _open(self, make: Callable[..., _Connection]) -> _Connection:
-        """Connect, and shake hands. ``make`` is called as soon as somebody accepts."""
+        """Connect and shake hands; ``make`` is called when TCP is connected."""
         try:
             found = await connect(
                 f"ws://{self.endpoint}/session",
@@ -362,7 +360,7 @@ class Session:
                 max_size=MAX_FRAME_NBYTES,
                 logger=_quiet,
                 user_agent_header=None,
-                create_connection=make,  # type: ignore[arg-type]  # what makes one does as well as its type
+                create_connection=make,  # type: ignore[arg-type]  # a factory works as well as the class
             )
         except InvalidStatus as error:
             self._judge_status(error)
@@ -476,21 +474,21 @@ class Session:
         await websocket.send(encode_frame(number, self._received, body))
 
     async def _listen(self, websocket: _Connection) -> None:
-        """Give the connection up when no byte comes any more."""
+        """Raise TimeoutError when no byte has arrived for too long."""
         heard = time.monotonic()
         while True:
             due = time.monotonic() + self._interval_s / 2
             await asyncio.sleep(self._interval_s / 2)
             now = time.monotonic()
             if now - due > 2 * self._interval_s:
-                heard = now  # we were not running ourselves: read first what came meanwhile
+                heard = now  # this process was paused: first read what arrived meanwhile
             heard = max(heard, websocket.heard)
             if now - heard > self._patience_s:
                 raise TimeoutError(f"nothing heard for {now - heard:.1f} s")
 
     @property
     def _patience_s(self) -> float:
-        """How long nothing may be heard: longer after connections that were in vain."""
+        """Longest silence on a connection; grows with failed tries."""
         missed_s = MISSED_ACKS * self._interval_s + SLACK_S
         return Backoff(missed_s, max(missed_s, SILENCE_S)).after(self._in_vain)
 
@@ -519,8 +517,7 @@ class Session:
 
 
 def _pause(state: RetryCallState) -> float:
-    """Seconds until the next try: longer after a connection that brought nothing than
-    where nobody answers."""
+    """Seconds until the next try, longer after a fruitless connection."""
     error = state.outcome.exception() if state.outcome is not None else None
     wait = _fruitless if isinstance(error, _Fruitless) else _unreached
     return float(wait(state))

@@ -1,9 +1,9 @@
-"""Lanes: one sidecar each, made and killed on the coordinator's word.
+"""Form and end this member's lanes, one sidecar each, as the coordinator says.
 
-A sidecar that died, or failed in the middle of something, is never used again: its lane
-is *ended*, it is killed, and :meth:`SidecarLane.gone` tells when that is certain. Only
-then may memory that it was reading or writing be used for anything else; a sidecar
-whose death cannot be confirmed keeps what it had.
+A sidecar that died or failed in the middle of work is never used again: its lane is
+*ended*, it is killed, and :meth:`SidecarLane.gone` tells when its death is certain.
+Only then may the memory that it read or wrote be reused; if the death cannot be
+confirmed, that memory is kept.
 """
 
 from __future__ import annotations
@@ -26,17 +26,18 @@ logger = logging.getLogger("replicas.channel")
 
 DEATH_TIMEOUT_S = 5.0
 MOVED_INTERVAL_S = 0.8
-"""Between two words on what has moved in a lane, while something does."""
+"""Seconds between two LaneMoved messages while bytes move."""
 STILL_S = 1.0
-"""Nothing has moved for so long: that is told at once."""
+"""If no bytes moved for so long, LaneMoved is sent at once."""
 PREFORK_DELAY_S = 0.2
-"""How long after a lane has formed the next spare sidecar is forked: out of the way of
-what the lane was formed for."""
+"""Delay before the next spare sidecar is forked: the lane's first work goes first."""
 
 
 class SidecarLane:
-    """One process group as this member sees it. ``turn``: of the operations in it, in
-    the order of their Go."""
+    """One process group as this member sees it.
+
+    ``turn``: lock that runs its operations one at a time, in the order of their Go.
+    """
 
     def __init__(self, name: str, rank: int, backend: Backend) -> None:
         self.name = name
@@ -54,8 +55,7 @@ class SidecarLane:
             self.sidecar.kill()
 
     async def gone(self) -> bool:
-        """End, and wait until the sidecar is dead; False when that cannot be
-        confirmed."""
+        """End, and wait for the sidecar's death; False if it cannot be confirmed."""
         self.end()
         return self.sidecar is None or await self.sidecar.wait_dead(DEATH_TIMEOUT_S)
 
@@ -74,7 +74,7 @@ class SidecarLanes:
     def get(self, name: str) -> SidecarLane:
         """The lane called ``name``, formed.
 
-        :raises replicas.errors.Gone: it is not there any more, or not yet.
+        :raises replicas.errors.Gone: it has ended, or is not formed yet.
         """
         lane = self._lanes.get(name)
         if lane is None or lane.ended or lane.sidecar is None:
@@ -88,7 +88,7 @@ class SidecarLanes:
             self.prepare()
 
     def prepare(self) -> None:
-        """Contact the forkserver (or start our own) before it is needed."""
+        """Connect to the forkserver (or start our own) before it is needed."""
         self._hub.spawn(self._prepare(), "forkserver")
 
     async def _prepare(self) -> None:
@@ -105,7 +105,7 @@ class SidecarLanes:
         self.new_term()
 
     async def all_gone(self) -> None:
-        """Wait until every sidecar that was dropped is dead (bounded)."""
+        """Wait until every dropped sidecar is dead (bounded)."""
         if self._ending:
             await asyncio.wait(self._ending, timeout=DEATH_TIMEOUT_S)
 
@@ -154,7 +154,7 @@ class SidecarLanes:
             self.prepare()
 
     async def _fork(self) -> Sidecar:
-        """A sidecar; when the forkserver turns out to have died, from a new one."""
+        """Fork a sidecar; if the forkserver turns out to be dead, from a new one."""
         loop, name = self._hub.loop, self._hub.forkserver_name
         forkserver = await loop.forkserver(name)
         try:
@@ -166,7 +166,7 @@ class SidecarLanes:
         return await (await loop.forkserver(name)).fork()
 
     def failed(self, lane: SidecarLane, error: BaseException, *, phase: str) -> None:
-        """The lane is of no use any more: say so, once, and kill its sidecar."""
+        """The lane has failed: report it once, and kill its sidecar."""
         if not lane.ended:
             lane.end()
             links = error.links if isinstance(error, SidecarFailed) else ()

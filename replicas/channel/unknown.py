@@ -1,9 +1,10 @@
-"""Operations whose outcome this member could not learn, and what is kept until it does.
+"""Keep the outputs of operations that ended without a verdict, until there is one.
 
-An operation that had said *done* and had to end without a verdict may have succeeded
-for the others. Its outputs are kept, those of the last few. When it becomes known that
-it did succeed, its results are written by the thread that waits for it again; until
-then they are *uncollected*, and going on without them must be a decision.
+An operation that this member reported as *done* and had to end without a verdict may
+have succeeded on the other members. The outputs of the last few such operations are
+kept. If one turns out to have succeeded, the thread that waits for it again writes its
+results. Until then it is *uncollected*, and the next collective raises once, so that
+the caller decides whether to go on without the results.
 """
 
 from __future__ import annotations
@@ -21,15 +22,17 @@ from replicas.messages import OperationSettled, ReceiptData, WireError
 __all__ = ["KEPT_RESULTS", "Unknown"]
 
 KEPT_RESULTS = 4
-"""Operations of unknown outcome whose results are kept."""
+"""Operations of unknown outcome whose outputs are kept; the oldest is dropped first."""
 
 
 class Unknown:
-    """Of one channel. On the session thread, but for :meth:`check_collected`.
+    """Operations of one channel whose outcome is unknown.
 
-    :param applied: called with the ref of an operation that has turned out to have
+    Runs on the session thread, except :meth:`check_collected`.
+
+    :param applied: called with the ref of an operation that turned out to have
         succeeded.
-    :param release: called with one that is kept no longer.
+    :param release: called with a job that is no longer kept.
     """
 
     def __init__(self, hub: Hub, applied: Callable[[str], None], release: Callable[[Job], None]) -> None:
@@ -43,14 +46,14 @@ class Unknown:
 
     @property
     def refs(self) -> tuple[str, ...]:
-        """Of those that are still unknown."""
+        """Refs of the operations whose outcome is still unknown."""
         return tuple(job.ref for job in self._kept if job.ref and job.pending._unknown)
 
     def check_collected(self) -> None:
-        """On the caller's thread, before a collective.
+        """On the caller's thread before a collective: raise if results are uncollected.
 
         :raises replicas.errors.Gone: once for each operation that turned out to have
-            succeeded, and was not collected.
+            succeeded and whose results were not collected.
         """
         for job in self._kept:
             if job.pending._uncollected and not job.told:
@@ -66,7 +69,7 @@ class Unknown:
                 )
 
     def keep(self, job: Job) -> None:
-        """It ends without a verdict."""
+        """Keep the outputs of an operation that ends without a verdict."""
         job.kept = True
         self._kept = (*self._kept, job)
         if len(self._kept) > KEPT_RESULTS:
@@ -82,7 +85,7 @@ class Unknown:
             self._let_go(job)
 
     def heard(self, refs: tuple[str, ...]) -> None:
-        """The caller is told that these did succeed."""
+        """Note that the caller has been told that these operations succeeded."""
         for job in self._kept:
             job.told = job.told or job.ref in refs
 
@@ -92,7 +95,7 @@ class Unknown:
             self.settle(job, receipt, error)
 
     def settled(self, message: OperationSettled) -> None:
-        """The coordinator has found out."""
+        """The coordinator has learned the outcome of an operation."""
         job = next((job for job in self._kept if job.ref == message.ref), None)
         if job is None or job.attempt is None:
             return
@@ -106,7 +109,7 @@ class Unknown:
         self.settle(job, receipt, error)
 
     def settle(self, job: Job, receipt: ReceiptData | None, error: WireError | None) -> None:
-        """It is known now what became of it."""
+        """Give the operation its outcome."""
         attempt = job.attempt
         if attempt is not None and receipt is not None:
             if job.pending._settle_by(partial(self._collect, job, attempt, receipt)):
@@ -116,7 +119,7 @@ class Unknown:
             self._let_go(job)
 
     def _collect(self, job: Job, attempt: Attempt, data: ReceiptData) -> Receipt:
-        """Write the results; on the thread that waits for it again."""
+        """Write the results, on the thread that waits again."""
         receipt = job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
         self._hub.call(self._let_go, job)
         return receipt

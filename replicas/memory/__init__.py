@@ -1,1 +1,1 @@
-"""Memory that processes of one host share: whose it is, and who holds it. No torch."""
+"""Find and hold memory of other processes on the same host. Does not import torch."""

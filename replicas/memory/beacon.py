@@ -1,10 +1,10 @@
-"""Whether two processes are on one host: by what one can read in the other's memory.
+"""Prove that two processes are on one host: one reads a nonce in the other's memory.
 
-Each process that joins has a *beacon*, a memfd with a random nonce in it, and tells
-everybody its pid, descriptor and nonce. Who opens ``/proc/PID/fd/FD`` and reads that
-nonce is on the same host, in the same pid namespace, and allowed to map the other's
-memory. Names, addresses and boot ids prove none of this: network namespaces share a
-kernel, containers share names.
+Each process that joins has a *beacon*: a memfd that contains a random nonce. Its Hello
+names its pid, descriptor and nonce. A process that opens ``/proc/PID/fd/FD`` and reads
+that nonce is on the same host, in the same pid namespace, and allowed to map the
+other's memory. Names, addresses and boot ids prove none of this: network namespaces
+share a kernel, containers share names.
 """
 
 from __future__ import annotations
@@ -23,9 +23,8 @@ _beacon: Beacon | None = None
 
 
 def own_beacon() -> Beacon:
-    """The beacon of this process; a forked child has another one. Its memory lives as
-    long as the process."""
-    global _beacon  # one for each process, whatever it joins
+    """The beacon of this process, alive as long as it; a forked child gets its own."""
+    global _beacon  # one per process, whatever it joins
     if _beacon is None or _beacon.pid != os.getpid():
         nonce = secrets.token_hex(_NONCE_NBYTES // 2)
         fd = os.memfd_create("replicas-beacon", os.MFD_CLOEXEC)
@@ -35,14 +34,12 @@ def own_beacon() -> Beacon:
 
 
 def find(beacons: Sequence[Beacon]) -> int:
-    """Index of the first one that can be opened and has its nonce; -1 if there is
-    none."""
+    """Index of the first beacon that can be opened and has its nonce, or -1."""
     return next((index for index, beacon in enumerate(beacons) if _read(beacon) == beacon.nonce.encode()), -1)
 
 
 def _read(beacon: Beacon) -> bytes:
-    """What the descriptor shows; nothing where it cannot be opened, or is not a plain
-    file (opening may then block)."""
+    """The nonce read; empty if unreadable, or no plain file (opening might block)."""
     try:
         fd = open_plain(beacon.pid, beacon.fd)
         try:

@@ -1,19 +1,18 @@
-"""Memory of another process, held through descriptors of one's own: what is in it stays
-as it is until it is let go.
+"""Hold memory of another process through own descriptors: it outlives its owner.
 
 Theory of operation
 ===================
 
 A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living process.
-:func:`hold` opens that very file, by a description of its own, and takes the locks that
-say so (:mod:`replicas.linux.locks`): from then on the memory is neither refilled by its
-owner nor freed with it.
+:func:`hold` opens that very file with a file description of its own and takes the locks
+    that mark it as held (:mod:`replicas.linux.locks`). From then on the owner does not
+    refill the memory, and it is not freed when the owner ends.
 
 :class:`MemoryHolder` holds the newest committed version of a channel in the
-coordinator's process, which has no use for it but to outlive its source. Others open it
-there as they would have opened it in the source. Nothing is mapped or copied for it,
-and memory that cannot be held (another host, another user; a GPU's, which ends with its
-owner) is simply not kept.
+    coordinator's process. The coordinator does not use the version: it only lets it
+    outlive its source. Members open it there as they would have opened it in the
+    source. Nothing is mapped or copied. Memory that cannot be held (of another host or
+    user; of a GPU, which ends with its owner) is not kept.
 """
 
 from __future__ import annotations
@@ -31,25 +30,24 @@ from replicas.messages import SlotPlace
 __all__ = ["MemoryHolder", "hold"]
 
 _SCARCE = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""What passes: it says nothing about whether the two processes share memory."""
+"""Transient errors: they do not say whether the two processes can share memory."""
 _SCARCE_HINT = "raise the limit of open files (ulimit -n) or free memory; the version is fetched again by itself"
 
 log = logging.getLogger("replicas.memory")
 
 
 def hold(place: SlotPlace, version: int) -> int:
-    """Open and hold the memory of another process on this host: a descriptor,
-    read-only; the locks end with it.
+    """Open and lock memory of another process on this host; a read-only descriptor.
 
-    That the process is the one that is meant must be known beforehand.
+    Closing the descriptor ends the locks. The caller must have proven that the pid is
+    the process that named the place.
 
-    :param place: as its owner, or another one that holds it, has named it.
-    :param version: what is in it, for texts.
-    :raises Gone: the process has ended, or the memory is not there any more, or is used
-        for something else.
-    :raises NoCapacity: this process has no descriptor or memory left for it, for the
-        time being.
-    :raises WorldError: it can never be opened here, though it may be there.
+    :param place: as named by its owner or by another holder.
+    :param version: the version in it, for error texts.
+    :raises Gone: the process has ended, or the memory is gone or reused.
+    :raises NoCapacity: this process has no descriptor or memory left for it at the
+        moment.
+    :raises WorldError: this process can never open it, though it may exist.
     """
     what = f"version {version} in the memory of process {place.pid}"
     try:
@@ -79,8 +77,7 @@ def hold(place: SlotPlace, version: int) -> int:
 
 
 class MemoryHolder:
-    """What this process keeps alive for others, by key; :meth:`close` lets go of
-    everything."""
+    """Memory that this process keeps alive for others, by key."""
 
     _living: Living[MemoryHolder] = Living()
 
@@ -92,10 +89,9 @@ class MemoryHolder:
         return len(self._held)
 
     def keep(self, key: object, place: SlotPlace, version: int) -> SlotPlace | None:
-        """Hold what is at ``place``, beside what is kept under other keys; where it can
-        be opened from now on.
+        """Hold the memory at ``place``; returns the place where others can open it now.
 
-        None: it cannot be held by this process.
+        A place already held under ``key`` is let go of first. None: it cannot be held.
         """
         self.let_go(key)
         if place.device:
@@ -109,10 +105,10 @@ class MemoryHolder:
         return SlotPlace(os.getpid(), fd, place.inode, place.nbytes, place.serial, place.part)
 
     def let_go(self, key: object) -> None:
-        """Hold it no longer; nothing happens when it is not held."""
+        """Stop holding it; does nothing if it is not held."""
         fd, serial = self._held.pop(key, (-1, 0))
         if fd >= 0:
-            locks.let_go(fd)  # a child that is being started may have the description for a moment longer
+            locks.let_go(fd)  # a child being started may share the file description a moment longer
             locks.unmark(fd, serial)
             os.close(fd)
 
@@ -121,7 +117,7 @@ class MemoryHolder:
             self.let_go(key)
 
     def forget(self) -> None:
-        """This is a forked child: it must keep neither the memory nor the locks."""
+        """In a forked child: close the descriptors; the parent keeps the locks."""
         for fd, _ in self._held.values():
             os.close(fd)
         self._held.clear()

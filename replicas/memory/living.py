@@ -1,10 +1,10 @@
-"""A set that does not keep its members: like ``weakref.WeakSet``, but no Python runs
-when one of them dies.
+"""A set of weak references whose callback runs no Python, unlike ``weakref.WeakSet``.
 
-Objects die on whatever thread lets go of them last, the user's main thread included,
-where handlers of signals run. What a handler raises in the callback of a weak
-reference, which is Python in ``WeakSet``, Python itself swallows: Ctrl-C is lost. Here
-the callback is written in C, and only notes that there is something to forget.
+An object dies on the thread that drops the last reference, which may be the user's main
+thread, where signal handlers run. ``WeakSet`` has a Python callback: if a handler
+raises in it, Python discards the exception and Ctrl-C is lost. Here the callback is
+``deque.append``, written in C: it only records which reference is dead, and the next
+:meth:`Living.add` removes it.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 
 class Living(Generic[T]):
-    """May be used on any thread."""
+    """A set of the live objects that were added; usable on any thread."""
 
     def __init__(self) -> None:
         self._known: dict[int, weakref.ref[T]] = {}
         self._dead: deque[weakref.ref[T]] = deque()
 
     def __iter__(self) -> Iterator[T]:
-        """Those that live now, in no order, each once."""
+        """The live objects, each once, in no order."""
         found = {id(one): one for known in list(self._known.values()) if (one := known()) is not None}
         return iter(found.values())
 
     def add(self, one: T) -> None:
-        """Twice is as good as once."""
+        """Add an object; adding it twice is harmless."""
         while self._dead:
             self._known.pop(id(self._dead.popleft()), None)
         known = weakref.ref(one, self._dead.append)

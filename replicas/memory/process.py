@@ -1,4 +1,4 @@
-"""Which process this is, on its machine."""
+"""Identity of this process on its machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["own_process"]
 
 
 def own_process() -> ProcessIdentity:
-    """What makes this process recognisable to others."""
+    """Pid, start time, boot id and pid namespace of this process."""
     return ProcessIdentity(
         pid=os.getpid(),
         start_time=int(stat_fields("self")[START_TIME]),

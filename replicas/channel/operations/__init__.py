@@ -1,1 +1,1 @@
-"""A member's part in operations between peers."""
+"""Collectives and point-to-point operations between peers, on the member's side."""

@@ -1,5 +1,4 @@
-"""The operations between peers, as methods: checks of arguments, on the caller's
-thread."""
+"""The collectives of `Channel`: they check arguments, on the caller's thread."""
 
 from __future__ import annotations
 
@@ -24,48 +23,45 @@ __all__ = ["Collectives", "Peer", "Tensors"]
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """One dense tensor or several, of any dtypes, shapes, strides and devices."""
 Peer = Member | str
-"""A member, ``"group/replica"`` (the rank that is in this rank's lane) or
-``"group/replica/rank"``."""
+"""A member, ``"group/replica/rank"``, or ``"group/replica"``: its rank in our lane."""
 
 _PEER = re.compile(r"[^/]+/[0-9]{1,7}(/[0-9]{1,7})?")
 
 
 class Collectives:
-    """Operations between the peers of a channel. Each returns at once with a
-    :class:`Pending` of a :class:`Receipt`.
+    """Operations between the peers of a channel; each returns at once.
 
-    The tensors are copied at the call; results are written into the caller's tensors
-    when the operation has succeeded for everyone, before the Pending resolves, and
-    never otherwise. Calls are paired in the order in which each member makes them;
-    ``step`` tags (whole numbers that grow) keep a peer that joined again from being
-    paired with the wrong call.
+    Each returns a :class:`Pending` of a :class:`Receipt`. The call copies the tensors.
+    Results are written into the caller's tensors only after the operation has succeeded
+    for every peer, before the Pending resolves. Calls are paired in the order in which
+    each member makes them; ``step`` tags (whole numbers that grow) keep a peer that
+    joined again from being paired with the wrong call.
 
     With ``on_lost = "drop"`` (the default of a channel) an operation that loses a
-    member, or one that can no longer be heard, runs again over the others, from the
-    tensors as they were at the call: a mean divides by those that took part, and the
-    receipt's ``members``, ``lost`` and ``reasons`` name everyone. A failure with
-    everybody alive is tried again, too.
+    member, or a member that no longer responds, runs again over the others, from the
+    tensors as they were at the call: a mean divides by the number of members that took
+    part, and the receipt's ``members``, ``lost`` and ``reasons`` name all members. A
+    failure with all members alive is retried, too.
 
-    ``deadline`` is in seconds, by default the channel's, for all attempts together. A
+    ``deadline`` is in seconds for all attempts together, by default the channel's. A
     Pending fails with
 
-    * :class:`~replicas.errors.PeersLost`: it cannot be done without a member that died:
-      its root, the other one of a pair, or any with ``on_lost = "raise"``;
-    * :class:`~replicas.errors.DeadlineExceeded`: not everyone called, or it took too
+    * :class:`~replicas.errors.PeersLost`: a required member died: the root, the other
+      member of a pair, or any member with ``on_lost = "raise"``;
+    * :class:`~replicas.errors.DeadlineExceeded`: a peer did not call, or it took too
       long;
-    * :class:`~replicas.errors.RanksDisagree`: the peers called different things;
+    * :class:`~replicas.errors.RanksDisagree`: the peers called different operations;
     * :class:`~replicas.errors.Gone`: ``step`` has passed; or the others went on without
-      this member while it could not be heard. Its next call pairs with the others' next
-      one;
+      this member while it did not respond. Its next call pairs with their next one;
     * :class:`~replicas.errors.OutcomeUnknown`: no verdict came in time; wait again, or
       make the next call, which settles it;
-    * :class:`~replicas.errors.Disconnected`: the coordinator was replaced before it
-      ran: it did not happen, call again.
+    * :class:`~replicas.errors.Disconnected`: the coordinator was replaced before the
+      operation ran: it did not happen, call again.
 
-    The call itself raises :class:`~replicas.errors.UsageError` for arguments of no use,
+    The call itself raises :class:`~replicas.errors.UsageError` for invalid arguments,
     :class:`~replicas.errors.NoCapacity` when there is no memory for the copy, and
     :class:`~replicas.errors.Gone` (once) when an earlier operation of unknown outcome
-    did succeed, and nobody has waited for it again.
+        succeeded and no caller has waited for it again.
     """
 
     _operations: RankOperations
@@ -76,8 +72,10 @@ class Collectives:
     def all_reduce(
         self, tensors: Tensors, op: ReduceOp = "sum", *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
-        """Reduce elementwise over all peers, in place, on every peer. ``op``: sum, mean
-        (floating dtypes), min or max."""
+        """Reduce elementwise over all peers, in place, on every peer.
+
+        :param op: sum, mean (floating dtypes), min or max; default sum.
+        """
         inputs = _tensors("all_reduce", tensors)
         _check_op("all_reduce", op, inputs)
         return self._start_operation(OperationCall("all_reduce", inputs, reduce_op=op, step=step), deadline)
@@ -85,8 +83,7 @@ class Collectives:
     def broadcast(
         self, tensors: Tensors, src: Peer, *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
-        """Give everyone ``src``'s values, in place. All peers pass tensors of the same
-        shapes and dtypes."""
+        """Give every peer ``src``'s values, in place; shapes and dtypes must match."""
         inputs = _tensors("broadcast", tensors)
         return self._start_operation(OperationCall("broadcast", inputs, root=_peer("src", src), step=step), deadline)
 
@@ -113,12 +110,13 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Give everyone everyone's tensors, in ``receipt.outputs``, by member. Shapes
-        and dtypes may differ by member.
+        """Give every peer all peers' tensors, in ``receipt.outputs``, by member.
+
+        Shapes and dtypes may differ by member.
 
         :param out: tensors to write into: those of the first participant, then of the
-            next, in the order of members. Those for a member that was lost on the way
-            stay as they are.
+            next, in the order of members. Those of a member that was lost on the way
+            stay unchanged. Default: new tensors.
         """
         inputs = _tensors("all_gather", tensors)
         return self._start_operation(
@@ -149,12 +147,13 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """``src`` gives one tensor to each participant, in the order of members; in
-        ``receipt.tensors`` and ``out``.
+        """``src`` gives each participant one tensor, in the order of members.
 
-        The tensor of a member that is lost on the way falls away.
+        It is in ``receipt.tensors`` and ``out``. A member that is lost on the way does
+        not get its tensor; the others' stay the same.
 
-        :param tensors: on ``src`` one tensor a participant; None on the others.
+        :param tensors: on ``src`` one tensor for each participant; None on the others.
+        :param out: the tensor to write into; default: a new one.
         """
         inputs = () if tensors is None else _tensors("scatter", tensors)
         targets = _targets("scatter", None if out is None else (out,))
@@ -171,10 +170,14 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Each passes one tensor a participant; each gets its own one, reduced; in
-        ``receipt.tensors`` and ``out``.
+        """Reduce one tensor for each participant; each gets its own.
 
-        The tensors for a member that is lost on the way fall away.
+        It is in ``receipt.tensors`` and ``out``. The tensors for a member that is lost
+        on the way are dropped.
+
+        :param tensors: one for each participant, in the order of members.
+        :param op: sum, mean (floating dtypes), min or max; default sum.
+        :param out: the tensor to write into; default: a new one.
         """
         inputs = _tensors("reduce_scatter", tensors)
         _check_op("reduce_scatter", op, inputs)
@@ -186,8 +189,7 @@ class Collectives:
     def send(
         self, tensors: Tensors, dst: Peer, *, step: int | None = None, deadline: float | None = None
     ) -> Pending[Receipt]:
-        """Send to one peer, which calls :meth:`recv`. Pairs of members do not wait for
-        others."""
+        """Send to one peer, which calls :meth:`recv`; no other peer is waited for."""
         inputs = _tensors("send", tensors)
         return self._start_operation(OperationCall("send", inputs, root=_peer("dst", dst), step=step), deadline)
 
@@ -199,10 +201,10 @@ class Collectives:
         step: int | None = None,
         deadline: float | None = None,
     ) -> Pending[Receipt]:
-        """Receive from one peer: into ``tensors`` (shapes and dtypes must be those
-        sent), or into new CPU tensors.
+        """Receive from one peer; the tensors are in ``receipt.tensors``.
 
-        They are in ``receipt.tensors``.
+        :param tensors: tensors to write into, of the shapes and dtypes sent; default:
+            new CPU tensors.
         """
         targets = None if tensors is None else _tensors("recv", tensors)
         posted = () if targets is None else segments_of(targets)
@@ -251,7 +253,7 @@ def _check_op(kind: str, op: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _peer(argument: str, peer: Peer) -> str:
-    """Its name, as it was given: with its rank, or without."""
+    """The peer's normalized name, with a rank if one was given."""
     name = peer.name if isinstance(peer, Member) else peer
     if not isinstance(name, str) or not _PEER.fullmatch(name) or not is_name(name.partition("/")[0]):
         _fail(

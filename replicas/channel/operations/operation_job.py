@@ -1,5 +1,4 @@
-"""One call of an operation on this rank, and its attempts: what
-:mod:`replicas.channel.operations.operations` keeps of them."""
+"""State of one operation call on this rank, and of its attempts."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ __all__ = ["Attempt", "Job"]
 
 
 class Attempt:
-    """One Go. ``me``: this member's place among the participants."""
+    """One Go of the coordinator. ``me``: this member's index among the participants."""
 
     def __init__(self, go: OperationGo, me: int) -> None:
         self.go = go
@@ -26,11 +25,12 @@ class Attempt:
 
 
 class Job:
-    """``outage``: of the session, in which it was posted. ``kept``: its outcome is
-    unknown, or not collected yet.
+    """One call of an operation.
 
-    ``told``: the caller has heard that there are results to collect. ``spoiled``: an
-    attempt ended with its sidecar.
+    - ``outage``: id of the session outage in which it was posted; 0: none.
+    - ``kept``: its outcome is unknown, or its results are not collected yet.
+    - ``told``: the caller has been told that there are results to collect.
+    - ``spoiled``: an attempt ended with its sidecar.
     """
 
     def __init__(self, operation: OperationCall, deadline_s: float, channel: str) -> None:

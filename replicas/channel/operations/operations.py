@@ -1,36 +1,36 @@
-"""Operations: collectives between peers, on copies of the caller's tensors.
+"""Run operations between peers on copies of the caller's tensors.
 
 Theory of operation
 ===================
 
 The call copies the inputs into a scratch buffer (on the caller's thread and stream;
-with ``staging = "device"`` into one on the GPU if they are there) and posts. When
-everyone concerned has posted, the coordinator says Go and the lane's sidecar runs it on
-the scratch memory. Only the common verdict (OperationEnd) decides: on success the
-results are written into the caller's tensors, by a worker thread, and then the Pending
-resolves; on any failure the caller's tensors are as they were (invariant I3).
+with ``staging = "device"`` into one on the GPU if the tensors are there) and posts.
+When all participants have posted, the coordinator says Go and the lane's sidecar runs
+the operation on the scratch memory. Only the common verdict (OperationEnd) decides: on
+success a worker thread writes the results into the caller's tensors, and then the
+Pending resolves; on any failure the caller's tensors are as they were (invariant I3).
 
-**Attempts.** After a loss or a failure the coordinator says Go again, over those that
-are left, in another lane. A sidecar only reads the inputs and writes into the outputs,
-which each attempt has of its own: so an attempt begins from the inputs as they were
-posted, whatever the sidecar of the one before is still doing. The requests of one lane
-go to its sidecar in the order of their Go, one at a time, as they do on every other
-member.
+**Attempts.** After a loss or a failure the coordinator says Go again, for the remaining
+members, in another lane. A sidecar only reads the inputs, and each attempt has outputs
+of its own: so an attempt starts from the inputs as posted, even if the sidecar of the
+attempt before is still running. The requests of one lane go to its sidecar in the order
+of their Go, one at a time, as on every other member.
 
-**Memory.** Inputs go back to the pool when the operation is over and no attempt runs;
+**Memory.** Inputs return to the pool when the operation is over and no attempt runs;
 outputs when their attempt is neither running nor wanted. An attempt runs until its
 sidecar has answered or is known to be dead.
 
-**Outcome unknown.** An operation ends by itself a little after its deadline, when no
-verdict came, or when there is a new coordinator. If this member had said that its part
-is done, others may have been told that it succeeded: it ends with OutcomeUnknown, its
+**Outcome unknown.** An operation ends by itself shortly after its deadline if no
+verdict came, or when there is a new coordinator. If this member had reported *done*,
+other members may have been told that it succeeded: it ends with OutcomeUnknown, its
 outputs are kept (those of the last few), and the next posts name it as unsettled. A
-late verdict, or OperationSettled, tells what became of it. If it succeeded, its results
-are written by the thread that waits for it again; until then they are *uncollected*,
-and the next collective is refused once, with Gone, here or by the coordinator.
+late verdict, or OperationSettled, brings the outcome. If it succeeded, the thread that
+waits again writes its results; until then they are *uncollected*, and the next
+collective is refused once, with Gone, here or by the coordinator.
 
-**A new coordinator** knows of no operation: all end, but those that were posted while
-there was no session. These nobody has heard of yet, and they are posted to it.
+**A new coordinator** knows of no operation. All end, except those that were posted
+while there was no session: no coordinator has seen them, and they are posted to the new
+one.
 """
 
 from __future__ import annotations
@@ -69,8 +69,7 @@ __all__ = ["RankOperations"]
 logger = logging.getLogger("replicas.channel")
 
 APPLIED = 16
-"""How many of the newest refs a post names as applied; more than a member has
-operations under way at once."""
+"""How many newest refs a post names as applied; above a member's open operations."""
 
 
 class RankOperations:
@@ -94,7 +93,7 @@ class RankOperations:
 
         :raises replicas.errors.NoCapacity: there is no memory for the copy; nothing was
             posted.
-        :raises replicas.errors.Gone: an earlier operation did succeed, and its results
+        :raises replicas.errors.Gone: an earlier operation succeeded, and its results
             have not been collected.
         """
         if operation.kind not in ("send", "recv"):
@@ -113,8 +112,7 @@ class RankOperations:
         return job.pending
 
     def _scratch(self, operation: OperationCall) -> Scratch:
-        """Where its inputs and outputs lie: on the GPU if its tensors do, and the
-        channel's memory is there."""
+        """Scratch on the GPU if its tensors and the slots are there, else in RAM."""
         if not (operation.gpu and self._hub.device):
             return self._host_scratch
         with self._scratch_lock:
@@ -145,7 +143,7 @@ class RankOperations:
             self._send(job)
 
     def _cut_off(self, job: Job) -> None:
-        """Its coordinator will never say what became of it."""
+        """End an operation whose outcome its replaced coordinator will never tell."""
         what = job.operation.kind
         if job.said_done:
             self._end_unknown(job, f"the coordinator was replaced during the {what}")
@@ -187,7 +185,7 @@ class RankOperations:
         )
         try:
             self._hub.send(message)
-        except errors.UsageError as error:  # more tensors than one call can tell of
+        except errors.UsageError as error:  # more tensors than one message can describe
             self._fail(job, error)
 
     # ------------------------------------------------------------ attempts
@@ -235,7 +233,7 @@ class RankOperations:
         self._stopped(job, attempt)
 
     def _stopped(self, job: Job, attempt: Attempt) -> None:
-        """No sidecar uses this attempt's memory any more."""
+        """Free memory of an attempt that no sidecar uses any more."""
         attempt.running = False
         job.running -= 1
         if job.attempt is not attempt:
@@ -272,9 +270,7 @@ class RankOperations:
         )
 
     def _as_wire(self, error: BaseException) -> WireError:
-        if (
-            isinstance(error, SidecarFailed) and not error.over
-        ):  # refused before anything moved: it cannot help to retry
+        if isinstance(error, SidecarFailed) and not error.over:  # refused before any bytes moved: a retry cannot help
             error = errors.UsageError(str(error), channel=self._hub.name, phase="transfer")
         return as_wire_error(error, channel=self._hub.name, phase="transfer")
 
@@ -310,17 +306,17 @@ class RankOperations:
         try:
             if attempt is not None:
                 outcome = await asyncio.to_thread(self._write, job, data, attempt)
-        except BaseException as error:  # no thread could be had, or the loop ends
+        except BaseException as error:  # no thread could be started, or the loop ends
             outcome = self._cannot_write(job, error)
             raise
         finally:
             self._written(job, outcome)
 
     def _write(self, job: Job, data: ReceiptData, attempt: Attempt) -> Receipt | errors.ReplicasError:
-        """The verdict is success: write the caller's tensors. On any thread."""
+        """Write the caller's tensors after a verdict of success. On any thread."""
         try:
             return job.operation.finish(data, attempt.go, attempt.me, attempt.outputs)
-        except BaseException as error:  # noqa: BLE001  # also of a tensor's own code; whatever it is, it is the outcome
+        except BaseException as error:  # noqa: BLE001  # a tensor's own code may raise too; any error is the outcome
             return self._cannot_write(job, error)
 
     def _cannot_write(self, job: Job, error: BaseException) -> errors.ReplicasError:
@@ -361,7 +357,7 @@ class RankOperations:
             self._hub.note_failure(job.pending)
 
     def _release(self, job: Job) -> None:
-        """Give back what neither a sidecar nor the caller can still want."""
+        """Give back buffers that neither a sidecar nor the caller still needs."""
         if not job.over or job.running:
             return
         scratch = self._scratch(job.operation)

@@ -1,5 +1,4 @@
-"""What each kind of operation takes and gives: its inputs, where its results lie, and
-what the caller sees of them."""
+"""Inputs, output layout and results of each kind of operation."""
 
 from __future__ import annotations
 
@@ -32,15 +31,15 @@ _GATHERING = ("all_gather", "gather")
 
 @dataclass(frozen=True, eq=False)
 class OperationCall:
-    """One call.
+    """One call of an operation.
 
     :param inputs: tensors whose values are sent; empty where this member sends none.
-    :param targets: the caller's tensors to be written on success; None: new tensors are
-        made where there are results.
-    :param called: what the caller's stream had under way at the call, if tensors are on
-        a GPU.
-    :param posted: what is posted when there are no inputs (``recv`` and ``scatter``
-        with targets).
+    :param targets: the caller's tensors to write on success; None: results go to new
+        tensors.
+    :param called: events that mark the work queued on the caller's stream at the call,
+        if tensors are on a GPU.
+    :param posted: the segments to post when there are no inputs (``recv`` and
+        ``scatter`` with targets).
     """
 
     kind: OperationKind
@@ -54,8 +53,7 @@ class OperationCall:
 
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
-        """What this member posts, which for one with inputs is how they lie in the
-        scratch buffer."""
+        """The segments that this member posts: with inputs, also the scratch layout."""
         return segments_of(self.inputs) if self.inputs else self.posted
 
     @cached_property
@@ -68,12 +66,11 @@ class OperationCall:
 
     @cached_property
     def gpu(self) -> str:
-        """UUID of the GPU on which its tensors are; empty: they are in host memory."""
+        """UUID of the GPU that its tensors are on; empty: host memory."""
         return gpu_of((*self.inputs, *(self.targets or ())))
 
     def written(self, member: Member, *, each: bool) -> tuple[torch.Tensor, ...]:
-        """The caller's tensors that ``member``, who calls, will have written. ``each``:
-        a root has the caller's own rank."""
+        """Tensors that will be written. ``each``: a root has the caller's own rank."""
         names = {member.name, member.replica_name if each or not member.rank else ""}
         is_root = self.root in names
         match self.kind:
@@ -89,20 +86,17 @@ class OperationCall:
                 return self.targets or ()
 
     def begin(self) -> None:
-        """On the caller's thread: results will be written behind what its stream has
-        under way now."""
+        """On the caller's thread: order writes of results behind its stream's work."""
         if self.gpu:
             self.called.append(call_point(self.gpu))
 
     @property
     def quick(self) -> bool:
-        """Whether its results are written in no time: another thread would only cost a
-        hop."""
+        """Whether a hop to a worker thread would take longer than the write."""
         return self.kind in ("barrier", *_IN_PLACE) and self.device == "cpu" and _nbytes(self.segments) <= QUICK_NBYTES
 
     def output_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """How the output buffer of participant number ``me`` is laid out, as the
-        sidecar fills it.
+        """Layout of participant ``me``'s output buffer, as its sidecar fills it.
 
         :raises replicas.errors.RanksDisagree: the caller's tensors do not fit what the
             others posted.
@@ -113,7 +107,7 @@ class OperationCall:
         return self._result_segments(go, me)
 
     def _result_segments(self, go: OperationGo, me: int) -> tuple[Segment, ...]:
-        """What the caller of participant number ``me`` is given."""
+        """The segments that the caller of participant ``me`` gets."""
         match self.kind:
             case "all_reduce":
                 return go.segments[me]
@@ -135,8 +129,7 @@ class OperationCall:
                 return ()
 
     def _targets(self, go: OperationGo, found: Sequence[Segment]) -> tuple[torch.Tensor, ...] | None:
-        """The caller's tensors to be written, which must be just as large as what will
-        come; None: make new ones."""
+        """The caller's tensors to write, checked for fit; None: make new ones."""
         if self.kind in _IN_PLACE:
             return self.inputs
         if self.targets is None or not found:
@@ -144,7 +137,7 @@ class OperationCall:
         targets = self.targets
         counts = {len(segments) for segments in go.segments}
         if self.kind in _GATHERING and len(targets) > len(found) and len(counts) == 1:
-            each = counts.pop()  # tensors for those that took part at first were given: use those of who is left
+            each = counts.pop()  # given for the first attempt: take the remaining members'
             places = (_place(go, participant) for participant in range(len(go.participants)))
             targets = tuple(tensor for place in places for tensor in targets[place * each : (place + 1) * each])
         given = [(dtype_name(tensor.dtype), tuple(tensor.shape)) for tensor in targets]
@@ -157,8 +150,7 @@ class OperationCall:
         return targets
 
     def finish(self, data: ReceiptData, go: OperationGo, me: int, outputs: Buffer | None) -> Receipt:
-        """Write the results into the caller's tensors (or make new ones). On a worker
-        thread, or the caller's."""
+        """Write the results into the caller's tensors or new ones, on any thread."""
         found = self._result_segments(go, me)
         data = msgspec.structs.replace(data, nbytes=_nbytes(self.segments or found))
         if not found or outputs is None:
@@ -183,8 +175,8 @@ class OperationCall:
         """New tensors on the device of the inputs."""
         device = self.inputs[0].device if self.inputs else torch.device("cpu")
         made = tuple(torch.empty(result.shape, dtype=result.dtype, device=device) for result in results)
-        # their memory may have been another tensor's until now, and be in use as such
-        # by the stream for which it was made
+        # the allocator may hand out memory that another tensor had on the stream it was
+        # made for, and that stream may still use it
         self._write(made, results, source, (call_point(self.gpu),) if self.gpu else ())
         return made
 

@@ -1,8 +1,7 @@
-"""Memory for the tensors of operations: buffers that are used again, because fresh
-pages are slow.
+"""Reusable buffers for the tensors of operations: fresh pages are slow.
 
-In host memory, or on the GPU of the rank (``staging = "device"``), for operations on
-tensors that are there.
+They are in host memory or, for operations on GPU tensors with ``staging = "device"``,
+on the rank's GPU.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ PAGE_NBYTES = 4096
 class Scratch:
     """A few buffers, kept for the next operation. Thread-safe.
 
-    :param device: UUID of the GPU on which they are; empty: in host memory.
+    :param device: UUID of the GPU that they are on; empty: host memory.
     """
 
     def __init__(self, name: str, device: str = "") -> None:
@@ -62,8 +61,7 @@ class Scratch:
         return Buffer.allocate(wanted, name, device=self._device)
 
     def take_idle(self, nbytes: int) -> Buffer | None:
-        """A buffer that was used before; None when there is none of about this size.
-        Never slow."""
+        """A used buffer, or None if there is none of about this size. Never slow."""
         return locked(self._lock, self._take_idle, _rounded(nbytes))
 
     def _take_idle(self, wanted: int) -> Buffer | None:
@@ -75,10 +73,10 @@ class Scratch:
         return best
 
     def give(self, buffer: Buffer | None, *, spoiled: bool = False) -> None:
-        """Take ``buffer`` back. Nobody may be using it any more.
+        """Take ``buffer`` back. It must not be in use any more.
 
-        :param spoiled: a process ended in the midst of work on it. On a GPU nobody
-            could tell the next writer when that work is over: it is given up.
+        :param spoiled: a process ended while it worked on the buffer. On a GPU the next
+            writer cannot learn when that work is over, so the buffer is freed.
         """
         if buffer is None:
             return
@@ -97,7 +95,7 @@ class Scratch:
         self._drop_idle()
 
     def _drop_idle(self) -> bool:
-        """Whether there were any."""
+        """Free the idle buffers; returns whether there were any."""
         idle = locked(self._lock, self._forget_idle)
         for buffer in idle:
             buffer.close()
@@ -113,7 +111,7 @@ def _rounded(nbytes: int) -> int:
 
 
 def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
-    """How tensors are described to others.
+    """Dtypes and shapes of tensors, as sent to other members.
 
     :raises replicas.errors.ManifestMismatch: a dtype that cannot be moved.
     """
@@ -123,8 +121,8 @@ def segments_of(tensors: Sequence[torch.Tensor]) -> tuple[Segment, ...]:
 def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequence[torch.Tensor], gpu: str = "") -> None:
     """Copy ``tensors`` (any strides and device) to their places in ``buffer``.
 
-    :param gpu: UUID of the one on which some of them are. Into a buffer there it is
-        enqueued on this thread's stream.
+    :param gpu: UUID of the GPU that some of them are on. Copies into a buffer on that
+        GPU are queued on this thread's stream.
     """
     places = read_segments(buffer, segments)
     if gpu:
@@ -137,7 +135,7 @@ def write_segments(buffer: Buffer, segments: Sequence[Segment], tensors: Sequenc
 
 
 def read_segments(buffer: Buffer, segments: Sequence[Segment]) -> tuple[torch.Tensor, ...]:
-    """Views of ``buffer``, one a segment."""
+    """Views of ``buffer``, one per segment."""
     offsets, _ = segment_layout(segments)
     data = buffer.tensor()
     return tuple(

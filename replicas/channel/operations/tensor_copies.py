@@ -1,17 +1,15 @@
-"""Copies between the caller's tensors and the scratch memory of operations, where any
-of them is on a GPU.
+"""Copies between the caller's tensors and scratch buffers, if any of them is on a GPU.
 
 Theory of operation
 ===================
 
-*In* goes on the caller's own stream, so that the tensors are read as that stream leaves
-them. Into memory on the GPU it is only enqueued (whoever reads it waits for its
-buffer's event); the caller's host memory, and scratch memory on the host, are waited
-for.
+*In* runs on the caller's own stream, so that it reads the tensors as that stream leaves
+them. Copies into GPU memory are only queued (a reader waits for its buffer's event).
+Copies from or into host memory are waited for.
 
-*Out* is done by another thread, on a stream of ours, behind what the caller's stream
-had under way at the call (:func:`call_point`), and waited for: when the operation's
-Pending resolves, every stream may read the results.
+*Out* runs on another thread, on a stream of its own, behind the work that was queued on
+the caller's stream at the call (:func:`call_point`), and is waited for: when the
+operation's Pending resolves, every stream may read the results.
 """
 
 from __future__ import annotations
@@ -29,8 +27,7 @@ __all__ = ["call_point", "copy_in", "copy_out", "gpu_of"]
 
 
 def gpu_of(tensors: Sequence[torch.Tensor]) -> str:
-    """UUID of the GPU on which the first of them is that is on any; empty if all are in
-    host memory."""
+    """UUID of the GPU of the first tensor that is on one; empty: all in host memory."""
     found = accelerator()
     if found is None:
         return ""
@@ -38,15 +35,17 @@ def gpu_of(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def call_point(gpu: str) -> Event:
-    """What this thread's current stream has under way now."""
+    """An event behind the work queued on this thread's current stream."""
     point = device_of(gpu).event(gpu)
     point.record()
     return point
 
 
 def copy_in(gpu: str, places: Sequence[torch.Tensor], tensors: Sequence[torch.Tensor]) -> None:
-    """Copy the caller's ``tensors`` to their ``places``; some of them are on ``gpu``,
-    or the places are. Caller's thread."""
+    """Copy the caller's ``tensors`` to ``places``, at least one of them on ``gpu``.
+
+    On the caller's thread.
+    """
     device = device_of(gpu)
     if _copy(places, tensors):
         device.synchronize(gpu)
@@ -55,8 +54,7 @@ def copy_in(gpu: str, places: Sequence[torch.Tensor], tensors: Sequence[torch.Te
 def copy_out(
     gpu: str, targets: Sequence[torch.Tensor], results: Sequence[torch.Tensor], source: Buffer, after: Sequence[Event]
 ) -> None:
-    """Copy ``results`` in ``source`` to ``targets``, some of which are on ``gpu``,
-    after the events; wait for it."""
+    """Copy ``results`` in ``source`` to ``targets`` after the events, and wait."""
     device = device_of(gpu)
     with device.on_side_stream(gpu):
         for event in after:
@@ -67,8 +65,10 @@ def copy_out(
 
 
 def _copy(destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> bool:
-    """Whether there is host memory in what was enqueued. What is in host memory on both
-    sides is copied at once."""
+    """Copy or queue each pair; returns whether a queued copy involves host memory.
+
+    Pairs with both sides in host memory are copied at once.
+    """
     device = accelerator()
     if device is None:
         raise ValueError("there is no accelerator")
