@@ -77,7 +77,7 @@ class Channel(Collectives):
         state = "closed" if self._closed else f"version={self.version} latest={self.latest} epoch={self.epoch}"
         return f"<Channel {self.name} {self.member} {state}>"
 
-    # ------------------------------------------------------------ what is known here
+    # ------------------------------------------------------------ state
 
     @property
     def name(self) -> str:

@@ -64,7 +64,7 @@ def join(
     :param rank: this rank (``RANK``, else 0).
     :param world_size: ranks of the replica (``WORLD_SIZE``, else 1).
     :param observe: only watch commits, loads and members; no bytes. An observer needs
-        no identity and fences nobody: several may have one name, also that of a rank.
+        no identity and fences no other: several may have one name, also that of a rank.
     :param info: short texts for status pages and routers, such as ``{"url":
         "http://..."}``.
     :param timeout: seconds until there must be a session; default 30.

@@ -1,1 +1,1 @@
-"""A member's part in versions: publishing, receiving and holding them."""
+"""Publish, receive and hold versions, on the member's side."""

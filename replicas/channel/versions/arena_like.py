@@ -1,5 +1,4 @@
-"""The body of ``Channel.arena_like``: a free slot for the trainer to write its publish
-copy into."""
+"""Body of `Channel.arena_like`: lend a free slot for the trainer to write into."""
 
 from __future__ import annotations
 
@@ -56,8 +55,7 @@ def arena_like(hub: Hub, weights: object, dtype: torch.dtype | None, deadline_s:
 
 
 def _refusal_to_wait() -> errors.ReplicasError | None:
-    """On the coordinator's own loop a slot that is free is given, and none is waited
-    for."""
+    """The error to raise if no slot is free at once: on the coordinator's own loop."""
     try:
         own_loop.must_not_block("waiting for a free slot")
     except errors.UsageError as error:
@@ -76,7 +74,7 @@ def _lend(hub: Hub, holder: Holder, manifest: PartManifest, until: float, room: 
 async def _find(
     hub: Hub, wanted: weakref.ref[Holder], manifest: PartManifest, until: float, room: Pending[Slot]
 ) -> None:
-    """Session thread: lend it a slot, as long as there is somebody who wants it."""
+    """Session thread: lend the caller a slot, as long as the caller waits for it."""
 
     def check() -> None:
         if hub.over is not None:

@@ -1,4 +1,4 @@
-"""The caller's part of a publish: a slot, and the weights in it."""
+"""The caller's part of a publish: take a slot and copy the weights into it."""
 
 from __future__ import annotations
 
@@ -27,13 +27,14 @@ __all__ = ["Filling"]
 
 
 class Filling:
-    """Fills slots, on the thread that publishes, one at a time.
+    """Fills slots, on the publishing thread, one at a time.
 
-    :param streaming: called on the session thread with a job, its manifest and the type
-        of its device, before a slot is filled that may be sent meanwhile; ``grown``
-        then with how many bytes are there.
-    :ivar last: the manifest of the last version that was committed.
-    :ivar copies: what devices have under way.
+    :param streaming: called on the session thread with a job, its manifest and its
+        device type, before a slot is filled that may be sent meanwhile.
+    :param grown: called there, after ``streaming``, with the number of bytes filled so
+        far.
+    :ivar last: the manifest of the last committed version.
+    :ivar copies: copies that devices have under way.
     """
 
     def __init__(
@@ -50,18 +51,17 @@ class Filling:
         self._packer = Packer()
 
     def fill(self, job: PublishJob, feed: Feed) -> tuple[PartManifest, Packing]:
-        """Take a slot and copy the weights into it, or take the one that the trainer
-        has written.
+        """Copy the weights into a slot, or take the slot that the trainer has written.
 
-        :raises replicas.errors.ReplicasError: it cannot be done; the slot is still the
-            job's.
+        :raises replicas.errors.ReplicasError: it failed; the slot still belongs to the
+            job.
         """
         if isinstance(feed.weights, WritableSlot):
             return self._take_written(job, feed, feed.weights)
         return self._pack(job, feed)
 
     def device(self, feed: Feed) -> str:
-        """Type of the device on which the weights are, or the slots that they go to."""
+        """Device type of the slots if they are on a GPU, else of the weights."""
         return device_of(self._hub.device).kind if self._hub.device else feed.device
 
     def _begun(self, job: PublishJob, copies: DeviceCopies | Copier) -> None:
@@ -73,7 +73,7 @@ class Filling:
             self._hub.call(self.copies.watch, copies)
 
     def _take_written(self, job: PublishJob, feed: Feed, written: WritableSlot) -> tuple[PartManifest, Packing]:
-        """A slot that the trainer has filled in place: nothing is copied."""
+        """Take a slot that the trainer has filled in place, without a copy."""
         if feed.dtype is not None:
             raise self._hub.error(
                 errors.UsageError, "publish: this slot has its dtypes already", hint="pass dtype to arena_like"
@@ -103,7 +103,7 @@ class Filling:
         if staged is not None:
             return manifest, staged.write(slot.data, CopyOptions(slot.buffer, begun=begun))
         progress = None
-        at_once = feed.mode == "image" and job.late_meta is None  # those who receive it are told its meta first
+        at_once = feed.mode == "image" and job.late_meta is None  # receivers are told the meta first
         if self._hub.several_hosts and at_once and self._packer.knows(feed, manifest):
             self._hub.call(self._streaming, job, manifest, self.device(feed))
             progress = partial(self._hub.call, self._grown, job)
@@ -111,7 +111,7 @@ class Filling:
 
     def _expect(self, feed: Feed) -> None:
         if feed.device != "cpu" and not self._hub.device:
-            self._hub.arena.pinning = True  # memory that is made ahead is for copies from a GPU
+            self._hub.arena.pinning = True  # preallocated memory is then for copies from a GPU
 
     def _take_slot(self, job: PublishJob, manifest: PartManifest) -> Slot:
         room: Pending[Slot] = Pending(f"a slot of {self._hub.name}")
@@ -124,8 +124,7 @@ class Filling:
         self._hub.spawn(self._find(job, room, find), "slot of a publish")
 
     async def _find(self, job: PublishJob, room: Pending[Slot], find: Callable[[], Coroutine[Any, Any, Slot]]) -> None:
-        """The slot is the job's as soon as it is found: whatever becomes of the caller,
-        it comes back with the job."""
+        """The job owns the slot at once: whatever the caller does, it comes back."""
         try:
             await job.admitted
             started = time.monotonic()
@@ -154,7 +153,7 @@ class Filling:
         return written.slot
 
     def _check(self, job: PublishJob) -> None:
-        """Whether there is still somebody who would fill it."""
+        """Raise unless the publish still needs a slot."""
         if job.pending.done():
             job.pending.wait()
         if job.walk_over or job.failed is not None:

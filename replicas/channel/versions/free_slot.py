@@ -1,5 +1,4 @@
-"""A free slot for a publish or a trainer, waited for on the session thread: no
-interrupt comes there."""
+"""Wait for a free slot, on the session thread, which interrupts do not reach."""
 
 from __future__ import annotations
 
@@ -17,8 +16,7 @@ from replicas.weights.memory.pool import PREPARED_NBYTES
 __all__ = ["free_slot", "look_again"]
 
 BEAT_S = 0.03
-"""How often one who waits for a slot looks again: nobody is told when a reader in
-another process lets go of its memory."""
+"""Seconds between two looks: a reader in another process lets go without notice."""
 
 
 async def free_slot(
@@ -26,18 +24,18 @@ async def free_slot(
 ) -> Slot:
     """A slot to fill with ``version``; 0 if it has no number yet.
 
-    :param manifest: of what it will hold; see :meth:`Arena.acquire`.
-    :param what: what it is for, in the error's text.
-    :param until: reading of the monotonic clock at which it gives up.
-    :param check: called at each look; raises if there is no point in waiting any more.
-    :raises replicas.errors.Busy: no slot became free in time; it says who uses them.
+    :param manifest: manifest of the future contents; see :meth:`Arena.acquire`.
+    :param what: purpose of the slot, for the error's text.
+    :param until: time (monotonic clock) at which it gives up.
+    :param check: called at each look; raises if waiting is no longer useful.
+    :raises replicas.errors.Busy: no slot became free in time; it names the users.
     :raises replicas.errors.NoCapacity: there is no memory for it.
     """
     started = time.monotonic()
     while True:
         changed = hub.holdings.event()
         hub.leases.sweep()
-        if manifest.nbytes < PREPARED_NBYTES:  # whose memory is there in no time
+        if manifest.nbytes < PREPARED_NBYTES:  # its memory is allocated fast enough for this thread
             slot = hub.arena.acquire(version, manifest)
         else:
             slot = await asyncio.to_thread(hub.arena.acquire, version, manifest)
@@ -62,8 +60,7 @@ async def free_slot(
 
 
 async def look_again(changed: asyncio.Event, left_s: float) -> None:
-    """Wait until a slot may have become free: something of ours has changed, or a beat
-    is over."""
+    """Wait until a local slot has changed, or :data:`BEAT_S` is over."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(min(left_s, BEAT_S)):
             await changed.wait()

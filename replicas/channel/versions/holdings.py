@@ -1,26 +1,25 @@
-"""What a member holds: versions in slots, what is known of each, and which of them must
-be kept.
+"""The versions that a member holds in slots, their facts, and which must be kept.
 
 Theory of operation
 ===================
 
-The arena is used from several threads; all the rest here belongs to the session thread,
-which replaces (never changes in place) what others read. *Protected*, that is never
-evicted, are: the newest committed version, the one assigned to this replica and not yet
-loaded, those being published, and those received and not yet committed or discarded.
-Open updates and running transfers pin theirs. After each change those who wait for a
-slot (a publish, a transfer) look again.
+Several threads use the arena; the rest here belongs to the session thread, which
+replaces (never changes in place) the values that others read. *Protected* versions are
+never evicted: the newest committed version, the one assigned to this replica and not
+yet loaded, those being published, and those received and not yet committed or
+discarded. Open updates and running transfers pin their slots. After each change all
+that wait for a slot (publishes, transfers) look again.
 
-A version that is released while somebody still reads its slot goes with the last pin,
-and counts as not held until then. Versions that are mapped from another member of this
-host (*foreign* slots) cost no memory here, and go as soon as nobody needs them: their
-owner may want to write there again. Of a version without a slot nothing is kept.
+A version that is released while its slot is still read is freed with the last pin, and
+counts as not held until then. Versions that are mapped from another member of this host
+(*foreign* slots) cost no memory here, and are let go of as soon as they are not needed:
+their owner may want to reuse the slot. No facts are kept of a version without a slot.
 
-**Doubt.** A slot that this member filled by itself has no digest until the coordinator
-names one in its commit. A new coordinator may never have heard of ours and give the
-same number to another version. What was held without a digest when the coordinator was
-replaced is therefore *doubtful*: before it counts as the committed version its digest
-is computed.
+**Doubt.** A slot that this member filled itself has no digest until the coordinator
+names one in its commit. A new coordinator may not know our version, and give the same
+number to another one. A version that was held without a digest when the coordinator was
+replaced is therefore *doubtful*: its digest is computed before it counts as the
+committed version.
 """
 
 from __future__ import annotations
@@ -39,13 +38,13 @@ __all__ = ["Holdings"]
 class Holdings:
     """The versions of one channel in this process.
 
-    :param name: of the channel; its memory is called after it.
+    :param name: name of the channel; its memory is named after it.
     :param call: runs a function on the session thread.
-    :param on_drop: called there with a version whose slot was given to another one.
-    :ivar latest: the newest committed version that this member has heard of.
-    :ivar latest_digest: of it; empty while only its number is known.
-    :ivar assigned: the version granted to this replica that this rank has yet to load;
-        0: none.
+    :param on_drop: called there with a version whose slot was reused for another.
+    :ivar latest: the newest committed version known to this member.
+    :ivar latest_digest: its digest; empty while only its number is known.
+    :ivar assigned: the version that this replica was granted and this rank has yet to
+        load; 0: none.
     """
 
     arena: Arena
@@ -67,8 +66,7 @@ class Holdings:
         self._device = ""
 
     def open(self, slots: int, device: str = "") -> None:
-        """Make the arena, on the GPU that ``device`` names or in host memory; it takes
-        memory when it is first used."""
+        """Make the arena, on GPU ``device`` or in host memory; allocates when used."""
         self._device = device
 
         def on_change() -> None:
@@ -85,13 +83,12 @@ class Holdings:
         return hasattr(self, "arena")
 
     def close(self) -> None:
-        """Release all memory; what is pinned or being filled goes when its user lets
-        go."""
+        """Release all memory; slots pinned or being filled go with their user."""
         if self.opened:
             self.arena.close()
             self._wake()
 
-    # ------------------------------------------------------------ what is held
+    # ------------------------------------------------------------ versions held
 
     def held(self) -> tuple[HeldVersion, ...]:
         """The complete versions here, for the coordinator."""
@@ -106,19 +103,18 @@ class Holdings:
         return tuple(held)
 
     def lent(self) -> tuple[int, ...]:
-        """Versions that are not held any more, whose memory others may still have
-        mapped."""
+        """Versions no longer held, whose memory other processes may still map."""
         return tuple(sorted(self.arena.lent())) if self.opened else ()
 
     def digest(self, version: int) -> str:
-        """Empty while it is not known here."""
+        """Digest of ``version``; empty while it is not known here."""
         return self._digests.get(version, "")
 
     def meta(self, version: int) -> Meta:
         return self._metas.get(version, {})
 
     def describe(self, version: int) -> Described:
-        """All that a new coordinator must know to have it sent to others."""
+        """The facts that a new coordinator needs to have ``version`` sent to others."""
         image = self.arena.images().get(version)
         if image is None:
             return Described(version, "", "", {}, "cpu")
@@ -128,7 +124,7 @@ class Holdings:
     def note(
         self, version: int, *, meta: Meta | None = None, digest: str | None = None, device: str | None = None
     ) -> None:
-        """Write down what is known of a version that is held, or about to be."""
+        """Record facts of a version that is held, or about to be."""
         if meta is not None:
             self._metas[version] = meta
         if digest is not None:
@@ -137,11 +133,10 @@ class Holdings:
         if device is not None:
             self._devices[version] = device
 
-    # ------------------------------------------------------------ what becomes of it
+    # ------------------------------------------------------------ decisions
 
     def received(self, slot: Slot, digest: str, meta: Meta, device: str) -> None:
-        """A slot has been filled by others, or mapped; it is kept until it is known
-        what becomes of its version."""
+        """Record a slot that was received or mapped; keep it until it is decided."""
         version = slot.version
         if not slot.foreign:
             self.arena.hold(slot, digest)
@@ -151,14 +146,12 @@ class Holdings:
         self.protect()
 
     def overtake(self, version: int) -> None:
-        """``version`` is on its way: what was received before it and never decided is
-        not waited for."""
+        """Stop keeping older versions without a decision: ``version`` is on its way."""
         self.prepared = {known for known in self.prepared if known > version}
         self.protect()
 
     def committed(self, version: int, digest: str) -> bool:
-        """It is decided. True when it is the newest so far. ``digest``: empty when only
-        the number is known."""
+        """Record a commit; True if it is the newest. ``digest``: empty if unknown."""
         self.prepared.discard(version)
         newest = version > self.latest
         if newest:
@@ -176,12 +169,14 @@ class Holdings:
         self.protect()
 
     def doubt(self) -> None:
-        """The coordinator is a new one."""
+        """A new coordinator: versions without a digest become doubtful."""
         self.doubtful = {held.version for held in self.held() if not held.digest}
 
     async def compare(self, version: int, digest: str) -> bool:
-        """Whether the doubtful slot of ``version`` has this digest. Computed on a
-        worker thread; the slot stays pinned."""
+        """Whether the slot of a doubtful ``version`` has this digest.
+
+        Computed on a worker thread; the slot stays pinned.
+        """
         slot = self.arena.find_pinned(version)
         if slot is None:
             return True
@@ -193,18 +188,17 @@ class Holdings:
             self.note(version, digest=digest)
         return found == digest
 
-    # ------------------------------------------------------------ room for others
+    # ------------------------------------------------------------ eviction
 
     def protect(self) -> None:
-        """Recompute what must not be evicted, let go of what others may have back, and
-        let those who wait look again."""
+        """Recompute the protected versions, free others, wake waits for a slot."""
         self.arena.protected = {self.latest, self.assigned, *self.publishing, *self.prepared} - {0}
         self.arena.trim()
         self._forget()
         self._wake()
 
     def event(self) -> asyncio.Event:
-        """Set at the next change of a slot. Take it before you try."""
+        """Set at the next change of a slot. Get it before looking for one."""
         return self._event
 
     def _wake(self) -> None:
@@ -217,7 +211,7 @@ class Holdings:
             self._on_drop(version)
 
     def _forget(self) -> None:
-        """Keep nothing of versions that have no slot and will get none."""
+        """Drop the facts of versions that have no slot and are not being published."""
         slots = (*self.arena.slots, *self.arena.foreign)
         keep = {slot.version for slot in slots if slot.state not in ("free", "closed")} | self.publishing
         facts: tuple[dict[int, Any], ...] = (self._metas, self._digests, self._devices)

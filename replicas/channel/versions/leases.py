@@ -1,18 +1,17 @@
-"""What users' threads have been lent, and how it comes back whatever interrupts them.
+"""Take back resources lent to the user's threads, even if an interrupt hits them.
 
 Theory of operation
 ===================
 
-A publish that is being walked and a slot of ``arena_like`` end when their user says so.
-An interrupt may keep him from it at any line, the first one of an ``__exit__`` or of a
-``finally`` included (:mod:`replicas.common.waits`). So each of them has a
-:class:`Holder`: an object to which nothing but frames and objects of the user's own
-thread refer. When the last of these is gone, so is the holder, and what was lent is
-taken back.
+A publish that walks the weights, or a slot of ``arena_like``, ends when the user's
+thread says so. An interrupt may prevent that at any line, even at the first line of an
+``__exit__`` or a ``finally`` (:mod:`replicas.common.waits`). Each of them therefore has
+a :class:`Holder`: an object that only frames and objects of the user's own thread refer
+to. When the last reference is gone, the holder dies, and the resource is taken back.
 
-That is noticed by a weak reference whose callback is written in C: it only appends to a
-deque, and no signal's handler can run in it. The session thread looks there once a
-second, and whenever somebody waits for a slot.
+A weak reference notices the death. Its callback is written in C: it only appends to a
+deque, so no signal handler can run in it. The session thread checks the deque once a
+second, and whenever a publish or ``arena_like`` looks for a slot.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ LOOK_S = 1.0
 
 
 class Holder:
-    """Lives as long as anybody can give back what it stands for."""
+    """Represents a lent resource; its death takes the resource back."""
 
 
 class _Lease(NamedTuple):
@@ -38,9 +37,9 @@ class _Lease(NamedTuple):
 
 
 class Leases:
-    """Those of one channel. On the session thread.
+    """The leases of one channel. On the session thread.
 
-    :param after: calls a function there after so many seconds.
+    :param after: calls a function on the session thread after a delay in seconds.
     """
 
     def __init__(self, after: Callable[[float, Callable[[], None]], asyncio.TimerHandle]) -> None:
@@ -53,26 +52,24 @@ class Leases:
         return len(self._lent)
 
     def lend(self, holder: Holder, take_back: Callable[[], object]) -> weakref.ref[Holder]:
-        """``take_back`` is called once, when ``holder`` gives it back, or there is none
-        any more."""
+        """Lend; ``take_back`` runs once, when ``holder`` gives back or has died."""
         known = weakref.ref(holder, self._gone.append)
         self._lent[id(known)] = _Lease(known, take_back)
         self._look_again()
         return known
 
     def give_back(self, holder: Holder) -> None:
-        """Take it back; nothing happens when it has ended already."""
+        """Take it back; does nothing if the lease has ended already."""
         lease = self._end(holder)
         if lease is not None:
             lease.take_back()
 
     def keep(self, holder: Holder) -> bool:
-        """It is somebody else's from now on, and does not come back. False: it has
-        ended already, or was not lent here."""
+        """End the lease, keep the resource; False: ended before, or not lent here."""
         return self._end(holder) is not None
 
     def sweep(self) -> None:
-        """Take back what nobody can give back any more."""
+        """Take back the resources of dead holders."""
         while self._gone:
             lease = self._lent.pop(id(self._gone.popleft()), None)
             if lease is not None:

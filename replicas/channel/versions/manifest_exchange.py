@@ -1,5 +1,4 @@
-"""Manifests of one channel in this process: those of our own are sent to who asks,
-those of others are asked for."""
+"""Exchange of manifests with the coordinator: send our own, fetch those of others."""
 
 from __future__ import annotations
 
@@ -17,12 +16,14 @@ from replicas.messages import ManifestAsk, ManifestPiece
 __all__ = ["ManifestExchange"]
 
 DECODED_NBYTES = 16 * 2**20
-"""Of manifests, as they are encoded: so much is kept decoded, too."""
+"""Limit on the encoded size of manifests that are also kept decoded, in bytes."""
 
 
 class ManifestExchange:
-    """On the session thread. ``published(hash)``: the encoding of one that is being
-    published here."""
+    """Manifests of one channel. On the session thread.
+
+    :param published: encoding of the manifest with a hash that is being published here.
+    """
 
     def __init__(self, hub: Hub, published: Callable[[str], bytes | None]) -> None:
         self._hub = hub
@@ -35,7 +36,7 @@ class ManifestExchange:
         return {ManifestAsk: self._asked, ManifestPiece: self._piece}
 
     def new_term(self) -> None:
-        """What was asked for is not answered any more."""
+        """The old coordinator's answers will not come."""
         self.fail_all(self._hub.error(errors.Gone, "there is a new coordinator", hint=""))
 
     def fail_all(self, error: errors.ReplicasError) -> None:
@@ -43,9 +44,10 @@ class ManifestExchange:
             self._end(manifest_hash, error)
 
     async def get(self, manifest_hash: str) -> bytes:
-        """The encoding: as it is kept here, or from the coordinator. However many wait
-        for it, it is asked for once; it keeps coming in when nobody waits any more, for
-        it will be offered again.
+        """The encoded manifest, kept here or fetched from the coordinator.
+
+        It is requested once for all that wait, and the fetch goes on when no caller
+        waits any longer, because the version will be offered again.
 
         :raises replicas.errors.ReplicasError: it cannot be had.
         """
@@ -60,7 +62,10 @@ class ManifestExchange:
         return await asyncio.shield(self._fetches[manifest_hash][1])
 
     async def decoded(self, manifest_hash: str) -> Manifest:
-        """:raises replicas.errors.ReplicasError: it cannot be had."""
+        """The manifest with this hash.
+
+        :raises replicas.errors.ReplicasError: it cannot be had.
+        """
         known = self._decoded.get(manifest_hash)
         if known is None:
             encoded = await self.get(manifest_hash)
@@ -69,7 +74,7 @@ class ManifestExchange:
         return known
 
     def _own(self, manifest_hash: str) -> bytes | None:
-        """What is known here, encoded."""
+        """The encoded manifest, if it is known here."""
         known = self._encoded.get(manifest_hash)
         if known is None:
             images = self._hub.holdings.arena.images().values()
@@ -106,6 +111,6 @@ class ManifestExchange:
 
 
 def _seen(coming: asyncio.Future[bytes]) -> None:
-    """Nobody may wait for it any more: then its error is nobody's."""
+    """Mark the error as retrieved: perhaps no caller waits any longer."""
     if not coming.cancelled():
         coming.exception()

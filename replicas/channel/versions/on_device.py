@@ -1,15 +1,15 @@
-"""Slots on a GPU: copies within it.
+"""Copies between slots of members that share a GPU.
 
 Theory of operation
 ===================
 
-Members that share a GPU do not send a version to each other, and none of them keeps a
-view of another's memory: that ends with the process that has lent it. Each copies it
-into a slot of its own, at the speed of the GPU's memory, and says what the digest of
-its copy is. The other's memory is open, and held by its locks, only while that takes.
+Members that share a GPU do not send a version to each other, nor keep a view of each
+other's memory, which ends with the process that owns it. Each member copies the version
+into a slot of its own, at the speed of the GPU's memory, and reports the digest of its
+copy. The other's memory is open, and held by its locks, only during the copy.
 
-All of this runs on worker threads, on a stream of ours. A copy is over when these
-return, also when they raise.
+All of this runs on worker threads, on a stream of its own. A copy is over when these
+functions return or raise.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from replicas.weights.memory.parts import part_pairs, scatter_parts
 __all__ = ["Copied", "copy_image", "copy_part"]
 
 END_S = 3.0
-"""How long the end of a process is waited for that has begun to end."""
+"""How long to wait for the end of a process that has begun to end."""
 _Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 class Copied(NamedTuple):
-    """How long it took, and what came of it."""
+    """Durations of a copy and of its check, in seconds, and the digest of the copy."""
 
     copy_s: float
     verify_s: float
@@ -48,13 +48,12 @@ class Copied(NamedTuple):
 
 
 def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: str) -> Copied:
-    """Fill ``slot`` with the image that another member has at ``place``, on the same
-    GPU.
+    """Fill ``slot`` with another member's image at ``place``, on the same GPU.
 
-    :param digest: which the copy must have; empty: not known.
-    :raises replicas.errors.Gone: it is not there any more.
+    :param digest: the digest that the copy must have; empty: not known.
+    :raises replicas.errors.Gone: the image is not there any more.
     :raises replicas.errors.WorldError: it cannot be opened here, or the GPU has failed.
-    :raises replicas.errors.SyncError: what was found there is something else.
+    :raises replicas.errors.SyncError: the copy has another digest.
     """
     started = time.monotonic()
     with _lent(place, slot.version):
@@ -75,8 +74,10 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
 
 
 def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, device: str) -> None:
-    """Put the part that another member has at ``place`` to its places in the image in
-    ``slot``; errors as above."""
+    """Copy another member's part at ``place`` into the image in ``slot``.
+
+    Errors as in :func:`copy_image`.
+    """
     with _lent(place, slot.version):
         source = arena.borrow(place, slot.version)
         try:
@@ -89,8 +90,10 @@ def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, de
 
 
 def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor], list[_Pair]]) -> None:
-    """Copy to the first of each pair the second. ``pairs``: made of the memory that is
-    read, which nobody keeps."""
+    """Copy the second tensor of each pair to the first.
+
+    ``pairs`` makes them from the memory that is read; no reference to it may be kept.
+    """
     gpu = device_of(device)
     found = pairs(source.readable())
     with gpu.on_side_stream(device):
@@ -102,8 +105,7 @@ def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor
 
 @contextmanager
 def _lent(place: SlotPlace, version: int) -> Iterator[None]:
-    """What fails because the process has ended whose memory it is, is Gone: nothing is
-    wrong with this one."""
+    """Turn an error into Gone if the process that owns the memory has ended."""
     try:
         yield
     except (RuntimeError, errors.WorldError, errors.SyncError) as error:
@@ -121,19 +123,22 @@ def _is_there(place: SlotPlace) -> bool:
         return Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode
     except (FileNotFoundError, ProcessLookupError):
         return False
-    except OSError:  # it may not be looked at
+    except OSError:  # no permission to look
         return True
 
 
 def _await_end(pid: int) -> None:
-    """A process that ends has closed its files, and may take a while to give its GPU
-    back; only then is it known to be lost. Until then nobody has a better place to
-    offer. One that has files has not ended."""
+    """Wait for a process that is ending, so that its members are known to be lost.
+
+    It has closed its files, and may take a while to release its GPU; until its end is
+    seen the coordinator has no better place to offer. A process with open files is not
+    ending.
+    """
     try:
         if any(Path(f"/proc/{pid}/fd").iterdir()):
             return
         pidfd = os.pidfd_open(pid)
-    except OSError:  # it has ended, or is none of ours
+    except OSError:  # it has ended, or belongs to another user
         return
     try:
         ended = select.poll()

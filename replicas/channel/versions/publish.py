@@ -1,59 +1,57 @@
-"""Publishing: the caller's thread fills a slot, the session thread sees it through.
+"""Publish: the caller's thread fills a slot, the session thread sees it through.
 
 Theory of operation
 ===================
 
-A publish is numbered and announced (PublishBegin) on the session thread; the rest until
-it is packed runs on the thread that called, because walking the weights may be made of
+A publish is numbered and announced (PublishBegin) on the session thread. The rest, up
+to the packed slot, runs on the calling thread, because walking the weights may run
 collectives of the user's own group, on the user's own stream. ::
 
     caller                                   session thread
     ------                                   --------------
     publish() ────────────────────────────▶  PublishBegin ──▶
     wait until admitted                  ◀── PublishAdmitted (the version's number)
-    wait for a slot, walk the weights
-    into it (or only walk) ───────────────▶  pin; when the digest, which is made behind the
-    return the Pending                       copy, is there: Packed ──▶
+    wait for a slot, walk the
+    weights into it (or only walk) ───────▶  pin; when the digest, made behind
+    return the Pending                       the copy, is there: Packed ──▶
                                              ...
                                          ◀── PublishEnd: unpin, resolve
 
-**Several hosts.** When all tensors are at hand before the first is copied (a module, a
-mapping), so that no code of the user's can hold it up, the version is sent to other
-hosts while it is packed: Packed(streaming) goes out as soon as the slot is there, and
-Filled when the digest is.
+**Several hosts.** When all tensors are known before the first is copied (a module, a
+mapping), no user code can delay the walk. The version is then sent to other hosts while
+it is packed: Packed(streaming) goes out as soon as there is a slot, and Filled when
+there is a digest.
 
-**Tensors on a GPU** are only enqueued by the caller, on its current stream, and publish
+**Tensors on a GPU** are only queued by the caller, on its current stream, and publish
 returns (:mod:`replicas.weights.devices.device_copies`). The slot counts as filled when
-they have arrived; a thread that waits for them says so, and for how long the caller's
-stream was held. Until then the slot is theirs, also when the publish has failed or
-ended.
+the copies have arrived; a thread waits for them and reports that, and how long the
+caller's stream was held. Until then the slot belongs to the copies, even if the publish
+has failed or ended.
 
-**In order.** The digest of a publish may be there before that of the one before it,
-which is larger, or on a slower stream. The coordinator commits in the order in which it
-is told, and refuses a version that a newer one has overtaken; so nothing is said of the
-bytes of a publish as long as an earlier one, of which nothing was said, may still come
-to that (:meth:`Publisher._announce`).
+**In order.** A publish may have its digest before the publish ahead of it, which may be
+larger or on a slower stream. The coordinator commits in the order in which it is told,
+and refuses a version that a newer one has overtaken. So a packed publish is announced
+only when every earlier publish was announced or cannot be packed any more
+(:meth:`Publisher._announce`).
 
-**Failure of ours** (no memory, no slot, tensors of no use, not admitted): the weights
-are walked to their end all the same, then the error is raised. PackFailed goes out
-first, so that the others need not wait, and what is raised is the verdict that comes
-back, the same on all ranks of the replica. **The user's own exception** goes through as
-it is, after PackFailed: there is nothing left to walk.
+**Our own failure** (no memory, no slot, unusable tensors, not admitted): the weights
+are walked to the end all the same, then the error is raised. PackFailed goes out first,
+so that the other ranks need not wait, and the error raised is the verdict that comes
+back, the same on all ranks of the replica. **The user's own exception** passes through
+unchanged, after PackFailed: there is nothing left to walk.
 
-**Failures that nobody waited for** surface here: the leader's next publish fails with
-the earlier error, by the same path, so that the ranks of a replica cannot part ways.
+**Failures that no caller was told of** surface here: the leader's next publish fails
+with the earlier error, by the same path, so that the ranks of a replica agree.
 
-A publish ends by itself :data:`~replicas.channel.hub.GRACE_S` after its deadline when
-no verdict came: with OutcomeUnknown once it was packed, for the coordinator may have
-decided. It stays *unsettled* then, and its slot pinned, until the verdict comes after
-all, or a commit or discard tells the same; whoever waits again on its Pending is told
-what became of it.
+Without a verdict a publish ends by itself :data:`~replicas.channel.hub.GRACE_S` after
+its deadline, once packed with OutcomeUnknown, because the coordinator may have decided.
+It is then *unsettled*, and its slot pinned, until the verdict arrives late, or a commit
+or discard tells the same; waiting again on its Pending gives the outcome.
 
-**A new coordinator** is told of every publish that is under way or unsettled: the
-number that it had, and what was packed or failed. It goes on with them, and gives the
-verdict of those that its predecessor had decided. A publish that had no number yet
-simply begins again.
-"""  # noqa: W505  # a picture
+**A new coordinator** is told of every publish that is under way or unsettled: its
+number, and what was packed or failed. It continues them, and gives the verdict of those
+that its predecessor had decided. A publish without a number simply begins again.
+"""
 
 from __future__ import annotations
 
@@ -78,8 +76,7 @@ from replicas.weights.packing import Packing
 __all__ = ["Publisher"]
 
 LATE_S = 15.0
-"""How long a publish whose own time is over may still take, once a new coordinator has
-heard of it."""
+"""Extra time of a publish past its deadline, once a new coordinator knows of it."""
 
 
 class Publisher:
@@ -101,7 +98,7 @@ class Publisher:
         return "parts" if self._hub.settings.source_ranks == "all" else "image"
 
     def publish(self, feed: Feed, job: PublishJob) -> Pending[Receipt]:
-        """See :meth:`replicas.Channel.publish`. ``feed``: of :attr:`mode`."""
+        """See :meth:`replicas.Channel.publish`. ``feed``: in :attr:`mode`."""
         walk = Holder()
         try:
             self._hub.call(self._begin, job, walk)
@@ -147,8 +144,7 @@ class Publisher:
         hub.call(self._packing, job, manifest, self._filling.device(feed), packing, started, time.monotonic())
 
     def _verdict(self, job: PublishJob, error: Exception) -> Exception:
-        """What all ranks of the replica are told; our own error when nobody can
-        tell."""
+        """The replica's common verdict, or our own error if none comes."""
         left = max(0.0, job.deadline - time.monotonic()) + 2 * GRACE_S
         try:
             job.pending.wait(min(left, SECONDS_MAX))
@@ -170,7 +166,7 @@ class Publisher:
 
     def new_term(self) -> None:
         for job in self._in_order():
-            job.streaming = job.told = False  # the new coordinator hears of it when it is packed
+            job.streaming = job.told = False  # the new coordinator is told when it is packed
             self._hub.send(job.begin(job.left_s if job.number in self._jobs else LATE_S))
             if job.failed is not None:
                 self._hub.send(job.failed)
@@ -204,17 +200,16 @@ class Publisher:
         job.timer = hub.after(job.deadline + GRACE_S - time.monotonic(), self._overdue, job)
 
     def _refuse(self, job: PublishJob, text: str, hint: str) -> None:
-        """It never begins."""
+        """Fail a publish that never begins."""
         error = self._hub.error(errors.UsageError, text, hint=hint)
         job.admitted._fail(error)
         job.pending._fail(error)
 
     def _walk_over(self, job: PublishJob) -> None:
-        """The caller is not in it any more. One who was interrupted may not have been
-        able to say so."""
+        """The caller has left the walk, perhaps by an interrupt without any report."""
         self._walking, job.walk_over = None, True
         if not job.walked and job.failed is None:
-            job.pending._told = True  # by what has interrupted him
+            job.pending._told = True  # by the interrupt
             text = f"the publish on {self._hub.member} was interrupted"
             self._fill_failed(job, self._hub.error(errors.SyncError, text, phase="pack"), False)
 
@@ -227,7 +222,7 @@ class Publisher:
     def _packing(
         self, job: PublishJob, manifest: PartManifest, device: str, packing: Packing, started: float, returned: float
     ) -> None:
-        """The caller has done his part: all is copied, or a device has it under way."""
+        """The caller's part is done: all is copied, or under way on a device."""
         job.walked = True
 
         def copied(done: Future[float] | None, at: float) -> None:
@@ -258,8 +253,7 @@ class Publisher:
     def _copied(
         self, job: PublishJob, manifest: PartManifest, device: str, held: Future[float] | None, pack_s: float
     ) -> None:
-        """All bytes are in the slot. ``held``: of copies that a device has made, which
-        may have failed."""
+        """All bytes are in the slot, or ``held`` has the error of the device copies."""
         job.pack_s = pack_s
         if held is not None and (error := held.exception()) is not None:
             self._free(job)
@@ -275,18 +269,18 @@ class Publisher:
             return
         if job.slot is not None:
             arena = self._hub.arena
-            arena.hold(job.slot, "")  # not to be evicted before the pin: its version is protected
+            arena.hold(job.slot, "")  # not evicted before the pin: its version is protected
             arena.pin(job.slot)
             self._hub.holdings.note(job.version, device=device)
         self._hub.holdings.note(job.version, meta=job.meta)
         job.packed, job.manifest, job.device = True, manifest, device
 
     def _digested(self, job: PublishJob, done: Future[str], digest_s: float) -> None:
-        """The digest of what was packed is there, a little after the packing."""
-        if done.cancelled() or not job.packed:  # the copies have failed, or it has ended meanwhile
+        """The digest of the packed slot is known, shortly after the packing."""
+        if done.cancelled() or not job.packed:  # the copies have failed, or the publish has ended
             return
         error = done.exception()
-        if isinstance(error, errors.ReplicasError):  # on a device
+        if isinstance(error, errors.ReplicasError):  # of a device
             self._let_go(job, keep=False)
             job.packed = False
             if job.number in self._jobs:
@@ -310,8 +304,7 @@ class Publisher:
         self._announce()
 
     def _announce(self) -> None:
-        """Tell of all publishes that are packed, in their order, up to the first one
-        that may still become so."""
+        """Announce packed publishes in order, up to one that may still be packed."""
         for job in self._in_order():
             if job.announced:
                 continue
@@ -327,7 +320,7 @@ class Publisher:
         if job.number not in self._jobs:
             return
         if not all(one.announced for one in self._jobs.values() if one.number < job.number):
-            return  # it is told when it is packed, as a whole
+            return  # announced as a whole when it is packed
         job.streaming = True
         self._hub.filled_up_to(job.version, 0)
         job.manifest = manifest
@@ -338,8 +331,7 @@ class Publisher:
             self._hub.filled_up_to(job.version, nbytes)
 
     def manifest_of(self, manifest_hash: str) -> bytes | None:
-        """The encoding of the manifest with this hash, of a publish that has no
-        verdict; None: there is none."""
+        """Encoded manifest with this hash, of a publish without a verdict, or None."""
         known = (job.manifest for job in self._in_order() if job.manifest is not None)
         found = next((manifest for manifest in known if manifest.hash == manifest_hash), None)
         return found.encode() if found is not None else None
@@ -349,11 +341,10 @@ class Publisher:
         self._hub.send(job.filled())
 
     def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:
-        """The walk may go on meanwhile, but it no longer writes into the slot.
-        ``users``: the user's code raised."""
+        """Report a failed fill; the walk may go on. ``users``: user code raised."""
         hub = self._hub
         if job.walked:
-            return  # an interrupt has come behind the last step: it goes on
+            return  # the interrupt came after the last step: the publish goes on
         self._free(job)
         if job.number not in self._jobs:
             return
@@ -369,7 +360,7 @@ class Publisher:
         self._announce()
 
     def _free(self, job: PublishJob) -> None:
-        """Its slot was not filled, and nobody writes to it any more."""
+        """Free a slot that was not filled and that the caller no longer writes to."""
         slot, job.slot = job.slot, None
         if slot is None:
             return
@@ -412,7 +403,7 @@ class Publisher:
         if not job.packed:
             error = hub.no_answer("the publish", job.deadline_s)
             if job.failed is None:
-                self._say_failed(job, error)  # so that the other ranks need not wait, should they still do
+                self._say_failed(job, error)  # the other ranks need not wait
             self._fail(job, error)
             return
         why = hub.no_answer(f"the publish of version {job.version}", job.deadline_s)
@@ -439,8 +430,7 @@ class Publisher:
         self._hub.holdings.protect()
 
     def _let_go(self, job: PublishJob, *, keep: bool) -> None:
-        """The slot is no longer this publish's: ``keep`` it as a version that may be
-        sent, or free it."""
+        """Release the publish's slot: ``keep`` it as a version to send, or free it."""
         known = self._hub.holdings
         slot, job.slot = job.slot, None
         if slot is not None:
@@ -454,7 +444,7 @@ class Publisher:
     # ------------------------------------------------------- outcomes that were unknown
 
     def _settle(self, job: PublishJob, outcome: Receipt | errors.ReplicasError | None) -> None:
-        """It is known what became of it; None: it never will be."""
+        """End an unsettled publish with its outcome; None: it will never be known."""
         del self._unsettled[job.number]
         job.stop_timers()
         if isinstance(outcome, Receipt):
@@ -465,8 +455,7 @@ class Publisher:
             job.pending._settle(outcome)
 
     def _settled(self, version: int, committed: bool) -> None:
-        """A commit or a discard. The verdict, which says more, mostly comes right
-        behind it: it is waited for a while."""
+        """A commit or discard; wait a while for the verdict, which says more."""
         for job in list(self._unsettled.values()):
             if job.version == version and job.settling is None:
                 job.settling = self._hub.after(GRACE_S, self._settle_without_verdict, job, committed)
@@ -474,8 +463,7 @@ class Publisher:
                 self._settle_slot(job)
 
     def _settle_slot(self, job: PublishJob) -> None:
-        """A newer version is committed: this one's bytes are of no more use, whatever
-        became of it."""
+        """Free the slot of a version that a newer commit has made useless."""
         self._let_go(job, keep=False)
 
     def _settle_without_verdict(self, job: PublishJob, committed: bool) -> None:

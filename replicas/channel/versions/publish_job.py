@@ -1,4 +1,4 @@
-"""One publish of this rank, and what it says of itself."""
+"""State of one publish of this rank, and the messages that announce it."""
 
 from __future__ import annotations
 
@@ -18,27 +18,26 @@ __all__ = ["PublishJob"]
 
 
 class PublishJob:
-    """One publish of this rank. ``pending`` is what the caller gets; fields change on
-    the session thread.
+    """One publish of this rank; fields change on the session thread.
 
-    :ivar number: among the replica's publishes; 0 until it has begun.
+    :ivar pending: the caller's Pending.
+    :ivar number: its number among the replica's publishes; 0 until it has begun.
     :ivar version: the number that the coordinator gave it; 0 until then.
-    :ivar late_meta: says what ``meta`` is once the weights were walked; None: it is
-        known.
+    :ivar late_meta: the user's function that makes ``meta`` after the walk; None:
+        ``meta`` is known.
     :ivar user_failed: ``late_meta`` raised.
-    :ivar hold: the caller's stream makes the copies, where a device does.
-    :ivar copies: what a device has, or had, under way for it.
-    :ivar copier: what copies for it on the CPU.
-    :ivar walked: the caller has done all of his part. ``walk_over``: he is not in it
-        any more, whether it was done or not.
-    :ivar packed: its slot is filled; ``ready``: all that the coordinator is to be told
-        of that is known, the ``digest``, too; ``told``: it was told.
+    :ivar hold: GPU tensors are copied on the caller's stream.
+    :ivar copies: its copies on a device, under way or ended.
+    :ivar copier: its copies on the CPU.
+    :ivar walked: the caller has done its whole part.
+    :ivar walk_over: the caller has left the call, done or not.
+    :ivar packed: its slot is filled.
+    :ivar ready: all that Packed says is known, including ``digest``.
+    :ivar told: Packed or Filled was sent.
     :ivar streaming: the coordinator was told that it is being filled, and has it sent
         meanwhile.
-    :ivar failed: what was said of a rank that could not pack; None: nothing went wrong
-        here.
-    :ivar settling: what is known without a verdict, once it has ended with its outcome
-        unknown.
+    :ivar failed: the failure reported by this rank; None: no failure here.
+    :ivar settling: timer that settles it by a commit or discard if no verdict follows.
     """
 
     def __init__(
@@ -85,10 +84,9 @@ class PublishJob:
         self.settling: asyncio.TimerHandle | None = None
 
     def ask_meta(self) -> None:
-        """The weights were walked: what is to be said of them? Raises what the user's
-        code raises.
+        """Call the user's ``meta`` function after the walk; its exceptions pass.
 
-        :raises replicas.errors.UsageError: it is of no use.
+        :raises replicas.errors.UsageError: its result is not valid.
         """
         if self.late_meta is None:
             return
@@ -101,8 +99,7 @@ class PublishJob:
 
     @property
     def announced(self) -> bool:
-        """Whether the coordinator has heard what comes of it here; the next one may be
-        told of then."""
+        """Whether the coordinator knows its local result: the next one may be told."""
         return self.told or self.streaming or self.failed is not None
 
     @property
@@ -110,8 +107,7 @@ class PublishJob:
         return max(0.0, self.deadline - time.monotonic())
 
     def begin(self, deadline_s: float) -> PublishBegin:
-        """The announcement, also to a coordinator that is not the one which admitted
-        it."""
+        """The announcement, also to a coordinator that did not admit it."""
         return PublishBegin(
             publish=self.number,
             version=self.version or self.asked_version,
@@ -138,14 +134,14 @@ class PublishJob:
         )
 
     def begun_to_fill(self, manifest: PartManifest, device: str) -> Packed:
-        """It may be sent as far as it is there."""
+        """The announcement that the bytes filled so far may be sent."""
         return Packed(self.number, manifest.hash, manifest.nbytes, device, self.wait_s, 0.0, streaming=True)
 
     def now_filled(self, place: SlotPlace) -> Filled:
         return Filled(self.number, self.pack_s, self.digest, self.digest_s, place, self.hold_s)
 
     def receipt(self, epoch: int, staging: str) -> Receipt:
-        """Of a version that is known to be committed, and nothing more of it."""
+        """Receipt of a version known to be committed, without a verdict's details."""
         return Receipt(
             version=self.version,
             epoch=epoch,

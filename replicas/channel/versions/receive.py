@@ -1,31 +1,29 @@
-"""Receiving: asks, grants, and the updates that come of them.
+"""Receive: ask the coordinator for a version, and hand it out as an `Update`.
 
-There is at most one ask. The Pending that it made stays the answer of
-:meth:`Receiver.receive` until a caller has taken its update; a wait that was given up
-loses nothing. A grant may come before the slot is here (this member is still being
-caught up): it is delivered when the slot is held. The update pins its slot from
-delivery to its end.
+There is at most one ask. Its Pending stays the answer of :meth:`Receiver.receive` until
+a caller has taken the update; a wait that was given up loses nothing. A grant may come
+before the slot is here (this member is still catching up): the update is delivered when
+the slot is held. The update pins its slot from delivery to its end.
 
-An update that was delivered, and that nobody has waited for yet, is given back as soon
-as a newer version is committed and here: the memory of the old one goes back to its
-owner, and the Pending, which is pending again for as long as that takes, gets the
-newest. The coordinator is asked, for another rank of the replica may have begun with
-the old one already: then all ranks load that. So whoever asks ahead of time holds
-nobody up, and finds the newest version.
+A delivered update that no caller has waited for is given back as soon as a newer
+version is committed and held here: the old slot is released, and the Pending, which is
+pending again meanwhile, gets the newest. The coordinator is asked again, because
+another rank of the replica may have begun with the old version: then all ranks load
+that one. So a receive ahead of time blocks no publish, and gets the newest version.
 
-An update that was handed out, and that nobody has looked into, is not taken yet either:
-whoever waited for it may have been interrupted (a cancelled task, Ctrl-C) between the
-two. The next receive hands it out again, or asks for a newer one.
+An update that was handed out but not touched does not count as taken either: an
+interrupt (a cancelled task, Ctrl-C) may have hit the caller between the two. The next
+receive hands it out again, or asks for a newer one.
 
-*At least.* Which version is enough for all ranks of the replica is up to the
-coordinator (:mod:`replicas.core.versions.rounds`). What is granted because another rank
-has begun with it, and is not enough here, is declined: a newer one is asked for. A
-receive with another bound takes the place of the one under way, unless somebody has
-been handed its update.
+*At least.* The coordinator decides which version satisfies all ranks of the replica
+(:mod:`replicas.core.versions.rounds`). A version that was granted because another rank
+has begun with it, but is below the bound here, is declined, and a newer one is asked
+for. A receive with another bound replaces the one under way, unless its update has been
+handed out.
 
-A new coordinator hears of an open ask again; what was granted and not delivered is
-granted anew. An open update stays open, and is reported to the new coordinator, as is a
-load that failed and was not made good since.
+A new coordinator is told of an open ask; a grant that was not delivered is made anew.
+An open update stays open, and is reported to the new coordinator, as is a failed load
+that no later load has made good.
 """
 
 from __future__ import annotations
@@ -52,8 +50,7 @@ __all__ = ["Bound", "Receiver"]
 
 
 class Bound(NamedTuple):
-    """What a version must be: of this number, or with a ``key`` this number by that
-    name in its ``meta``, or more."""
+    """Lower bound: a version number or, with ``key``, a number in its ``meta``."""
 
     least: int | float = 0
     key: str = ""
@@ -106,16 +103,15 @@ class Receiver:
             raise self._still_open(update)
         pending = Pending(f"receive on {self._hub.name}")
         self._hub.call(self._ask, pending, deadline_s, bound, replaced)
-        self._pending, self._bound = pending, bound  # behind the ask: without one it would be waited for in vain
+        self._pending, self._bound = pending, bound  # after the ask: without one it would never end
         return pending
 
     def _delivered(self) -> Update | None:
-        """The last update, if there is anything left of it."""
+        """The last update, if it is still alive."""
         return self._update() if self._update is not None else None
 
     def touched(self, version: int) -> None:
-        """Its user has the update; nothing here keeps it, so that it is noticed when he
-        has lost it."""
+        """The caller has touched the update: drop our reference, to notice its loss."""
         self._in_hand = version
         self._pending = None
 
@@ -145,8 +141,7 @@ class Receiver:
         self._hub.call(self._report_failed, version, self._as_wire(version, error))
 
     def _as_wire(self, version: int, error: BaseException) -> WireError:
-        """Here, on the caller's thread: it may be anybody's exception, and its text
-        anybody's code."""
+        """On the caller's thread: the exception's text may run any code."""
         if isinstance(error, errors.ReplicasError):
             return WireError.of(error)
         text = f"{self._hub.member} failed to load version {version}: {type(error).__name__}: {text_of(error)}"
@@ -161,7 +156,7 @@ class Receiver:
         return {ReceiveGrant: self._grant}
 
     def new_term(self) -> None:
-        """A grant that was not delivered is void; ask the new coordinator."""
+        """Void a grant that was not delivered, and ask the new coordinator."""
         self._granted = 0
         if self._failure is not None:
             self._hub.send(self._failure)
@@ -187,14 +182,14 @@ class Receiver:
             self._end_replaced(replaced, bound)
         update = self._delivered()
         if update is not None and not update.ended:
-            pending._fail(self._still_open(update))  # another thread was handed it meanwhile
+            pending._fail(self._still_open(update))  # another thread got it meanwhile
             return
-        self._end_ask()  # of an earlier call that was interrupted: nobody has its Pending
+        self._end_ask()  # of an earlier, interrupted call: its Pending is lost
         self._deadline_s, self._asked_bound = deadline_s, bound
         self._ask_for(pending)
 
     def _end_replaced(self, pending: Pending[Update], bound: Bound) -> None:
-        """It may have been given an update since."""
+        """End a receive that was replaced; it may have been given an update since."""
         update = self._delivered()
         if pending._take_back() and update is not None:
             update.withdraw()
@@ -221,14 +216,14 @@ class Receiver:
         self._deliver()
 
     def _deliver(self) -> None:
-        """Hand out what was granted, if it is here."""
+        """Hand out the granted version, if it is here."""
         pending = self._asked
         if pending is None or not self._granted:
             return
         hub, version = self._hub, self._granted
         slot = hub.arena.find_pinned(version)
         if slot is None:
-            if max(hub.arena.images(), default=0) > version:  # it was overtaken, and will not come any more
+            if max(hub.arena.images(), default=0) > version:  # overtaken: it will not come any more
                 self._granted = 0
                 self._send_ask()
             return
@@ -251,7 +246,7 @@ class Receiver:
             self._unpin(update.holder, slot)
 
     def _lost(self, slot: Slot, version: int) -> None:
-        """Nothing is left of an update that has not ended."""
+        """An update died without being reported."""
         self._hub.arena.unpin(slot)
         if version == self._in_hand and self._hub.over is None:
             self._hub.loaded = 0
@@ -259,8 +254,7 @@ class Receiver:
             self._report_failed(version, self._as_wire(version, error))
 
     def _give_back(self) -> None:
-        """Ask for a newer version in place of the one that was delivered, if nobody has
-        looked at it; once for each newer."""
+        """Swap a delivered, unobserved update for a newer version, once for each."""
         pending, hub = self._pending, self._hub
         update = self._delivered()
         if (

@@ -1,22 +1,22 @@
-"""Transfers: one version's bytes out of, or into, a slot of this member.
+"""Transfers: move or map the bytes of one version into, or out of, a slot.
 
 Theory of operation
 ===================
 
-On its own host a member *maps* a version: it opens the memory of one that holds it,
-which takes no time and no memory, and has it. (On its own GPU it copies it from there:
+On its own host a member *maps* a version: it opens the memory of a holder, which takes
+neither time nor memory. (On its own GPU it copies the version:
 :mod:`replicas.channel.versions.on_device`.) Otherwise an offer is answered when the
-slot is there: pinned (to send), or reserved (to receive), for which it waits as long as
-the offer allows. On Go the lane's sidecar moves the bytes; parts that lie on this host,
-or GPU, are copied from there first. A transfer may be withdrawn at any moment. Nothing
-is cancelled in mid-air then: the flag ``cancelled`` makes whoever is at work on it
-clean up, so that no slot is lost between two threads. A new coordinator withdraws all
-of the old one's; what was completely received by then is held like any other version,
-until it is told what became of it.
+    slot is pinned (to send) or reserved (to receive); a receiver waits for a slot as
+    long as the offer allows. On Go the lane's sidecar moves the bytes, after the parts
+    on this host or GPU were copied. A transfer may be withdrawn at any moment. Running
+    work is not cancelled then: the flag ``cancelled`` makes it clean up when it ends,
+    so that no slot is lost between two threads. A new coordinator withdraws all
+    transfers of the old one; a version completely received by then is held like any
+    other, until it is committed or discarded.
 
-After a failure the sidecar may still be at work on the slot (a Gloo wait that timed out
-goes on inside), therefore its lane ends, and the slot is let go only when the sidecar
-is known to be dead. If that cannot be known, the slot is retired.
+After a failure the sidecar may still work on the slot (a Gloo wait that timed out goes
+on inside). Its lane therefore ends, and the slot is released only when the sidecar is
+known to be dead. If that cannot be known, the slot is retired.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ __all__ = ["Transfers"]
 logger = logging.getLogger("replicas.channel")
 
 MARGIN_S = 0.5
-"""A receiver without a slot says so this much before the offer's deadline."""
+"""How long before the offer's deadline a receiver without a slot gives up."""
 KEPT_FILLED = 8
-"""Of so many versions it is remembered how far they were filled: several publishes may
-be under way."""
+"""Versions whose fill level is remembered: several publishes may be under way."""
 
 
 class _Transfer:
@@ -122,8 +121,7 @@ class Transfers:
             self._hub.send(TransferReady(offer.transfer))
 
     async def _map(self, transfer: _Transfer) -> None:
-        """Have the version where it lies. Once it is mapped it is certainly that
-        version, however late the offer was."""
+        """Map the offered version; it is that version, however late the offer."""
         offer, hub, started = transfer.offer, self._hub, time.monotonic()
         try:
             manifest = await self._manifests.decoded(offer.manifest_hash)
@@ -146,8 +144,7 @@ class Transfers:
         hub.send(TransferDone(offer.transfer, digest, {}, mapped - started, verify_s, place))
 
     async def _copy_image(self, transfer: _Transfer) -> None:
-        """Have the version in a slot of our own, from one who has it on the same
-        GPU."""
+        """Copy the version from a holder on the same GPU into a slot of our own."""
         offer, hub = transfer.offer, self._hub
         try:
             place = self._place_of(offer)
@@ -174,8 +171,7 @@ class Transfers:
         return offer.place
 
     def _adopt(self, offer: TransferOffer, manifest: Manifest) -> Slot:
-        """A foreign slot with what lies at the offered place; what is held of that
-        version already is not needed."""
+        """Map the offered place as a foreign slot; drop our slot of that version."""
         buffer = Buffer.open(self._place_of(offer), offer.version)
         if buffer.nbytes != manifest.image_nbytes:
             buffer.close()
@@ -212,7 +208,7 @@ class Transfers:
         transfer.slot, transfer.pinned = slot, True
 
     def _filled_up_to(self, version: int, nbytes: int) -> None:
-        """So much of a version that is being packed may be sent."""
+        """Let sidecars send the first ``nbytes`` of a version that is being packed."""
         self._filled[version] = nbytes
         while len(self._filled) > KEPT_FILLED:
             del self._filled[next(iter(self._filled))]
@@ -323,13 +319,13 @@ class Transfers:
         )
 
     async def _alone(self, transfer: _Transfer, slot: Slot) -> TransferDone:
-        """All of it was copied on this host: the digest is wanted."""
+        """All parts were copied on this host: compute the digest."""
         started = time.monotonic()
         digest = await asyncio.to_thread(digest_of, slot.data, slot.digest_kind)
         return TransferDone(transfer.offer.transfer, digest, {}, 0.0, time.monotonic() - started)
 
     def _copy_parts(self, manifest: Manifest, slot: Slot, places: tuple[SlotPlace, ...]) -> None:
-        """Worker thread: put the parts that lie on this host into the image."""
+        """Worker thread: copy the parts on this host into the image."""
         for place in places:
             copy_part(self._hub.arena, manifest, place, slot, self._hub.device)
 
@@ -348,8 +344,7 @@ class Transfers:
         self._hub.holdings.protect()
 
     def _forget(self, transfer: _Transfer) -> bool:
-        """False when it is not known any more: withdrawn, and its number perhaps given
-        to another by a new coordinator."""
+        """Remove it; False: it was withdrawn, and its number may be reused."""
         number = transfer.offer.transfer
         if self._transfers.get(number) is not transfer:
             return False

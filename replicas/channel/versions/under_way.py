@@ -1,5 +1,4 @@
-"""Copies of this process's publishes that a device still has under way, for those who
-wait for them."""
+"""Device copies of this process's publishes that are still under way."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ __all__ = ["CopiesUnderWay"]
 
 
 class CopiesUnderWay:
-    """Thread-safe, without a lock that an interrupt could keep."""
+    """Thread-safe, without a lock that an interrupt could leave taken."""
 
     def __init__(self) -> None:
         self._copies: dict[int, DeviceCopies] = {}
@@ -21,12 +20,11 @@ class CopiesUnderWay:
         self._copies[id(copies)] = copies
 
     def watch(self, copies: DeviceCopies) -> None:
-        """Session thread: forget them when they have ended."""
+        """Session thread: forget the copies when they have ended."""
         copies.ended.add(lambda: self._copies.pop(id(copies), None))
 
     def fence(self, stream: object = None) -> None:
-        """What is enqueued from now on, on ``stream`` (by default the current one of
-        this thread), waits for all of them."""
+        """Make ``stream`` (default: this thread's current one) wait for all copies."""
         copies = list(self._copies.values())
         gpu = accelerator() if copies else None
         if gpu is not None:
@@ -35,7 +33,6 @@ class CopiesUnderWay:
                     one.fence()
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait on this thread until all have ended, well or not; False: one of them
-        hangs."""
+        """Wait until all have ended, well or not; False: one of them hangs."""
         until = time.monotonic() + timeout_s
         return all(one.ended.wait(until - time.monotonic()) for one in list(self._copies.values()))

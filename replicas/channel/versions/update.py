@@ -1,4 +1,4 @@
-"""One committed version, open for reading."""
+"""`Update`: one committed version, open for reading."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ __all__ = ["Update", "UpdateOwner"]
 
 
 class UpdateOwner(Protocol):
-    """To whom an update reports."""
+    """Receives the reports of an update."""
 
     def loaded(self, version: int, load_s: float) -> None: ...
 
@@ -36,7 +36,7 @@ class UpdateOwner(Protocol):
     def touched(self, version: int) -> None: ...
 
     def let_go(self, holder: Holder, slot: Slot) -> None:
-        """Again, it does nothing."""
+        """Release the slot; a second call does nothing."""
 
 
 class Update:
@@ -44,17 +44,17 @@ class Update:
 
     Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception
     :meth:`failed`. Without a block call one of the two by hand. Tensors and
-    :attr:`path` are valid until the end of the block (or until that call): afterwards
-    the memory is used for another version. It is for one thread at a time: a second
-    ``with`` block is refused while the first is open, and a :meth:`load_into` that
-    another thread has begun keeps the memory until it is done.
+        :attr:`path` are valid until the end of the block (or until that call):
+        afterwards the memory is reused for another version. Only one thread may use it
+        at a time: a second ``with`` block is refused while the first is open, and a
+        :meth:`load_into` under way in another thread keeps the memory until it is done.
 
-    One of which nothing is left (an interrupt came in the way of every report) counts
-    as failed.
+    An update that was touched and then dropped without a report (an interrupt prevented
+    every report) counts as failed.
 
     :ivar version: its number.
-    :ivar meta: what the publisher passed as ``meta``.
-    :ivar digest: of its bytes, as in the publisher's receipt.
+    :ivar meta: the publisher's ``meta``.
+    :ivar digest: XXH3 digest of its bytes, as in the publisher's receipt.
     :ivar manifest: names, dtypes, shapes and offsets
         (:class:`replicas.core.versions.manifest.Manifest`).
     """
@@ -87,8 +87,8 @@ class Update:
     def path(self) -> str:
         """The slot as a safetensors file, for engines that load from disk.
 
-        :raises replicas.errors.UsageError: it is in the memory of a GPU (``staging =
-            "device"``).
+        :raises replicas.errors.UsageError: the slot is in GPU memory (``staging =
+            "device"``), or the update has ended.
         """
         if self._path and self._outcome is not None:
             return self._path
@@ -97,18 +97,16 @@ class Update:
 
     @property
     def touched(self) -> bool:
-        """True when somebody has entered it, read from it or reported it."""
+        """True once it was entered, read or reported."""
         return self._began is not None or self._outcome is not None
 
     @property
     def ended(self) -> bool:
-        """True when it has been reported loaded or failed, and its block (if any) was
-        left."""
+        """True once it was reported loaded or failed and its block (if any) left."""
         return self._over or (self._outcome is not None and not self._entered)
 
     def withdraw(self) -> bool:
-        """Let go of it if nobody has touched it; False: somebody has, and it stays as
-        it is."""
+        """Release it if it was not touched; False: it was touched, and stays open."""
         if not locked(self._lock, self._withdraw):
             return False
         self._end()
@@ -148,21 +146,20 @@ class Update:
             self._end()
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """All tensors by name, aliases included, as private copy-on-write CPU views of
-        published shapes and dtypes.
+        """All tensors by name, aliases included, in published shapes and dtypes.
 
-        With ``staging = "device"``: copies on the GPU.
+        They are private copy-on-write views on the CPU; with ``staging = "device"``
+        copies on the GPU.
         """
         found = dict(self)
         return found | {alias: found[target] for alias, target in self.manifest.aliases}
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Pairs of name and tensor in the publisher's order, tied storage once; CPU
-        views, private to this iteration.
+        """Iterate over (name, tensor) in the publisher's order, tied storage once.
 
-        Writing to one changes neither the slot nor what other processes see. With
-        ``staging = "device"`` they are copies on the GPU, made one by one on the
-        current stream.
+        The tensors are CPU views, private to this iteration: writing to one changes
+        neither the slot nor the data of other processes. With ``staging = "device"``
+        they are copies on the GPU, made one by one on the current stream.
         """
         buffer = self._open_slot().buffer
         return self._copies(buffer) if buffer.device else iter(views(buffer.private(), self.manifest).items())
@@ -181,27 +178,28 @@ class Update:
             yield name, tensor
 
     def load_into(self, model: torch.nn.Module | Mapping[str, torch.Tensor]) -> None:
-        """Copy every tensor into ``model``'s parameters and persistent buffers, in
-        place.
+        """Copy every tensor into ``model``'s parameters and persistent buffers.
 
-        Names and shapes must fit exactly; floating dtypes are cast. DTensor parameters
-        get their local part, without communication. Everything is checked before the
-        first byte is written. All is copied on return; what is on a GPU by this
-        thread's current stream.
+        They are written in place: names and shapes must fit exactly; floating dtypes
+        are cast. DTensor parameters get their local part, without communication.
+        Everything is checked before the first byte is written. On return all is copied,
+        on a GPU too, where this thread's current stream copies.
 
-        :raises replicas.errors.ManifestMismatch: naming what does not fit; ``model`` is
+        :param model: a module, or a mapping of names to tensors.
+        :raises replicas.errors.ManifestMismatch: names the misfit; ``model`` is
             unchanged.
+        :raises replicas.errors.UsageError: the update has ended.
         """
         load = Holder()
         try:
             slot = locked(self._lock, self._begin_load, load)
             buffer = slot.buffer
             tensors = views(buffer.readable(), self.manifest)
-            sharing = slot.sharing  # they mostly load at the same time
+            sharing = slot.sharing  # the ranks mostly load at the same time
             load_into(model, tensors, self.manifest.aliases, sharing=sharing, on_device=buffer.pin)
         finally:
             del load
-            self._let_go()  # another thread may have ended it meanwhile
+            self._let_go()  # another thread may have ended the update meanwhile
 
     def _begin_load(self, load: Holder) -> Slot:
         slot = self._touch()
@@ -209,7 +207,9 @@ class Update:
         return slot
 
     def loaded(self) -> None:
-        """This rank serves this version from now on. Calling it again does nothing.
+        """Report that this rank serves this version from now on.
+
+        A second call does nothing.
 
         :raises replicas.errors.UsageError: it was reported failed before.
         :raises replicas.errors.ReplicasError: the session is over, such as
@@ -223,10 +223,13 @@ class Update:
             self._end_unless_entered()
 
     def failed(self, error: BaseException | str) -> None:
-        """This rank may hold a part of this version only: the replica is *partial*
-        until it has loaded a version whole.
+        """Report that this rank may hold only a part of this version.
 
-        :raises replicas.errors.UsageError: it was reported loaded before.
+        The replica is *partial* until it has loaded a whole version.
+
+        :param error: the exception of the load, or a text.
+        :raises replicas.errors.UsageError: it was reported loaded before, or ``error``
+            is neither an exception nor a text.
         """
         if not isinstance(error, (BaseException, str)):
             raise errors.UsageError(
@@ -269,7 +272,7 @@ class Update:
         return True
 
     def _touch(self) -> Slot:
-        """Under the lock: somebody looks into it."""
+        """Under the lock: the caller looks into the update."""
         self._check_process()
         slot = self._slot
         if slot is None or self._over:
@@ -279,7 +282,7 @@ class Update:
                 hint="read it before its `with` block ends, or before loaded() or failed()",
             )
         if self._began is None:
-            self._owner.touched(self.version)  # first: an interrupt between the two leaves one that nothing keeps
+            self._owner.touched(self.version)  # first: an interrupt between the two must leave no reference to it
             self._began = time.monotonic()
         return slot
 
@@ -295,8 +298,7 @@ class Update:
         self._let_go()
 
     def _let_go(self) -> None:
-        """Give the memory back once the update has ended, and no thread copies from
-        it."""
+        """Release the slot once the update has ended and no thread copies from it."""
         slot = self._slot
         if slot is None or not self._over or any(load() is not None for load in self._loads):
             return

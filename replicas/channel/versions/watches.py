@@ -1,8 +1,8 @@
-"""Waits for other members' progress: a newer commit, and a version loaded everywhere.
+"""Waits for a newer commit, or for a version to be loaded by all targets.
 
-The coordinator is asked to watch for one version at a time, the oldest that somebody
-here waits for: however many wait, and whether or not their deadlines have passed, it
-has one watch of each member, and is told of a change only.
+The coordinator watches one version at a time for each member: the oldest that a caller
+here waits for. However many callers wait, and whether or not their deadlines have
+passed, it has one watch per member and is told only of a change.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ class _Watch:
 
 
 class Watches:
-    """The watches of one channel in this process. ``version``: newer than it, for
-    commits; it or newer, for loads."""
+    """The watches of one channel in this process.
+
+    A commit watch waits for a version newer than its ``version``, a load watch for that
+    version or a newer one.
+    """
 
     def __init__(self, hub: Hub) -> None:
         self._hub = hub
@@ -78,8 +81,7 @@ class Watches:
         self._committed()
 
     def _watch(self) -> None:
-        """Have the coordinator watch for the oldest version that is waited for, unless
-        it does."""
+        """Have the coordinator watch the oldest awaited version, if it does not."""
         oldest = min((watch.version for watch in self._loads), default=None)
         if oldest is None or (self._told is not None and self._told.version == oldest):
             return
@@ -94,7 +96,7 @@ class Watches:
 
     def _loaded(self, message: WatchEnd) -> None:
         if self._told is None or message.watch != self._told.watch:
-            return  # it has crossed with another one, which is answered, too
+            return  # answers an older watch; the newer one is answered, too
         self._told = None
         for watch in [watch for watch in self._loads if watch.version <= message.version]:
             self._end(self._loads, watch)._resolve(message.version)
