@@ -137,12 +137,13 @@ class Channel(Collectives):
     ) -> Pending[Receipt]:
         """Copy a complete set of weights and send it to all targets.
 
-        It returns as soon as the weights are copied; the Pending ends with the commit.
-        Call it on every rank of a source replica, in the same order (with ``ranks =
-        "leader"`` the leader alone suffices, unless gathering the weights needs the
-        other ranks). The weights are walked once, in order, on this thread and stream.
-        They are walked to the end even after a failure or a refused argument, because
-        other ranks take part in the gathers; then every rank raises the same error.
+        It returns when the weights are copied (from a GPU: when the copies are queued);
+        the Pending ends with the commit. Call it on every rank of a source replica, in
+        the same order (with ``ranks = "leader"`` the leader alone suffices, unless
+        gathering the weights needs the other ranks). The weights are walked once, in
+        order, on this thread and stream. They are walked to the end even after a
+        failure or a refused argument, because other ranks take part in the gathers;
+        then every rank raises the same error.
 
         A publish goes on when the coordinator is restarted. Without a verdict by the
         deadline it raises OutcomeUnknown; wait on the same Pending again to learn the
@@ -273,7 +274,7 @@ class Channel(Collectives):
         taken returns the same Pending. The call may be made ahead of time: until a
         caller waits for the update, each newer version replaces it (``done()`` is False
         for a moment then). An update that was handed out keeps its slot in use until it
-        is closed; a publish may have to wait for that slot.
+        has ended; a publish may have to wait for that slot.
 
         A replica that restarts in the middle of a commit gets the version before it;
         pass ``at_least`` where that is too old. Pass the same ``at_least`` on all ranks
@@ -310,9 +311,9 @@ class Channel(Collectives):
         return self._watches.committed(number, None if deadline is None else self._deadline_s(deadline))
 
     def loaded(self, version: int, *, deadline: float | None = None) -> Pending[int]:
-        """A Pending until all live target replicas have loaded ``version`` or newer.
+        """A Pending that ends when all live targets serve ``version`` or a newer one.
 
-        Its value is the oldest version that such a replica serves. It raises
+        Its value is the oldest version that a live target replica serves. It raises
         DeadlineExceeded, or Disconnected after 60 s without a session.
 
         :param version: a version number.

@@ -23,7 +23,10 @@ __all__ = ["Collectives", "Peer", "Tensors"]
 Tensors = torch.Tensor | Sequence[torch.Tensor]
 """One dense tensor or several, of any dtypes, shapes, strides and devices."""
 Peer = Member | str
-"""A member, ``"group/replica/rank"``, or ``"group/replica"``: its rank in our lane."""
+"""A member, ``"group/replica/rank"`` or ``"group/replica"``.
+
+The last means the rank of that replica that is in the caller's lane.
+"""
 
 _PEER = re.compile(r"[^/]+/[0-9]{1,7}(/[0-9]{1,7})?")
 

@@ -56,7 +56,7 @@ def copy_image(arena: Arena, place: SlotPlace, slot: Slot, device: str, digest: 
     :raises replicas.errors.SyncError: the copy has another digest.
     """
     started = time.monotonic()
-    with _lent(place, slot.version):
+    with _gone_if_owner_ended(place, slot.version):
         source = arena.borrow(place, slot.version)
         try:
             wanted, found = slot.buffer.nbytes, source.nbytes
@@ -78,7 +78,7 @@ def copy_part(arena: Arena, manifest: Manifest, place: SlotPlace, slot: Slot, de
 
     Errors as in :func:`copy_image`.
     """
-    with _lent(place, slot.version):
+    with _gone_if_owner_ended(place, slot.version):
         source = arena.borrow(place, slot.version)
         try:
             if device:
@@ -104,7 +104,7 @@ def _copy(slot: Slot, source: Buffer, device: str, pairs: Callable[[torch.Tensor
 
 
 @contextmanager
-def _lent(place: SlotPlace, version: int) -> Iterator[None]:
+def _gone_if_owner_ended(place: SlotPlace, version: int) -> Iterator[None]:
     """Turn an error into Gone if the process that owns the memory has ended."""
     try:
         yield

@@ -101,7 +101,7 @@ class Publisher:
         """See :meth:`replicas.Channel.publish`. ``feed``: in :attr:`mode`."""
         walk = Holder()
         try:
-            self._hub.call(self._begin, job, walk)
+            self._hub.call(self._begin_publish, job, walk)
             self._walk(job, feed)
         finally:
             self._hub.call(self._hub.leases.give_back, walk)
@@ -167,7 +167,7 @@ class Publisher:
     def new_term(self) -> None:
         for job in self._in_order():
             job.streaming = job.told = False  # the new coordinator is told when it is packed
-            self._hub.send(job.begin(job.left_s if job.number in self._jobs else LATE_S))
+            self._hub.send(job.begin_message(job.left_s if job.number in self._jobs else LATE_S))
             if job.failed is not None:
                 self._hub.send(job.failed)
         self._announce()
@@ -178,7 +178,7 @@ class Publisher:
         for job in list(self._unsettled.values()):
             self._settle(job, None)
 
-    def _begin(self, job: PublishJob, walk: Holder) -> None:
+    def _begin_publish(self, job: PublishJob, walk: Holder) -> None:
         hub = self._hub
         if hub.over is not None:
             self._fail(job, hub.over)
@@ -191,7 +191,7 @@ class Publisher:
         hub.leases.lend(walk, partial(self._walk_over, job))
         job.number = hub.publishes_made + 1
         try:
-            hub.send(job.begin(job.left_s))
+            hub.send(job.begin_message(job.left_s))
         except errors.UsageError as error:
             self._fail(job, error)
             return
@@ -295,7 +295,7 @@ class Publisher:
             self._hub.holdings.note(job.version, digest=job.digest)
         if job.streaming:
             job.ready = job.told = True
-            self._hub.send(job.now_filled(job.slot.place))
+            self._hub.send(job.filled_message(job.slot.place))
         else:
             self._ready(job)
 
@@ -324,7 +324,7 @@ class Publisher:
         job.streaming = True
         self._hub.filled_up_to(job.version, 0)
         job.manifest = manifest
-        self._hub.send(job.begun_to_fill(manifest, device))
+        self._hub.send(job.streaming_message(manifest, device))
 
     def _grown(self, job: PublishJob, nbytes: int) -> None:
         if job.streaming:
@@ -338,7 +338,7 @@ class Publisher:
 
     def _send_packed(self, job: PublishJob) -> None:
         job.told = True
-        self._hub.send(job.filled())
+        self._hub.send(job.packed_message())
 
     def _fill_failed(self, job: PublishJob, error: BaseException, users: bool) -> None:
         """Report a failed fill; the walk may go on. ``users``: user code raised."""

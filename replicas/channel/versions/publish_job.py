@@ -106,7 +106,7 @@ class PublishJob:
     def left_s(self) -> float:
         return max(0.0, self.deadline - time.monotonic())
 
-    def begin(self, deadline_s: float) -> PublishBegin:
+    def begin_message(self, deadline_s: float) -> PublishBegin:
         """The announcement, also to a coordinator that did not admit it."""
         return PublishBegin(
             publish=self.number,
@@ -117,7 +117,7 @@ class PublishJob:
             resumed=self.version != 0,
         )
 
-    def filled(self) -> Packed:
+    def packed_message(self) -> Packed:
         manifest = self.manifest
         return Packed(
             publish=self.number,
@@ -133,11 +133,11 @@ class PublishJob:
             meta=self.meta if self.late_meta is not None else None,
         )
 
-    def begun_to_fill(self, manifest: PartManifest, device: str) -> Packed:
+    def streaming_message(self, manifest: PartManifest, device: str) -> Packed:
         """The announcement that the bytes filled so far may be sent."""
         return Packed(self.number, manifest.hash, manifest.nbytes, device, self.wait_s, 0.0, streaming=True)
 
-    def now_filled(self, place: SlotPlace) -> Filled:
+    def filled_message(self, place: SlotPlace) -> Filled:
         return Filled(self.number, self.pack_s, self.digest, self.digest_s, place, self.hold_s)
 
     def receipt(self, epoch: int, staging: str) -> Receipt:

@@ -88,7 +88,7 @@ class Update:
         """The slot as a safetensors file, for engines that load from disk.
 
         :raises replicas.errors.UsageError: the slot is in GPU memory (``staging =
-            "device"``), or the update has ended.
+            "device"``).
         """
         if self._path and self._outcome is not None:
             return self._path
