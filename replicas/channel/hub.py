@@ -19,7 +19,7 @@ discarded, so changes between the Hello and the Welcome are announced first. In 
 each operation also has a local timer that fires shortly after its deadline.
 
 :mod:`replicas.channel.versions.holdings` knows which versions are held and which of
-    them must be kept.
+them must be kept.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ GRACE_S = 5.0
 """How long after its deadline an operation waits for a verdict before it ends."""
 BYE_TIMEOUT_S = 2.0
 DOWN_S = 60.0
-"""How long without a session before a wait without a deadline fails."""
+"""How long without a session before receives and watches fail early."""
 
 
 class Part(Protocol):
@@ -175,7 +175,10 @@ class Hub:
     # ------------------------------------------------------------ for the parts
 
     def call(self, function: Callable[..., object], *args: Any) -> None:
-        """Any thread: run it on the session thread; an error ends the channel (bug)."""
+        """Run ``function(*args)`` on the session thread, from any thread.
+
+        If it raises, the channel ends: a bug.
+        """
         self.loop.call(self._guarded, function, *args)
 
     def after(self, delay_s: float, function: Callable[..., object], *args: Any) -> asyncio.TimerHandle:

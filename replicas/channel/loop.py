@@ -6,7 +6,7 @@ Theory of operation
 The user's threads never touch a socket. They pass functions to this loop
 (:meth:`SessionLoop.call`) and wait, if at all, on a
 :class:`~replicas.channel.pending.Pending`. State of the loop changes on its thread
-    only.
+only.
 
 **Fork.** A forked child (a DataLoader worker) inherits the descriptors but not the
 thread. If the child kept a session open, it would hide the death of the rank. In the

@@ -488,7 +488,7 @@ class Session:
 
     @property
     def _patience_s(self) -> float:
-        """Longest silence on a connection; grows with failed tries."""
+        """Longest silence on a connection; grows with fruitless connections."""
         missed_s = MISSED_ACKS * self._interval_s + SLACK_S
         return Backoff(missed_s, max(missed_s, SILENCE_S)).after(self._in_vain)
 

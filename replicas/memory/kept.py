@@ -5,14 +5,14 @@ Theory of operation
 
 A place (:class:`~replicas.messages.SlotPlace`) names a descriptor of a living process.
 :func:`hold` opens that very file with a file description of its own and takes the locks
-    that mark it as held (:mod:`replicas.linux.locks`). From then on the owner does not
-    refill the memory, and it is not freed when the owner ends.
+that mark it as held (:mod:`replicas.linux.locks`). From then on the owner does not
+refill the memory, and it is not freed when the owner ends.
 
 :class:`MemoryHolder` holds the newest committed version of a channel in the
-    coordinator's process. The coordinator does not use the version: it only lets it
-    outlive its source. Members open it there as they would have opened it in the
-    source. Nothing is mapped or copied. Memory that cannot be held (of another host or
-    user; of a GPU, which ends with its owner) is not kept.
+coordinator's process. The coordinator does not use the version: it only lets it outlive
+its source. Members open it there as they would have opened it in the source. Nothing is
+mapped or copied. Memory that cannot be held (of another host or user; of a GPU, which
+ends with its owner) is not kept.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Collectives:
     The call itself raises :class:`~replicas.errors.UsageError` for invalid arguments,
     :class:`~replicas.errors.NoCapacity` when there is no memory for the copy, and
     :class:`~replicas.errors.Gone` (once) when an earlier operation of unknown outcome
-        succeeded and no caller has waited for it again.
+    succeeded and no caller has waited for it again.
     """
 
     _operations: RankOperations

@@ -6,13 +6,13 @@ Theory of operation
 On its own host a member *maps* a version: it opens the memory of a holder, which takes
 neither time nor memory. (On its own GPU it copies the version:
 :mod:`replicas.channel.versions.on_device`.) Otherwise an offer is answered when the
-    slot is pinned (to send) or reserved (to receive); a receiver waits for a slot as
-    long as the offer allows. On Go the lane's sidecar moves the bytes, after the parts
-    on this host or GPU were copied. A transfer may be withdrawn at any moment. Running
-    work is not cancelled then: the flag ``cancelled`` makes it clean up when it ends,
-    so that no slot is lost between two threads. A new coordinator withdraws all
-    transfers of the old one; a version completely received by then is held like any
-    other, until it is committed or discarded.
+slot is pinned (to send) or reserved (to receive); a receiver waits for a slot as long
+as the offer allows. On Go the lane's sidecar moves the bytes, after the parts on this
+host or GPU were copied. A transfer may be withdrawn at any moment. Running work is not
+cancelled then: the flag ``cancelled`` makes it clean up when it ends, so that no slot
+is lost between two threads. A new coordinator withdraws all transfers of the old one; a
+version completely received by then is held like any other, until it is committed or
+discarded.
 
 After a failure the sidecar may still work on the slot (a Gloo wait that timed out goes
 on inside). Its lane therefore ends, and the slot is released only when the sidecar is

@@ -44,10 +44,10 @@ class Update:
 
     Use it in a ``with`` block: a clean exit reports :meth:`loaded`, an exception
     :meth:`failed`. Without a block call one of the two by hand. Tensors and
-        :attr:`path` are valid until the end of the block (or until that call):
-        afterwards the memory is reused for another version. Only one thread may use it
-        at a time: a second ``with`` block is refused while the first is open, and a
-        :meth:`load_into` under way in another thread keeps the memory until it is done.
+    :attr:`path` are valid until the end of the block (or until that call): afterwards
+    the memory is reused for another version. Only one thread may use it at a time: a
+    second ``with`` block is refused while the first is open, and a :meth:`load_into`
+    under way in another thread keeps the memory until it is done.
 
     An update that was touched and then dropped without a report (an interrupt prevented
     every report) counts as failed.
