@@ -1,7 +1,7 @@
-"""Weights as bytes: memory for them, packing, loading and digests. Imports torch."""
+"""Weights as bytes: packing, digests, shared memory, GPUs, loading. Imports torch."""
 
 from __future__ import annotations
 
-from replicas.weights.devices import device_buffers  # it makes itself known to Buffer
+from replicas.weights.devices import device_buffers  # registers its buffer kind with Buffer
 
 __all__ = ["device_buffers"]

@@ -1,19 +1,18 @@
-"""A few threads that do one job together with the caller's, and how many of them pay.
+"""Thread pool for one copy or hash job, and the number of threads worth starting.
 
 Theory of operation
 ===================
 
-A :class:`CopyPool` lives as long as one job: a thread costs 0.1 ms to start, nothing is
-left behind, and a fork meets none of them. The caller's thread and the helpers take
-tasks from one queue until it is empty, so that nobody waits for a slow one.
+The caller's thread and the helper threads of a :class:`CopyPool` take tasks from one
+queue until it is empty, so none waits for a slow one. A pool lives as long as one job:
+a thread costs 0.1 ms to start, nothing is left behind, and a fork meets no pool thread.
 
-torch's own threads would be in the way. Each copy of more than 32,768 elements is
-divided among all cores by OpenMP, ends with a barrier, and its threads spin for a while
-afterwards: with one core taken by anything else (a digest, another process that loads)
-every barrier waits for the thread that was put off (measured: 2.5 times slower). Hence
-each thread of a crew works alone, under :func:`one_thread`, which sets OpenMP's number
-of threads *for this thread only*; ``torch.set_num_threads`` would change it for the
-user, too.
+Each thread runs torch single-threaded, under :func:`one_thread`. Otherwise OpenMP
+divides each copy of more than 32,768 elements among all cores; it ends with a barrier,
+after which its threads spin for a while. With one core busy otherwise (a digest,
+another process that loads), every barrier waits for the thread that was preempted
+(measured: 2.5 times slower). :func:`one_thread` sets OpenMP's number of threads *for
+this thread only*; ``torch.set_num_threads`` would change it for the user, too.
 """
 
 from __future__ import annotations
@@ -33,25 +32,23 @@ from replicas.common.waits import Latch, locked
 __all__ = ["ALONE_NBYTES", "CopyPool", "cores", "helpers_for", "one_thread"]
 
 ALONE_NBYTES = 8 << 20
-"""Less than this is done by the caller's thread alone: a helper would cost as much as
-it saves."""
+"""The caller's thread copies less than this alone: a helper costs what it saves."""
 MOST_HELPERS = 7
 OWNER_LOOKED_AT_S = 1.0
-"""How often a helper with nothing to do looks whether its owner is still there."""
+"""How often an idle helper checks that its owner still exists."""
 PATIENCE = 100
-"""So many interrupts wait until the helpers have ended their steps."""
+"""How many interrupts :meth:`CopyPool.close` defers while helpers end their tasks."""
 
 _set_omp_threads = getattr(ctypes.CDLL(None), "omp_set_num_threads", None)
 
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Within the block torch works alone on this thread; other threads, and later ones,
-    keep their number.
+    """Run torch single-threaded on this thread within the block.
 
-    OpenMP keeps the number for each thread, and torch asks OpenMP. Where that is not so
-    (a torch without it, or with another OpenMP than the one found), the block changes
-    nothing.
+    Other threads, and threads started later, keep their number: OpenMP keeps it for
+    each thread, and torch asks OpenMP. The block changes nothing for a torch without
+    OpenMP, or with another OpenMP library than the one found here.
     """
     before = torch.get_num_threads()  # torch sets up the number of a new thread with this call
     if _set_omp_threads is None or before == 1:
@@ -65,12 +62,12 @@ def one_thread() -> Iterator[None]:
 
 
 def cores() -> int:
-    """How many this process may use."""
+    """The number of CPU cores that this process may use."""
     return len(os.sched_getaffinity(0))
 
 
 def helpers_for(nbytes: int, sharing: int = 1) -> int:
-    """How many threads should help the caller's to copy ``nbytes``.
+    """The number of helper threads that speed up a copy of ``nbytes``.
 
     :param sharing: how many processes of this machine are known to do such work at the
         same time.
@@ -79,17 +76,15 @@ def helpers_for(nbytes: int, sharing: int = 1) -> int:
 
 
 class CopyPool:
-    """The caller's thread and ``helpers`` more. Close it in the end; helpers end when
-    nothing is left to do.
+    """Runs tasks on the caller's thread and up to ``helpers`` more; close it after use.
 
-    :param helpers: as many as can be had: where no thread can be started, the caller
-        does more.
-    :param chores: asked, with ``lock`` held, for something that a helper does rather
-        than a task; None: nothing now.
-    :param owner: when there is nothing left of it helpers end, too; for callers that
-        were kept from closing the crew.
-    :ivar lock: guards the queue and whatever ``chores`` looks at; notify ``changed``
-        when that has changed.
+    :param helpers: threads to start; where one cannot be started, the caller does more.
+    :param chores: called with ``lock`` held, returns work that a helper prefers to a
+        task; None: nothing now.
+    :param owner: held by a weak reference; helpers end when it is gone, for callers
+        that were kept from closing the pool.
+    :ivar lock: guards the queue and the state that ``chores`` reads; notify ``changed``
+        when that state has changed.
     """
 
     def __init__(
@@ -112,7 +107,7 @@ class CopyPool:
         self.grow(helpers)
 
     def grow(self, helpers: int) -> None:
-        """Take so many more helpers, as far as threads can be had."""
+        """Start up to ``helpers`` more threads, as far as the system allows."""
         for _ in range(helpers):
             name = f"replicas-crew-{locked(self.lock, self._count, 1)}"
             try:
@@ -126,8 +121,10 @@ class CopyPool:
         return self.helpers
 
     def run(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Do all tasks; returns when the last has ended. Raises what one of them
-        raised; the others are left out then."""
+        """Run all tasks; return when the last has ended.
+
+        Raises the first error of a task; tasks not begun by then are dropped.
+        """
         self._queue.extend(tasks)
         locked(self.lock, self.changed.notify_all)
         try:
@@ -140,8 +137,10 @@ class CopyPool:
             raise self._error
 
     def close(self) -> None:
-        """No more tasks. Those under way have ended on return, whatever interrupts the
-        wait; a chore may still go on."""
+        """Take no more tasks, and wait for the running ones despite interrupts.
+
+        An interrupt is raised after the wait. A chore may still run on return.
+        """
         interrupt: BaseException | None = None
         for _ in range(PATIENCE):
             try:
@@ -154,8 +153,7 @@ class CopyPool:
             raise interrupt
 
     def _rest(self) -> None:
-        """Forget tasks that nobody has begun (there are some only after a failure) and
-        wait for the others."""
+        """Drop the tasks not begun (there are some only after a failure) and wait."""
         self._queue.clear()
         at_rest = Latch()
         locked(self.lock, self._tell, at_rest)

@@ -1,28 +1,27 @@
-r"""Copying tensors into one run of bytes, and the digest of them.
+r"""Copies tensors into one run of bytes and computes the digest of that run.
 
 Theory of operation
 ===================
 
-The work is cut into :class:`Step`\ s of about :data:`STEP_NBYTES`, each of which fills
-one run of bytes, and done by a :class:`~replicas.weights.copy_pool.CopyPool`. Every
-block (of the digest) of which all bytes are filled may be hashed, by any helper and in
-any order. The caller's thread hashes nothing (but a few MiB, which need no helper): it
-goes on when the last byte is copied, and the digest follows.
+A copy is cut into :class:`Step`\ s of about :data:`STEP_NBYTES`; each fills one run of
+bytes. A :class:`~replicas.weights.copy_pool.CopyPool` executes them. Any helper may
+hash any digest block whose bytes are all filled, in any order. The caller's thread
+hashes only a few MiB, which need no helper: it goes on when the last byte is copied,
+and the digest follows.
 
-Where there are three cores or more, a helper hashes a block as soon as it is filled.
-Two cores copy at twice the speed of one, so that a helper which hashes meanwhile holds
-the caller: on two quiet cores, 269 MB that a plain copy moves in 17 ms held it for 32
-ms with the digest beside them, and for 20 ms with the digest behind them. There the
-digest waits until the last byte is copied; then as many threads as there are cores
-hash, and the caller need not wait for them.
+With three cores or more, a helper hashes a block as soon as it is filled. With two,
+hashing beside the copy slows the caller: 269 MB took 17 ms to copy, 32 ms with the
+digest beside the copy, 20 ms with the digest behind it. There the digest waits until
+the last byte is copied; then as many threads as there are cores hash, and the caller
+does not wait for them.
 
-Tensors on a device go another way (:mod:`replicas.weights.devices.device_copies`); here
-only :func:`copy_pairs` copies them, on the caller's current stream, and waits. On a
-kind of device that is no :class:`~replicas.weights.devices.accelerator.Accelerator`
-they are copied by the caller's thread, with one synchronisation for each batch.
+Tensors on a GPU are copied by :mod:`replicas.weights.devices.device_copies`; here only
+:func:`copy_pairs` copies them, on the caller's current stream, and waits. On a kind of
+device that is no :class:`~replicas.weights.devices.accelerator.Accelerator`, the
+caller's thread copies them, with one synchronisation for each batch.
 
-The steps are begun in the order of their bytes, so that what is filled grows from the
-start: whoever sends it meanwhile is told how far it goes without a hole
+Steps begin in the order of their bytes, so the filled bytes grow from the start of the
+run. A sender that streams them meanwhile learns the length of the prefix without holes
 (:class:`Prefix`).
 """
 
@@ -56,24 +55,25 @@ __all__ = [
 ]
 
 STEP_NBYTES = 4 << 20
-"""About how much one step copies: with 1 MiB two threads were a fifth slower, with 16
-MiB no faster."""
+"""Bytes per step, about: 1 MiB made two threads a fifth slower, 16 MiB no faster."""
 DEVICE_NBYTES = 64 << 20
-"""Copies from a device are waited for when this much is under way, or a quarter of it
-when somebody is told of progress; copies within a device only when somebody is told."""
+"""Bytes of copies from a device to start before waiting for them.
+
+With ``progress`` it is a quarter; copies within a device are batched only then.
+"""
 PROGRESS_NBYTES = 8 << 20
-"""Progress is told when it is this much: as much as a sender sends at once."""
+"""Bytes between two calls of ``progress``: as much as a sender sends at once."""
 
 Progress = Callable[[int], None]
-"""Told from time to time how many bytes are filled from the start on, and in the end
-that all are. On whatever thread copies, one call at a time, with a lock held: it must
-not wait."""
+"""Called now and then with the number of bytes filled from the start, at last with all.
+
+Runs on any copying thread, one call at a time, with a lock held: it must not wait.
+"""
 
 
 @dataclass(frozen=True, eq=False)
 class Step:
-    """Copy ``sources`` to ``destinations``, one to one; together they fill the bytes
-    from ``start`` to ``end``."""
+    """Copies ``sources`` to ``destinations``, filling bytes ``start`` to ``end``."""
 
     start: int
     end: int
@@ -81,21 +81,18 @@ class Step:
     sources: list[torch.Tensor]
 
     def run(self, *, past_caches: bool = False) -> None:
-        """On the CPU; values are cast where dtypes differ. ``past_caches``: as
-        :func:`streaming.pays` says of the whole."""
+        """Copy on the CPU, with casts; ``past_caches``: :func:`streaming.pays`."""
         streaming.copy_all(self.destinations, self.sources, past_caches=past_caches)
 
     def begin(self) -> None:
-        """From or to a device, on the current stream; values are cast where dtypes
-        differ."""
+        """Enqueue copies from or to a device on the current stream, with casts."""
         with torch.no_grad():
             torch._foreach_copy_(self.destinations, self.sources, True)
 
 
 @dataclass(frozen=True, eq=False)
 class Runs:
-    """Copy runs of bytes of host memory, which are just the bytes from ``start`` to
-    ``end``."""
+    """Copies runs of host memory that fill just the bytes ``start`` to ``end``."""
 
     start: int
     end: int
@@ -104,13 +101,12 @@ class Runs:
     sizes: streaming.Addresses
 
     def run(self, *, past_caches: bool = False) -> None:
-        """``past_caches``: as :func:`streaming.pays` says of the whole."""
+        """Copy the runs; ``past_caches``: :func:`streaming.pays` for the whole copy."""
         streaming.copy_runs(self.to, self.sources, self.sizes, past_caches=past_caches)
 
 
 def wait_for_devices(tensors: Iterable[torch.Tensor]) -> None:
-    """Wait for what the current streams of this thread have under way, on the devices
-    of these tensors."""
+    """Wait for this thread's current streams on the devices of these tensors."""
     for device in {tensor.device for tensor in tensors if tensor.device.type not in ("cpu", "meta")}:
         torch.accelerator.current_stream(device).synchronize()
 
@@ -121,11 +117,11 @@ def copy_pairs(
     sharing: int = 1,
     on_device: Callable[[], object] = lambda: None,
 ) -> None:
-    """Copy to the first tensor of each pair the second, of the same shape; values are
-    cast where dtypes differ.
+    """Copy the second tensor of each pair to the first, with casts where dtypes differ.
 
-    As many threads as pay copy what lies on the CPU; this one alone, on its current
-    streams, what lies on a device. All is copied on return.
+    Both have the same shape. Several threads copy tensors on the CPU; this thread
+    alone, on its current streams, copies tensors on a device. Everything is copied on
+    return.
 
     :param sharing: how many processes of this machine are known to do this at the same
         time.
@@ -176,11 +172,11 @@ def copy_pairs(
 
 
 class _Caller:
-    """Lives as long as the call."""
+    """The pool's owner: it is gone once the call has ended, however it ended."""
 
 
 def _enqueue(device: Accelerator, pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> set[str]:
-    """Enqueue the copies; the devices whose current streams have to be waited for."""
+    """Enqueue the copies; return the UUIDs of the devices to synchronise."""
     destinations, sources = [one for one, _ in pairs], [one for _, one in pairs]
     with streaming.writing(destinations):
         device.copy(destinations, sources)
@@ -188,7 +184,7 @@ def _enqueue(device: Accelerator, pairs: list[tuple[torch.Tensor, torch.Tensor]]
 
 
 def _parts(destination: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """A large pair in rows of its first axis that has more than one index."""
+    """Split a large pair into rows of its first axis with more than one index."""
     axis = next((axis for axis, extent in enumerate(destination.shape) if extent > 1), None)
     if destination.nbytes <= STEP_NBYTES or axis is None:
         yield destination, source
@@ -201,8 +197,10 @@ def _parts(destination: torch.Tensor, source: torch.Tensor) -> Iterator[tuple[to
 
 
 class Prefix:
-    """How many of ``nbytes`` bytes are filled from the start on without a hole; tells
-    ``progress``. One call at a time."""
+    """Counts the bytes filled from the start without a hole, and reports ``progress``.
+
+    Its methods are called one at a time.
+    """
 
     def __init__(self, nbytes: int, progress: Progress) -> None:
         self._nbytes = nbytes
@@ -212,7 +210,7 @@ class Prefix:
         self._ahead: dict[int, int] = {}
 
     def filled(self, start: int, end: int) -> None:
-        """These bytes are filled, each once."""
+        """Record that bytes ``start`` to ``end`` are filled; each byte counts once."""
         if start == end:
             return
         self._ahead[start] = end
@@ -223,26 +221,25 @@ class Prefix:
             self._progress(self._end)
 
     def finish(self) -> None:
-        """All are filled, and nothing can go wrong any more."""
+        """Report all bytes: everything is filled, and no step can fail any more."""
         self._progress(self._nbytes)
 
 
 class Copier:
-    """Fills one run of bytes. Use it in a ``with`` block: an exception stops the
-    helpers and cancels the digest.
+    """Fills one run of bytes; leaving its ``with`` block by an exception stops it.
 
-    One whose block was left without a word (an interrupt at its very end) is to be
-    stopped by :meth:`close`, from any thread, before its memory is given away.
+    Stopping ends the helpers and cancels the digest. An interrupt at the very end of
+    the block may skip that: then call :meth:`close`, from any thread, before reusing
+    the memory.
 
-    :param data: uint8, one-dimensional, contiguous, on the CPU: what the steps fill,
-        each byte once.
-    :param helpers: threads beside the caller's; None: what :func:`helpers_for` says,
-        and at least one for the digest.
-    :param beside: hash while the copying goes on; None: when there are two helpers or
-        more.
+    :param data: uint8, one-dimensional, contiguous, on the CPU; the steps fill each of
+        its bytes once.
+    :param helpers: threads beside the caller's; None: :func:`helpers_for`, and at least
+        one for the digest.
+    :param beside: hash while copying; None: when there are two helpers or more.
     :param progress: told how far ``data`` is filled from its start.
-    :param begun: called with it before the first helper is there.
-    :ivar step_nbytes: how large steps should be.
+    :param begun: called with this copier before its first helper starts.
+    :ivar step_nbytes: bytes per step, about.
     :ivar digest: of all of ``data``, once :meth:`finish` was called; set on a helper's
         thread.
     """
@@ -263,8 +260,7 @@ class Copier:
             helpers = max(helpers_for(nbytes), int(nbytes >= ALONE_NBYTES))
         self.digest: Future[str] = Future()
         self._bytes: memoryview | None = data.numpy().data
-        """Until nobody asks for more of it: the crew and this one refer to each other,
-        and would keep it alive."""
+        """Dropped after its last use: the cycle of pool and copier would keep it."""
         self._past_caches = streaming.pays(nbytes)
         self._beside = helpers > 1 if beside is None else beside
         self._unfilled = [min(BLOCK_NBYTES, nbytes - start) for start in range(0, nbytes, BLOCK_NBYTES)]
@@ -286,8 +282,7 @@ class Copier:
         self.close()
 
     def close(self) -> None:
-        """Nobody writes to the memory any more on return. What is finished goes on; the
-        rest is given up."""
+        """Stop all writers of the memory; a finished copy still gets its digest."""
         locked(self._crew.lock, self._give_up)
         self._crew.close()
 
@@ -298,13 +293,11 @@ class Copier:
             self._bytes = None
 
     def run(self, steps: Iterable[Step | Runs]) -> None:
-        """Do all steps, begun in this order; returns when they are copied. CPU tensors
-        only."""
+        """Copy all steps, begun in this order; return when done. CPU tensors only."""
         self._crew.run([functools.partial(self._copy, step) for step in steps])
 
     def run_here(self, steps: Iterable[Step]) -> None:
-        """Like :meth:`run`, on this thread alone and in order: for tensors of a
-        device."""
+        """Like :meth:`run`, on this thread alone and in order: for device tensors."""
         waiting: list[Step] = []
         nbytes, most = 0, DEVICE_NBYTES if self._prefix is None else DEVICE_NBYTES // 4
         for step in steps:
@@ -317,17 +310,16 @@ class Copier:
         self._arrived(waiting)
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
-        """Copy one tensor here and now, from wherever it is; it fills the bytes from
-        ``start`` to ``end``."""
+        """Copy one tensor on this thread, filling the bytes ``start`` to ``end``."""
         destination.copy_(source)
         self.filled(start, end)
 
     def written(self) -> None:
-        """All bytes are there."""
+        """Record that all bytes are filled."""
         self.filled(0, sum(self._unfilled))
 
     def filled(self, start: int, end: int) -> None:
-        """These bytes are filled."""
+        """Record that the bytes ``start`` to ``end`` are filled."""
         locked(self._crew.lock, self._fill, start, end)
 
     def _fill(self, start: int, end: int) -> None:
@@ -344,7 +336,7 @@ class Copier:
                     self._crew.changed.notify()
 
     def finish(self) -> None:
-        """Everything is filled: the digest comes by itself from here.
+        """End the copy: everything is filled, and helpers complete the digest.
 
         :raises ValueError: some bytes were never filled.
         """
@@ -375,15 +367,17 @@ class Copier:
         waiting.clear()
 
     def _chore(self) -> Callable[[], None] | None:
-        """A block to hash; called with the lock held."""
+        """The next block to hash, or None; called with the lock held."""
         if self._bytes is not None and self._ready and (self._finished or self._beside):
             block = self._ready.pop(0)
             return functools.partial(self._hash, block, self._bytes[block * BLOCK_NBYTES : (block + 1) * BLOCK_NBYTES])
         return None
 
     def _grow(self) -> None:
-        """The caller is gone: one more helper may use its core. Not started by the
-        caller, who would wait for it."""
+        """Start a helper for the core that the caller has freed.
+
+        A helper calls this: the caller would wait for the new thread.
+        """
         more = locked(self._crew.lock, self._idle_cores)
         if more > 0:
             self._crew.grow(more)
@@ -403,7 +397,7 @@ class Copier:
             self.digest.set_result(combined(self._blocks))
 
     def _hashed(self) -> bool:
-        """One more block is; whether that was the last one."""
+        """Count one hashed block; True if it was the last."""
         self._unhashed -= 1
         if not self._unhashed:
             self._bytes = None

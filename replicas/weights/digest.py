@@ -1,8 +1,8 @@
 """Digests of weights: xxh3-128, in hex, of the xxh3-128 of each block of 16 MiB.
 
-Blocks can be hashed by several threads and in any order: one thread reads 16 GB/s, and
-memory gives more. Hashing releases the GIL. A digest is compared with digests of this
-library alone. Memory of GPUs has another kind of digest, which they compute:
+Several threads hash blocks, in any order: one thread reads 16 GB/s, less than memory
+gives. Hashing releases the GIL. Digests are compared only with digests of this library.
+Weights in GPU memory have another kind of digest, computed on the GPU:
 :mod:`replicas.weights.devices.device_digest`.
 """
 
@@ -26,14 +26,15 @@ DigestKind = Literal["host", "device"]
 
 
 def combined(blocks: Iterable[bytes]) -> str:
-    """The digest of a stream from the binary xxh3-128 of its blocks, the last of which
-    may be short."""
+    """The digest of a stream, from the binary xxh3-128 of its blocks.
+
+    The last block may be short.
+    """
     return xxhash.xxh3_128_hexdigest(b"".join(blocks))
 
 
 class Digest:
-    """A digest that grows chunk by chunk: equal streams have equal digests, however
-    they were cut."""
+    """An incremental digest: independent of how the stream is cut into chunks."""
 
     def __init__(self) -> None:
         self._blocks: list[bytes] = []
@@ -42,8 +43,7 @@ class Digest:
         self.nbytes = 0
 
     def update(self, data: torch.Tensor | memoryview | bytes) -> None:
-        """Append ``data``: bytes, or a contiguous one-dimensional uint8 CPU tensor
-        (read in place)."""
+        """Append bytes, or a contiguous 1-D uint8 CPU tensor (read in place)."""
         view = data.numpy().data if isinstance(data, torch.Tensor) else memoryview(data)
         start = 0
         while start < view.nbytes:
@@ -62,12 +62,11 @@ class Digest:
 
 
 def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host") -> str:
-    """The digest of one contiguous run of bytes, by as many threads as pays; it waits
-    for it.
+    """Compute the digest of one contiguous run of bytes, in several threads; blocking.
 
-    :param kind: ``"device"``: the other kind of digest
-        (:mod:`replicas.weights.devices.device_digest`), by the device on which the
-        tensor is, on a stream of ours: what is to be found in it must be there already.
+    :param kind: ``"device"``: a device digest
+        (:mod:`replicas.weights.devices.device_digest`), computed by the tensor's device
+        on a stream of this library: earlier writes to the tensor must have completed.
     """
     if kind == "device":
         return _device_digest_of(data)

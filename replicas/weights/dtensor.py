@@ -1,16 +1,14 @@
-"""DTensors: which of them is one, and where a rank's local tensor lies in the global
-one.
+"""DTensor support: recognise DTensors and find a local shard's box in its tensor.
 
-Importing ``torch.distributed.tensor`` takes as long as importing torch, so it is only
-done where a DTensor can exist.
+Importing ``torch.distributed.tensor`` takes as long as importing torch, so it is
+imported only where a DTensor can exist.
 
-Where a shard lies is asked of torch.distributed.checkpoint's planning
-(``__create_chunk_list__``, by which its planner learns what each rank saves), and not
-computed here. The rest of that planner is of no use: its public overlap arithmetic
-(``planner_helpers.create_read_items_for_chunk_list``) pairs the chunks of a file with
-those of a reader, while here each box of an update goes to its place in a whole image,
-and a DTensor parameter takes its own box out of that image by ``narrow``. Nothing
-overlaps but identical boxes, of which one is taken
+torch.distributed.checkpoint computes where a shard lies (``__create_chunk_list__``, by
+which its planner learns what each rank saves). The rest of that planner does not fit:
+its public overlap arithmetic (``planner_helpers.create_read_items_for_chunk_list``)
+pairs the chunks of a file with those of a reader. Here each box of an update goes to
+its place in a whole image, and a DTensor parameter takes its own box out of that image
+by ``narrow``; only identical boxes overlap, of which one is taken
 (:func:`replicas.core.versions.manifest.merge_parts`, which has no torch). Its
 deduplication of replicas needs all SavePlans in one place: a collective that pickles.
 """
@@ -34,14 +32,15 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
 def is_dtensor(value: object) -> TypeGuard[DTensor]:
-    """Whether ``value`` is a DTensor; there is none before its module was imported."""
+    """Whether ``value`` is a DTensor; False before the DTensor module is imported."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(value, module.DTensor)
 
 
 def local_box(tensor: DTensor, name: str) -> Box | None:
-    """Where this rank's local tensor lies in the global one, without communication;
-    None when it has no elements.
+    """The box of this rank's local tensor in the global one; None if it is empty.
+
+    Needs no communication.
 
     :raises ManifestMismatch: the local tensor is no box of the global one (partial
         sums, strided shards).
@@ -68,8 +67,11 @@ def local_box(tensor: DTensor, name: str) -> Box | None:
 
 
 def _is_contiguous_block(tensor: DTensor) -> bool:
-    """Strided shards (FSDP over tensor parallel) are a block only in some orders:
-    follow one index through them."""
+    """Whether the local shard is one block: strided shards are, in some orders only.
+
+    Strided shards come from FSDP over tensor parallelism. The check follows one index
+    through all placements.
+    """
     from torch.distributed.tensor.placement_types import _StridedShard
 
     coordinate: list[int] = list(tensor.device_mesh.get_coordinate() or ())

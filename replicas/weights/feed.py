@@ -1,10 +1,10 @@
-"""One walk over the user's weights.
+"""One pass over the user's weights; user errors are kept apart from library errors.
 
-A walk may be made of collectives of the user's own group: a generator that gathers, or
-``DTensor.full_tensor()`` here. So every rank must walk to the end, whatever goes wrong
-on our side, and in the same order. A :class:`Feed` keeps the two kinds of failure
-apart: after the user's own exception there is nothing left to walk; after one of ours,
-:meth:`Feed.drain` walks on and throws the rest away.
+A pass may run collectives of the user's own group: a generator that gathers, or
+``DTensor.full_tensor()`` here. So every rank must walk to the end, in the same order,
+also when the library fails. A :class:`Feed` therefore tells two failures apart: after
+an exception of the user's code nothing is left to walk; after an error of the library,
+:meth:`Feed.drain` walks to the end and discards the rest.
 """
 
 from __future__ import annotations
@@ -64,10 +64,10 @@ class Shard:
 
 @dataclass(frozen=True, eq=False)
 class Sources:
-    """What to copy at once, in the order of the bytes.
+    """The tensors to copy at once, in the order of their bytes.
 
-    :ivar addresses: where the bytes of each lie together, just as they are to be; None:
-        some have to be gathered or cast.
+    :ivar addresses: the start of each tensor's bytes, when all are contiguous and need
+        no cast; None: some must be gathered or cast.
     """
 
     tensors: list[torch.Tensor]
@@ -75,7 +75,7 @@ class Sources:
 
 
 class Feed:
-    """Walks weights once, in order.
+    """Walks a set of weights once, in order.
 
     :param weights: a module, a mapping, an iterable of pairs, or an object with
         ``metadata()`` and iteration; values are Tensor, DTensor, :class:`Shard`, or
@@ -86,12 +86,12 @@ class Feed:
         rank's own pieces, no communication.
     :ivar finished: the end was reached, or the user's code raised: there is nothing
         left to drain.
-    :ivar user_failed: the user's own code raised. (Not what: its frames hold this feed,
-        and slots.)
-    :ivar device: type of the device on which tensors were seen so far: ``"cpu"`` as
-        long as all were there.
+    :ivar user_failed: the user's own code raised. (The exception is not kept: its
+        frames hold this feed, and slots.)
+    :ivar device: device type of the tensors seen so far; ``"cpu"`` while all were on
+        the CPU.
     :ivar sources: all tensors to copy, in the order of their bytes, when a
-        :class:`~replicas.weights.packing.Packer` found that they are all there already.
+        :class:`~replicas.weights.packing.Packer` found that all exist already.
     """
 
     def __init__(self, weights: object, *, dtype: torch.dtype | None = None, mode: Mode = "image") -> None:
@@ -110,15 +110,14 @@ class Feed:
     def cast_to(self, dtype: torch.dtype | None) -> None:
         """Cast plain floating tensors to ``dtype``; None: they stay as they are.
 
-        :raises UsageError: it is no such dtype.
+        :raises UsageError: ``dtype`` is no plain floating dtype.
         """
         if dtype is not None and not (isinstance(dtype, torch.dtype) and is_castable(dtype)):
             raise UsageError(f"publish cannot cast to {dtype}", hint="name a plain floating dtype, e.g. torch.bfloat16")
         self.dtype = dtype
 
     def plan(self) -> PartManifest | None:
-        """What the walk will give, without walking; None when that cannot be known (a
-        plain iterable).
+        """The manifest of the walk, without walking; None for a plain iterable.
 
         :raises ManifestMismatch: a value cannot be published. The feed still has to be
             drained.
@@ -134,21 +133,21 @@ class Feed:
     def _declared(self) -> list[Declared] | None:
         try:
             return declared(self.weights)
-        except ManifestMismatch:  # rows of no use
+        except ManifestMismatch:  # invalid rows
             raise
-        except BaseException:  # of metadata() itself
+        except BaseException:  # metadata() itself raised
             self._end(failed=True)
             raise
 
     def known(self) -> dict[str, object] | None:
-        """All names and values, when they are all there (a module or a mapping); None
-        for a stream."""
+        """All names and values of a module or a mapping; None for a stream."""
         self._open()
         return self._known
 
     def known_entries(self) -> list[Entry] | None:
-        """What :meth:`known` gives as entries, without any gather: the ``tensor`` of a
-        DTensor may be missing.
+        """The values of :meth:`known` as entries, without gathers.
+
+        The ``tensor`` of a DTensor may be missing.
 
         :raises ManifestMismatch: a value cannot be published. The feed still has to be
             drained.
@@ -160,12 +159,15 @@ class Feed:
         return [self._entry(name, value, ties, gather=False) for name, value in known.items() if value is not None]
 
     def take_known(self) -> None:
-        """The known values were all used at once: there is nothing left to walk."""
+        """End the walk: all known values were copied at once."""
         self._end(failed=False)
 
     def __iter__(self) -> Iterator[Entry]:
-        """The entries. Raises what the user's code raises, and
-        :class:`ManifestMismatch` for a value of no use."""
+        """Yield the entries.
+
+        Raises the exceptions of the user's code, and :class:`ManifestMismatch` for a
+        value that cannot be published.
+        """
         while True:
             step = self._step()
             if step is None:
@@ -175,8 +177,10 @@ class Feed:
                 yield self._entry(name, value, self._ties, gather=True)
 
     def drain(self) -> None:
-        """Walk to the end and throw everything away; gathers take part. Raises only
-        what the user's code raises."""
+        """Walk to the end and discard everything, taking part in gathers.
+
+        Raises only the exceptions of the user's code.
+        """
         try:
             while (step := self._step()) is not None:
                 name, value = step
@@ -185,7 +189,7 @@ class Feed:
         except UsageError:
             if self.user_failed:
                 raise
-            return  # it cannot be walked at all
+            return  # weights that cannot be walked
 
     def _tied(self, name: Any, value: Any) -> str | None:
         return self._ties.alias(name, value) if self._ties is not None else None
@@ -227,8 +231,10 @@ class Feed:
         self.finished, self.user_failed = True, failed
 
     def _gather(self, value: Any) -> torch.Tensor:
-        """A collective of the user's own group: when it fails, that is the user's error
-        and the walk is over."""
+        """Gather a DTensor by a collective of the user's own group.
+
+        Its failure is the user's error, and ends the walk.
+        """
         try:
             with torch.no_grad():
                 gathered: torch.Tensor = value.detach().full_tensor()
@@ -238,8 +244,10 @@ class Feed:
         return gathered
 
     def _entry(self, name: Any, value: Any, ties: Ties | None, *, gather: bool) -> Entry:
-        """One value as an entry. The gather comes before any check: this rank's peers
-        are in it already."""
+        """One value as an entry.
+
+        The gather comes before any check: this rank's peers are in it already.
+        """
         try:
             alias = ties.alias(name, value) if ties is not None else None
             gathered = None
@@ -248,7 +256,7 @@ class Feed:
             return self._described(name, value, alias, gathered)
         except (torch.OutOfMemoryError, torch.AcceleratorError, ReplicasError):
             raise
-        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # what torch says of odd tensors
+        except (RuntimeError, TypeError, ValueError, AttributeError) as error:  # torch's errors for odd tensors
             if self.user_failed:
                 raise
             raise ManifestMismatch(

@@ -1,4 +1,4 @@
-"""The steps of a walk over weights, and the manifest that they make."""
+"""The entries of a walk over weights, and the manifest built from them."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["Entry", "copy_elements", "layout"]
 
 @dataclass(frozen=True, eq=False)
 class Entry:
-    """One step of a walk.
+    """One tensor of a walk.
 
-    :param tensor: the elements that this rank writes, detached, in the dtype they came
-        with; None for an alias, for no elements, and while only planning a gather.
-    :param dtype: torch's name of the dtype that is published.
+    :param tensor: the elements that this rank writes, detached, in their original
+        dtype; None for an alias, for no elements, and while only planning a gather.
+    :param dtype: torch's name of the published dtype.
     :param shape: the global shape.
-    :param box: where the elements lie in it; None when there are none.
+    :param box: the elements' box in the global tensor; None when there are none.
     :param alias_of: the earlier name whose storage it shares.
     """
 
@@ -39,11 +39,12 @@ class Entry:
 
 
 def layout(entries: Sequence[Entry], mode: Literal["image", "parts"]) -> PartManifest:
-    """The manifest of these entries. A part's pieces are packed without holes, by
-    falling item size.
+    """Build the manifest of these entries.
+
+    A part's pieces are packed without holes, by falling item size.
 
     :raises ManifestMismatch: a name came twice, or shards of one tensor disagree about
-        it.
+        its dtype or shape.
     """
     specs: dict[str, TensorSpec] = {}
     aliases: list[tuple[str, str]] = []
@@ -79,8 +80,10 @@ def _nbytes(dtype: str, box: Box) -> int:
 
 
 def copy_elements(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy values, cast where dtypes differ; every dtype, device and stride. Host
-    memory is filled on return."""
+    """Copy values, cast where dtypes differ; any dtype, device and strides.
+
+    Host memory is filled on return.
+    """
     device = accelerator()
     with torch.no_grad():
         if destination.dtype == source.dtype:

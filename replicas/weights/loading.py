@@ -1,4 +1,4 @@
-"""From bytes in a slot to tensors, and into a model."""
+"""Views of a slot's bytes as tensors, and their in-place copy into a model."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ __all__ = ["load_into", "views"]
 
 
 def views(image: torch.Tensor, manifest: Manifest | PartManifest) -> dict[str, torch.Tensor]:
-    """The tensors of an image by name, in the publisher's order, as views of it
-    (aliases left out).
+    """The tensors of an image by name, in the publisher's order, without aliases.
+
+    They are views of ``image``.
 
     :param image: uint8 of shape ``[manifest.image_nbytes]``, header included:
         ``slot.buffer.tensor()`` or ``.private()``.
@@ -44,8 +45,7 @@ def load_into(
     sharing: int = 1,
     on_device: Callable[[], object] = lambda: None,
 ) -> None:
-    """Copy ``tensors`` into the parameters and persistent buffers of ``model``, in
-    place.
+    """Copy ``tensors`` in place into the parameters and persistent buffers of a model.
 
     Names and shapes must match exactly; a plain floating dtype may differ and is cast.
     Tied parameters are written once and may come under any of their names. A DTensor
@@ -55,9 +55,9 @@ def load_into(
     :param sharing: how many processes of this machine are known to load at the same
         time.
     :param on_device: called before the first copy from or to a device: to pin the host
-        memory where ``tensors`` are.
-    :raises ManifestMismatch: naming what is missing, unknown, or of another shape or
-        dtype; ``model`` is unchanged.
+        memory of ``tensors``.
+    :raises ManifestMismatch: naming the tensors that are missing, unknown, or of
+        another shape or dtype; ``model`` is unchanged.
     """
     given = dict(tensors)
     given.update({alias: given[target] for alias, target in aliases if target in given})
@@ -84,7 +84,7 @@ def load_into(
 
 
 def _pair(name: str, value: object, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The memory to write and the elements to write there."""
+    """The tensor to write and the elements to write there."""
     if not isinstance(value, torch.Tensor) or is_lazy(value) or value.is_meta:
         kind = f"a {type(value).__name__}"
         if isinstance(value, torch.Tensor):

@@ -1,34 +1,32 @@
-"""From the user's weights to bytes in a slot.
+"""Packs a user's weights into the bytes of a slot.
 
 Theory of operation
 ===================
 
-A publish walks the weights once (:class:`replicas.weights.feed.Feed`). What is known
-before the first step (:meth:`Feed.plan`: a module, a mapping, an object with
-``metadata()``) is written straight into the slot by :meth:`Packer.pack`. A plain
-iterable tells nothing beforehand: give the manifest of the last publish of the same
-channel, or keep private copies of everything with :func:`stage`, which then knows its
-manifest.
+A publish walks the weights once (:class:`replicas.weights.feed.Feed`). Weights whose
+layout is known before the walk (:meth:`Feed.plan`: a module, a mapping, an object with
+``metadata()``) are written straight into the slot by :meth:`Packer.pack`. The layout of
+a plain iterable is unknown: pass the manifest of the channel's last publish, or make
+private copies of everything with :func:`stage`, which then knows the manifest.
 
-A module or a mapping of which nothing has to be gathered is copied *at once*: all its
-tensors exist, so they are taken in the order of their bytes, in large steps, by several
-threads (:mod:`replicas.weights.copying`). A :class:`Packer` remembers from one publish
-to the next what it looked like (:mod:`replicas.weights.planned`) and the views of each
-slot, so that a repeated publish of many small tensors costs little beside the copy.
-Anything else is copied step by step, before the next step is asked for. What is copied
-at once may be sent meanwhile: no code of the user's can come in between
-(:meth:`Packer.knows`), and whoever sends it is told how far it is there from its start.
+A module or a mapping that needs no gather is copied *at once*: all its tensors exist,
+so several threads copy them in the order of their bytes, in large steps
+(:mod:`replicas.weights.copying`). A :class:`Packer` remembers the layout of the last
+publish (:mod:`replicas.weights.planned`) and the views of each slot, so that repeating
+a publish of many small tensors costs little more than the copy. Everything else is
+copied tensor by tensor, each before the next one is asked for. Bytes that are copied at
+once may be sent meanwhile, since no user code can run in between
+(:meth:`Packer.knows`); the sender learns how far they are filled from the start.
 
-Either way the digest of the bytes is made beside the copy, by another thread:
-:class:`Packing` has it a moment later.
+Another thread computes the digest beside the copy; :class:`Packing` has it a moment
+later.
 
-What lies on a device, and what goes there, is not copied by the caller's thread: that
-only enqueues the copies, and goes on (:mod:`replicas.weights.devices.device_copies`).
-The packing tells when they are done.
+The caller's thread only enqueues copies from or to a device, and goes on
+(:mod:`replicas.weights.devices.device_copies`). The packing tells when they are done.
 
-Both drain the feed to its end before they raise an error of ours, because its steps may
-be collectives of the user's group; the user's own exceptions (``feed.user_failed``)
-come through as they are.
+:meth:`Packer.pack` and :func:`stage` drain the feed to its end before they raise an
+error of the library, because its steps may be collectives of the user's group. The
+user's own exceptions (``feed.user_failed``) pass unchanged.
 
 Mode ``"image"``: this rank writes all tensors into one image; DTensors are gathered, on
 every rank of the replica (the others only call :meth:`Feed.drain`). Mode ``"parts"``:
@@ -64,11 +62,11 @@ __all__ = ["Packer", "Packing", "Staged", "packing_of", "stage"]
 
 @dataclass(frozen=True, eq=False)
 class Packing:
-    """Weights that are copied.
+    """The outcome of a copy into a slot.
 
     :param digest: of all of the slot's data; set a moment later, on another thread.
     :param copy_s: how long the caller was held.
-    :param copies: what a device may still have under way; None: everything is copied.
+    :param copies: device copies that may still run; None: everything is copied.
     """
 
     digest: Future[str]
@@ -79,7 +77,7 @@ class Packing:
 _ON_CPU = operator.attrgetter("is_cpu")
 
 Fill = Callable[[Copier | DeviceCopies], None]
-"""Copies all of the weights, or says that they are there."""
+"""Copies all weights, or reports that they are already in place."""
 
 
 def _filled(
@@ -91,7 +89,7 @@ def _filled(
     device: Accelerator | None,
     beside: bool | None = None,
 ) -> Packing:
-    """Fill ``data``: the one way, whatever the weights are.
+    """Fill ``data`` and start its digest: the only way, for all kinds of weights.
 
     :param device: makes the copies; None: threads of the CPU do.
     :param beside: see :class:`Copier`.
@@ -109,11 +107,10 @@ def _filled(
 
 
 def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
-    """The digest of a slot that is filled already. Returns at once.
+    """Start the digest of a slot that is filled already; return at once.
 
-    What was written to it on a device, or from one to pinned memory, is waited for
-    first, as far as it is on the current stream; see :class:`CopyOptions` for
-    ``begun``.
+    Device writes to it, and copies from a device to pinned memory, that are on the
+    current stream are waited for first; for ``begun`` see :class:`CopyOptions`.
     """
     buffer = slot.buffer
     device = accelerator() if buffer.device or buffer.pinned else None
@@ -121,14 +118,14 @@ def packing_of(slot: Slot, begun: Begun = lambda copies: None) -> Packing:
 
 
 def _walk(feed: Feed, writer: Writer, copies: Copier | DeviceCopies) -> None:
-    """Copy each tensor of a walk before the next one is asked for."""
+    """Copy each tensor of a walk before asking for the next one."""
     for entry in feed:
         writer.write(entry, copies)
     writer.finish()
 
 
 def _device_for(sources: list[torch.Tensor], manner: CopyOptions) -> Accelerator | None:
-    """The device that has anything to do with the copies of these."""
+    """The device involved in copying these tensors; None: all of it is host memory."""
     device = accelerator()
     return device if device is not None and (manner.device or any(map(device.owns, sources))) else None
 
@@ -141,7 +138,7 @@ def _copy(
     manner: CopyOptions,
     progress: Progress | None = None,
 ) -> Packing:
-    """Copy tensors that all exist; both in the order of their bytes."""
+    """Copy tensors that all exist; both lists are in the order of their bytes."""
 
     def copy(copies: Copier | DeviceCopies) -> None:
         made = steps(places, destinations, sources, copies.step_nbytes)
@@ -156,8 +153,7 @@ def _copy(
 def _copy_runs(
     places: Places, sources: Addresses, data: torch.Tensor, manner: CopyOptions, progress: Progress | None
 ) -> Packing:
-    """Copy bytes of host memory as they are, by their addresses in the order of the
-    places."""
+    """Copy bytes of host memory by their addresses, in the order of the places."""
 
     def copy(copies: Copier | DeviceCopies) -> None:
         assert isinstance(copies, Copier)
@@ -167,18 +163,16 @@ def _copy_runs(
 
 
 class Packer:
-    """Packs one publish after the other, and remembers what they have in common. One
-    thread at a time."""
+    """Packs one publish after another and reuses their layout. Not thread-safe."""
 
     def __init__(self) -> None:
         self._planned: Planned | None = None
         self._places: tuple[PartManifest, Places] | None = None
         self._views: dict[int, tuple[str, list[torch.Tensor]]] = {}
-        """By the key of a buffer, until it is closed."""
+        """By buffer key, until that buffer is closed."""
 
     def plan(self, feed: Feed) -> PartManifest | None:
-        """Like :meth:`Feed.plan`; cheap when the weights look like those of the last
-        call.
+        """Like :meth:`Feed.plan`; cheap when the layout is that of the last call.
 
         :raises ManifestMismatch: a value cannot be published. The feed still has to be
             drained.
@@ -192,14 +186,13 @@ class Packer:
             return feed.plan()
         manifest = layout(entries, feed.mode)
         if planned is not None and planned.manifest.hash == manifest.hash:
-            manifest = planned.manifest  # whose hash and offsets are known already
+            manifest = planned.manifest  # with its hash and offsets computed already
         self._planned = Planned(feed, entries, manifest)
         feed.sources = self._planned.sources(feed) or self._planned.first_sources(entries)
         return manifest
 
     def knows(self, feed: Feed, manifest: PartManifest) -> bool:
-        """Whether :meth:`pack` will copy at once: all tensors are there, and no code of
-        the user's runs before the end."""
+        """Whether :meth:`pack` will copy at once: no user code runs before the end."""
         return feed.sources is not None and self._planned is not None and manifest is self._planned.manifest
 
     def pack(
@@ -212,14 +205,13 @@ class Packer:
         hold: bool = True,
         begun: Begun = lambda copies: None,
     ) -> Packing:
-        """Copy everything to its place in ``slot``. What has to be walked is copied
-        step by step, before the next one.
+        """Copy everything to its place in ``slot``, at once or tensor by tensor.
 
         :param manifest: from :meth:`plan`, or of an earlier publish of the same
             weights.
-        :param progress: told how far the slot's data is there from its start. The last
-            call says that all is, and comes before this returns, or after
-            :attr:`Packing.copies` are done; it does not come when this raises or those
+        :param progress: told how far the slot's data is filled from its start. The last
+            call reports all of it; it comes before this returns, or once
+            :attr:`Packing.copies` are done, and not at all when this raises or those
             fail.
         :param hold: see :class:`CopyOptions`, as for ``begun``.
         :raises ManifestMismatch: the feed gave something else than ``manifest`` says;
@@ -261,14 +253,13 @@ class Packer:
         return destinations
 
     def buffer_closed(self, key: int) -> None:
-        """Keep no views of it."""
+        """Drop the views of this buffer."""
         self._views.pop(key, None)
 
 
 @dataclass(frozen=True, eq=False)
 class Staged:
-    """Private copies of a whole feed, for weights of which nothing was known
-    beforehand."""
+    """Private copies of a whole feed, for weights of unknown layout."""
 
     manifest: PartManifest
     entries: tuple[Entry, ...]
@@ -285,8 +276,9 @@ class Staged:
 
 
 def stage(feed: Feed) -> Staged:
-    """Walk ``feed`` and keep private CPU copies: a yielded tensor may be freed when its
-    iterator goes on.
+    """Walk ``feed`` and keep private CPU copies of its tensors.
+
+    An iterator may free a tensor when it goes on to the next.
 
     :raises ManifestMismatch: a value cannot be published; the feed has been drained.
     """

@@ -1,4 +1,4 @@
-"""From a manifest to places in memory, and the steps in which they are filled."""
+"""Byte ranges of a manifest's tensors, and the steps that copy tensors into them."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from replicas.weights.tensors import bits, is_copied, torch_dtype
 __all__ = ["Cut", "Filler", "PlaceKey", "Places", "Writer", "steps"]
 
 PlaceKey = tuple[int, tuple[int, ...], tuple[int, ...]]
-"""Number of a tensor, and a box of it."""
+"""Number of a tensor, and a box of it (offsets, shape)."""
 
 
 @dataclass(frozen=True)
 class Cut:
-    """Some pieces that are copied in one step, or some rows of one: bytes from
-    ``start`` to ``end``.
+    """Some whole pieces, or some rows of one, that one step copies.
 
-    :param first: the first piece, ``last`` the one behind the last, in the order of
-        their bytes.
+    :param start: the first byte; ``end``: behind the last.
+    :param first: the first piece, in the order of their bytes; ``last``: behind the
+        last.
     :param axis: -1: whole pieces; else ``rows`` indices of this axis of piece
         ``first``, from ``row`` on.
     """
@@ -45,18 +45,17 @@ class Cut:
     rows: int = 0
 
     def of(self, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-        """What it takes from tensors that stand for all pieces."""
+        """The tensors, or rows of one, that it takes of a list with one per piece."""
         if self.axis < 0:
             return tensors[self.first : self.last]
         return [tensors[self.first].narrow(self.axis, self.row, self.rows)]
 
 
 class Places:
-    """Where the pieces of a manifest lie, in the order of their bytes; pieces without
-    elements are left out.
+    """The byte ranges of a manifest's pieces, in their order, without empty pieces.
 
-    :ivar order: of each piece, its place in the order in which they were given: among
-        the tensors of an image, or among the pieces of a part.
+    :ivar order: each piece's index in the manifest: among the tensors of an image, or
+        among the pieces of a part.
     """
 
     def __init__(self, manifest: PartManifest) -> None:
@@ -78,14 +77,12 @@ class Places:
 
     @cached_property
     def index(self) -> dict[PlaceKey, int]:
-        """Number of each piece in this order, by its tensor's number, offsets and
-        shape."""
+        """Number of each piece in this order, by tensor number, offsets and shape."""
         return {self._keys[number]: index for index, number in enumerate(self.order)}
 
     @cached_property
     def odd(self) -> tuple[int, ...]:
-        """Pieces of dtypes that not every torch can copy: they are copied as
-        integers."""
+        """Pieces whose dtype not every torch can copy: copied as integers."""
         return tuple(index for index, dtype in enumerate(self._dtypes) if not is_copied(torch_dtype(dtype)))
 
     @cached_property
@@ -94,8 +91,7 @@ class Places:
         return self.cuts_of(STEP_NBYTES)
 
     def cuts_of(self, nbytes: int) -> list[Cut]:
-        """Steps of about ``nbytes``, which together copy everything; kept for the next
-        time."""
+        """Steps of about ``nbytes``, which together copy everything; cached."""
         found = self._cuts.get(nbytes)
         if found is None:
             found = self._cuts[nbytes] = self._cut(nbytes)
@@ -127,8 +123,7 @@ class Places:
         return items * np.array(self._counts, dtype=np.uintp)
 
     def runs(self, data: torch.Tensor, sources: Addresses) -> Iterator[Runs]:
-        """All steps that copy to ``data``, from where the bytes of each piece lie
-        together."""
+        """Steps that copy all to ``data``, from the addresses of contiguous pieces."""
         to = self._first_bytes + np.uintp(data.data_ptr())
         for cut in self.cuts:
             if cut.axis < 0:
@@ -140,16 +135,16 @@ class Places:
             yield Runs(cut.start, cut.end, to[one] + skipped, sources[one] + skipped, size)
 
     def extent(self, index: int) -> tuple[int, int]:
-        """From which byte to which piece ``index`` lies."""
+        """First byte of piece ``index``, and the byte behind its last."""
         start = self._starts[index]
         return start, start + self._counts[index] * item_nbytes(self._dtypes[index])
 
-    @torch.inference_mode(False)  # any thread may write to them, whatever mode this one is in
+    @torch.inference_mode(False)  # any thread may write to the views, whatever mode this one is in
     def views(self, data: torch.Tensor, *, as_bits: bool = True) -> list[torch.Tensor]:
-        """All pieces, as views of ``data`` (uint8: the data section of an image, or a
-        packed part).
+        """All pieces, as views of ``data``.
 
-        :param as_bits: :attr:`odd` ones as integers.
+        :param data: uint8: the data section of an image, or a packed part.
+        :param as_bits: give :attr:`odd` pieces as integers.
         """
         found: list[torch.Tensor] = []
         for dtype, indices in groupby(range(len(self._dtypes)), key=self._dtypes.__getitem__):
@@ -165,8 +160,7 @@ class Places:
 
 
 def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbytes: int) -> Iterator[Cut]:
-    """One piece, cut along its first axis that has more than one index: each cut is one
-    run of bytes."""
+    """Cut one piece into runs of bytes along its first axis longer than 1."""
     axis = next(axis for axis, extent in enumerate(shape) if extent > 1)
     row_nbytes = nbytes // shape[axis]
     rows = max(1, step_nbytes // row_nbytes)
@@ -177,20 +171,22 @@ def _rows(index: int, start: int, nbytes: int, shape: tuple[int, ...], step_nbyt
 
 
 def steps(places: Places, destinations: list[torch.Tensor], sources: list[torch.Tensor], nbytes: int) -> Iterator[Step]:
-    """Steps of about ``nbytes`` that copy ``sources`` to ``destinations``; both in the
-    order of the bytes."""
+    """Steps of about ``nbytes`` that copy ``sources`` to ``destinations``.
+
+    Both lists are in the order of the bytes.
+    """
     for cut in places.cuts_of(nbytes):
         yield Step(cut.start, cut.end, cut.of(destinations), cut.of(sources))
 
 
 class Filler(Protocol):
-    """Copies one tensor, and tells that its bytes are filled."""
+    """Copies one tensor and records that its bytes are filled."""
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None: ...
 
 
 class Writer:
-    """Copies entries to the places that a manifest gives them, one by one.
+    """Copies entries one by one to their places in a manifest.
 
     :param places: of ``manifest``.
     :param destinations: ``places.views(data)``.
@@ -207,10 +203,10 @@ class Writer:
         self._unseen = set(self._specs)
 
     def write(self, entry: Entry, filler: Filler) -> None:
-        """Put one entry into its place.
+        """Copy one entry to its place.
 
         :param filler: of the same ``data``.
-        :raises ManifestMismatch: the manifest has none for it.
+        :raises ManifestMismatch: the manifest has no place for it.
         """
         if entry.alias_of is not None:
             if self._aliases.get(entry.name) != entry.alias_of:
@@ -235,8 +231,10 @@ class Writer:
         filler.put(self._destinations[index], source, *self._places.extent(index))
 
     def finish(self) -> None:
-        """Check that everything came; :class:`ManifestMismatch` names the first that
-        did not."""
+        """Check that every tensor came.
+
+        :raises ManifestMismatch: naming the first that did not.
+        """
         absent = self._unseen | {self._manifest.tensors[key[0]].name for key in self._missing}
         if absent:
             first = next(spec.name for spec in self._manifest.tensors if spec.name in absent)

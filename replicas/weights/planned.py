@@ -1,20 +1,20 @@
-"""What is known of a set of weights from one publish to the next.
+"""The layout of a set of weights, reused from one publish to the next.
 
 Theory of operation
 ===================
 
-A module or a mapping mostly gives the same tensors each time: the same names, shapes,
-dtypes and ties, with other values. Then the manifest is the same, too, and so is the
-place of each tensor. :class:`Planned` remembers how the last set looked, and
-:meth:`Planned.sources` compares a new one with it by whole lists, which costs half a
-microsecond a tensor. Whatever differs makes it answer None, and so does whatever is of
-an unusual kind: then the set is looked at anew, with all checks.
+A module or a mapping mostly gives the same tensors at each publish: the same names,
+shapes, dtypes and ties, with other values. Then the manifest is the same, too, and so
+is the place of each tensor. :class:`Planned` remembers the layout of the last set, and
+:meth:`Planned.sources` compares a new set with it by whole lists, at half a microsecond
+a tensor. It answers None for any difference and for values of an unusual kind; the set
+is then planned anew, with all checks.
 
-Ties are compared by address: tied tensors must have one again, and all others different
-ones. No tensor is kept.
+Ties are compared by address: tied tensors must share one address again, and all others
+must have different ones. No tensor is kept.
 
-When each tensor is one run of bytes in host memory, and they are just those of its
-place, they are copied by their addresses, and no view of either side is made
+When each tensor is contiguous in host memory, with just the bytes to publish, they are
+copied by their addresses, without a view of either side
 (:attr:`~replicas.weights.feed.Sources.addresses`).
 """
 
@@ -40,7 +40,7 @@ from replicas.weights.tensors import bits, torch_dtype
 __all__ = ["Planned"]
 
 LOOK = 2048
-"""How many tensors are looked at together: they fit the caches."""
+"""How many tensors are compared together: so many fit the CPU caches."""
 
 _SAME, _IS, _SHAPE, _DTYPE = operator.eq, operator.is_, operator.attrgetter("shape"), operator.attrgetter("dtype")
 _ON_CPU = operator.attrgetter("is_cpu")
@@ -49,8 +49,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 @dataclass(frozen=True, eq=False)
 class _Seen:
-    """Where tensors begin in memory, one that is not on the CPU, and whether each is
-    one run of the bytes to be copied."""
+    """Addresses of tensors, one that is not on the CPU, and whether all are runs.
+
+    ``runs``: each tensor is one run of just the bytes to copy.
+    """
 
     addresses: Addresses
     elsewhere: torch.Tensor | None
@@ -58,10 +60,10 @@ class _Seen:
 
 
 class Planned:
-    """How one set of known weights looked, and where it goes.
+    """The layout of one set of known weights, and the place of each tensor.
 
     :param feed: whose :meth:`Feed.known` is not None.
-    :param entries: of ``feed``, as :meth:`Feed.known_entries` gives them.
+    :param entries: of ``feed``, from :meth:`Feed.known_entries`.
     :param manifest: the layout of ``entries``.
     """
 
@@ -95,13 +97,11 @@ class Planned:
         self._usable = tensors is not None and seen is not None and self._tied_alike(tensors, seen.addresses)
 
     def first_sources(self, entries: Sequence[Entry]) -> Sources | None:
-        """What to copy of the entries of which this was made; None when something has
-        to be gathered first."""
+        """The tensors of the planned ``entries``; None when some must be gathered."""
         return None if self._gathers else Sources(self._ordered([entry.tensor for entry in entries]), None)
 
     def sources(self, feed: Feed) -> Sources | None:
-        """What to copy, in the order of the bytes; None when ``feed`` does not give
-        just what was given then."""
+        """The tensors to copy, in the order of the bytes; None for another layout."""
         known = feed.known()
         if known is None or not self._usable or self._how != (feed.dtype, feed.mode):
             return None
@@ -121,8 +121,7 @@ class Planned:
         return Sources(self._ordered(tensors), None)
 
     def _tensors(self, values: Sequence[object]) -> list[torch.Tensor] | None:
-        """The memory of each value; None when one of them is of a kind that this does
-        not know."""
+        """The local tensor of each value; None when a value is of an unknown kind."""
         if not self._special:
             return values  # type: ignore[return-value]  # their types are plain tensors, all of them
         found: list[torch.Tensor] = []
@@ -135,11 +134,10 @@ class Planned:
         return found
 
     def _look(self, tensors: Sequence[torch.Tensor]) -> _Seen | None:
-        """What cannot be known from the last time; None when a tensor is not what it
-        was then.
+        """Inspect what may differ from the last set; None if a shape or dtype does.
 
-        A few tensors at a time: what one look has brought into the caches is there for
-        the next one.
+        It takes :data:`LOOK` tensors at a time: the first check brings them into the
+        caches for the next ones.
         """
         addresses = np.empty(len(tensors), dtype=np.uintp)
         elsewhere: torch.Tensor | None = None
@@ -159,7 +157,7 @@ class Planned:
                 elsewhere = next(itertools.filterfalse(_ON_CPU, some), None)
             runs = runs and elsewhere is None and self._are_runs(some)
         if any(tensors[int(number)].numel() for number in np.flatnonzero(addresses == 0)):
-            return None  # of the meta device
+            return None  # on the meta device
         return _Seen(addresses, elsewhere, runs)
 
     def _tied_alike(self, tensors: Sequence[torch.Tensor], addresses: Addresses) -> bool:
@@ -172,7 +170,7 @@ class Planned:
         )
 
     def _are_runs(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether each lies in memory in one piece, as it is."""
+        """Whether each tensor is contiguous, with no pending conjugate or negative."""
         return (
             all(map(torch.Tensor.is_contiguous, tensors))
             and not any(map(torch.Tensor.is_neg, tensors))
@@ -192,8 +190,7 @@ class Planned:
 
 
 def _form(value: object) -> object:
-    """What else must be the same of a value that is no plain tensor; None for a kind
-    that is not known here."""
+    """The layout of a Shard or a DTensor, for comparison; None for unknown kinds."""
     if isinstance(value, Shard):
         return value.offsets, value.shape
     if is_dtensor(value):
@@ -206,7 +203,7 @@ def _memory(value: object) -> torch.Tensor | None:
         value = value.tensor
     elif is_dtensor(value):
         value = value.to_local()
-    return value if type(value) in _PLAIN else None  # type: ignore[return-value]  # that is what it says
+    return value if type(value) in _PLAIN else None  # type: ignore[return-value]  # _PLAIN holds tensors only
 
 
 def _strides(tensor: torch.Tensor) -> object:

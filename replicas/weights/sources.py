@@ -1,4 +1,4 @@
-"""The forms in which weights may be given, as one stream of names and values."""
+"""The accepted forms of weights, each as one stream of names and values."""
 
 from __future__ import annotations
 
@@ -15,12 +15,11 @@ from replicas.weights.dtensor import is_dtensor
 __all__ = ["Declared", "Ties", "can_be_walked", "declared", "known_values", "streamed_values", "unwrapped"]
 
 Declared = tuple[str, torch.dtype, tuple[int, ...]]
-"""Name, dtype and shape of a tensor that is still to come."""
+"""Name, dtype and shape of a tensor before it is produced."""
 
 
 def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
-    """The model inside DistributedDataParallel and torch.compile, whose names have no
-    prefix of the wrapper."""
+    """The model inside DistributedDataParallel or torch.compile: unprefixed names."""
     while True:
         if isinstance(module, torch.nn.parallel.DistributedDataParallel):
             module = module.module
@@ -31,8 +30,7 @@ def unwrapped(module: torch.nn.Module) -> torch.nn.Module:
 
 
 def known_values(weights: object) -> dict[str, object] | None:
-    """All values of a module (parameters and persistent buffers) or a mapping; None for
-    anything that is a stream."""
+    """The values of a module (parameters, persistent buffers) or mapping; else None."""
     if isinstance(weights, torch.nn.Module):
         state = unwrapped(weights).state_dict(keep_vars=True)
         return {name: value for name, value in state.items() if name.rpartition(".")[2] != "_extra_state"}
@@ -42,7 +40,7 @@ def known_values(weights: object) -> dict[str, object] | None:
 
 
 def can_be_walked(weights: object) -> bool:
-    """Whether it is a module, a mapping or anything else that can be iterated over."""
+    """Whether ``weights`` is a module, a mapping or another iterable but a tensor."""
     return isinstance(weights, (torch.nn.Module, Iterable)) and not isinstance(weights, torch.Tensor)
 
 
@@ -52,8 +50,7 @@ def streamed_values(weights: object) -> Iterator[tuple[str, object]]:
 
 
 def declared(weights: object) -> list[Declared] | None:
-    """What an object with ``metadata()`` says about the tensors that its iteration will
-    give; None for others.
+    """The rows of ``metadata()``: what the object's iteration will give; else None.
 
     ``metadata()`` gives a mapping of names to tensors (meta tensors will do) or
     ``(dtype, shape)``, or an iterable of ``(name, tensor)``, ``(name, dtype, shape)``
@@ -83,15 +80,16 @@ def _declared_row(row: object) -> Declared:
 
 
 class Ties:
-    """Finds tensors that are one and the same storage. Only for values that all exist
-    at once: a stream may reuse memory."""
+    """Finds tensors that share one storage.
+
+    Only for values that all exist at once: a stream may reuse memory.
+    """
 
     def __init__(self) -> None:
         self._first: dict[object, str] = {}
 
     def alias(self, name: str, value: object) -> str | None:
-        """The name under which this same tensor came before, if it did. The answer is
-        the same on all ranks."""
+        """The first name of this same tensor, if it came before; equal on all ranks."""
         if not isinstance(value, torch.Tensor) or is_lazy(value):
             return None
         if is_dtensor(value):
@@ -105,8 +103,8 @@ class Ties:
 
     @staticmethod
     def _key(tensor: torch.Tensor) -> object:
-        # The storage object rather than its address: also a rank whose shard is empty
-        # must see the tie.
+        # The storage object, not its address: a rank whose shard is empty must see the
+        # tie, too.
         storage = tensor.untyped_storage()._cdata
         lazy = tensor.is_conj(), tensor.is_neg()
         return storage, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype, lazy

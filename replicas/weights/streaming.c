@@ -1,9 +1,11 @@
-/* Copies that go past the caches.
+/* Copies with non-temporal stores, which bypass the CPU caches.
 
-   An ordinary store reads its cache line from memory before it fills it. For weights, which are larger than any cache, that is
-   a third of all traffic, and throws everything else out of the caches. Non-temporal stores write whole lines and read none
-   (Intel 64 and IA-32 Architectures Optimization Reference Manual, "Non-Temporal Stores"; glibc's memcpy uses them from
-   three quarters of the shared cache on in one piece, which no tensor is). Other processors: memcpy. */
+   An ordinary store reads its cache line from memory before it fills it. For weights,
+   which are larger than any cache, that is a third of all traffic, and evicts everything
+   else. Non-temporal stores write whole lines and read none (Intel 64 and IA-32
+   Architectures Optimization Reference Manual, "Non-Temporal Stores"; glibc's memcpy uses
+   them for single copies from three quarters of the shared cache on, larger than any
+   tensor). Other processors: memcpy. */
 
 #include <stddef.h>
 #include <stdint.h>
@@ -51,12 +53,12 @@ static void copy(char *to, const char *from, size_t nbytes) { memcpy(to, from, n
 static void finish(void) {}
 #endif
 
-/* Copy nbytes[i] from from[i] to to[i], for each i; nothing may overlap. */
+/* Copy nbytes[i] from from[i] to to[i], for each i; no ranges may overlap. */
 void replicas_copy(char *const *to, const char *const *from, const size_t *nbytes, size_t count) {
     for (size_t i = 0; i < count; i++) memcpy(to[i], from[i], nbytes[i]);
 }
 
-/* The same, past the caches. All is visible to other threads on return. */
+/* The same, past the caches. Other threads see all of it on return. */
 void replicas_stream(char *const *to, const char *const *from, const size_t *nbytes, size_t count) {
     for (size_t i = 0; i < count; i++) copy(to[i], from[i], nbytes[i]);
     finish();

@@ -1,23 +1,22 @@
-"""Copies without torch: of large tensors past the caches of the processor, of many
-small ones without a look at each.
+"""CPU copies in C: non-temporal stores for large tensors, batches of small ones.
 
 Theory of operation
 ===================
 
 torch copies with ordinary stores, and so does memcpy for anything smaller than most of
 the cache: each line is read from memory before it is overwritten. Weights are larger
-than any cache, and nobody reads what was just copied while it is still there.
-``streaming.c``, compiled when the package is installed (``hatch_build.py``), uses
-non-temporal stores for them: on two cores 269 MB were copied in 13 ms in place of 18,
-by one thread in 18 ms in place of 28.
+than any cache, and no reader comes while a copy is still cached. ``streaming.c``,
+compiled when the package is installed (``hatch_build.py``), copies them with
+non-temporal stores: on two cores, 269 MB took 13 ms instead of 18; on one thread, 18 ms
+instead of 28.
 
-torch also takes a microsecond for each tensor, however small. Who knows that both sides
-are runs of the same bytes has all of them copied by one call (:func:`copy_runs`):
-100,000 tensors of 256 bytes in 4 ms in place of 90.
+torch also takes a microsecond for each tensor, however small. Where both sides are runs
+of the same bytes, one call copies all of them (:func:`copy_runs`): 100,000 tensors of
+256 bytes take 4 ms instead of 90.
 
-Where it was not compiled (no C compiler at hand), or the tensors are not of the
-simplest kind (other dtypes, strides, lazy conjugation, subclasses), torch copies, with
-the same result. Small pieces go to torch as well, all at once.
+torch copies, with the same result, where the C code was not compiled (no C compiler at
+hand), where tensors are not of the simplest kind (other dtypes, strides, lazy
+conjugation, subclasses), and for small pieces, in one call.
 """
 
 from __future__ import annotations
@@ -36,15 +35,14 @@ import torch
 __all__ = ["PIECE_NBYTES", "Addresses", "available", "copy_all", "copy_runs", "pays", "writing"]
 
 Addresses = npt.NDArray[np.uintp]
-"""Addresses, or numbers of bytes."""
+"""Addresses, or numbers of bytes, as an array."""
 
 PIECE_NBYTES = 64 << 10
 """Smaller pieces gain nothing: torch copies them."""
 MOST_PIECES = 128
-"""Of so many in one call most are small: torch copies all of them, and nobody looks at
-each."""
+"""With more pieces in one call most are small: torch copies all, unchecked."""
 _CACHE_NBYTES = 32 << 20
-"""Of a machine that does not say it."""
+"""Assumed on a machine that does not report its cache size."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -52,7 +50,7 @@ def _load() -> tuple[Any, Any]:
     try:
         library = ctypes.CDLL(str(Path(__file__).with_name("_streaming.so")))
         functions = library.replicas_stream, library.replicas_copy
-    except (OSError, AttributeError):  # it was not compiled, or for another kind of machine
+    except (OSError, AttributeError):  # not compiled, or for another kind of machine
         return None, None
     for function in functions:
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
@@ -62,7 +60,7 @@ def _load() -> tuple[Any, Any]:
 
 _stream, _copy = _load()
 available = _stream is not None
-"""Whether it was compiled."""
+"""Whether the C code was compiled."""
 
 
 def _cache_nbytes() -> int:
@@ -74,17 +72,16 @@ def _cache_nbytes() -> int:
 
 
 def pays(nbytes: int) -> bool:
-    """Whether ``nbytes`` that are copied in one go should not go through the caches:
-    they are larger than those."""
+    """Whether a copy of ``nbytes`` should bypass the CPU caches: it is larger."""
     return available and nbytes > _cache_nbytes()
 
 
 @contextmanager
 def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Within the block these tensors can be written in place, on this thread.
+    """Allow in-place writes to these tensors within the block, on this thread.
 
-    Those that were made in inference mode, as an engine's parameters may be, can be
-    written in that mode only, which is each thread's own; the others in either.
+    Tensors made in inference mode, such as an engine's parameters, can be written only
+    in that mode, which each thread has of its own; other tensors in either.
     """
     inference = any(map(torch.Tensor.is_inference, destinations))
     with torch.inference_mode() if inference else torch.no_grad():
@@ -92,10 +89,11 @@ def writing(destinations: Iterable[torch.Tensor]) -> Iterator[None]:
 
 
 def copy_runs(to: Addresses, sources: Addresses, sizes: Addresses, *, past_caches: bool = False) -> None:
-    """Copy runs of bytes, none of which may overlap another; only where
-    :data:`available`. Others may run Python meanwhile.
+    """Copy runs of bytes; needs :data:`available`. It releases the GIL.
 
-    :param past_caches: as :func:`pays` says of the whole of which this is a part.
+    No run may overlap another.
+
+    :param past_caches: the result of :func:`pays` for the whole copy.
     """
     function = _stream if past_caches else _copy
     function(to.ctypes.data, sources.ctypes.data, sizes.ctypes.data, len(sizes))
@@ -108,10 +106,9 @@ def copy_all(
     past_caches: bool = False,
     inference: bool = False,
 ) -> None:
-    """Copy each source to the destination of the same shape, on the CPU; values are
-    cast where dtypes differ.
+    """Copy each source to the destination of the same shape, on the CPU, with casts.
 
-    :param past_caches: as :func:`pays` says of the whole of which this is a part.
+    :param past_caches: the result of :func:`pays` for the whole copy.
     :param inference: some destinations were made in inference mode (see
         :func:`writing`).
     """

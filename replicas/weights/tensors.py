@@ -1,4 +1,4 @@
-"""Small facts about torch tensors: dtype names, bit views, and pieces of an image."""
+"""Helpers for torch tensors: dtype names, bit views, and pieces of an image."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ _COPIED = {
 
 @cache
 def dtype_name(dtype: torch.dtype) -> str:
-    """torch's name of ``dtype`` without ``torch.``; :class:`ManifestMismatch` for one
-    that cannot be moved."""
+    """torch's name of ``dtype`` without ``torch.``.
+
+    :raises ManifestMismatch: tensors of this dtype cannot be moved.
+    """
     name = str(dtype).removeprefix("torch.")
     item_nbytes(name)
     return name
@@ -41,8 +43,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 @cache
 def torch_dtype(name: str) -> torch.dtype:
-    """The dtype called ``name``; :class:`ManifestMismatch` when this torch does not
-    have it."""
+    """The dtype called ``name``.
+
+    :raises ManifestMismatch: this torch does not have it.
+    """
     item_nbytes(name)
     found = getattr(torch, name, None)
     if not isinstance(found, torch.dtype):
@@ -51,26 +55,25 @@ def torch_dtype(name: str) -> torch.dtype:
 
 
 def is_castable(dtype: torch.dtype) -> bool:
-    """Whether ``dtype=`` applies: plain floating types only; float8 and others carry
-    meaning in their bits."""
+    """Whether ``dtype=`` casts it: plain floats only; float8's bits carry meaning."""
     return dtype in _CASTABLE
 
 
 def is_copied(dtype: torch.dtype) -> bool:
-    """Whether every torch copies this dtype as it is; others are copied as
-    :func:`bits`."""
+    """Whether every torch copies this dtype; others are copied as :func:`bits`."""
     return dtype in _COPIED
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers of the same size (any strides): every dtype can be
-    copied so."""
+    """The elements as integers of the same size (any strides): always copyable."""
     return tensor.resolve_conj().resolve_neg().view(_BITS[tensor.dtype.itemsize])
 
 
 def written_as_bits(destination: torch.Tensor, source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both, of one dtype, as :func:`bits`: of the destination its own memory, also of a
-    conjugate or negative view."""
+    """Both tensors, of one dtype, as :func:`bits`; the destination shares its memory.
+
+    That holds for a conjugate or negative view, too.
+    """
     if destination.is_conj():
         destination, source = destination.conj(), source.conj()
     if destination.is_neg():
@@ -79,8 +82,7 @@ def written_as_bits(destination: torch.Tensor, source: torch.Tensor) -> tuple[to
 
 
 def overlaps_itself(tensor: torch.Tensor) -> bool:
-    """Whether two of its elements may be one and the same memory, as of an expanded
-    tensor: it cannot be written."""
+    """Whether elements may share memory, as in an expanded tensor: not writable."""
     if tensor.is_contiguous() or not tensor.numel():
         return False
     reach = 0
@@ -93,8 +95,7 @@ def overlaps_itself(tensor: torch.Tensor) -> bool:
 
 
 def typed(data: torch.Tensor, offset: int, dtype: torch.dtype, shape: tuple[int, ...]) -> torch.Tensor:
-    """The tensor of ``dtype`` and ``shape`` that lies in the uint8 tensor ``data`` from
-    byte ``offset`` on."""
+    """The tensor of ``dtype`` and ``shape`` at byte ``offset`` of uint8 ``data``."""
     nbytes = prod(shape) * dtype.itemsize
     if not nbytes:
         return torch.empty(shape, dtype=dtype, device=data.device)
