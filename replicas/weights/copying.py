@@ -158,13 +158,13 @@ def copy_pairs(
         on_device()
         used = _enqueue(device, enqueued)
     owner = _Caller()
-    crew = CopyPool(helpers_for(nbytes, sharing), owner=owner)
+    pool = CopyPool(helpers_for(nbytes, sharing), owner=owner)
     try:
         inference = any(any(map(torch.Tensor.is_inference, destinations)) for destinations, _ in batches)
         copy = functools.partial(streaming.copy_all, past_caches=streaming.pays(nbytes), inference=inference)
-        crew.run([functools.partial(copy, *batch) for batch in batches])
+        pool.run([functools.partial(copy, *batch) for batch in batches])
     finally:
-        crew.close()
+        pool.close()
         if device is not None:
             for uuid in used:
                 device.synchronize(uuid)
@@ -269,9 +269,9 @@ class Copier:
         self._unhashed = len(self._blocks)
         self._finished = False
         self._prefix = None if progress is None else Prefix(nbytes, progress)
-        self._crew = CopyPool(0, self._chore)
+        self._pool = CopyPool(0, self._chore)
         begun(self)
-        self._crew.grow(helpers)
+        self._pool.grow(helpers)
 
     def __enter__(self) -> Copier:
         return self
@@ -283,8 +283,8 @@ class Copier:
 
     def close(self) -> None:
         """Stop all writers of the memory; a finished copy still gets its digest."""
-        locked(self._crew.lock, self._give_up)
-        self._crew.close()
+        locked(self._pool.lock, self._give_up)
+        self._pool.close()
 
     def _give_up(self) -> None:
         if not self._finished:
@@ -294,7 +294,7 @@ class Copier:
 
     def run(self, steps: Iterable[Step | Runs]) -> None:
         """Copy all steps, begun in this order; return when done. CPU tensors only."""
-        self._crew.run([functools.partial(self._copy, step) for step in steps])
+        self._pool.run([functools.partial(self._copy, step) for step in steps])
 
     def run_here(self, steps: Iterable[Step]) -> None:
         """Like :meth:`run`, on this thread alone and in order: for device tensors."""
@@ -320,7 +320,7 @@ class Copier:
 
     def filled(self, start: int, end: int) -> None:
         """Record that the bytes ``start`` to ``end`` are filled."""
-        locked(self._crew.lock, self._fill, start, end)
+        locked(self._pool.lock, self._fill, start, end)
 
     def _fill(self, start: int, end: int) -> None:
         if self._prefix is not None:
@@ -333,18 +333,18 @@ class Copier:
             if not self._unfilled[block]:
                 self._ready.append(block)
                 if self._beside:
-                    self._crew.changed.notify()
+                    self._pool.changed.notify()
 
     def finish(self) -> None:
         """End the copy: everything is filled, and helpers complete the digest.
 
         :raises ValueError: some bytes were never filled.
         """
-        locked(self._crew.lock, self._finish)
+        locked(self._pool.lock, self._finish)
         if not self._blocks:
             self._bytes = None
             self.digest.set_result(combined(()))
-        elif not self._crew.helpers:
+        elif not self._pool.helpers:
             while (chore := self._chore()) is not None:
                 chore()
 
@@ -354,7 +354,7 @@ class Copier:
         if self._prefix is not None:
             self._prefix.finish()
         self._finished = True
-        self._crew.changed.notify_all()
+        self._pool.changed.notify_all()
 
     def _copy(self, step: Step | Runs) -> None:
         step.run(past_caches=self._past_caches)
@@ -378,12 +378,12 @@ class Copier:
 
         A helper calls this: the caller would wait for the new thread.
         """
-        more = locked(self._crew.lock, self._idle_cores)
+        more = locked(self._pool.lock, self._idle_cores)
         if more > 0:
-            self._crew.grow(more)
+            self._pool.grow(more)
 
     def _idle_cores(self) -> int:
-        return cores() - self._crew.helpers if self._crew.helpers and self._finished and self._ready else 0
+        return cores() - self._pool.helpers if self._pool.helpers and self._finished and self._ready else 0
 
     def _hash(self, block: int, data: memoryview) -> None:
         try:
@@ -393,7 +393,7 @@ class Copier:
             self.digest.set_exception(error)
             return
         del data
-        if locked(self._crew.lock, self._hashed) and self.digest.set_running_or_notify_cancel():
+        if locked(self._pool.lock, self._hashed) and self.digest.set_running_or_notify_cancel():
             self.digest.set_result(combined(self._blocks))
 
     def _hashed(self) -> bool:

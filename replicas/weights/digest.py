@@ -76,11 +76,11 @@ def digest_of(data: torch.Tensor | memoryview | bytes, kind: DigestKind = "host"
     def hash_block(start: int) -> None:
         blocks[start] = xxhash.xxh3_128_digest(view[start : start + BLOCK_NBYTES])
 
-    crew = CopyPool(helpers_for(view.nbytes // 2))  # a thread hashes faster than it copies
+    pool = CopyPool(helpers_for(view.nbytes // 2))  # a thread hashes faster than it copies
     try:
-        crew.run([functools.partial(hash_block, start) for start in range(0, view.nbytes, BLOCK_NBYTES)])
+        pool.run([functools.partial(hash_block, start) for start in range(0, view.nbytes, BLOCK_NBYTES)])
     finally:
-        crew.close()
+        pool.close()
     return combined(blocks[start] for start in sorted(blocks))
 
 

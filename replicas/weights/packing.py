@@ -83,7 +83,7 @@ Fill = Callable[[Copier | DeviceCopies], None]
 def _filled(
     fill: Fill,
     data: torch.Tensor,
-    manner: CopyOptions,
+    options: CopyOptions,
     progress: Progress | None = None,
     *,
     device: Accelerator | None,
@@ -96,9 +96,9 @@ def _filled(
     """
     started = time.monotonic()
     with (
-        DeviceCopies(device, data, manner, progress)
+        DeviceCopies(device, data, options, progress)
         if device is not None
-        else Copier(data, beside=beside, progress=progress, begun=manner.begun)
+        else Copier(data, beside=beside, progress=progress, begun=options.begun)
     ) as copies:
         fill(copies)
         copies.finish()
@@ -124,10 +124,10 @@ def _walk(feed: Feed, writer: Writer, copies: Copier | DeviceCopies) -> None:
     writer.finish()
 
 
-def _device_for(sources: list[torch.Tensor], manner: CopyOptions) -> Accelerator | None:
+def _device_for(sources: list[torch.Tensor], options: CopyOptions) -> Accelerator | None:
     """The device involved in copying these tensors; None: all of it is host memory."""
     device = accelerator()
-    return device if device is not None and (manner.device or any(map(device.owns, sources))) else None
+    return device if device is not None and (options.device or any(map(device.owns, sources))) else None
 
 
 def _copy(
@@ -135,7 +135,7 @@ def _copy(
     destinations: list[torch.Tensor],
     sources: list[torch.Tensor],
     data: torch.Tensor,
-    manner: CopyOptions,
+    options: CopyOptions,
     progress: Progress | None = None,
 ) -> Packing:
     """Copy tensors that all exist; both lists are in the order of their bytes."""
@@ -147,11 +147,11 @@ def _copy(
         else:
             copies.run_here(made)
 
-    return _filled(copy, data, manner, progress, device=_device_for(sources, manner))
+    return _filled(copy, data, options, progress, device=_device_for(sources, options))
 
 
 def _copy_runs(
-    places: Places, sources: Addresses, data: torch.Tensor, manner: CopyOptions, progress: Progress | None
+    places: Places, sources: Addresses, data: torch.Tensor, options: CopyOptions, progress: Progress | None
 ) -> Packing:
     """Copy bytes of host memory by their addresses, in the order of the places."""
 
@@ -159,7 +159,7 @@ def _copy_runs(
         assert isinstance(copies, Copier)
         copies.run(places.runs(data, sources))
 
-    return _filled(copy, data, manner, progress, device=None)
+    return _filled(copy, data, options, progress, device=None)
 
 
 class Packer:
@@ -217,7 +217,7 @@ class Packer:
         :raises ManifestMismatch: the feed gave something else than ``manifest`` says;
             the feed has been drained.
         """
-        manner = CopyOptions(slot.buffer, hold, begun)
+        options = CopyOptions(slot.buffer, hold, begun)
         known = self.knows(feed, manifest)
         sources, feed.sources = feed.sources, None
         try:
@@ -225,13 +225,13 @@ class Packer:
                 places = self._places_of(manifest)
                 walk = partial(_walk, feed, Writer(manifest, places, self._destinations(manifest, places, slot)))
                 beside = torch.get_num_threads() < cores()  # torch copies with its own threads here
-                return _filled(walk, slot.data, manner, progress, device=accelerator(), beside=beside)
+                return _filled(walk, slot.data, options, progress, device=accelerator(), beside=beside)
             places = self._planned.places
-            if sources.addresses is not None and _device_for(sources.tensors, manner) is None:
-                packing = _copy_runs(places, sources.addresses, slot.data, manner, progress)
+            if sources.addresses is not None and _device_for(sources.tensors, options) is None:
+                packing = _copy_runs(places, sources.addresses, slot.data, options, progress)
             else:
                 destinations = self._destinations(manifest, places, slot)
-                packing = _copy(places, destinations, sources.tensors, slot.data, manner, progress)
+                packing = _copy(places, destinations, sources.tensors, slot.data, options, progress)
             feed.take_known()
         except BaseException:
             feed.drain()
@@ -264,7 +264,7 @@ class Staged:
     manifest: PartManifest
     entries: tuple[Entry, ...]
 
-    def write(self, data: torch.Tensor, manner: CopyOptions = CopyOptions()) -> Packing:
+    def write(self, data: torch.Tensor, options: CopyOptions = CopyOptions()) -> Packing:
         """Copy everything to its place in ``data`` (uint8: a slot's data)."""
         places = Places(self.manifest)
         full = self.manifest.pieces is not None
@@ -272,7 +272,7 @@ class Staged:
         sources = [tensor for tensor in (tensors[number] for number in places.order) if tensor is not None]
         for index in places.odd:
             sources[index] = bits(sources[index])
-        return _copy(places, places.views(data), sources, data, manner)
+        return _copy(places, places.views(data), sources, data, options)
 
 
 def stage(feed: Feed) -> Staged:

@@ -141,14 +141,14 @@ class DeviceCopies:
     """
 
     def __init__(
-        self, accelerator: Accelerator, data: torch.Tensor, manner: CopyOptions, progress: Progress | None = None
+        self, accelerator: Accelerator, data: torch.Tensor, options: CopyOptions, progress: Progress | None = None
     ) -> None:
         self.copied: Future[float] = Future()
         self.ended = Latch()
         self._accelerator = accelerator
-        self._buffer = manner.buffer
-        self._device = manner.device
-        self._hold = manner.hold
+        self._buffer = options.buffer
+        self._device = options.device
+        self._hold = options.hold
         self._aside_alone = False
         self._nbytes = data.numel()
         self._filled = 0
@@ -173,7 +173,7 @@ class DeviceCopies:
         self._batches: queue.SimpleQueue[_Batch | SyncError | None] = queue.SimpleQueue()
         threading.Thread(target=self._follow, name="replicas-copies", daemon=True).start()
         try:
-            manner.begun(self)
+            options.begun(self)
         except BaseException as error:
             self._give_up(error)
             raise
