@@ -1,1 +1,1 @@
-"""Memory and copies on GPUs."""
+"""GPU memory: allocation, sharing between processes, copies and digests."""

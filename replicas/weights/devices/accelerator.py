@@ -1,30 +1,29 @@
-"""What this library asks of an accelerator: memory that other processes can open,
-streams, events, pinned host memory.
+"""Interface to GPUs: memory other processes can open, streams, events, pinning.
 
 Theory of operation
 ===================
 
-Everything that only CUDA can do is behind :class:`Accelerator`;
-:mod:`replicas.weights.devices.cuda` is the one for CUDA. Another kind plugs in by the
-environment variable ``REPLICAS_ACCELERATOR="package.module:Class"``, which every
-process of a run must have alike (ranks, and the sidecars that are forked for them); the
-tests' fake is such a class.
+Code outside this interface is independent of CUDA: :class:`Accelerator` is abstract,
+and :mod:`replicas.weights.devices.cuda` implements it for CUDA. The environment
+variable ``REPLICAS_ACCELERATOR="package.module:Class"`` plugs in another kind; it must
+be equal in every process of a run (ranks, and the sidecars forked for them). The tests'
+fake is such a class.
 
-A *device* is named by its UUID, in the words of ``CUDA_VISIBLE_DEVICES`` (``GPU-...``,
-``MIG-...``), which mean the same in every process, as numbers do not.
+A *device* is named by its UUID, in the form of ``CUDA_VISIBLE_DEVICES`` (``GPU-...``,
+``MIG-...``): UUIDs mean the same in every process, device numbers do not.
 
-*Order.* Work is enqueued on the current stream of a thread, and done later. These
-enqueue: :meth:`Accelerator.copy`, :meth:`Event.record` and :meth:`Event.wait`. So does
-every torch operation on a device tensor; but whoever reads with torch what
-:meth:`~Accelerator.copy` has copied waits first (``event.synchronize()``,
-``event.wait()`` in a later ``copy``, or :meth:`Accelerator.synchronize`): streams of
-other threads, and the fake's streams, know nothing of each other. A thread of ours
-works inside :meth:`Accelerator.on_side_stream`, never on the default stream, which
-waits for the user's kernels and lets them wait.
+*Order.* Work is enqueued on a thread's current stream, and done later.
+:meth:`Accelerator.copy`, :meth:`Event.record` and :meth:`Event.wait` enqueue, and so
+does every torch operation on a device tensor. But streams of other threads, and the
+fake's streams, are not ordered with each other: before torch reads what
+:meth:`~Accelerator.copy` has copied, wait (``event.synchronize()``, ``event.wait()``
+before a later ``copy``, or :meth:`Accelerator.synchronize`). The library's own threads
+work inside :meth:`Accelerator.on_side_stream`, never on the default stream, which waits
+for the user's kernels and delays them.
 
-*Memory.* :class:`DeviceMemory` is given back when it is closed *and* no tensor over it
-is left, as a mapping is; the owner's memory must outlive all who have it open
-(:mod:`replicas.weights.devices.device_buffers` takes care).
+*Memory.* :class:`DeviceMemory` is freed or unmapped when it is closed *and* no tensor
+over it is left, like a mapping. The owner's memory must outlive all processes that have
+it open; :mod:`replicas.weights.devices.device_buffers` ensures that.
 """
 
 from __future__ import annotations
@@ -53,8 +52,8 @@ class DeviceMemory(ABC):
 
     :ivar uuid: the device.
     :ivar nbytes: its size.
-    :ivar handle: how another process opens it (:meth:`Accelerator.open`); empty if it
-        is somebody else's.
+    :ivar handle: lets another process open it (:meth:`Accelerator.open`); empty for
+        memory opened from another process.
     """
 
     uuid: str
@@ -64,73 +63,74 @@ class DeviceMemory(ABC):
     @property
     @abstractmethod
     def tensor(self) -> torch.Tensor:
-        """uint8 of shape ``[nbytes]``; keeps the memory while it, or a view of it, is
-        alive.
+        """uint8 of shape ``[nbytes]``; it and its views keep the memory alive.
 
-        :raises ValueError: it is closed.
+        :raises ValueError: the memory is closed.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of it: it is freed, or if it is somebody else's unmapped, with the
-        last tensor over it. Enqueued work on it must be over. Closing it again does
-        nothing."""
+        """Free own memory, or unmap another process's, with the last tensor over it.
+
+        Enqueued work on it must have ended. Closing it again does nothing.
+        """
 
 
 class Event(ABC):
     """A point in the work of a stream.
 
-    :ivar handle: how another process opens it (:meth:`Accelerator.open_event`); empty
-        unless it is ours and interprocess.
+    :ivar handle: lets another process open it (:meth:`Accelerator.open_event`); empty
+        unless it is this process's own and interprocess.
     """
 
     handle: bytes
 
     @abstractmethod
     def record(self) -> None:
-        """It happens when what this thread's current stream (of the event's device) has
-        under way is done."""
+        """Record it behind the enqueued work of the current stream on its device."""
 
     @abstractmethod
     def wait(self) -> None:
-        """What is enqueued from now on waits for it, on the device: this thread's
-        current stream. One that was never recorded has happened."""
+        """Order later work of this thread's current stream behind the event.
+
+        The device waits, not the thread. An event never recorded counts as reached.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
-        """This thread waits for it, without a core and without Python's lock.
+        """Block this thread until the event, without busy-waiting and without the GIL.
 
-        :raises WorldError: the device has failed: some earlier work on it, of whomever
-            in this process.
+        :raises WorldError: the device has failed, through any earlier work of this
+            process on it.
         """
 
     @abstractmethod
     def query(self) -> bool:
-        """Whether it has happened.
+        """Whether the event has been reached.
 
         :raises WorldError: as :meth:`synchronize`.
         """
 
     @abstractmethod
     def seconds_since(self, earlier: Event) -> float:
-        """On the device's clock; both were made with ``timing`` and have happened."""
+        """Seconds on the device's clock between two reached events with ``timing``."""
 
 
 class Registration(ABC):
-    """Host memory that is pinned. It keeps the memory alive."""
+    """Pinned host memory; it keeps the memory alive."""
 
     @abstractmethod
     def close(self) -> None:
-        """Unpin it; no copy may be under way. Closing it again does nothing."""
+        """Unpin it; no copy may be in flight. Closing it again does nothing."""
 
 
 class Accelerator(ABC):
-    """One kind of device. Every method is thread-safe; a forked child asks
-    :func:`accelerator` again.
+    """One kind of device. Every method is thread-safe.
+
+    A forked child must call :func:`accelerator` again.
 
     :ivar kind: torch's device type of its tensors.
-    :ivar group_backend: the backend of process groups that works on its memory in
-        place.
+    :ivar group_backend: the process group backend that transfers its memory in place.
     """
 
     kind: str
@@ -139,35 +139,36 @@ class Accelerator(ABC):
     @classmethod
     @abstractmethod
     def present(cls) -> bool:
-        """Whether this machine and this torch may have such devices. Initialises
-        nothing."""
+        """Whether this machine and torch may have such devices; initialises nothing."""
 
     @abstractmethod
     def device(self) -> str:
-        """The current device of this thread; empty if there is none that can be used.
-        Initialises no more than needed."""
+        """UUID of this thread's current device; empty if none can be used.
+
+        Initialises no more than needed.
+        """
 
     @abstractmethod
     def visible(self) -> tuple[str, ...]:
-        """All devices that this process may use."""
+        """UUIDs of all devices that this process may use."""
 
     @abstractmethod
     def select(self, uuid: str) -> None:
-        """Use this device and no other, in a process that has used none yet.
+        """Use only this device, in a process that has used none yet.
 
         :raises Preflight: it cannot be used here.
         """
 
     @abstractmethod
     def torch_device(self, uuid: str) -> torch.device:
-        """What torch calls it in this process.
+        """torch's device for this UUID in this process.
 
-        :raises WorldError: it is not visible here.
+        :raises WorldError: the device is not visible here.
         """
 
     @abstractmethod
     def uuid_of(self, tensor: torch.Tensor) -> str:
-        """The device on which ``tensor`` lies; empty for host memory."""
+        """UUID of the device that holds ``tensor``; empty for host memory."""
 
     def owns(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` lies on a device of this kind."""
@@ -175,76 +176,86 @@ class Accelerator(ABC):
 
     @abstractmethod
     def allocate(self, nbytes: int, uuid: str) -> DeviceMemory:
-        """New memory, which other processes can open.
+        """Allocate memory that other processes can open.
 
-        :raises NoCapacity: the device has not so much left.
+        :raises NoCapacity: the device has less memory left.
         """
 
     @abstractmethod
     def open(
         self, handle: bytes, nbytes: int, uuid: str, *, on_free: Callable[[], None] = lambda: None
     ) -> DeviceMemory:
-        """Memory that another process (or this one) has allocated.
+        """Open memory that another process (or this one) has allocated.
 
-        :param on_free: called once, on whatever thread, when it was closed and no
-            tensor over it is left.
+        :param on_free: called once, on any thread, when it is closed and no tensor over
+            it is left.
         :raises WorldError: it cannot be opened here.
         """
 
     @abstractmethod
     def free_nbytes(self, uuid: str) -> tuple[int, int]:
-        """How much memory of the device is free, and how much it has."""
+        """Free and total bytes of the device's memory."""
 
     @abstractmethod
     def register(self, host: torch.Tensor, *, read_only: bool) -> Registration | None:
-        """Pin contiguous host memory, so that copies from and to it need nobody's wait.
+        """Pin contiguous host memory, so that copies from and to it are asynchronous.
+
         It takes about as long as a copy.
 
         :param read_only: this process has mapped it for reading only.
-        :return: None where it cannot be (said once in the log): copies work all the
-            same, and hold the caller up.
+        :return: None where it cannot be pinned (logged once): copies still work, but
+            block the caller.
         """
 
     @abstractmethod
     def event(self, uuid: str = "", *, interprocess: bool = False, timing: bool = False) -> Event:
-        """A new event of a device, of the current one by default; an interprocess one
-        cannot tell times."""
+        """A new event of a device, by default the current one.
+
+        Interprocess events cannot have ``timing``.
+        """
 
     @abstractmethod
     def open_event(self, handle: bytes, uuid: str) -> Event:
-        """An interprocess event of another process, or of this one.
+        """Open an interprocess event of another process, or of this one.
 
         :raises WorldError: it cannot be opened here.
         """
 
     @abstractmethod
     def copy(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """Enqueue copies on this thread's current stream, device to device or between
-        device and host; values are cast where dtypes differ. It returns at once where
-        the host memory is pinned. Host memory must stay there until the copies are
-        done; memory on the device that the caller has from torch's allocator may be
-        freed at once if it was allocated on the same stream, and else after
-        :meth:`keep`."""
+        """Enqueue copies on this thread's current stream, with casts between dtypes.
+
+        They go from device to device or between device and host. It returns at once
+        where the host memory is pinned. Host memory must stay until the copies are
+        done. Memory of torch's device allocator may be freed at once if it was
+        allocated on the same stream, else only after :meth:`keep`.
+        """
 
     @abstractmethod
     def keep(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nobody else is given the memory of these tensors before what this thread's
-        current stream has under way is done, even if they are freed now."""
+        """Delay reuse of these tensors' memory, if freed, behind the enqueued work.
+
+        That is the work of this thread's current stream.
+        """
 
     @abstractmethod
     def on_side_stream(self, uuid: str = "") -> AbstractContextManager[None]:
-        """Work of this thread inside goes to a stream of ours, ordered after nothing
-        but what was put there before. The device (the current one by default) is the
-        current one inside."""
+        """Run this thread's work within the block on a stream of the library.
+
+        The stream is ordered only behind its own earlier work. The device (by default
+        the current one) is the current one within the block.
+        """
 
     @abstractmethod
     def on_stream(self, stream: object) -> AbstractContextManager[None]:
-        """Work of this thread inside goes to ``stream``, a stream of torch's for this
-        kind of device; None: the current one."""
+        """Run this thread's work within the block on ``stream``, a torch stream.
+
+        None: the current stream.
+        """
 
     @abstractmethod
     def synchronize(self, uuid: str = "") -> None:
-        """Wait for what this thread's current stream has under way, without a core.
+        """Wait for the work of this thread's current stream, without busy-waiting.
 
         :raises WorldError: the device has failed.
         """
@@ -255,7 +266,8 @@ _chosen: tuple[int, str, Accelerator | None] = (0, "", None)
 
 
 def accelerator() -> Accelerator | None:
-    """The accelerator of this process, chosen once; None where there is none.
+    """The accelerator of this process, chosen once; None if there is none.
+
     Initialises nothing.
 
     :raises UsageError: ``REPLICAS_ACCELERATOR`` names no such class.
@@ -266,7 +278,7 @@ def accelerator() -> Accelerator | None:
 
 
 def _choose(name: str) -> Accelerator | None:
-    global _chosen  # one for each process, as the devices are; a forked child has another one
+    global _chosen  # one for each process, as the devices are; a forked child chooses again
     if _chosen[:2] != (os.getpid(), name):
         kind = _load(name)
         _chosen = (os.getpid(), name, kind() if kind.present() else None)
@@ -274,7 +286,7 @@ def _choose(name: str) -> Accelerator | None:
 
 
 def device_of(uuid: str) -> Accelerator:
-    """The accelerator, for something that is known to be on device ``uuid``.
+    """The accelerator, for memory known to be on device ``uuid``.
 
     :raises WorldError: this process has no accelerator.
     """

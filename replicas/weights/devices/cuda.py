@@ -1,33 +1,34 @@
-"""CUDA: memory through the driver, streams and events through torch.
+"""CUDA accelerator: shared memory through the driver, streams and events through torch.
 
 Theory of operation
 ===================
 
-Memory that is shared comes from ``cuMemAlloc``, in the device's primary context, which
-is also torch's. So it can be shared by CUDA IPC whatever torch's own allocator does
-(that of ``expandable_segments`` needs ``pidfd_getfd``, which containers refuse). Sizes
-are rounded up to 2 MiB: a smaller allocation would share its neighbours too.
+Shared memory comes from ``cuMemAlloc``, in the device's primary context, which is also
+torch's. So CUDA IPC can share it whatever torch's allocator does (memory of its
+``expandable_segments`` needs ``pidfd_getfd``, which containers refuse). Sizes are
+rounded up to 2 MiB: a smaller allocation would share its neighbours, too.
 
-A tensor over such memory is made by ``__cuda_array_interface__``; its storage keeps the
-object that it was made from (a :class:`~replicas.weights.devices.cuda_objects.Block`),
-and that one frees the memory, or unmaps it, when it is collected. The driver waits then
-for all work on it. A process cannot open its own handles: they are looked up. A forked
-child must not touch what it inherited, and does not. Nor can it use CUDA once its
-parent has asked the driver for anything; programs that fork ask torch about that (vLLM
-does), and so torch is told at once (:meth:`Cuda.device`), which creates no context.
+A tensor over such memory is made through ``__cuda_array_interface__``. Its storage
+keeps the object that it was made from (a
+:class:`~replicas.weights.devices.cuda_objects.Block`), which frees or unmaps the memory
+when it is collected; the driver then waits for all work on that memory. A process
+cannot open its own IPC handles, so they are looked up. A forked child must not touch
+inherited memory, and does not. Nor can it use CUDA once its parent has called the
+driver; programs that fork ask torch about that (vLLM does), and so torch is initialised
+at once (:meth:`Cuda.device`), which creates no context.
 
-*Streams* of ours are made by the driver. Those of torch are a pool of 32, which are
-given out again and again: ours could be the one on which the user trains, or captures a
-graph. Each thread has one, which goes to another thread when it has ended: torch's
-allocator keeps memory for each stream, so they are few. A capture by another thread
-must not be disturbed: :func:`~replicas.weights.devices.cuda_driver.uncaptured`.
+*Streams* of the library are created by the driver. torch's streams are a pool of 32
+that are handed out repeatedly: one of them could be the stream on which the user trains
+or captures a graph. Each thread has one stream, reused by another thread when it has
+ended: torch's allocator keeps memory for each stream, so streams must be few. A capture
+by another thread must not be disturbed:
+:func:`~replicas.weights.devices.cuda_driver.uncaptured`.
 
-Devices are numbered by the driver and by torch alike, in the order of
-``CUDA_VISIBLE_DEVICES``; who they are is asked of the driver, which creates no context
-for it. A thread that has not chosen a device has number 0 as its current one. To work
-on that by mistake would create a context there, of some hundred megabytes: where no
-device is named, it is therefore that of the first call of :meth:`Cuda.device`, by the
-thread that joins.
+The driver and torch number devices alike, in the order of ``CUDA_VISIBLE_DEVICES``; the
+driver gives their UUIDs without creating a context. A thread that has not chosen a
+device has number 0 as its current one; work on that by mistake would create a context
+there, of some hundred megabytes. The default device is therefore that of the first call
+of :meth:`Cuda.device`, by the thread that joins.
 """
 
 from __future__ import annotations
@@ -89,7 +90,7 @@ class Cuda(Accelerator):
     group_backend = "nccl"
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection of garbage in this very thread may give memory back
+        self._lock = threading.RLock()  # garbage collection in this very thread may give memory back
         self._visible: tuple[str, ...] | None = None
         self._home = ""
         self._contexts = Contexts()
@@ -219,8 +220,8 @@ class Cuda(Accelerator):
                 if not self._refused and error.number != ALREADY_REGISTERED:
                     self._refused = True
                     logger.warning(
-                        "%d bytes of host memory cannot be pinned: copies to and from the GPU are slower, and hold up "
-                        "who makes them (%s)",
+                        "%d bytes of host memory cannot be pinned: copies to and from the GPU are slower, and block "
+                        "their caller (%s)",
                         *(host.nbytes, error),
                     )
                 return None
@@ -229,8 +230,8 @@ class Cuda(Accelerator):
     @staticmethod
     def _pin(address: int, nbytes: int, *, read_only: bool) -> None:
         if read_only:
-            # What the flag allows is always allowed where the GPU uses the host's page
-            # tables, and the flag may be unknown.
+            # Where the GPU uses the host's page tables the flag is not needed, and may
+            # be unknown.
             with contextlib.suppress(DriverError):
                 call("cuMemHostRegister_v2", address, nbytes, _PORTABLE | _READ_ONLY)
                 return
@@ -242,12 +243,15 @@ class Cuda(Accelerator):
         except DriverError as error:
             if error.number != OUT_OF_MEMORY:
                 raise
-            _cuda.empty_cache()  # what torch keeps for itself
+            _cuda.empty_cache()  # memory that torch's allocator keeps unused
             call("cuMemAlloc_v2", ctypes.byref(address), nbytes)
 
     def _give_back(self, function: str, index: int, address: int) -> None:
-        """Nobody can be told of an error here, and of a broken context everybody is
-        told by the next operation."""
+        """Free memory; errors are only logged.
+
+        It runs in finalizers: no caller would get the error. The next operation reports
+        a broken context.
+        """
         try:
             with self._in_context(index):
                 call(function, address)
@@ -327,14 +331,14 @@ class Cuda(Accelerator):
             yield
 
     def synchronize(self, uuid: str = "") -> None:
-        event = self.event(uuid)  # the wait of a stream itself would use a core
+        event = self.event(uuid)  # waiting for the stream itself would busy-wait
         event.record()
         event.synchronize()
 
     # ------------------------------------------------------------ inside
 
     def _default(self) -> str:
-        """The device that is meant where none is named."""
+        """The device for calls that name none."""
         found = self._home or self.device()
         if not found:
             raise WorldError(f"process {os.getpid()} can use no GPU", hint=_VISIBLE_HINT)
@@ -349,7 +353,7 @@ class Cuda(Accelerator):
             )
         try:
             _cuda.init()
-        except RuntimeError as error:  # in a forked child of a process that uses CUDA, for one
+        except RuntimeError as error:  # for example in a forked child of a process that uses CUDA
             raise WorldError(f"process {os.getpid()} cannot use CUDA: {first_line(error)}") from error
         return visible.index(uuid)
 
@@ -358,8 +362,7 @@ class Cuda(Accelerator):
 
 
 class _Streams:
-    """The streams of one thread, by device. ``idle``: where they go when it has
-    ended."""
+    """The streams of one thread, by device; returned to ``idle`` when it has ended."""
 
     def __init__(self, idle: dict[int, list[Any]]) -> None:
         self.streams: dict[int, Any] = {}

@@ -1,26 +1,26 @@
-"""Which copies are enqueued on a CUDA stream for many pairs of tensors.
+"""Enqueues copies of many tensors on a CUDA stream, small ones in batches.
 
 Theory of operation
 ===================
 
-To launch one copy costs some 5 us of the caller's thread, in which a GPU moves ten
-megabytes within its memory, or 250 KB to the host. A model has thousands of tensors
-that are smaller than that, so they are not copied one by one:
+Launching a copy costs some 5 us of the caller's thread. In that time a GPU copies ten
+megabytes within its memory, or 250 KB to the host. A model has thousands of smaller
+tensors, so they are copied in batches:
 
-*Within the device* all pairs below :data:`LARGE_NBYTES` of the same two dtypes go to
+*Within the device*, all pairs below :data:`LARGE_NBYTES` of the same two dtypes go to
 ``torch._foreach_copy_``, which copies some hundred tensors by one kernel. It does so
 only when all are on one device, dense and alike in their dtypes. Some releases of torch
-do not look at the dtypes of the destinations, and write garbage where they differ: we
-sort the pairs.
+do not check the dtypes of the destinations, and write garbage where they differ: so the
+pairs are sorted here.
 
-*Between device and host* small tensors that lie one behind the other in host memory, as
-those of a slot do, are one transfer from or to some memory on the device, and copied
-within the device from or to there. That memory comes from torch's allocator on the
-current stream, so it is used again as soon as the stream is done with it; where there
-is none, they go one by one. Casts happen on the device.
+*Between device and host*, small tensors that are adjacent in host memory, as those of a
+slot are, become one transfer from or to temporary memory on the device, and are copied
+within the device from or to there. The temporary comes from torch's allocator on the
+current stream, so it is reused as soon as the stream is done with it; where there is no
+memory for it, tensors are copied one by one. Casts happen on the device.
 
-What is left is copied one by one, by torch. Nothing waits, but for host memory that is
-not pinned, or has gaps.
+torch copies all other tensors one by one. Nothing blocks, except for host memory that
+is not pinned, or has gaps.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from replicas.weights.streaming import writing
 __all__ = ["LARGE_NBYTES", "RUN_NBYTES", "SMALL_NBYTES", "enqueue"]
 
 LARGE_NBYTES = 8 << 20
-"""Within the device: from here on a copy takes longer than its launch, and the copy
-engine is faster than a kernel."""
+"""From this size on, a copy within the device takes longer than its launch.
+
+The copy engine is faster than a kernel for it.
+"""
 SMALL_NBYTES = 512 << 10
-"""The same between device and host."""
+"""From this size on, a copy between device and host takes longer than its launch."""
 RUN_NBYTES = 16 << 20
-"""So many bytes of small tensors are one transfer at most."""
+"""Most bytes of small tensors in one transfer."""
 
 _Pair = tuple[torch.Tensor, torch.Tensor]
 _Tensors = list[torch.Tensor]
@@ -56,15 +58,16 @@ def enqueue(
     sources: Sequence[torch.Tensor],
     on_device: Callable[[torch.Tensor], bool] = _IS_CUDA,
 ) -> None:
-    """Copy to each destination the source of the same shape, on the current stream;
-    values are cast where dtypes differ.
+    """Copy each source to the destination of the same shape, on the current stream.
+
+    Values are cast where dtypes differ.
 
     :param on_device: tells tensors on a device from those in host memory.
     """
     if len(destinations) != len(sources):
         raise ValueError(f"{len(sources)} tensors cannot be copied to {len(destinations)}")
     with writing(destinations):
-        if any(any(map(lazy, sources)) for lazy in _LAZY):  # on the host it would be done before the bytes are there
+        if any(any(map(lazy, sources)) for lazy in _LAZY):  # resolved on the host, it would precede the copied bytes
             sources = [source.resolve_conj().resolve_neg() for source in sources]
         there, here = list(map(on_device, destinations)), list(map(on_device, sources))
         if all(there) and all(here):
@@ -102,13 +105,12 @@ def _copy_mixed(pairs: Sequence[_Pair], on_device: Sequence[tuple[bool, bool]]) 
 
 
 def _to_host(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """One tensor. To memory with gaps torch copies through a temporary, for which it
-    has to wait."""
+    """Copy one tensor. Memory with gaps blocks: torch copies through a temporary."""
     destination.copy_(source, non_blocking=destination.is_contiguous())
 
 
 def _to_device(destination: torch.Tensor, source: torch.Tensor) -> None:
-    """One tensor. torch would cast on the host, into memory that is not pinned."""
+    """Copy one tensor, casting on the device: torch would cast in unpinned memory."""
     if destination.dtype != source.dtype and source.is_contiguous():
         held = _room(source.nbytes, destination.device)
         if held is not None:
@@ -145,7 +147,7 @@ def _copy_within(destinations: _Tensors, sources: _Tensors) -> None:
 
 
 def _gather(run: Sequence[_Pair]) -> None:
-    """To contiguous host memory."""
+    """Copy a run of tensors to adjacent host memory, through one transfer."""
     hosts, sources = [destination for destination, _ in run], [source for _, source in run]
     held = _room(_length(hosts), sources[0].device) if len(run) > 1 else None
     if held is None:
@@ -157,7 +159,7 @@ def _gather(run: Sequence[_Pair]) -> None:
 
 
 def _scatter(run: Sequence[_Pair]) -> None:
-    """From contiguous host memory."""
+    """Copy a run of tensors from adjacent host memory, through one transfer."""
     hosts, destinations = [source for _, source in run], [destination for destination, _ in run]
     held = _room(_length(hosts), destinations[0].device) if len(run) > 1 else None
     if held is None:
@@ -169,8 +171,7 @@ def _scatter(run: Sequence[_Pair]) -> None:
 
 
 def _runs(pairs: Sequence[_Pair], host: int) -> Iterator[list[_Pair]]:
-    """Pairs whose ``host`` tensors lie one behind the other in the same memory, and
-    whose others are on one device."""
+    """Group pairs with adjacent ``host`` tensors, and the others on one device."""
     run: list[_Pair] = []
     start = end = last = device = 0
     for pair in pairs:
@@ -198,7 +199,7 @@ def _length(hosts: Sequence[torch.Tensor]) -> int:
 
 
 def _bytes_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The host memory of a run."""
+    """The host memory of a run, as one uint8 tensor."""
     storage = hosts[0].untyped_storage()
     start = hosts[0].data_ptr() - storage.data_ptr()
     found = torch.empty(0, dtype=torch.uint8, device=hosts[0].device)
@@ -206,7 +207,7 @@ def _bytes_of(hosts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def _views(held: torch.Tensor, hosts: Sequence[torch.Tensor]) -> _Tensors:
-    """What stands for each of ``hosts`` in ``held``."""
+    """Views of ``held`` with the dtypes and shapes of ``hosts``."""
     found: _Tensors = []
     start = 0
     for dtype, group in groupby(hosts, _DTYPE):

@@ -1,9 +1,8 @@
-"""The CUDA driver (``libcuda.so.1``), called through ctypes, which lets Python's other
-threads run meanwhile.
+"""The CUDA driver (``libcuda.so.1``), called through ctypes without the GIL.
 
-Only what torch does not offer: memory that can be shared whatever torch's allocator
-does, its handles, and pinning. All of it happens in the primary contexts of the
-devices, which are also torch's. Nothing is initialised before it is needed.
+Only functions that torch does not offer: memory that can be shared whatever torch's
+allocator does, its IPC handles, and pinning. All of them work in the primary contexts
+of the devices, which are also torch's. Nothing is initialised before it is needed.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ _THREAD_LOCAL = 1
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The driver's library, nothing of it called yet; None where there is none."""
+    """The driver's library, with no call made yet; None where it is missing."""
     try:
         found = ctypes.CDLL("libcuda.so.1")
         for name, arguments in _SIGNATURES.items():
@@ -94,8 +93,7 @@ def library() -> ctypes.CDLL | None:
 
 
 class DriverError(Exception):
-    """A call of the driver failed. Turned into an error of ours where it is known what
-    for."""
+    """A call of the driver failed; callers turn it into a typed error."""
 
     def __init__(self, function: str, number: int) -> None:
         self.number = number
@@ -108,10 +106,10 @@ class DriverError(Exception):
 
 
 def call(function: str, *arguments: Any) -> None:
-    """Call ``function``.
+    """Call a driver function.
 
     :raises DriverError: it failed.
-    :raises WorldError: there is no such library.
+    :raises WorldError: the driver's library is missing.
     """
     found = library()
     if found is None:
@@ -129,8 +127,10 @@ def list_devices() -> tuple[str, ...]:
 
 
 def _name(index: int) -> str:
-    """As ``CUDA_VISIBLE_DEVICES`` wants it: one call knows instances of a device (MIG),
-    the other knows whole ones only."""
+    """The device's name in ``CUDA_VISIBLE_DEVICES``: ``GPU-`` or ``MIG-`` and its UUID.
+
+    One UUID call knows MIG instances, the other only whole devices.
+    """
     device, whole, exact = ctypes.c_int(), _Uuid(), _Uuid()
     call("cuDeviceGet", ctypes.byref(device), index)
     call("cuDeviceGetUuid", ctypes.byref(whole), device)
@@ -140,16 +140,14 @@ def _name(index: int) -> str:
 
 
 def memory_info() -> tuple[int, int]:
-    """How many bytes of the current context's device are free, and how many there
-    are."""
+    """Free and total bytes on the device of the current context."""
     free, total = ctypes.c_size_t(), ctypes.c_size_t()
     call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
     return free.value, total.value
 
 
 def new_stream() -> int:
-    """A stream of the current context, which waits for no default stream; it is kept
-    for ever."""
+    """A stream of the current context, independent of default streams; never freed."""
     stream = ctypes.c_void_p()
     call("cuStreamCreate", ctypes.byref(stream), _NON_BLOCKING)
     return stream.value or 0
@@ -157,11 +155,14 @@ def new_stream() -> int:
 
 @contextlib.contextmanager
 def uncaptured() -> Iterator[None]:
-    """While another thread captures a CUDA graph, as engines do when they start, a
-    thread that allocates, pins or looks at an event fails, and spoils the capture. Not
-    so what this thread does inside: it has nothing to do with the graph."""
+    """Keep this thread's driver calls out of other threads' CUDA graph captures.
+
+    While another thread captures a graph, as engines do when they start, a thread that
+    allocates, pins or queries an event fails, and invalidates the capture. Within the
+    block this thread does neither: its calls have nothing to do with the graph.
+    """
     found, mode = library(), ctypes.c_int(_THREAD_LOCAL)
-    # It fails where the driver has not been initialised, and there is no capture then.
+    # The call fails before the driver is initialised, when there can be no capture.
     changed = found is not None and not found.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     try:
         yield
@@ -171,17 +172,17 @@ def uncaptured() -> Iterator[None]:
 
 
 class Contexts:
-    """The primary contexts that this process has used; they are kept. Thread-safe."""
+    """The primary contexts that this process has used, never released. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection of garbage in this very thread may give memory back
+        self._lock = threading.RLock()  # garbage collection in this very thread may give memory back
         self._contexts: dict[int, ctypes.c_void_p] = {}
 
     @contextlib.contextmanager
     def current(self, index: int, name: str) -> Iterator[None]:
-        """That of device ``index`` is the current one of this thread inside; ``name``
-        is for texts.
+        """Make the context of device ``index`` this thread's current one in the block.
 
+        :param name: the device in error texts.
         :raises NoCapacity: there is no memory for the context itself.
         :raises WorldError: the device cannot be used.
         """

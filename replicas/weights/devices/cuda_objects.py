@@ -1,5 +1,4 @@
-"""Memory, events and pinned host memory of CUDA: see
-:mod:`replicas.weights.devices.cuda`, which makes them."""
+"""CUDA device memory, events and pinned host memory, for the CUDA accelerator."""
 
 from __future__ import annotations
 
@@ -19,15 +18,14 @@ __all__ = ["Block", "CudaEvent", "CudaMemory", "CudaRegistration", "first_line",
 
 
 class Block:
-    """What tensors are made from, and keep: some device memory, given back when this is
-    collected."""
+    """Device memory from which tensors are made; given back when it is collected."""
 
     def __init__(self, address: int, nbytes: int, give_back: Callable[[], None]) -> None:
         self.address = address
         self.nbytes = nbytes
         weakref.finalize(
             self, _in_this_process, os.getpid(), give_back
-        ).atexit = False  # the end of the process does it
+        ).atexit = False  # the end of the process frees it
 
     @property
     def __cuda_array_interface__(self) -> dict[str, object]:
@@ -41,8 +39,10 @@ class Block:
 
 
 def tensor_over(block: Block, device: torch.device) -> torch.Tensor:
-    """uint8 of shape ``[nbytes]``; its storage keeps ``block``. Any thread may write to
-    it, whatever mode this one is in."""
+    """uint8 of shape ``[nbytes]``; its storage keeps ``block``.
+
+    Any thread may write to it, whatever inference mode this thread is in.
+    """
     with torch.inference_mode(False), uncaptured():
         if not block.nbytes:
             return torch.empty(0, dtype=torch.uint8, device=device)
@@ -88,7 +88,7 @@ class CudaEvent(Event):
             self._event.wait(torch.cuda.current_stream(self._index))
 
     def synchronize(self) -> None:
-        # Not on the thread's current device, where it would make a context.
+        # Not on the thread's current device, where it would create a context.
         with typed(self._uuid), torch.cuda.device(self._index), uncaptured():
             self._event.synchronize()
 
@@ -114,14 +114,14 @@ class CudaRegistration(Registration):
 
 
 def _unpinned(host: torch.Tensor, pid: int, give_back: Callable[[], None]) -> None:
-    """``host`` is mapped at least until it is unpinned."""
+    """Unpin ``host``; the reference keeps it mapped until then."""
     _in_this_process(pid, give_back)
     del host
 
 
 @contextlib.contextmanager
 def typed(uuid: str) -> Iterator[None]:
-    """torch's errors of the device as errors of ours."""
+    """Turn torch's device errors into the library's error classes."""
     try:
         yield
     except torch.cuda.OutOfMemoryError as error:

@@ -1,36 +1,36 @@
-"""Buffers whose bytes are in the memory of a GPU.
+"""Buffers in GPU memory, shared between processes through CUDA IPC.
 
 Theory of operation
 ===================
 
-The memfd of a :class:`DeviceBuffer` is one page: on which device the bytes are, how
-many, and the handles by which other processes open the memory and an event. Whoever may
-open the page may so open the memory, by CUDA IPC, and all that is said of the file (its
-locks, places, claims, offers, retirement) is said of the memory. It is one allocation
-of the driver's own, not of torch's allocator, so that no setting of that one
+The memfd of a :class:`DeviceBuffer` is one page. It names the device and the size, and
+holds the handles by which other processes open the memory and an event. A process that
+may open the page may therefore open the memory. All locks, places, claims, offers and
+retirements of the file hold for the memory. The memory is one allocation of the
+driver's, not of torch's allocator, so that no setting of that allocator
 (``expandable_segments``) can make it unshareable.
 
 *Order.* Writers and readers of one buffer are in several processes and on any streams.
-Locks keep them apart, and each waits on the host for its own work on the device before
-it says that it is done: a reader before it drops its lock or pin, a sidecar before it
-answers, a writer before it offers a version. So no stream waits for a reader. Only what
-a rank gives its sidecar for an operation may still be under way: the event of the page
-is recorded behind it (:meth:`~DeviceBuffer.record_write`, by the owner alone), and the
+Locks keep them apart, and each waits on the host for its own device work before it
+reports completion: a reader before it drops its lock or pin, a sidecar before it
+answers, a writer before it offers a version. So no stream waits for a reader. Only the
+memory that a rank gives its sidecar for an operation may have work in flight: the owner
+records the page's event behind that work (:meth:`~DeviceBuffer.record_write`), and the
 sidecar's stream waits for it (:meth:`~DeviceBuffer.wait_for_write`), as does the rank's
 before the next write.
 
-An event of a process that was killed may never happen, and a stream that waits for it
-stands still for ever (https://github.com/pytorch/pytorch/pull/15974). So only sidecars
-wait for an event of another process: they are killed at their deadline.
+An event of a killed process may never be reached, and a stream that waits for it hangs
+for ever (https://github.com/pytorch/pytorch/pull/15974). So only sidecars wait for
+events of another process: they are killed at their deadline.
 
-*The end.* Memory that was freed by its owner must not be used by anybody: on a GPU this
-is no harmless read of old bytes, but may end the reader's context. So whoever opens the
-memory marks the page (:data:`~replicas.linux.locks.OPENED`) by a description of its
-own, until the last tensor over it is gone, and the mark ends with the process. An owner
-that closes its buffer while it is marked, or held, frees the memory only when it is
-neither any more (:class:`_Lingering`). When the owner's process ends, the memory does,
-too, whoever has it open; therefore what is only opened never counts as holding a
-version.
+*The end.* Memory that its owner has freed must not be used: on a GPU that is no
+harmless read of old bytes, but may end the reader's context. So a process that opens
+the memory marks the page (:data:`~replicas.linux.locks.OPENED`), by a file description
+of its own, until the last tensor over it is gone; the mark ends with the process. If
+the page is marked or locked when its owner closes the buffer, the memory is freed only
+once it is neither (:class:`_Lingering`). When the owner's process ends, the memory
+ends, too, even while it is open elsewhere; therefore having it open never counts as
+holding a version.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ from replicas.weights.memory.buffers import AllocationStopped, Buffer
 __all__ = ["PAGE_NBYTES", "DeviceBuffer"]
 
 PAGE_NBYTES = 4096
-"""Size of the page: all that host memory it takes."""
+"""Size of the page, the buffer's only host memory."""
 
 _MAGIC = "replicas-device-1"
 _LENGTH = struct.Struct("<I")
@@ -64,8 +64,7 @@ _END_S = 10.0
 
 
 class _Page(msgspec.Struct, frozen=True):
-    """What the file says. ``memory``, ``written``: handles; ``nbytes``: of the
-    memory."""
+    """The content of the file: ``memory``, ``written`` are handles."""
 
     magic: str
     uuid: str
@@ -79,15 +78,14 @@ _decode = msgspec.msgpack.Decoder(_Page).decode
 
 
 class DeviceBuffer(Buffer):
-    """Memory of a GPU that processes of one host share. Made by
-    :meth:`Buffer.allocate`, ``open`` and ``adopt``.
+    """GPU memory that processes of one host share.
 
-    Its tensors are on the device. What the host is told of them must be waited for, as
-    for all work on a GPU.
+    Made by :meth:`Buffer.allocate`, ``open`` and ``adopt``. Its tensors are on the
+    device: wait for work on them before telling other processes about it.
     """
 
     def __init__(self, fd: int, page: _Page, *, writable: bool) -> None:
-        """``fd`` is owned from now on."""
+        """Take over ``fd``."""
         super().__init__(fd, page.nbytes, writable=writable)
         self.device = page.uuid
         self._page = page
@@ -124,10 +122,11 @@ class DeviceBuffer(Buffer):
 
     @classmethod
     def adopted(cls, fd: int, device: str, *, writable: bool) -> DeviceBuffer:
-        """The buffer to which a page leads. The memory itself is opened when it is
-        first used; ``fd`` is owned from now on.
+        """The buffer described by the page ``fd``, which is taken over.
 
-        :raises WorldError: it is no such page, or of another device.
+        The memory itself is opened at its first use.
+
+        :raises WorldError: ``fd`` is no such page, or names another device.
         """
         try:
             return cls(fd, _read_page(fd, device), writable=writable)
@@ -143,8 +142,9 @@ class DeviceBuffer(Buffer):
         )
 
     def readable(self) -> torch.Tensor:
-        """The shared bytes, uint8 of shape ``[nbytes]``, on the device. Nobody may
-        write to those of a buffer that is not writable.
+        """The shared bytes, uint8 of shape ``[nbytes]``, on the device.
+
+        They must not be written in a buffer that is not writable.
 
         :raises WorldError: the memory cannot be opened here.
         """
@@ -152,14 +152,14 @@ class DeviceBuffer(Buffer):
             return self._open_memory().tensor
 
     def private(self) -> torch.Tensor:
-        """A copy of the bytes, on the device; it is complete."""
+        """A completed copy of the bytes, on the device."""
         shared, gpu = self.readable(), device_of(self.device)
         copied = shared.clone()
         gpu.synchronize(self.device)
         return copied
 
     def pin(self) -> bool:
-        """It is on the device: nothing to pin."""
+        """False: only host memory is pinned."""
         return False
 
     def record_write(self) -> None:
@@ -169,15 +169,15 @@ class DeviceBuffer(Buffer):
             self._open_event().record()
 
     def wait_for_write(self) -> None:
-        if self._origin is None:  # what others offer is complete
+        if self._origin is None:  # offered memory of other processes is complete
             with self._lock:
                 self._open_event().wait()
 
     def close(self) -> None:
-        """Let go of it. The memory goes when nobody else has it open or holds it, and
-        no tensor over it is left here.
+        """Close the buffer; enqueued work of this process on it must have ended.
 
-        Work on it that this process has enqueued must be over.
+        The memory is freed once no other process has it open or holds it, and no tensor
+        over it is left here.
         """
         fd, memory, written = self.fd, self._memory, self._written
         owner = fd >= 0 and bool(memory and memory.handle) and self._locks_in == os.getpid()
@@ -206,7 +206,7 @@ class DeviceBuffer(Buffer):
 
     def _open_event(self) -> Event:
         if self._written is None:
-            self._open_memory()  # whose mark keeps the event alive, too
+            self._open_memory()  # its mark keeps the event alive, too
             self._written = device_of(self.device).open_event(self._page.written, self.device)
         return self._written
 
@@ -215,8 +215,7 @@ Buffer.on_device = DeviceBuffer
 
 
 class _Mark:
-    """Says of a page that the memory is open in this process, by a description of its
-    own."""
+    """Marks a page as having its memory open here, by a file description of its own."""
 
     def __init__(self, fd: int) -> None:
         self._fd = reopen(fd)
@@ -264,24 +263,25 @@ def _read_page(fd: int, device: str) -> _Page:
 
 
 class _Leftover:
-    """Memory whose buffer is closed. ``page``: a descriptor of the description that its
-    owner had."""
+    """The memory of a closed buffer; ``page`` duplicates the owner's descriptor."""
 
     def __init__(self, page: int, memory: DeviceMemory, written: Event | None) -> None:
         self._page = page
         self._memory = memory
-        self._written = written  # others must not use one that is destroyed
+        self._written = written  # destroyed only with the memory: others may still use it
 
     @property
     def nbytes(self) -> int:
         return self._memory.nbytes
 
     def end(self) -> bool:
-        """Free it, if nobody has it open or holds it; nobody can come to it from then
-        on."""
+        """Free the memory if it is neither open nor held elsewhere.
+
+        No other process can open it once the exclusive lock is held.
+        """
         if not locks.hold_exclusive(self._page):
             return False
-        with contextlib.suppress(OSError):  # a kernel without such locks: it cannot be opened from elsewhere either
+        with contextlib.suppress(OSError):  # a kernel without such locks: no other process can open it either
             if locks.marked(self._page, locks.OPENED):
                 return False
         self._memory.close()
@@ -291,14 +291,16 @@ class _Leftover:
 
 
 class _Lingering:
-    """Memory that was closed. A thread frees it, because the driver waits then for all
-    work of the device, and so does whoever needs new memory. Others may have it open:
-    the kernel tells nobody when a lock ends, so the thread looks from time to time, as
-    long as there is any. It is over before the interpreter ends, which would end it
-    inside torch: that aborts the process. What is left then goes with the process."""
+    """Memory of closed buffers that other processes may still have open.
+
+    A thread frees it, as does every new allocation; freeing waits for all work of the
+    device. The kernel does not report the end of a lock, so the thread polls while any
+    memory is left. It ends before the interpreter does, which would otherwise end it
+    inside torch and abort the process. Memory left by then ends with the process.
+    """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # a collection of garbage in this very thread may close a buffer
+        self._lock = threading.RLock()  # garbage collection in this very thread may close a buffer
         self._sweeping = threading.RLock()  # the same
         self._left: list[_Leftover] = []
         self._thread: threading.Thread | None = None
@@ -312,7 +314,7 @@ class _Lingering:
                 self._thread.start()
 
     def sweep(self) -> bool:
-        """Free what nobody has open any more; False: something is left."""
+        """Free all memory that no process has open any more; False: some is left."""
         with self._sweeping:
             with self._lock:
                 left, self._left = self._left, []
@@ -322,14 +324,14 @@ class _Lingering:
                 return not self._left
 
     def stop(self) -> None:
-        """At the end of the process: nothing is freed any more."""
+        """Stop freeing memory: the process ends."""
         self._ending.set()
         thread = self._thread
         if thread is not None:
             thread.join(_END_S)
 
     def forget(self) -> None:
-        """This is a forked child: nothing of it is ours, and nobody has the locks."""
+        """Start anew in a forked child: it owns none of the memory or locks."""
         self._lock, self._sweeping = threading.RLock(), threading.RLock()
         self._left, self._thread, self._ending = [], None, threading.Event()
 

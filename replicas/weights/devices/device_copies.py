@@ -1,40 +1,39 @@
-"""Copies that a device makes while the caller goes on, and the thread that follows
-them.
+"""Asynchronous copies of a publish on a GPU, and the thread that waits for them.
 
 Theory of operation
 ===================
 
-A publish of tensors in device memory holds nobody's thread: the caller *enqueues* all
-copies, and what comes after them on its stream is done after them. One *batch* is some
-64 MiB, or all when nobody looks at less; behind it an event is recorded. (Within a GPU
-a batch of 64 MiB would take as long as its events.) A thread of this publish, the
-*follower*, waits for one event after the other, and tells what has arrived: to the
-digest (and the sender) of host memory, which work meanwhile, or at the end to the
-digest on the device. What fails on the device is known only there::
+Publishing tensors in device memory does not block the caller's thread: it *enqueues*
+all copies, and later work on its stream comes behind them. One *batch* is some 64 MiB,
+or everything when no reader needs it in parts; an event is recorded behind it. (Within
+a GPU a batch of 64 MiB would take as long as its events.) A thread for this publish,
+the *follower*, waits for one event after the other and reports the bytes that have
+arrived: to the digest (and the sender) of host memory, which work meanwhile, or at the
+end to the digest on the device. It also is where device failures show up::
 
-    caller            wait for what the slot's last readers do · copy · event · copy · event · copy · end
-    follower                                                         arrived    arrived   arrived · copied · digest
+    caller     wait for last readers · copy · event · copy · event · copy · end
+    follower                           arrived · arrived · arrived · copied · digest
 
-``copied`` is a future that tells for how long the caller's stream was held: between two
-events that are recorded there, before and behind the copies. A slot belongs to its
-copies until ``copied`` is done, whatever has become of the publish: nobody frees it
-earlier, and nobody waits for a device that hangs.
+``copied`` is a future whose result is how long the caller's stream was held: the time
+between two events recorded there, before and behind the copies. A slot belongs to its
+copies until ``copied`` is done, even if the publish has failed: it is not freed
+earlier, and no thread waits for a device that hangs.
 
-**Whose memory may go.** The copies are on the caller's current stream, like any
-operation of torch's: a tensor that was allocated on that stream may be freed as soon as
-it was taken (when an iterator goes on), for whatever gets its memory next comes behind
-the copy on the same stream; and it may be written, for the same reason. Tensors of
-other streams need what torch asks for them: the current stream must wait for theirs,
-and ``record_stream``.
+**Freeing sources.** The copies are on the caller's current stream, like any operation
+of torch. A tensor that was allocated on that stream may be freed once its copy is
+enqueued (when an iterator goes on): the next use of its memory comes behind the copy on
+the same stream. It may be written, for the same reason. Tensors of other streams need
+the precautions torch requires: the current stream must wait for theirs, and
+``record_stream``.
 
-**Aside** (``hold=False``): weights that are all at hand are copied by a stream of ours,
-which waits for what the caller's has under way. The caller's goes on at once, and must
-not write to the weights before it has waited for the copies
-(:meth:`DeviceCopies.fence`). Their memory is kept meanwhile, also when it is freed.
+**Aside** (``hold=False``): a stream of the library copies weights that all exist, after
+waiting for the enqueued work of the caller's stream. The caller's stream goes on at
+once, and must wait for the copies before it writes to the weights
+(:meth:`DeviceCopies.fence`). The weights' memory is kept until then, even when freed.
 
-Tensors in host memory are copied before the call returns: whoever writes to those asks
-no stream.
-"""  # noqa: W505  # a picture
+Tensors in host memory are copied before the call returns: writes to them are not
+ordered by streams.
+"""
 
 from __future__ import annotations
 
@@ -59,21 +58,21 @@ from replicas.weights.streaming import copy_all
 __all__ = ["CopyOptions", "DeviceCopies"]
 
 _Batch = tuple[list[Event], list[tuple[int, int]]]
-"""Its events, and the bytes that are filled when they have happened."""
+"""The events of a batch, and the byte ranges that are filled when they are reached."""
 
 
 Begun = Callable[["DeviceCopies | Copier"], object]
-"""Told of what copies, so that it can be stopped or waited for."""
+"""Called with the object that copies, so that it can be stopped or waited for."""
 
 
 @dataclass(frozen=True, eq=False)
 class CopyOptions:
-    """How a publish fills its slot, where a device makes the copies.
+    """How a publish fills its slot when a device makes the copies.
 
     :param buffer: the slot's memory, claimed; None: host memory that is not pinned.
-    :param hold: the caller's stream makes them; False: one of ours, see the module's
-        text.
-    :param begun: called with what copies before the first copy, on the caller's thread.
+    :param hold: copy on the caller's stream; False: on one of the library's, *aside*.
+    :param begun: called with the copying object before the first copy, on the caller's
+        thread.
     """
 
     buffer: Buffer | None = None
@@ -82,12 +81,12 @@ class CopyOptions:
 
     @property
     def device(self) -> str:
-        """UUID of the device on which the slot is; empty: it is in host memory."""
+        """UUID of the slot's device; empty: host memory."""
         return self.buffer.device if self.buffer is not None else ""
 
 
 class _DeviceSink:
-    """What arrives in device memory is hashed there, when all has arrived."""
+    """Hashes device memory on the device, once all bytes have arrived."""
 
     def __init__(self, accelerator: Accelerator, data: torch.Tensor, device: str, progress: Progress | None) -> None:
         self.digest: Future[str] = Future()
@@ -110,11 +109,11 @@ class _DeviceSink:
         self.digest.set_result(digest)
 
     def close(self) -> None:
-        self._data = None  # memory on a device is there as long as a tensor over it is
+        self._data = None  # device memory lives as long as a tensor over it
 
 
 class _HostSink:
-    """What arrives in host memory is hashed beside the rest."""
+    """Hashes host memory as its bytes arrive, beside the rest of the copy."""
 
     def __init__(self, data: torch.Tensor, progress: Progress | None) -> None:
         self._copier = Copier(data, beside=True, progress=progress)
@@ -127,16 +126,17 @@ class _HostSink:
 
 
 class DeviceCopies:
-    """Fills one run of bytes. Use it in a ``with`` block on one thread; after an
-    exception there the copies still end.
+    """Fills one run of bytes by device copies, in a ``with`` block on one thread.
 
-    :param data: uint8, one-dimensional, contiguous: what is filled, each byte once.
+    After an exception in the block, enqueued copies still end.
+
+    :param data: uint8, one-dimensional, contiguous; each of its bytes is filled once.
     :param progress: told how far ``data`` is filled from its start.
     :ivar copied: everything has been copied; its result: seconds for which the caller's
         stream was held. It fails when the device has failed, or the block has raised.
         Set on the follower's thread, before the digest is asked for.
-    :ivar ended: set behind ``copied``, for those who may be interrupted.
-    :ivar step_nbytes: how large steps should be.
+    :ivar ended: set after ``copied``, for waits that may be interrupted.
+    :ivar step_nbytes: bytes per step, about.
     :ivar digest: of all of ``data``.
     """
 
@@ -189,27 +189,27 @@ class DeviceCopies:
         if error is None:
             return
         try:
-            with suppress(ReplicasError):  # a device that has failed copies nothing any more
+            with suppress(ReplicasError):  # a failed device copies nothing any more
                 self._end_batch()
         finally:
             self._give_up(error)
 
     def abandon(self) -> None:
-        """Its block was left without a word. The copies under way still end. On any
-        thread; again, it does nothing."""
+        """Give up a copy whose block was left without ``__exit__``, by an interrupt.
+
+        Enqueued copies still end. On any thread; calling it again does nothing.
+        """
         self._batches.put(SyncError("given up: its block was left", phase="pack", hint=""))
 
     def _give_up(self, error: BaseException) -> None:
-        """The error itself would keep the frames of its traceback, and the tensors in
-        them."""
+        """Give up with the error's text only: its traceback would keep the tensors."""
         self._batches.put(SyncError(f"given up: {type(error).__name__}: {error}", phase="pack", hint=""))
 
     def put(self, destination: torch.Tensor, source: torch.Tensor, start: int, end: int) -> None:
-        """Copy ``source`` to the bytes from ``start`` to ``end``, on the current
-        stream; it may be freed and written then.
+        """Copy ``source`` to bytes ``start`` to ``end``, on the current stream.
 
-        Another stream may be the current one each time, as inside an iterator: each
-        copy waits for the one before.
+        ``source`` may be freed and written at once. The current stream may differ from
+        call to call, as inside an iterator: each copy waits for the one before.
         """
         uuid = self._accelerator.uuid_of(source)
         if uuid:
@@ -224,12 +224,12 @@ class DeviceCopies:
         self._note(start, end)
 
     def run(self, steps: Iterable[Step]) -> None:
-        """Do all steps, begun in this order: tensors that all exist by themselves."""
+        """Enqueue all steps in this order; their tensors must all exist already."""
         known = list(steps)
         uuids = [list(map(self._accelerator.uuid_of, step.sources)) for step in known]
         used = {uuid for found in uuids for uuid in found}
         if "" in used:
-            host = [pair for step, found in zip(known, uuids, strict=True) for pair in _those(step, found, host=True)]
+            host = [pair for step, found in zip(known, uuids, strict=True) for pair in _pairs(step, found, host=True)]
             self._copy_from_host([one for one, _ in host], [one for _, one in host])
             used.discard("")
         self._aside_alone = not self._hold
@@ -238,20 +238,23 @@ class DeviceCopies:
                 for step, found in zip(known, uuids, strict=True):
                     if "" not in found:
                         self._enqueue(step.destinations, step.sources, set(found))
-                    elif pairs := list(_those(step, found, host=False)):
+                    elif pairs := list(_pairs(step, found, host=False)):
                         self._enqueue([one for one, _ in pairs], [one for _, one in pairs], set(found) - {""})
                     self._note(step.start, step.end)
             finally:
-                self._end_batch()  # on the streams of the copies
+                self._end_batch()  # with its events on the streams of the copies
 
     def written(self) -> None:
-        """All bytes are what the current stream of their device, or of this thread's,
-        has written, or is about to."""
+        """Take all bytes as filled by the enqueued work of the current stream.
+
+        That is the stream of the slot's device, or else of this thread's current
+        device.
+        """
         self._use({self._device or self._accelerator.device()})
         self._note(0, self._nbytes)
 
     def finish(self) -> None:
-        """Everything is enqueued: what follows comes by itself from here.
+        """End the enqueueing; the follower does everything else.
 
         :raises ValueError: some bytes were never filled.
         """
@@ -263,8 +266,7 @@ class DeviceCopies:
     # ------------------------------------------------------------ any thread
 
     def fence(self) -> None:
-        """What is enqueued from now on, on the current streams of this thread, waits
-        for the copies."""
+        """Order later work on this thread's current streams behind the copies."""
         if not self.ended.is_set:
             for event in list(self._ends.values()):
                 event.wait()
@@ -280,8 +282,10 @@ class DeviceCopies:
         self._accelerator.copy(destinations, sources)
 
     def _copy_from_host(self, destinations: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> None:
-        """They are copied on return. To a device by a stream that waits for none of the
-        caller's."""
+        """Copy from host memory, blocking.
+
+        Copies to a device use a stream that does not wait for the caller's.
+        """
         if not self._device:
             copy_all(destinations, sources)
             return
@@ -291,15 +295,17 @@ class DeviceCopies:
             self._accelerator.synchronize(self._device)
 
     def _use(self, uuids: set[str]) -> None:
-        """Work of ours comes to the current streams of these devices."""
+        """Note the devices that get work, with a start event on each one's stream."""
         self._used |= uuids
         for uuid in uuids - self._starts.keys():
             self._starts[uuid] = event = self._accelerator.event(uuid, timing=True)
             event.record()
 
     def _aside(self, uuids: set[str]) -> ExitStack:
-        """Within it the current streams of these devices are ours, behind what the
-        caller's have under way."""
+        """Make streams of the library the current ones of these devices.
+
+        They wait for the enqueued work of the caller's streams.
+        """
         before = {uuid: self._accelerator.event(uuid) for uuid in uuids}
         for event in before.values():
             event.record()
@@ -343,9 +349,9 @@ class DeviceCopies:
             error = batch
             if not self._aside_alone:
                 held_s = max((self._ends[one].seconds_since(self._starts[one]) for one in self._ends), default=0.0)
-        except BaseException as failure:  # noqa: BLE001  # it is told to all who wait
+        except BaseException as failure:  # noqa: BLE001  # all waiters get it
             error = failure
-        self._buffer = None  # its owner may close it from here on, and its memory goes with the last who has it
+        self._buffer = None  # its owner may close it from here on; its memory ends with its last user
         if error is not None:
             self._fail(error)
             return
@@ -368,15 +374,15 @@ class DeviceCopies:
             self.digest.set_exception(told)
 
 
-def _those(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The pairs of a step whose sources are in host memory, or are not."""
+def _pairs(step: Step, uuids: Sequence[str], *, host: bool) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The pairs of a step with sources in host memory; ``host=False``: the others."""
     for destination, source, uuid in zip(step.destinations, step.sources, uuids, strict=True):
         if host is not bool(uuid):
             yield destination, source
 
 
 def _typed(error: BaseException) -> BaseException:
-    """What a device says, as an error of ours."""
+    """A device's error as one of the library's error classes."""
     if isinstance(error, torch.OutOfMemoryError):
         return NoCapacity(
             f"the digest of the version found no memory on the GPU: {error}",
@@ -387,6 +393,6 @@ def _typed(error: BaseException) -> BaseException:
         return WorldError(
             f"copies on the GPU failed: {error}",
             phase="pack",
-            hint="the CUDA context of this process is of no more use: let the replica be restarted",
+            hint="the CUDA context of this process is broken: restart the replica",
         )
     return error

@@ -1,27 +1,27 @@
-"""Digests of device memory, computed where it is.
+"""Digests of device memory, computed on the device.
 
 Theory of operation
 ===================
 
-xxh3 would have to read everything on the host. Here the device itself reduces each
-block of 16 MiB to two sums of 64 bits, by operations on integers that every device has
-and that are exact in any order; the host hashes these sums, in their order, and the
-length. The same bytes have the same digest on every kind of device, the CPU included.
-It is never equal to one of :mod:`replicas.weights.digest`, by its first letter.
+xxh3 would have to read everything on the host. Instead, the device reduces each block
+of 16 MiB to two sums of 64 bits, by integer operations that every device has and that
+are exact in any order. The host hashes these sums, in their order, and the length. The
+same bytes have the same digest on every kind of device, the CPU included. Its first
+letter tells it from a digest of :mod:`replicas.weights.digest`.
 
-Of a block of words ``w[i]`` (int64, little endian, padded with zeros), modulo 2^64,
+For a block of words ``w[i]`` (int64, little endian, padded with zeros), modulo 2^64,
 with fixed odd random keys ``k[i]``::
 
     t = w * k;  t ^= t >> 32;  t *= C;  t ^= t >> 32;  first = sum(t)
     t *= k;     t ^= t >> 32;                          second = sum(t)
 
-Each step is a bijection of a word, so a change of one word always changes ``first``;
-the keys tell places apart; the shifts take care that changes of high bits, which a
-product alone would leave high, do not cancel each other. It is for errors, not against
-forgers. ``t ^= t >> 32`` is done on halves of words, in place, as torch's shift keeps
-the sign. The temporary of a block stays in the device's cache.
+Each step is a bijection of a word, so a change of one word always changes ``first``.
+The keys tell positions apart. The shifts keep changes of high bits, which a product
+alone would leave high, from cancelling each other. The digest detects errors, not
+forgery. ``t ^= t >> 32`` works on halves of words, in place, because torch's shift
+keeps the sign. The temporary of a block stays in the device's cache.
 
-All of it runs on the thread's current stream; the one wait is that for the sums.
+All of it runs on the thread's current stream; only reading the sums blocks.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ DEVICE_PREFIX = "d"
 _BLOCK_NBYTES = 16 << 20
 _WORDS = _BLOCK_NBYTES // 8
 _AT_ONCE = {"cuda": 4}
-"""Blocks in one launch, by kind of device, 1 elsewhere; on a GPU their temporary takes
-64 MiB."""
+"""Blocks per launch by kind of device, else 1; a GPU's temporary takes 64 MiB."""
 _C = 0x9FB21C651E98DF25 - (1 << 64)
 _SEED = 0x2545F4914F6CDD1D
 
@@ -50,8 +49,7 @@ _keys: dict[torch.device, torch.Tensor] = {}
 
 
 class DeviceDigest:
-    """The digest of ``data``, as far as it is complete, block by block; see the
-    module's text. Not thread-safe.
+    """The digest of ``data``, block by block as its bytes arrive. Not thread-safe.
 
     :param data: uint8, one-dimensional, contiguous, on any device.
     """
@@ -62,9 +60,11 @@ class DeviceDigest:
         self._done = 0
 
     def advance(self, nbytes: int) -> None:
-        """The first ``nbytes`` of ``data`` are complete: what is enqueued on this
-        thread's current stream from now on finds them there. Enqueues the work on whole
-        blocks of it; waits for nothing."""
+        """Enqueue the hashing of the complete blocks among the first ``nbytes``.
+
+        Those bytes must be complete for later work on this thread's current stream. It
+        does not block.
+        """
         end = self._data.numel()
         most = _AT_ONCE.get(self._data.device.type, 1)
         while (whole := (min(nbytes, end) - self._done) // _BLOCK_NBYTES) > 0:
@@ -76,15 +76,13 @@ class DeviceDigest:
             self._done = end
 
     def hexdigest(self) -> str:
-        """The digest of all of ``data``, which is complete. Waits for what is
-        enqueued."""
+        """The digest of all of ``data``, which must be complete; blocking."""
         self.advance(self._data.numel())
         return _combined(self._sums, self._data.numel())
 
 
 class DeviceStreamDigest:
-    """The same digest of bytes that come piece by piece, and lie nowhere together. Not
-    thread-safe."""
+    """The same digest, of bytes that come in chunks. Not thread-safe."""
 
     def __init__(self) -> None:
         self._block = torch.empty(0, dtype=torch.uint8)
@@ -94,8 +92,10 @@ class DeviceStreamDigest:
 
     def update(self, chunk: torch.Tensor) -> None:
         """Append ``chunk`` (uint8, one-dimensional, contiguous; all on one device).
-        Enqueues its work on this thread's current stream: the chunk must stay as it is
-        until that is done."""
+
+        Its work is enqueued on this thread's current stream: the chunk must not change
+        until that is done.
+        """
         self.nbytes += chunk.numel()
         while chunk.numel():
             taken = chunk[: _BLOCK_NBYTES - self._filled]
@@ -112,16 +112,17 @@ class DeviceStreamDigest:
                 self._filled = 0
 
     def hexdigest(self) -> str:
-        """Waits for what is enqueued."""
+        """The digest of all chunks; blocking."""
         rest = [_sums(self._block[: self._filled])] if self._filled else []
         return _combined([*self._sums, *rest], self.nbytes)
 
 
 def device_digest_of(data: torch.Tensor) -> str:
-    """The digest of a contiguous run of bytes on any device; waits for it. On the
-    thread's current stream: work inside
-    :meth:`~replicas.weights.devices.accelerator.Accelerator.on_side_stream` on a thread
-    of ours."""
+    """The digest of a contiguous run of bytes on any device; blocking.
+
+    It runs on the thread's current stream: on the library's threads, call it inside
+    :meth:`~replicas.weights.devices.accelerator.Accelerator.on_side_stream`.
+    """
     return DeviceDigest(data).hexdigest()
 
 
@@ -133,8 +134,7 @@ def _combined(sums: Sequence[torch.Tensor], nbytes: int) -> str:
 
 
 def _sums(blocks: torch.Tensor) -> torch.Tensor:
-    """Both sums of each of these whole blocks, or of one that is shorter; block by
-    block."""
+    """Both sums of each whole block, or of one shorter block; block by block."""
     keys = _keys_on(blocks.device, -(-min(blocks.numel(), _BLOCK_NBYTES) // 8))
     with torch.no_grad():
         if blocks.numel() % 8 or blocks.data_ptr() % 8 or blocks.storage_offset() % 8:
@@ -159,8 +159,7 @@ def _halves(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _keys_on(device: torch.device, count: int) -> torch.Tensor:
-    """The first ``count`` keys, kept for each device. A key does not depend on how many
-    there are."""
+    """The first ``count`` keys, cached for each device; the same for any ``count``."""
     return locked(_lock, _made_keys, count, device)[:count]
 
 
@@ -169,7 +168,7 @@ def _made_keys(count: int, device: torch.device) -> torch.Tensor:
     if found is None or found.numel() < count:
         found = _random(min(_WORDS, 1 << (count - 1).bit_length()), device)
         if device.type != "cpu":
-            torch.accelerator.current_stream(device).synchronize()  # other streams use it, too
+            torch.accelerator.current_stream(device).synchronize()  # other streams use the keys, too
         _keys[device] = found
     return found
 
