@@ -389,7 +389,7 @@ class Copier:
         try:
             self._grow()
             self._blocks[block] = xxhash.xxh3_128_digest(data)
-        except Exception as error:  # noqa: BLE001  # whoever waits for the digest is told; an interrupt is its caller's
+        except Exception as error:  # noqa: BLE001  # raised by the digest; an interrupt goes to the caller
             self.digest.set_exception(error)
             return
         del data

@@ -1,1 +1,1 @@
-"""Shared memory for versions: arenas, slots and mappings."""
+"""Shared memory for versions: arenas, slots, buffers and mappings."""

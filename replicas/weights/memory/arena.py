@@ -1,31 +1,31 @@
-"""Slots for versions: one's own memory, and that of others on the same host.
+"""Slots for versions: a member's own memory, and mapped memory of others on its host.
 
 Theory of operation
 ===================
 
-An :class:`Arena` has a fixed number of slots of its own, whose life is the table
-``SLOT`` of :mod:`replicas.core.membership`: *free*, *filling* (one writer, a rank or
-its sidecar) or *held* (a complete version). A held slot may be pinned by any number of
-readers; one that is released meanwhile is *leaving* until the last pin goes.
-:meth:`Arena.acquire` takes a free slot, or evicts the oldest version that nobody has
-pinned or protected; buffers are reused when the size fits exactly, because a slot's
-file must be as long as its image. The writer calls :meth:`Arena.hold` or
-:meth:`Arena.free`; a slot whose writer may still be writing must stay *filling*.
+An :class:`Arena` has a fixed number of own slots. Their states are the table ``SLOT``
+of :mod:`replicas.core.membership`: *free*, *filling* (one writer, a rank or its
+sidecar) or *held* (a complete version). Any number of readers may pin a held slot; a
+slot released while pinned is *leaving* until its last pin goes. :meth:`Arena.acquire`
+takes a free slot, or evicts the oldest version that is neither pinned nor protected.
+Buffers are reused only at exactly the same size, because a slot's file must be as long
+as its image. The writer calls :meth:`Arena.hold` or :meth:`Arena.free`; a slot must
+stay *filling* while its writer may still write.
 
 *Foreign* slots are versions in the memory of another member of this host, mapped
-(:meth:`Arena.adopt`). They come on top of the arena's own, cost no memory, and go as
-soon as nobody here needs them: neither pinned nor protected.
+(:meth:`Arena.adopt`). They come on top of the arena's own slots, cost no memory, and go
+once they are neither pinned nor protected here.
 
-**Readers elsewhere** hold what is in our memory by locks of the kernel
-(:mod:`replicas.linux.locks`), which also end with a process that is killed. A buffer
-that somebody holds is not written to: its slot is not given away, whatever has become
-of its version here. Two kinds of readers are not waited for: those who keep a mapping
-of a version that they have let go of, and those who hold one that nobody who can be
-heard of holds (:meth:`Arena.released`: the holder is frozen, and evicted). The buffer
-is left to them then, *retired*, and its slot gets another one, from the
-:class:`~replicas.weights.memory.pool.Pool`, which also makes the memory of slots that
-have none yet ahead of time. Nobody is told when a lock ends: who waits for a slot has
-to look again.
+**Readers in other processes** hold this memory by kernel locks
+(:mod:`replicas.linux.locks`), which also end with a killed process. A held buffer is
+not written to: its slot is not reused, even when its version has been released here.
+Two kinds of readers are not waited for: those that keep a mapping of a version after
+letting go of its lock, and those that hold a version which no responsive member still
+holds (:meth:`Arena.released`: the holder is frozen, and evicted). Their buffer is
+*retired*, that is, left to them. The slot gets another buffer from the
+:class:`~replicas.weights.memory.pool.Pool`, which also preallocates the memory of slots
+that have none yet. The kernel does not report the end of a lock: to wait for a slot,
+poll.
 """
 
 from __future__ import annotations
@@ -51,11 +51,11 @@ __all__ = ["Arena", "ArenaStatistics", "Buffer", "BufferWatcher", "Slot"]
 
 
 class ArenaStatistics(NamedTuple):
-    """What an arena has.
+    """A snapshot of an arena's slots, buffers and memory.
 
-    ``held``: own slots that hold a version. ``foreign``: mapped ones. ``retired``:
-    buffers left to their readers. ``spare``: buffers that wait for a slot. ``nbytes``:
-    memory of its own, retired and spare included. ``kept``: kept mappings.
+    ``held``: own slots that hold a version. ``foreign``: mapped slots. ``retired``:
+    buffers left to their readers. ``spare``: buffers without a slot. ``nbytes``: own
+    memory, retired and spare included. ``kept``: kept mappings.
     """
 
     slots: int
@@ -68,21 +68,22 @@ class ArenaStatistics(NamedTuple):
 
 
 class Arena:
-    """A fixed number of slots, and those of others. Every method is thread-safe;
-    callbacks run without the lock held.
+    """A fixed number of own slots, and foreign ones. Every method is thread-safe.
 
-    :param slots: how many versions it can hold in memory of its own.
-    :param name: shown with its memory in ``/proc/PID/maps``.
-    :param device: UUID of the GPU on which its own memory is; empty: host memory. On a
-        GPU no header is written.
-    :param pin: pin the host memory that is made ahead of time: a GPU's bytes will be
-        copied there. See :attr:`pinning`.
-    :param on_drop: called with the version whose slot was given to another one, or was
-        foreign and is not needed any more.
+    Callbacks run without the lock held.
+
+    :param slots: how many versions fit in its own memory.
+    :param name: names its memory in ``/proc/PID/maps``.
+    :param device: UUID of the GPU for its own memory; empty: host memory. On a GPU no
+        header is written.
+    :param pin: pin preallocated host memory, as a target of copies from a GPU. See
+        :attr:`pinning`.
+    :param on_drop: called with a version whose slot was given to another version, or
+        was foreign and is no longer needed.
     :param on_change: called after a slot became free or lost its last pin: a waiting
         :meth:`acquire` may succeed now.
     :ivar protected: versions that must not be evicted; replace or change it at will,
-        and call :meth:`trim`.
+        then call :meth:`trim`.
     """
 
     def __init__(
@@ -113,25 +114,27 @@ class Arena:
 
     @property
     def slots(self) -> Sequence[Slot]:
-        """Its own."""
+        """Its own slots."""
         return tuple(self._slots)
 
     @property
     def foreign(self) -> Sequence[Slot]:
-        """Those mapped from other members."""
+        """The slots mapped from other members."""
         with self._lock:
             return tuple(self._foreign)
 
     @property
     def device(self) -> str:
-        """UUID of the GPU on which its own memory is; empty: host memory."""
+        """UUID of the GPU that holds its own memory; empty: host memory."""
         return self._pool.device
 
     @property
     def pinning(self) -> bool:
-        """Whether memory that is made ahead of time is pinned (:meth:`Buffer.pin`),
-        which takes as long as a copy. Set it as soon as it is known that a GPU's bytes
-        will be copied there."""
+        """Whether preallocated memory is pinned (:meth:`Buffer.pin`).
+
+        Pinning takes as long as a copy. Set it once it is known that bytes of a GPU
+        will be copied there.
+        """
         return self._pool.pinning
 
     @pinning.setter
@@ -141,11 +144,10 @@ class Arena:
     # ------------------------------------------------------------ memory of its own
 
     def prepare(self, nbytes: int) -> None:
-        """Make the memory of the slots that have none in the background. Call it as
-        soon as the size is known.
+        """Allocate memory for the slots that lack it, in the background.
 
-        Where there is not enough memory nothing happens: :meth:`acquire` says so when
-        it is needed.
+        Call it as soon as the size is known. Where memory is short nothing happens:
+        :meth:`acquire` reports it when the memory is needed.
         """
         with self._lock:
             bare = sum(slot._buffer is None for slot in self._slots)
@@ -155,12 +157,11 @@ class Arena:
         self._pool.prepare(nbytes, bare + unfit)
 
     def acquire(self, version: int, manifest: Manifest | PartManifest) -> Slot | None:
-        """A slot to fill with ``version``, its header written; None when every slot is
-        in use.
+        """Take a slot to fill with ``version``, its header written; None: all in use.
 
-        In use may mean: by readers in other processes. The kernel tells nobody when
-        they let go, so look again every few hundredths of a second, besides at each
-        ``on_change``. It waits for nobody but for memory that is being made.
+        Readers in other processes may be using them. The kernel does not report when
+        they let go: try again every few hundredths of a second, and at each
+        ``on_change``. It blocks only for memory that is being allocated.
 
         :raises NoCapacity: its memory cannot be allocated; the slot stays free.
         """
@@ -187,8 +188,7 @@ class Arena:
         return slot
 
     def hold(self, slot: Slot, digest: str) -> None:
-        """The slot is complete: it holds its version from now on, and others may map
-        it."""
+        """Mark the slot complete: it holds its version, and others may map it."""
         with self._lock:
             if slot.state != "filling":
                 raise ValueError(f"{slot!r} is not being filled")
@@ -196,16 +196,14 @@ class Arena:
             slot.state, slot.digest = SLOT.next(slot.state, "completed"), digest
 
     def assign(self, slot: Slot, version: int) -> None:
-        """A slot that is being filled gets ``version``, which was not known when it was
-        acquired."""
+        """Set the version of a filling slot, unknown when it was acquired."""
         with self._lock:
             if slot.state != "filling":
                 raise ValueError(f"{slot!r} is not being filled")
             slot.version = version
 
     def free(self, slot: Slot) -> None:
-        """Forget what is in the slot; its memory is kept for the next one. A free slot
-        stays free."""
+        """Forget a slot's content and keep its memory; a free slot stays free."""
         with self._lock:
             match slot.state:
                 case "free" | "closed":
@@ -221,8 +219,10 @@ class Arena:
         self._changed()
 
     def release(self, version: int) -> bool:
-        """Free the slot of ``version``, now or when its last pin goes; it counts as not
-        held from now on. False: not held."""
+        """Free the slot of ``version``, now or with its last pin; False: not held.
+
+        It counts as not held from now on.
+        """
         with self._lock:
             slot = self.find(version)
             if slot is None:
@@ -235,8 +235,10 @@ class Arena:
         return True
 
     def released(self, version: int) -> None:
-        """No member of this host that can be heard has ``version`` of ours any more: do
-        not wait for locks on it."""
+        """Stop waiting for locks on ``version`` in this arena's memory.
+
+        No responsive member of this host has it any more.
+        """
         with self._lock:
             for slot in self._slots:
                 if slot._buffer is not None and slot._buffer.offered == version:
@@ -244,8 +246,7 @@ class Arena:
         self._changed()
 
     def lent(self) -> set[int]:
-        """Versions that are not held here any more, and may still be read in memory of
-        ours."""
+        """Versions no longer held here that others may still read in this memory."""
         with self._lock:
             held = {slot.version for slot in self._slots if slot.state != "free"}
             offered = {slot._buffer.offered for slot in self._slots if slot._buffer is not None}
@@ -254,18 +255,19 @@ class Arena:
     # ------------------------------------------------------------ memory of others
 
     def borrow(self, place: SlotPlace, version: int) -> Buffer:
-        """The memory of another member for a moment, to be closed by the caller; see
-        :meth:`Buffer.open`."""
+        """Open another member's memory briefly; the caller closes the buffer.
+
+        See :meth:`Buffer.open`.
+        """
         buffer = Buffer.open(place, version)
         buffer.keep_mappings_in(self._kept)
         return buffer
 
     def adopt(self, version: int, manifest: Manifest | PartManifest, buffer: Buffer, digest: str = "") -> Slot:
-        """A foreign slot, held: ``version`` in ``buffer``, which is taken over also
-        when this fails.
+        """Add a held foreign slot with ``version`` in ``buffer``.
 
-        It stays until the next :meth:`trim` that finds it neither pinned nor protected,
-        or until its own last unpin does.
+        ``buffer`` is taken over, also on failure. The slot stays until it is neither
+        pinned nor protected at a :meth:`trim` or at its own last unpin.
 
         :raises Gone: the arena is closed.
         :raises ValueError: the version is held here already.
@@ -287,8 +289,10 @@ class Arena:
             return slot
 
     def trim(self) -> None:
-        """Let go of the foreign slots that are neither pinned nor protected. Call it
-        when ``protected`` has changed."""
+        """Drop foreign slots neither pinned nor protected.
+
+        Call it when ``protected`` has changed.
+        """
         with self._lock:
             unneeded = [slot for slot in self._foreign if not slot.pins and slot.version not in self.protected]
             versions = [slot.version for slot in unneeded]
@@ -307,8 +311,7 @@ class Arena:
             slot.pins += 1
 
     def unpin(self, slot: Slot) -> None:
-        """The last one lets a slot go that is leaving, or that is foreign and not
-        protected."""
+        """Remove a pin; the last one drops a leaving, or unprotected foreign, slot."""
         dropped: list[int] = []
         with self._lock:
             if slot.pins < 1:
@@ -325,12 +328,12 @@ class Arena:
             self._changed()
 
     def find(self, version: int) -> Slot | None:
-        """The slot that holds ``version`` complete."""
+        """The slot that holds ``version`` complete, or None."""
         with self._lock:
             return next((slot for slot in self._held() if slot.version == version), None)
 
     def find_pinned(self, version: int) -> Slot | None:
-        """Like :meth:`find`, and pinned in the same step."""
+        """Like :meth:`find`, and pin the slot in the same step."""
         with self._lock:
             slot = self.find(version)
             if slot is not None:
@@ -338,17 +341,17 @@ class Arena:
             return slot
 
     def find_filling(self, version: int) -> Slot | None:
-        """The slot that is being filled with ``version``."""
+        """The slot that is being filled with ``version``, or None."""
         with self._lock:
             return next((slot for slot in self._slots if slot.state == "filling" and slot.version == version), None)
 
     def held(self) -> dict[int, str]:
-        """Digest of each version that is held."""
+        """Digest of each held version."""
         with self._lock:
             return {slot.version: slot.digest for slot in self._held()}
 
     def images(self) -> dict[int, Manifest]:
-        """Manifest of each whole version that is held."""
+        """Manifest of each held whole version."""
         with self._lock:
             images = {slot.version: slot.image for slot in self._held()}
             return {version: image for version, image in images.items() if image is not None}
@@ -356,7 +359,7 @@ class Arena:
     # ------------------------------------------------------------ the whole
 
     def in_use(self) -> str:
-        """Who uses what, for the text of an error; what nobody needs is not named."""
+        """The slots in use and their users, as text for an error."""
         with self._lock:
             texts = [text for slot in self._slots if (text := self._use(slot))]
         retired = self._pool.retired
@@ -368,7 +371,7 @@ class Arena:
         return text
 
     def statistics(self) -> ArenaStatistics:
-        """A snapshot."""
+        """A snapshot of slots, buffers and memory."""
         with self._lock:
             own = [slot._buffer for slot in self._slots if slot._buffer is not None]
             held = sum(slot.state in ("held", "leaving") for slot in self._slots)
@@ -378,8 +381,7 @@ class Arena:
         return ArenaStatistics(len(self._slots), held, foreign, len(retired), len(spare), nbytes, len(self._kept))
 
     def close(self) -> None:
-        """Release the memory of all slots; that of one which is being filled or read
-        goes when it is freed or unpinned."""
+        """Free the memory of all slots; a filling or pinned one keeps it until done."""
         with self._lock:
             self._closed = True
             for slot in [*self._slots, *self._foreign]:
@@ -387,7 +389,7 @@ class Arena:
                     self._clear(slot, "close")
             self._kept.close()
         self._pool.close()
-        self._end.detach()  # no Python runs when this is collected, maybe on a thread that is being interrupted
+        self._end.detach()  # no Python runs when this is garbage-collected, maybe on a thread being interrupted
 
     # ------------------------------------------------------------ inside
 
@@ -395,8 +397,10 @@ class Arena:
         return (slot for slot in (*self._slots, *self._foreign) if slot.state == "held")
 
     def _choose(self, nbytes: int) -> Slot | None:
-        """A free slot, rather one whose memory fits; else the oldest version that may
-        go. Its memory is claimed, or gone."""
+        """A free slot, or the oldest evictable version's; its buffer claimed or gone.
+
+        Free slots with memory of the right size come first.
+        """
         free = sorted((slot for slot in self._slots if slot.state == "free"), key=lambda slot: not _fits(slot, nbytes))
         evictable = [
             slot
@@ -420,19 +424,17 @@ class Arena:
         return None
 
     def _fit(self, slot: Slot, nbytes: int) -> None:
-        """Give the slot memory of exactly ``nbytes`` and write the header of its
-        image."""
+        """Give the slot memory of exactly ``nbytes``, with its image's header."""
         if not _fits(slot, nbytes):
             self._drop_buffer(slot)
             slot._buffer = self._pool.take(nbytes, len(self._slots))
         image = slot.image
-        if image is not None and not slot.buffer.device:  # nobody can read the one on a device as a file
+        if image is not None and not slot.buffer.device:  # device memory cannot be read as a file
             header = torch.frombuffer(bytearray(image.header), dtype=torch.uint8)
             slot.buffer.tensor()[: image.data_offset].copy_(header)
 
     def _clear(self, slot: Slot, event: SlotEvent) -> None:
-        """Forget what is in it. The slot is over when it is foreign or the arena is
-        closed."""
+        """Forget the content; close a slot that is foreign or of a closed arena."""
         slot.state = SLOT.next(slot.state, event)
         slot.version, slot.manifest, slot.digest, slot.pins = 0, None, "", 0
         if slot.state == "free" and (slot.foreign or self._closed):

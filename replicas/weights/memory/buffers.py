@@ -1,25 +1,26 @@
-"""Anonymous shared memory: one's own, and that of others on the same host.
+"""Anonymous shared memory: a process's own, and that of others on the same host.
 
 Theory of operation
 ===================
 
-A :class:`Buffer` is a memfd: it has no name in any file system, so that nothing is left
-when every process that has it is killed. Its pages are allocated at once
-(``posix_fallocate``: a clean error in place of a SIGBUS later) and mapped at once (the
+A :class:`Buffer` is a memfd: it has no name in any file system, so nothing is left when
+every process that has it is killed. Its pages are allocated at once
+(``posix_fallocate``: a clean error instead of a SIGBUS later) and mapped at once (the
 first touch of a page is ten times slower than the next).
 
-Sidecars get its descriptor, and so share it. Other members *open* it
-(:meth:`Buffer.open`) through ``/proc`` of the process that has it, read-only, and get
-locks of their own (see :mod:`replicas.linux.locks`). Such a buffer is for reading: by
-ourselves through :meth:`Buffer.readable`, which is never handed out, and by users
-through :meth:`Buffer.private`.
+Sidecars share it by its descriptor. Other members *open* it (:meth:`Buffer.open`)
+through ``/proc`` of a process that has it, read-only, with locks of their own (see
+:mod:`replicas.linux.locks`). An opened buffer is for reading: the library reads it
+through :meth:`Buffer.readable`, which is never handed out; users read it through
+:meth:`Buffer.private`.
 
-The bytes may be in the memory of a GPU in place of the file:
-:mod:`replicas.weights.devices.device_buffers`. The file is a page then that tells how
-to open them, and everything about locks is as it is here.
+The bytes may be in GPU memory instead of the file
+(:mod:`replicas.weights.devices.device_buffers`). The file is then a page that tells how
+to open them, and everything about locks stays the same.
 
-The owner *claims* its buffer before it writes, *offers* it when a version is complete
-in it, and asks before the next claim whether somebody's mapping of it is still alive.
+The owner *claims* its buffer before it writes, and *offers* it when a version is
+complete in it. The next claim checks that the version has no holder and no mapping any
+more.
 """
 
 from __future__ import annotations
@@ -50,18 +51,18 @@ _ALLOCATE_NBYTES = 64 << 20
 Claim = Literal["claimed", "held", "in sight"]
 
 
-class AllocationStopped(Exception):  # not an error: somebody asked for it
-    """``stop`` said so."""
+class AllocationStopped(Exception):  # not an error: the caller's ``stop`` asked for it
+    """``stop`` ended an allocation."""
 
 
 class BufferWatcher(Protocol):
-    """Someone who has a mapping of a buffer in another process."""
+    """Is told when a buffer that it has views or mappings of is closed."""
 
     def buffer_closed(self, key: int) -> None: ...
 
 
 class DeviceKind(Protocol):
-    """Makes buffers whose bytes are on a GPU."""
+    """Factory of buffers whose bytes are on a GPU."""
 
     def allocate_on(self, device: str, nbytes: int, name: str, *, stop: Callable[[], bool]) -> Buffer:
         """See :meth:`Buffer.allocate`."""
@@ -74,17 +75,17 @@ class Buffer:
     """Anonymous shared memory.
 
     :ivar fd: its descriptor (close-on-exec), owned by this object.
-    :ivar nbytes: how many bytes it has.
-    :ivar device: UUID of the GPU on which the bytes are; empty: they are in the file.
-    :ivar key: a number that no other buffer of this process ever has.
-    :ivar watchers: told (``buffer_closed(key)``, on the closing thread) when it is
+    :ivar nbytes: its size.
+    :ivar device: UUID of the GPU that holds the bytes; empty: they are in the file.
+    :ivar key: a number unique among all buffers of this process, ever.
+    :ivar watchers: called (``buffer_closed(key)``, on the closing thread) when it is
         closed; held weakly.
-    :ivar writable: False for the memory of somebody else.
+    :ivar writable: False for the memory of another process.
     :ivar serial: how often it has been filled.
-    :ivar offered: the version that came of the last time, for others to hold; 0: none.
-    :ivar released: nobody who can be heard of still needs that version.
-    :cvar on_device: set by :mod:`replicas.weights.devices.device_buffers`, which is
-        above this module.
+    :ivar offered: the version of the last filling, for others to hold; 0: none.
+    :ivar released: no responsive member still needs that version.
+    :cvar on_device: set by :mod:`replicas.weights.devices.device_buffers`, which
+        imports this module.
     """
 
     on_device: ClassVar[DeviceKind]
@@ -93,8 +94,7 @@ class Buffer:
     device = ""
 
     def __init__(self, fd: int, nbytes: int, *, writable: bool = True) -> None:
-        """``fd`` is owned from now on. Its locks are left alone: they may be those of
-        the process that it came from."""
+        """Take over ``fd``, but not its locks: the sending process may hold them."""
         self.fd = fd
         self.nbytes = nbytes
         self.key = next(self._keys)
@@ -115,13 +115,14 @@ class Buffer:
 
     @staticmethod
     def allocate(nbytes: int, name: str, *, stop: Callable[[], bool] = lambda: False, device: str = "") -> Buffer:
-        """A new buffer whose pages are all there. ``name`` shows in ``/proc/PID/maps``.
+        """Allocate a new buffer with all its pages.
 
+        :param name: shown in ``/proc/PID/maps``.
         :param stop: asked every few megabytes whether to give up.
-        :param device: UUID of the GPU on which it is to be.
+        :param device: UUID of the GPU for the bytes; empty: host memory.
         :raises NoCapacity: the machine, the cgroup or the GPU has less than ``nbytes``
             left.
-        :raises AllocationStopped: ``stop`` said so.
+        :raises AllocationStopped: ``stop`` returned true.
         """
         if device:
             return Buffer.on_device.allocate_on(device, nbytes, name, stop=stop)
@@ -151,12 +152,10 @@ class Buffer:
 
     @staticmethod
     def adopt(fd: int, device: str = "") -> Buffer:
-        """A buffer that came as a descriptor from another process; ``fd`` is owned from
-        now on.
+        """A buffer received as a descriptor from another process; takes over ``fd``.
 
-        :param device: UUID of the GPU on which it is.
-        :raises WorldError: what the descriptor tells of memory on a GPU cannot be used
-            here.
+        :param device: UUID of the GPU that holds the bytes.
+        :raises WorldError: the descriptor's page for GPU memory cannot be used here.
         """
         writable = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
         if device:
@@ -165,16 +164,15 @@ class Buffer:
 
     @staticmethod
     def open(place: SlotPlace, version: int) -> Buffer:
-        """The memory of another process on this host, held: it cannot be refilled until
-        it is closed.
+        """Open and hold another process's memory: no refill until this is closed.
 
-        That the process is the one that is meant must be known beforehand.
+        The caller must know that the process is the intended one.
 
-        :param place: as its owner, or another one that holds it, has named it.
-        :param version: what is in it, for texts.
-        :raises Gone: the process has ended, or the memory is not there any more, or is
-            used for something else.
-        :raises WorldError: it cannot be opened here, though it may be there.
+        :param place: as named by the memory's owner, or by another holder.
+        :param version: the version in it, for error texts.
+        :raises Gone: the process has ended, or the memory no longer exists, or is used
+            for something else.
+        :raises WorldError: it cannot be opened here, though it may exist.
         """
         fd = hold(place, version)
         buffer: Buffer
@@ -189,12 +187,12 @@ class Buffer:
     # ------------------------------------------------------------ for the owner
 
     def claim(self) -> Claim:
-        """Before writing: nobody can come and hold it from now on, and nobody looks at
-        it.
+        """Claim the buffer before writing.
 
-        "held": somebody holds what is in it. "in sight": nobody does, but a private
-        mapping of it may be alive somewhere, this process included. Nothing has changed
-        then.
+        "claimed": it has no readers, and none can come from now on. "held": a process
+        holds its content. "in sight": none does, but a private mapping of it may be
+        alive in some process, this one included. In the last two cases nothing has
+        changed.
         """
         if not locks.hold_exclusive(self._open_fd):
             return "held"
@@ -207,11 +205,11 @@ class Buffer:
         return "claimed"
 
     def abandon(self) -> None:
-        """Undo a claim: there is nothing in it."""
+        """Undo a claim: the buffer holds no version."""
         locks.let_go(self._open_fd)
 
     def offer(self, version: int) -> None:
-        """``version`` is complete in it: others may come and hold it."""
+        """Announce that ``version`` is complete in it: others may hold it now."""
         self.serial += 1
         locks.mark(self._open_fd, self.serial)
         self.offered, self.released = version, False
@@ -220,42 +218,42 @@ class Buffer:
     def _in_sight(self) -> bool:
         try:
             return locks.marked(self.fd, locks.MAPPED)
-        except (
-            OSError
-        ):  # no such locks here: nobody else can have mapped it, and our own users know until when they may
+        except OSError:  # no such locks: no other process can have mapped it; users here know until when they may read
             return False
 
     # ------------------------------------------------------------ for all
 
     @property
     def place(self) -> SlotPlace:
-        """Where others of this host can open it."""
+        """The place by which others of this host can open it."""
         fd = self._open_fd
         status = os.fstat(fd)
         return SlotPlace(os.getpid(), fd, status.st_ino, status.st_size, self.serial, device=self.device)
 
     @property
     def path(self) -> str:
-        """A path that opens this buffer as a file, while this process lives and the
-        buffer is open.
+        """A path that opens this buffer as a file, while both process and buffer live.
 
         :raises UsageError: it is on a GPU.
         """
         return f"/proc/{os.getpid()}/fd/{self.fd}"
 
     def tensor(self) -> torch.Tensor:
-        """The shared bytes to read and write, uint8 of shape ``[nbytes]``; the mapping
-        lives as long as a tensor uses it.
+        """The shared bytes to read and write, uint8 of shape ``[nbytes]``.
 
-        :raises ValueError: it is somebody else's memory, or closed.
+        The mapping lives as long as a tensor uses it.
+
+        :raises ValueError: it is another process's memory, or closed.
         """
         if not self.writable:
             raise ValueError("the buffer is the memory of somebody else: it can only be read")
         return self.readable()
 
     def readable(self) -> torch.Tensor:
-        """The shared bytes, uint8 of shape ``[nbytes]``. To write to those of a buffer
-        that is not writable is a SIGSEGV."""
+        """The shared bytes, uint8 of shape ``[nbytes]``.
+
+        Writing to them, if the buffer is not writable, is a SIGSEGV.
+        """
         mapped = self._mapped
         return locked(self._lock, self._map) if mapped is None else mapped
 
@@ -271,22 +269,20 @@ class Buffer:
         return self._mapped
 
     def private(self) -> torch.Tensor:
-        """A copy-on-write view, uint8 of shape ``[nbytes]``, on a GPU a copy: writes
-        stay with the caller.
+        """A copy-on-write view, uint8 of shape ``[nbytes]``; on a GPU a copy.
 
-        What it shows stays as it is for as long as a tensor uses it, also when the
-        buffer was closed.
+        Writes stay with the caller. Its content stays as it is while a tensor uses it,
+        even after the buffer is closed.
         """
         fd = self._open_fd
         return map_private(fd, self.nbytes) if self.nbytes else torch.empty(0, dtype=torch.uint8)
 
     def pin(self) -> bool:
-        """Pin its mapping, so that copies between it and a GPU hold nobody up; False
-        where that cannot be.
+        """Pin its mapping, for asynchronous copies with a GPU; False: impossible.
 
-        Once: it stays pinned until it is closed, or for somebody else's memory as long
-        as the mapping is kept. It takes about as long as a copy. The buffer must not be
-        closed while a copy is under way.
+        It is pinned once, until it is closed; another process's memory as long as the
+        mapping is kept. It takes about as long as a copy. The buffer must not be closed
+        while a copy is in flight.
         """
         found = accelerator()
         if found is None or not self.nbytes:
@@ -311,24 +307,23 @@ class Buffer:
         """Whether :meth:`pin` has pinned it."""
         return self._pin is not None
 
-    # ------------------------------------ order, on a GPU; nothing to do in host memory
+    # ------------------------------------ order of GPU work; no-ops for host memory
 
     def record_write(self) -> None:
-        """The owner's work that writes to it is enqueued, on this thread's current
-        stream."""
+        """Record the owner's writes, enqueued on this thread's current stream."""
 
     def wait_for_write(self) -> None:
-        """Order this thread's current stream behind the recorded write, in the owner's
-        process and in its sidecars."""
+        """Order this thread's current stream behind the recorded write.
+
+        For the owner's process and its sidecars.
+        """
 
     def keep_mappings_in(self, kept: KeptMappings) -> None:
-        """Where the mapping of somebody else's memory outlives this buffer, for the
-        next one of the same memory."""
+        """Keep mappings of another process's memory in ``kept``, past :meth:`close`."""
         self._kept = kept
 
     def close(self) -> None:
-        """Let go of it; the memory goes when the last mapping and the last descriptor
-        anywhere have gone."""
+        """Close it; its last mapping and descriptor in any process free the memory."""
         fd, self.fd = self.fd, -1
         self._mapped = None
         pin, self._pin = self._pin, None
@@ -336,7 +331,7 @@ class Buffer:
             pin.close()
         if fd < 0:
             return
-        if self._locks_in == os.getpid():  # a forked child shares the locks, and must not end them
+        if self._locks_in == os.getpid():  # a forked child shares the locks, and must not release them
             locks.let_go(fd)
             if self.offered:
                 locks.unmark(fd, self.serial)
@@ -348,11 +343,10 @@ class Buffer:
         self.close()
 
     def forget(self) -> None:
-        """This is a forked child (a DataLoader's worker, say): it must keep neither the
-        memory nor its locks.
+        """Drop memory and locks in a forked child (such as a DataLoader's worker).
 
-        Tensors that the user has of it stay valid. Memory on a GPU is not inherited,
-        and its page is left as it is.
+        The user's tensors over the memory stay valid. GPU memory is not inherited, and
+        its page is left as it is.
         """
         fd, self.fd, self._mapped, self._kept, self._pin = self.fd, -1, None, None, None
         if fd >= 0:

@@ -1,4 +1,4 @@
-"""How much memory a process may still take: the machine's, and its cgroup's."""
+"""Memory that a process may still allocate: the machine's and its cgroup's limits."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from replicas.errors import NoCapacity
 __all__ = ["RESERVE_NBYTES", "available_nbytes", "check_capacity"]
 
 RESERVE_NBYTES = 32 << 20
-"""What a large buffer must leave: the page tables of its mappings, and a little for
-everything else that runs here."""
+"""Left free beside a large buffer, for its page tables and other processes."""
 
 _CGROUP_ROOT = Path("/sys/fs/cgroup")
 _UNLIMITED_NBYTES = 1 << 60
 
 
 def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_ROOT) -> tuple[int, str]:
-    """Bytes that can still be allocated, and what sets this limit."""
+    """Bytes that can still be allocated, and the name of the limit."""
     limits = [*_machine(proc), *_cgroups(proc, cgroup_root)]
     return min(limits, default=(_UNLIMITED_NBYTES, "nothing"))
 
@@ -26,8 +25,8 @@ def available_nbytes(*, proc: Path = Path("/proc"), cgroup_root: Path = _CGROUP_
 def check_capacity(nbytes: int, what: str) -> None:
     """Raise :class:`NoCapacity` when ``nbytes`` more cannot be allocated for ``what``.
 
-    The kernel would not say so: beyond the limit of a cgroup it kills a process, and it
-    counts shared memory to whoever touches it first.
+    The kernel reports no error: beyond a cgroup's limit it kills a process, and it
+    charges shared memory to the cgroup of the process that touches it first.
     """
     available, limit = available_nbytes()
     reserve = RESERVE_NBYTES if nbytes >= RESERVE_NBYTES else 0
@@ -44,13 +43,12 @@ def _machine(proc: Path) -> Iterator[tuple[int, str]]:
 
 
 def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
-    """Every memory limit between this process's cgroup and the root, of version 2 and
-    of version 1."""
+    """Every memory limit from this process's cgroup to the root, versions 2 and 1."""
     for line in _read(proc / "self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         limit_names: tuple[str, ...]
         if controllers == "":
-            # Beyond memory.high nothing is refused, but every page is slowed down to a
+            # Beyond memory.high no allocation fails, but every page is throttled to a
             # standstill.
             base, limit_names, usage_name = root, ("memory.max", "memory.high"), "memory.current"
         elif "memory" in controllers.split(","):
@@ -71,7 +69,7 @@ def _cgroups(proc: Path, root: Path) -> Iterator[tuple[int, str]]:
 
 
 def _reclaimable(folder: Path) -> int:
-    """Page cache of files counts as used, but makes room when it is needed."""
+    """Bytes of file cache: they count as used, but are freed on demand."""
     fields = dict(line.split(None, 1) for line in _read(folder / "memory.stat").splitlines() if " " in line)
     return int(fields.get("inactive_file", 0)) + int(fields.get("active_file", 0))
 
@@ -79,5 +77,5 @@ def _reclaimable(folder: Path) -> int:
 def _read(path: Path) -> str:
     try:
         return path.read_text()
-    except OSError:  # not every kernel or container shows it; a limit that cannot be read is no limit
+    except OSError:  # not every kernel or container has it; an unreadable limit is no limit
         return ""

@@ -1,25 +1,24 @@
-"""Mappings of shared memory as tensors, populated without Python's lock.
+"""Mappings of shared memory as tensors, populated without the GIL.
 
 Theory of operation
 ===================
 
-The first touch of a page through a new mapping costs a fault, and of a page that nobody
-has touched yet a page: together ten times the copy. ``madvise`` gets both done for many
-pages at once. It is called through ctypes, which lets the other threads of the process
-run meanwhile, as ``mmap.madvise`` does not.
+The first touch of a page through a new mapping costs a page fault, and an allocation if
+no process has touched the page yet: together ten times the copy. ``madvise`` does both
+for many pages at once. It is called through ctypes, which releases the GIL;
+``mmap.madvise`` does not.
 
-Every mapping is made through a descriptor *of its own description* (opened anew), as
-Python's mmap keeps a duplicate of the descriptor: the locks that a buffer holds must
-end with the buffer, not with the last tensor.
+Every mapping is made through a *file description of its own* (the file is reopened),
+because Python's mmap keeps a duplicate of the descriptor: a buffer's locks must end
+with the buffer, not with the last tensor.
 
 *Kept mappings.* An owner alternates between a few buffers, and a reader maps each of
-them again and again. A mapping for reading shows whatever the owner writes, so it stays
-as good as new, and :class:`KeptMappings` keeps it: the next time that the same file
-(the same inode) is mapped, it costs nothing. What is kept keeps memory alive that its
-owner may have closed, therefore a mapping that no held slot uses goes when the owner's
+them again and again. A mapping for reading shows all later writes of the owner, so it
+can be reused: :class:`KeptMappings` keeps it, and the next mapping of the same file
+(the same inode) costs nothing. A kept mapping keeps memory alive that its owner may
+have closed. Therefore a mapping that no held slot uses is dropped when the owner's
 descriptor is no longer that file, or when it was not used for :data:`KEPT_USES`
-versions. A file whose mapping is kept cannot end, so its inode number is not given to
-another one.
+versions. A file whose mapping is kept cannot end, so its inode number is not reused.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ from replicas.weights.devices.accelerator import Accelerator, Registration
 __all__ = ["KEPT_USES", "KeptMappings", "map_private", "map_readable", "map_shared"]
 
 KEPT_USES = 8
-"""A kept mapping goes when so many others were used since."""
+"""A kept mapping is dropped after this many uses of others."""
 
 _MADV_POPULATE_READ = 22  # Linux 5.14; the mmap module of Python 3.11 has no names for them
 _MADV_POPULATE_WRITE = 23
@@ -58,8 +57,10 @@ _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 
 
 def map_shared(fd: int, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
-    """Shared, to read and write, with all of its pages there. ``check`` is called every
-    few megabytes, and may raise."""
+    """Map shared memory for reading and writing, with all its pages.
+
+    ``check`` is called every few megabytes, and may raise.
+    """
     own = reopen(fd, os.O_RDWR)
     try:
         mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -71,23 +72,24 @@ def map_shared(fd: int, nbytes: int, check: Callable[[], None]) -> torch.Tensor:
 
 
 def _bytes_of(mapping: object) -> torch.Tensor:
-    """A tensor over memory, which it keeps. Any thread may write to it, also when this
-    one is in inference mode now."""
+    """A tensor over memory, which it keeps alive.
+
+    Any thread may write to it, whatever inference mode this thread is in.
+    """
     with torch.inference_mode(False):
         return torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 def map_readable(fd: int, nbytes: int) -> torch.Tensor:
-    """Shared, to read only, with all of its pages there. Whoever writes to the tensor
-    is killed by SIGSEGV."""
+    """Map shared memory for reading, with all its pages; writing is a SIGSEGV."""
     own = reopen(fd)
     try:
         mapping = mmap.mmap(own, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     finally:
         os.close(own)
     address = numpy.frombuffer(mapping, dtype=numpy.uint8).ctypes.data
-    # torch has no read-only tensors, and warns of every buffer that says it is one;
-    # this array does not say so.
+    # torch has no read-only tensors, and warns about buffers that report themselves as
+    # read-only; this array does not.
     array = (ctypes.c_ubyte * nbytes).from_address(address)
     array.mapping = mapping  # type: ignore[attr-defined]  # lives as long as the array, which the tensor keeps
     tensor = _bytes_of(array)
@@ -96,11 +98,9 @@ def map_readable(fd: int, nbytes: int) -> torch.Tensor:
 
 
 def map_private(fd: int, nbytes: int) -> torch.Tensor:
-    """Copy-on-write, marked as mapped for as long as it lives, here or in a forked
-    child.
+    """Map copy-on-write, marked as mapped while it lives, here or in a forked child.
 
-    It is not populated: to fault the pages in as they are read costs less than to do it
-    beforehand.
+    It is not populated: faulting pages in as they are read costs less.
     """
     own = reopen(fd)
     try:
@@ -119,7 +119,7 @@ def _populate(address: int, nbytes: int, advice: int, check: Callable[[], None])
             number = ctypes.get_errno()
             if number != errno.EINVAL:
                 raise OSError(number, os.strerror(number))
-            return  # a kernel before 5.14 has no such advice. It is an optimisation; the pages come at first touch
+            return  # a kernel before 5.14 has no such advice; pages then come at first touch
 
 
 class _Kept:
@@ -129,7 +129,7 @@ class _Kept:
         self.used = used
         self.pin: Registration | None = None
         self.pin_refused = self.dropped = False
-        self.pinning = threading.Lock()  # pinning takes as long as a copy: the lock of all is not held meanwhile
+        self.pinning = threading.Lock()  # not the shared lock: pinning takes as long as a copy
 
     def drop(self) -> Registration | None:
         self.dropped = True
@@ -137,7 +137,7 @@ class _Kept:
 
 
 class KeptMappings:
-    """Mappings for reading, by inode. Thread-safe."""
+    """Kept read-only mappings, by inode. Thread-safe."""
 
     _living: Living[KeptMappings] = Living()
 
@@ -153,7 +153,7 @@ class KeptMappings:
         return len(self._kept)
 
     def find(self, inode: int, nbytes: int) -> torch.Tensor | None:
-        """The mapping of this file, if it is kept."""
+        """The kept mapping of this file, or None."""
         return locked(self._lock, self._find, inode, nbytes)
 
     def _find(self, inode: int, nbytes: int) -> torch.Tensor | None:
@@ -177,10 +177,10 @@ class KeptMappings:
         return None if before is None else before.drop()
 
     def pin(self, inode: int, tensor: torch.Tensor, device: Accelerator) -> bool | None:
-        """Pin the mapping of this file for copies to ``device``, for as long as it is
-        kept; None: ``tensor`` is not kept.
+        """Pin the kept mapping of this file for copies to ``device``.
 
-        False: it cannot be pinned.
+        It stays pinned while it is kept. False: it cannot be pinned; None: ``tensor``
+        is not kept.
         """
         kept = self._kept.get(inode)
         return None if kept is None or kept.tensor is not tensor else locked(kept.pinning, self._pin, kept, device)
@@ -202,8 +202,7 @@ class KeptMappings:
         return not kept.dropped
 
     def sweep(self, needed: Iterable[int]) -> None:
-        """Drop what is of no more use. ``needed``: inodes of the slots that are
-        held."""
+        """Drop mappings no longer needed; ``needed``: inodes of the held slots."""
         wanted = set(needed)
         pins: list[Registration | None] = []
         with self._lock:
@@ -216,7 +215,7 @@ class KeptMappings:
             self._unpinning = [*(one for one in self._unpinning if one.is_alive()), thread]
 
     def close(self) -> None:
-        """Drop all, and keep nothing more."""
+        """Drop all mappings, and keep none from now on."""
         with self._lock:
             self._closed = True
             pins = [kept.drop() for kept in self._kept.values()]
@@ -226,7 +225,7 @@ class KeptMappings:
             thread.join(_UNPIN_S)
 
     def forget(self) -> None:
-        """This is a forked child: it keeps none. Pins are the parent's, and stay."""
+        """Drop all mappings in a forked child; the pins are the parent's, and stay."""
         self._lock, self._kept, self._unpinning, self._closed = threading.Lock(), {}, [], True
 
 
@@ -246,6 +245,6 @@ def _unpin(pins: Iterable[Registration | None]) -> None:
 
 def _is_there(place: SlotPlace) -> bool:
     """Whether the owner still has this file under that descriptor."""
-    with contextlib.suppress(OSError):  # the process is gone, or not to be looked into any more
+    with contextlib.suppress(OSError):  # the process has ended, or its /proc cannot be read
         return Path(f"/proc/{place.pid}/fd/{place.fd}").stat().st_ino == place.inode
     return False

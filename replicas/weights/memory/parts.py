@@ -1,4 +1,4 @@
-"""From the packed parts of a version to its image."""
+"""Copies the packed parts of a version into its image."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ def scatter_parts(manifest: Manifest, part: int, source: torch.Tensor, data: tor
 def part_pairs(
     manifest: Manifest, part: int, source: torch.Tensor, data: torch.Tensor
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """What :func:`scatter_parts` copies: views of the image, each with those of the
-    part."""
+    """The copies of :func:`scatter_parts`, as pairs of image view and part view."""
     for piece in (manifest.parts or ())[part]:
         view = piece_view(data, manifest, piece)
         chunk = source[piece.source_offset : piece.source_offset + view.numel() * view.itemsize]

@@ -1,19 +1,18 @@
-"""The memory of an arena that is in none of its slots: made ahead of time, or left to
-its last readers.
+"""Spare (preallocated) and retired (still being read) buffers of an arena.
 
 Theory of operation
 ===================
 
-*Spare* buffers wait for a slot: a thread of its own makes them as soon as a size is
-known (:meth:`Pool.prepare`), because fresh pages cost ten times the copy, and no
-publish should wait for them but the first. Whoever needs one that is just being made
-waits for it, in place of making a second one.
+*Spare* buffers wait for a slot. A background thread allocates them as soon as a size is
+known (:meth:`Pool.prepare`), because fresh pages cost ten times the copy, and only the
+first publish should have to wait for them. A caller that needs a buffer while one is
+being allocated waits for that one instead of allocating a second.
 
-*Retired* buffers were taken out of their slots because somebody may still look at what
-is in them. There are at most as many as the arena has slots; when their locks are free
-they are spare again. More spare buffers than there are slots without memory are kept
-only for a while: a reader that always keeps something of the version before needs one
-each time.
+*Retired* buffers were taken from their slots because readers may still use their
+content. There are at most as many as the arena has slots; once their locks are free
+they become spare again. Spare buffers beyond the number of slots without memory are
+kept for a while only: a reader that always keeps something of the previous version
+needs one for each version.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ __all__ = ["PREPARED_NBYTES", "SPARE_BEATS", "Pool"]
 logger = logging.getLogger("replicas.weights")
 
 PREPARED_NBYTES = 1 << 20
-"""Smaller buffers are made in no time: not ahead of it."""
+"""Smaller buffers are not preallocated: they cost next to nothing."""
 SPARE_BEATS = 8
-"""For how many versions a buffer is kept that no slot needs."""
+"""For how many versions a buffer that no slot needs is kept."""
 
 
 class Pool:
     """Buffers for the slots of one arena. Every method is thread-safe.
 
-    :param name: shown with its memory in ``/proc/PID/maps``.
+    :param name: names its memory in ``/proc/PID/maps``.
     :param retired: how many buffers may be left to their readers at a time.
-    :param device: UUID of the GPU on which they are; empty: host memory.
-    :ivar pinning: pin the host memory that is made ahead of time.
+    :param device: UUID of the GPU for the bytes; empty: host memory.
+    :ivar pinning: pin preallocated host memory.
     """
 
     def __init__(self, name: str, retired: int, device: str = "") -> None:
@@ -64,8 +63,7 @@ class Pool:
     # ------------------------------------------------------------ ahead of time
 
     def prepare(self, nbytes: int, count: int) -> None:
-        """Make spare buffers of ``nbytes`` in the background, until there are
-        ``count``. What does not fit is not made."""
+        """Allocate up to ``count`` spare buffers in the background, if they fit."""
         if nbytes < PREPARED_NBYTES:
             return
         with self._changed:
@@ -121,14 +119,13 @@ class Pool:
                 found = self._take_spare(nbytes)
                 if found is not None or self._worker is None or self._nbytes != nbytes or not self._missing():
                     break
-                self._changed.wait()  # each buffer that is made, and each that cannot be, ends it
+                self._changed.wait()  # notified for each buffer that is made or fails
             if nbytes == self._nbytes and self._wanted:
                 self._wanted -= 1
         return found or self._allocate(nbytes)
 
     def retire(self, buffer: Buffer) -> bool:
-        """Leave ``buffer`` to its readers. False, and nothing is done, when too many
-        are left to theirs already."""
+        """Leave ``buffer`` to its readers; False: not done, too many are retired."""
         with self._changed:
             self._sweep()
             if len(self._retired) >= self._cap:
@@ -137,8 +134,7 @@ class Pool:
             return True
 
     def beat(self, bare: int) -> None:
-        """Another version comes: look which retired buffers have no readers any more,
-        and close what is of no more use.
+        """Count a version: reclaim retired buffers without readers, close old spares.
 
         :param bare: how many slots have no memory.
         """
@@ -152,7 +148,7 @@ class Pool:
                     spare[0].close()
 
     def close(self) -> None:
-        """Let go of all; what is just being made ends within a moment."""
+        """Close all buffers; an allocation in progress ends within a moment."""
         with self._changed:
             self._closed = True
             for buffer in [*(buffer for buffer, _ in self._spare), *self._retired]:
@@ -182,7 +178,7 @@ class Pool:
         return buffer
 
     def _drop_spares(self) -> bool:
-        """Close the spare buffers; whether there were any."""
+        """Close the spare buffers; False: there were none."""
         with self._changed:
             spares, self._spare = self._spare, []
         for buffer, _ in spares:
@@ -200,13 +196,13 @@ class Pool:
 
     def _sweep(self) -> None:
         for buffer in list(self._retired):
-            if buffer.claim() == "claimed":  # and it stays so: nobody can come to it any more
+            if buffer.claim() == "claimed":  # for good: no process can open it any more
                 self._retired.remove(buffer)
                 self._spare.append((buffer, self._beats))
                 self._changed.notify_all()
 
     def _available(self) -> tuple[int, str]:
-        """How much there is for new buffers, and what sets the limit."""
+        """Bytes available for new buffers, and the name of the limit."""
         if not self.device:
             return available_nbytes()
         return device_of(self.device).free_nbytes(self.device)[0], f"the GPU {self.device}"

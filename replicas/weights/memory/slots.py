@@ -1,4 +1,4 @@
-"""One slot of an arena."""
+"""A slot: one part of an arena, for one version."""
 
 from __future__ import annotations
 
@@ -14,16 +14,15 @@ __all__ = ["Slot"]
 
 
 class Slot:
-    """One slot of an arena. Fields change under the arena's lock; read them, and leave
-    the rest to the arena.
+    """One slot of an arena, which alone changes its fields, under its lock.
 
     :ivar state: ``free``, ``filling``, ``held``, ``leaving`` or ``closed``.
     :ivar foreign: it is the memory of another member of this host.
     :ivar manifest: of an image (:class:`Manifest`, or a :class:`PartManifest` without
         pieces), or of a packed part.
     :ivar digest: of the data, once held.
-    :ivar sharing: how many processes of this host are known to have got its version
-        together.
+    :ivar sharing: how many processes of this host are known to have received its
+        version together.
     """
 
     def __init__(self, index: int, state: SlotState = "free", *, foreign: bool = False) -> None:
@@ -53,20 +52,21 @@ class Slot:
 
     @property
     def data(self) -> torch.Tensor:
-        """The data section of an image, or the whole of a packed part: uint8, shared,
-        on a GPU if the slot is there. That of a foreign slot is to be read only: to
-        write to it is a SIGSEGV."""
+        """The data section of an image, or a whole packed part: uint8, shared.
+
+        It is on a GPU if the slot is. Writing to a foreign slot's is a SIGSEGV.
+        """
         image = self.image
         return self.buffer.readable()[image.data_offset if image else 0 :]
 
     @property
     def digest_kind(self) -> DigestKind:
-        """How the digest of its data is computed: by where it lies."""
+        """The kind of its data's digest: by device or host memory."""
         return "device" if self.buffer.device else "host"
 
     @property
     def place(self) -> SlotPlace:
-        """Where others of this host can open it, while it is held."""
+        """The place by which others of this host can open it, while it is held."""
         return self.buffer.place
 
     def __repr__(self) -> str:

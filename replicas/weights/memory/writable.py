@@ -1,20 +1,20 @@
-"""A slot that a trainer fills in place, so that publishing it copies nothing.
+"""Slots that a trainer fills in place, so that publishing copies nothing.
 
 Theory of operation
 ===================
 
-A :class:`WritableSlot` is a mapping of names to tensors that are views of a free slot.
-It is *open* until it is *taken* by a publish or *dropped*. Its bytes are whatever the
+A :class:`WritableSlot` maps names to tensors that are views of a free slot. It is
+*open* until a publish *takes* it or it is *dropped*. It starts with whatever bytes the
 slot held before: all of them must be written each time.
 
-Once taken it is read by others, and must not be written any more. What the kernel
-offers for that was measured for 269 MB and left out: to protect the pages
-(``mprotect``) takes 15-40 ms twice for each publish and ends a trainer that writes late
-by SIGSEGV; to put a copy-on-write mapping in their place takes 40 ms and then 150 ms to
-fault the pages in again. Both cost more than the copy (20 ms) that is saved. Instead
-the tensors themselves are emptied: a late write through one of them is an error of
-shape, in Python, and reading the mapping is a UsageError. Views that the trainer made
-of them (slices, ``param.data``) are out of reach: they must not be kept.
+Once taken, others read it, and it must not be written any more. The kernel's
+protections cost more than the copy that is saved (20 ms for 269 MB), and are not used:
+``mprotect`` takes 15-40 ms twice for each publish, and a late write ends the trainer by
+SIGSEGV; replacing the pages by a copy-on-write mapping takes 40 ms, and then 150 ms to
+fault them in again. Instead, the tensors themselves are emptied: a late write through
+one of them is a Python error of shape, and reading the mapping is a UsageError. Views
+that the trainer made of them (slices, ``param.data``) cannot be emptied: they must not
+be kept.
 """
 
 from __future__ import annotations
@@ -37,17 +37,18 @@ __all__ = ["WritableSlot"]
 
 
 class WritableSlot(Mapping[str, torch.Tensor]):
-    """Names and tensors to write, of published dtypes and undefined contents: on the
-    CPU, or where the channel has ``staging = "device"`` on its GPU. Use it in a
-    ``with`` block.
+    """Names and tensors to write in place; use it in a ``with`` block.
 
-    Write every tensor, then pass it to ``publish`` of the same channel, inside the
+    The tensors have the published dtypes and undefined contents. They are on the CPU,
+    or with ``staging = "device"`` on the channel's GPU.
+
+    Write every tensor, then pass this to ``publish`` of the same channel, inside the
     block. From then on its tensors are empty; leaving the block without a publish frees
     the slot. Do not keep views of its tensors, nor make parameters of them.
 
-    :param slot: a slot that is being filled, of which ``manifest`` is the manifest.
-    :param drop: gives the slot back; again, it does nothing.
-    :ivar holder: lives as long as this does, by which the slot is known to be lent.
+    :param slot: a slot that is being filled, with ``manifest`` as its manifest.
+    :param drop: gives the slot back; a second call does nothing.
+    :ivar holder: lives as long as this; while it lives the slot counts as lent.
     """
 
     def __init__(self, slot: Slot, manifest: PartManifest, drop: Callable[[], None], holder: object = None) -> None:
@@ -89,26 +90,31 @@ class WritableSlot(Mapping[str, torch.Tensor]):
     def drop(self) -> None:
         """Give the slot back, unless it was published.
 
-        In this order: wherever an interrupt comes in between, the slot is back, or this
-        can be said again.
+        The slot is given back before the state changes: after an interrupt anywhere in
+        between, it is back, or this can be called again.
         """
         if self._state == "open":
             self._drop()
             self._close("dropped")
 
     def check_open(self) -> None:
-        """:raises UsageError: it was published before, or its block was left."""
+        """Check that it can still be written or published.
+
+        :raises UsageError: it was published before, or its block was left.
+        """
         if self._state != "open":
             what = "was published" if self._state == "taken" else "was given back when its block was left"
             raise UsageError(f"this writable slot {what}", hint="call arena_like again for the next version")
 
     def taken(self) -> None:
-        """The slot is a publish's from now on."""
+        """Hand the slot over to a publish."""
         self._close("taken")
 
     def digest(self, begun: Begun = lambda copies: None) -> Packing:
-        """For the publish: the digest of what was written, once taken; returns at once.
-        See :func:`packing_of`."""
+        """Start the digest of what was written, once taken; return at once.
+
+        For the publish; see :func:`packing_of`.
+        """
         return packing_of(self.slot, begun)
 
     def _close(self, state: Literal["taken", "dropped"]) -> None:
@@ -120,8 +126,7 @@ class WritableSlot(Mapping[str, torch.Tensor]):
 
 
 def _tensors(slot: Slot, manifest: PartManifest) -> dict[str, torch.Tensor]:
-    """A view for each tensor: whole in an image, and the rank's own piece of it in a
-    part."""
+    """A view for each tensor: all of it in an image, the rank's own piece in a part."""
     places = Places(manifest)
     views = dict(zip(places.order, places.views(slot.data, as_bits=False), strict=True))
     numbers = {number: number for number in range(len(manifest.tensors))}
