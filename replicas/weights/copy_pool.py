@@ -101,7 +101,7 @@ class CopyPool:
         self._owner = None if owner is None else weakref.ref(owner)
         self._queue: deque[Callable[[], None]] = deque()
         self._under_way = 0
-        self._resting: list[Latch] = []
+        self._waiters: list[Latch] = []
         self._closed = False
         self._error: BaseException | None = None
         self.grow(helpers)
@@ -132,7 +132,7 @@ class CopyPool:
                 while (task := self._next()) is not None:
                     task()
         finally:
-            self._rest()
+            self._wait_idle()
         if self._error is not None:
             raise self._error
 
@@ -145,29 +145,29 @@ class CopyPool:
         for _ in range(PATIENCE):
             try:
                 self._closed = True
-                self._rest()
+                self._wait_idle()
                 break
-            except BaseException as error:  # noqa: BLE001  # it is raised when the helpers have ended, in milliseconds
+            except BaseException as error:  # noqa: BLE001  # raised once the helpers have ended, in milliseconds
                 interrupt = error
         if interrupt is not None:
             raise interrupt
 
-    def _rest(self) -> None:
+    def _wait_idle(self) -> None:
         """Drop the tasks not begun (there are some only after a failure) and wait."""
         self._queue.clear()
-        at_rest = Latch()
-        locked(self.lock, self._tell, at_rest)
-        at_rest.wait()
+        idle = Latch()
+        locked(self.lock, self._add_waiter, idle)
+        idle.wait()
 
-    def _tell(self, at_rest: Latch) -> None:
-        self._resting.append(at_rest)
+    def _add_waiter(self, idle: Latch) -> None:
+        self._waiters.append(idle)
         self.changed.notify_all()
-        self._told()
+        self._release_waiters()
 
-    def _told(self) -> None:
+    def _release_waiters(self) -> None:
         if not self._under_way and not self._queue:
-            resting, self._resting = self._resting, []
-            for latch in resting:
+            waiters, self._waiters = self._waiters, []
+            for latch in waiters:
                 latch.set()
 
     def _next(self) -> Callable[[], None] | None:
@@ -206,4 +206,4 @@ class CopyPool:
             if error is not None:
                 self._error = self._error or error
                 self._queue.clear()
-            self._told()
+            self._release_waiters()

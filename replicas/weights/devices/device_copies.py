@@ -359,7 +359,7 @@ class DeviceCopies:
         self.ended.set()
         try:
             self._sink.finish()
-        except BaseException as failure:  # noqa: BLE001  # the same
+        except BaseException as failure:  # noqa: BLE001  # as above
             self._fail(failure)
         finally:
             self._sink.close()

@@ -407,7 +407,7 @@ class Arena:
             for slot in self._slots
             if slot.state == "held" and not slot.pins and slot.version not in self.protected
         ]
-        looked_at: list[tuple[Slot, Buffer]] = []
+        retirable: list[tuple[Slot, Buffer]] = []
         for slot in [*free, *sorted(evictable, key=lambda slot: slot.version)]:
             buffer = slot._buffer
             if buffer is None:
@@ -416,8 +416,8 @@ class Arena:
             if claim == "claimed":
                 return slot
             if claim == "in sight" or buffer.released:
-                looked_at.append((slot, buffer))
-        for slot, buffer in looked_at:
+                retirable.append((slot, buffer))
+        for slot, buffer in retirable:
             if self._pool.retire(buffer):
                 slot._buffer = None
                 return slot
