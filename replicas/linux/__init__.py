@@ -1,8 +1,7 @@
-"""This library runs on Linux alone: pidfds, memfds, /proc and parent-death signals are
-what it is made of.
+"""Linux facilities (pidfds, memfds, cgroups, ``/proc``), and a check for the system.
 
-Whoever imports a part that needs them elsewhere gets one sentence, not the first name
-that is missing.
+Importing a part of the library that needs them elsewhere raises one clear error instead
+of an ImportError for the first missing name.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ __all__ = ["LinuxOnly", "require"]
 
 
 class LinuxOnly(ImportError):
-    """This is another system."""
+    """This library was imported on another system than Linux."""
 
 
 def require() -> None:
-    """:raises LinuxOnly: on any other system."""
+    """Raise :class:`LinuxOnly` on any system but Linux."""
     if not sys.platform.startswith("linux"):
         raise LinuxOnly(
             f"replicas runs on Linux only, and this is {sys.platform}: use a Linux machine, virtual machine or container"

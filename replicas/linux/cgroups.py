@@ -1,30 +1,35 @@
-"""Control groups (cgroup v2): what is started for a replica stays in its group,
-whatever it does. Standard library only.
+"""Control groups (cgroup v2): confine all processes of a replica, whatever they do.
+
+Standard library only.
 
 Theory of operation
 ===================
 
 A process can leave its parent, its session, its process group and its environment
-behind, but not its control group. Where this process may make groups below its own one,
-the supervisor makes one for the run and in it one for each node of each generation::
+behind, but not its control group. Where this process may create groups below its own,
+the supervisor creates one for the run and in it one for each node of each generation::
 
-    <mount><group of the supervisor>/replicas-<run>-<pid>-<start time>/<group>.<replica>.<generation>/<node>
+    <mount><group of the supervisor>
+        /replicas-<run>-<pid>-<start time>
+            /<group>.<replica>.<generation>
+                /<node>
 
-Only what the shim starts goes in there (the program's guard enters by itself, before it
-execs it), never the shim, so the shim's own last sweep is ``cgroup.kill``: one write,
-which no fork bomb outruns. When the shim is dead, the supervisor or the janitor writes
-it. An empty group is removed by whoever sees its end; should all be killed at once, by
-the next supervisor, as the group's name tells whether its own is alive.
+Only the shim's children enter a node's group (the program's guard enters by itself
+before it execs the program), never the shim. So the shim's own last sweep is
+``cgroup.kill``: one write, which no fork bomb outruns. When the shim is dead, the
+supervisor or the janitor writes it. An empty group is removed by the process that sees
+its end; if all were killed at once, by the next supervisor, as the group's name tells
+whether its supervisor is alive.
 
-Where groups cannot be made (no cgroup v2, read-only in a container, not ours)
-everything works without: processes are then found by descent and by the mark in their
-environment, and limits of memory and processes cannot be enforced.
+Where groups cannot be created (no cgroup v2, read-only in a container, another user's)
+everything else still works: processes are then found by descent and by the mark in
+their environment, and limits of memory and processes cannot be enforced.
 
-Limits need the controllers ``memory`` and ``pids`` in the supervisor's own group, which
-the kernel lets it hand on only when no process is directly in that group: the
-supervisor then moves itself into ``supervisor`` below it, as systemd's delegation is
-meant to be used.
-"""  # noqa: W505  # a picture
+Limits need the controllers ``memory`` and ``pids`` in the supervisor's own group. The
+kernel lets it delegate them only while no process is directly in that group: the
+supervisor then moves itself into ``supervisor`` below it, as systemd's delegation
+intends.
+"""
 
 from __future__ import annotations
 
@@ -39,18 +44,20 @@ from replicas.linux.processes import signal_each, start_time
 __all__ = ["LIMITS", "RunCgroups", "enter", "find_own", "kill", "leave", "members", "remove"]
 
 LIMITS = {"memory": "memory_nbytes", "pids": "max_processes"}
-"""Controllers that limits need, with what they limit."""
+"""Controllers needed for limits, and the limit that each enforces."""
 _LEAF = "supervisor"
 _left: dict[Path, Path] = {}
-"""The group that this process left, by the one that it made there for itself: a later
-run of it begins at the same place."""
+"""Original group of this process, by the leaf group it moved to.
+
+A later run in this process starts from the original.
+"""
 
 
 def find_own(process: Path = Path("/proc/self")) -> Path:
-    """The folder of this process's own group, in which it may make others.
+    """Return the folder of this process's own group, if it may create groups there.
 
     :param process: for tests.
-    :raises OSError: there is none; its text says why.
+    :raises OSError: it may not, or there is none; the text says why.
     """
     lines = (process / "cgroup").read_text().splitlines()
     own = next((line[3:] for line in lines if line.startswith("0::")), None)
@@ -74,7 +81,7 @@ def find_own(process: Path = Path("/proc/self")) -> Path:
 
 
 def members(group: Path) -> list[int]:
-    """Living processes in the group and below it; none if it is gone."""
+    """Return the living processes in the group and below it; none if it is gone."""
     found: list[int] = []
     for folder, _, _ in os.walk(group):
         with contextlib.suppress(OSError):  # ENODEV: it is being removed
@@ -83,15 +90,15 @@ def members(group: Path) -> list[int]:
 
 
 def enter(group: Path, pid: int) -> None:
-    """Put a process into the group; what it starts from now on is in it too.
+    """Put a process into the group; its later children are in it too.
 
-    :raises OSError: it cannot be.
+    :raises OSError: the kernel refuses.
     """
     _write(group / "cgroup.procs", str(pid))
 
 
 def kill(group: Path) -> bool:
-    """SIGKILL to every process in the group and below it.
+    """SIGKILL every process in the group and below it.
 
     :return: False when there was none.
     """
@@ -121,12 +128,12 @@ def remove(group: Path) -> bool:
 
 
 def leave(group: Path, *, run: bool = False) -> None:
-    """Remove an empty group of a node, that of its generation if it was the last in it,
-    and with ``run`` that of the run.
+    """Remove an empty node group, and its generation's (and run's) if empty then.
 
-    With a node's group go those that its ranks made in it (podman, apptainer).
+    ``run``: remove the run's group too. Groups that ranks created in the node's group
+    (podman, apptainer) are removed with it.
     """
-    with contextlib.suppress(OSError):  # there is someone in it, or it has groups of another user
+    with contextlib.suppress(OSError):  # a process is in it, or groups of another user
         remove(group)
     for folder in (group, group.parent, group.parent.parent)[: 3 if run else 2]:
         try:
@@ -134,23 +141,23 @@ def leave(group: Path, *, run: bool = False) -> None:
         except FileNotFoundError:
             continue
         except OSError:
-            return  # there is someone in it, and whoever ends last removes it
+            return  # still in use: its last user removes it
 
 
 def remove_stale(own: Path) -> None:
-    """Remove the empty groups below ``own`` of supervisors that are dead."""
+    """Remove the empty groups of dead supervisors below ``own``."""
     for path in own.glob("replicas-*-*-*"):
         pid, start = path.name.split("-")[-2:]
         if pid.isdigit() and start.isdigit() and start_time(int(pid)) != int(start):
-            with contextlib.suppress(OSError):  # somebody else's
+            with contextlib.suppress(OSError):  # another user's
                 remove(path)
 
 
 class RunCgroups:
     """The groups of one run.
 
-    :ivar path: the run's group.
-    :ivar limits: controllers that can be used in it (of :data:`LIMITS`).
+    :ivar path: the run's group. :ivar limits: controllers available in it (of
+        :data:`LIMITS`).
     """
 
     def __init__(self, path: Path, limits: frozenset[str]) -> None:
@@ -159,17 +166,17 @@ class RunCgroups:
 
     @classmethod
     def make(cls, run: str, own: Path, *, limited: bool) -> RunCgroups:
-        """The group of a run below ``own`` (:func:`find_own`).
+        """Create the group of a run below ``own`` (:func:`find_own`).
 
         :param limited: limits are wanted.
-        :raises OSError: it cannot be made.
+        :raises OSError: it cannot be created.
         """
         own = _left.get(own, own)
         limits = _hand_on(own) if limited else frozenset()
         remove_stale(own)
         pid = os.getpid()
         path = own / f"replicas-{run}-{pid}-{start_time(pid)}"
-        path.mkdir(exist_ok=True)  # an embedder may end a run and begin it anew
+        path.mkdir(exist_ok=True)  # an embedder may end a run and start it again
         if limits:
             _write(path / "cgroup.subtree_control", " ".join(f"+{name}" for name in sorted(limits)))
         return cls(path, limits)
@@ -177,10 +184,9 @@ class RunCgroups:
     def add(
         self, name: str, node: int = 0, *, memory_nbytes: int | None = None, max_processes: int | None = None
     ) -> Path:
-        """A new group for one node of the generation ``name``, whose nodes share the
-        limits.
+        """Create a node's group of generation ``name``, whose nodes share the limits.
 
-        :raises OSError: it cannot be made, or a limit cannot be set.
+        :raises OSError: it cannot be created, or a limit cannot be set.
         """
         generation = self.path / name
         generation.mkdir(parents=True, exist_ok=True)
@@ -204,13 +210,12 @@ class RunCgroups:
         _write(group / file, str(value))
 
     def close(self) -> bool:
-        """Remove it. False when processes are still in it."""
+        """Remove the run's group; False when processes are still in it."""
         return remove(self.path)
 
 
 def _hand_on(own: Path) -> frozenset[str]:
-    """Have the controllers for limits in the groups below ``own``, as far as that can
-    be."""
+    """Delegate the limits' controllers to groups below ``own``, where possible."""
     there = set((own / "cgroup.controllers").read_text().split())
     control = own / "cgroup.subtree_control"
     wanted = there & set(LIMITS)
@@ -225,19 +230,19 @@ def _hand_on(own: Path) -> frozenset[str]:
             leaf.mkdir(exist_ok=True)
             enter(leaf, os.getpid())
             _left[leaf] = own
-            with contextlib.suppress(OSError):  # others are in it too: they are not ours to move
+            with contextlib.suppress(OSError):  # it has other processes too, which we must not move
                 _write(control, words)
     return frozenset(wanted & set(control.read_text().split()))
 
 
 def _write_if_there(path: Path, value: str) -> None:
-    """Not every kernel has the file."""
+    """Write ``value`` if the file exists; not every kernel has it."""
     with contextlib.suppress(FileNotFoundError):
         _write(path, value)
 
 
 def _write(path: Path, value: str) -> None:
-    """One write to a file that is there."""
+    """Write to an existing file in one call."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
     try:
         os.write(descriptor, value.encode())

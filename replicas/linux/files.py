@@ -1,5 +1,4 @@
-"""Files by their descriptors: this process's own, and those of another one of this
-user."""
+"""Reopen files by descriptor: of this process, or of another process of this user."""
 
 from __future__ import annotations
 
@@ -10,16 +9,16 @@ __all__ = ["open_plain", "reopen"]
 
 
 def reopen(fd: int, flags: int = os.O_RDONLY) -> int:
-    """A descriptor of a new description of the same file."""
+    """Open a new file description of the same file; return its descriptor."""
     return os.open(f"/proc/self/fd/{fd}", flags | os.O_CLOEXEC)
 
 
 def open_plain(pid: int, fd: int, *, inode: int | None = None, nbytes: int | None = None) -> int:
-    """Open a plain file that a process has open, and nothing else, such as a pipe,
-    which may block.
+    """Open a regular file that a process has open; nothing else, as a pipe may block.
 
-    :param inode: the file's. :param nbytes: its size.
-    :raises FileNotFoundError: the number is another file's by now, or that of none.
+    :param inode: the file's.
+    :param nbytes: its size.
+    :raises FileNotFoundError: the descriptor is closed, or is now another file's.
     :raises ProcessLookupError: the process is gone.
     """
     path = os.open(f"/proc/{pid}/fd/{fd}", os.O_PATH | os.O_CLOEXEC)

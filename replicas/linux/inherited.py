@@ -1,8 +1,7 @@
-"""What a process was born with and did not choose: closed standard streams, ignored and
-blocked signals, a foreign ``/proc``.
+"""Repair inherited process state: closed standard streams, blocked or ignored signals.
 
-Each program of ours puts these in order before it does anything else. Standard library
-only.
+Also checks that ``/proc`` belongs to this pid namespace. Each program of this library
+calls it before anything else. Standard library only.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ __all__ = ["check_proc", "open_streams", "put_in_order", "reset_signals"]
 
 
 def put_in_order() -> None:
-    """For the main thread of a program of ours, at its start."""
+    """Open the standard streams and reset the signals, first in the main thread."""
     open_streams()
     reset_signals()
 
@@ -25,25 +24,25 @@ def put_in_order() -> None:
 def open_streams() -> None:
     """Open ``/dev/null`` for each standard stream that is closed.
 
-    The next file or socket would get its number, and be taken for it by whatever is
-    started.
+    Otherwise the next file or socket would get its number, and child processes would
+    take it for that stream.
     """
     for number in range(3):
         try:
             os.fstat(number)
         except OSError:
-            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # the lowest number that is free is this one
+            os.set_inheritable(os.open(os.devnull, os.O_RDWR), True)  # it is the lowest free number
     for name, number, mode in (("stdin", 0, "r"), ("stdout", 1, "w"), ("stderr", 2, "w")):
         if getattr(sys, name) is None:
-            setattr(sys, name, open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115  # for good
+            setattr(sys, name, open(number, mode, encoding="utf-8", errors="backslashreplace", closefd=False))  # noqa: SIM115  # stays open
 
 
 def reset_signals() -> None:
-    """Hear of every signal, and of the end of children.
+    """Stop ignoring SIGCHLD and unblock all signals.
 
-    With SIGCHLD ignored the kernel tells nobody how a child ended: every exit code
-    would be read as 0. A blocked signal never comes, neither here nor in what is
-    started from here.
+    With SIGCHLD ignored the kernel does not report how a child ended: every exit code
+    would be read as 0. A blocked signal is never delivered, neither here nor in child
+    processes.
     """
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -51,10 +50,12 @@ def reset_signals() -> None:
 
 
 def check_proc() -> None:
-    """:raises replicas.errors.UsageError: ``/proc`` is not that of this process's pid
-    namespace."""
+    """Check that ``/proc`` belongs to this process's pid namespace.
+
+    :raises replicas.errors.UsageError: it does not, or it cannot be read.
+    """
     try:
-        shown = os.readlink("/proc/self")  # noqa: PTH115  # pathlib takes long to load where this is all
+        shown = os.readlink("/proc/self")  # noqa: PTH115  # pathlib is slow to import for this alone
     except OSError as error:
         raise errors.UsageError(
             f"/proc cannot be read ({error.strerror}), and processes are watched through it",

@@ -1,24 +1,28 @@
-"""Locks on shared memory: who holds a version, and who may still look at it.
+"""Locks on shared memory: which processes hold a version or may still have it mapped.
 
 Theory of operation
 ===================
 
-All locks belong to an *open file description* of the memfd, so that the kernel drops
-them when the last process that has it ends, however it ends. Forked children and
-sidecars share the description that they were given, and so its locks.
+All locks belong to an *open file description* of the memfd, so the kernel drops them
+when the last process that has it ends, however it ends. Forked children and sidecars
+share the description that they were given, and so its locks.
 
-``flock``, shared: "I hold what is in it". Exclusive: "I am filling it". The owner takes
-it before it writes; a reader that comes later is refused, and a reader that was there
-first makes the owner look for other memory.
+``flock``, shared: "I hold the content". Exclusive: "I am filling it". The owner takes
+the exclusive lock before it writes. A reader that comes later is refused; a reader that
+was there first makes the owner choose other memory.
 
-*Marks* are read locks on single bytes (``F_OFD_SETLK``; the byte is a number, nothing
-is stored at it). Byte 0: a mapping that was handed to a user may still be alive, though
-nobody holds the memory officially any more. Byte ``N``, larger than 0: the memory has
-been filled ``N`` times, and what came of the last time is complete. Whoever holds it
-has that mark, and only while there is no writer; so a reader that has the shared lock
-and finds the mark of another one knows that the memory was not refilled before it came.
-Byte :data:`OPENED`: memory elsewhere, to which the file leads, is in use. Nobody ever
-takes a write lock: it is only asked whether one could be had.
+*Marks* are read locks on single bytes (``F_OFD_SETLK``; a byte is a number, nothing is
+stored at it):
+
+* Byte 0: a mapping given to a user may still be alive, though no process holds the
+  memory officially any more.
+* Byte ``N`` > 0: the memory has been filled ``N`` times, and the last fill is complete.
+  Each holder has that mark, and only while there is no writer. So a reader that has the
+  shared lock and finds another holder's mark knows that the memory was not refilled
+  before it came.
+* Byte :data:`OPENED`: memory elsewhere, to which the file leads (a GPU's), is in use.
+
+No process ever takes a write lock: it only tests whether one could be had.
 """
 
 from __future__ import annotations
@@ -32,43 +36,41 @@ from pathlib import Path
 __all__ = ["MAPPED", "OPENED", "hold_exclusive", "hold_shared", "holders", "let_go", "mark", "marked", "unmark"]
 
 MAPPED = 0
-"""The byte that is marked while a user's mapping may be alive; the larger ones count
-fillings."""
+"""Byte marked while a user's mapping may be alive; larger bytes count fills."""
 OPENED = 1 << 62
-"""The byte that is marked while somebody has the memory open to which the file leads (a
-GPU's)."""
+"""Byte marked while a process has the (GPU) memory open to which the file leads."""
 
 _FLOCK = struct.Struct("hhqqi4x")  # struct flock of 64-bit Linux: type, whence, start, length, pid
 
 
 def hold_shared(fd: int) -> bool:
-    """Hold what is in the file; False while somebody fills it."""
+    """Hold the content, by the shared lock; False while the file is being filled."""
     return _flock(fd, fcntl.LOCK_SH)
 
 
 def hold_exclusive(fd: int) -> bool:
-    """Fill the file; False while somebody holds what is in it."""
+    """Start to fill, by the exclusive lock; False while a process holds the content."""
     return _flock(fd, fcntl.LOCK_EX)
 
 
 def let_go(fd: int) -> None:
-    """Undo either, for all who share the description."""
+    """Release either lock, for all processes that share the description."""
     fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 def mark(fd: int, byte: int) -> None:
-    """Mark ``byte``. Any number of descriptions may."""
+    """Mark ``byte``; any number of descriptions can."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
         if error.errno != errno.EINVAL:
             raise
-        # A kernel without such locks: nobody can map from here (`marked` fails in
-        # them), which leaves the process group.
+        # A kernel without such locks: `marked` fails in readers, so none maps this
+        # memory; they use the process group instead.
 
 
 def unmark(fd: int, byte: int) -> None:
-    """Take this description's mark of ``byte`` away."""
+    """Remove this description's mark of ``byte``."""
     try:
         fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _FLOCK.pack(fcntl.F_UNLCK, os.SEEK_SET, byte, 1, 0))
     except OSError as error:
@@ -77,7 +79,7 @@ def unmark(fd: int, byte: int) -> None:
 
 
 def marked(fd: int, byte: int) -> bool:
-    """Whether another description has marked ``byte``.
+    """Return whether another description has marked ``byte``.
 
     :raises OSError: EINVAL on a kernel without such locks.
     """
@@ -87,16 +89,15 @@ def marked(fd: int, byte: int) -> bool:
 
 
 def holders(inode: int) -> tuple[int, ...]:
-    """Processes that hold what is in a memfd, for error texts: those that this process
-    may see, and no promise.
+    """Return ids of processes that hold a memfd's content, for error texts only.
 
-    Costs 10 to 30 ms, in which nobody on the machine gets a lock: the kernel waits for
-    all processors.
+    Incomplete: only the processes visible to this one. Costs 10 to 30 ms, during which
+    no process of the machine gets a lock: the kernel waits for all processors.
     """
     pids: set[int] = set()
     try:
         lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:  # hidden in some containers: the text says less
+    except OSError:  # hidden in some containers: the error text then lacks them
         return ()
     for line in lines:
         fields = line.split()

@@ -1,8 +1,7 @@
-"""A program: prints how many GPUs NVML knows of, or exits with 1 and prints why it does
-not say. Standard library only.
+"""Program that prints NVML's number of GPUs, or its error text with exit code 1.
 
-A process of its own, since a driver that is broken may never answer, and a call into it
-cannot be taken back.
+A process of its own, since a broken driver may never answer, and a call into it cannot
+be cancelled. Standard library only.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""What a process asks of the kernel for itself: to die with its parent, to adopt
-orphans, to have a name."""
+"""prctl options of this process: parent-death signal, subreaper, process name."""
 
 from __future__ import annotations
 
@@ -15,10 +14,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> None:
-    """Have the kernel send ``signum`` to this process when the thread that made it
-    ends.
+    """Have the kernel send ``signum`` to this process when its parent thread ends.
 
-    It ends at once when the parent, which had pid ``parent``, is gone already.
+    Exits at once with 1 when the parent, which had pid ``parent``, is already gone.
     """
     _prctl(_PR_SET_PDEATHSIG, signum)
     if os.getppid() != parent:
@@ -26,7 +24,7 @@ def die_with_parent(parent: int, signum: signal.Signals = signal.SIGKILL) -> Non
 
 
 def become_subreaper() -> None:
-    """Orphaned descendants become children of this process instead of init's."""
+    """Make orphaned descendants children of this process instead of init's."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 

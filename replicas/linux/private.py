@@ -1,20 +1,20 @@
-"""Folders and files of this user alone, as a run's state is kept in. Standard library
-only.
+"""Files and folders that only this user can change, such as a run's state folder.
+
+Standard library only.
 
 Theory of operation
 ===================
 
-A path may lead through folders of other people: ``/tmp``, ``/scratch``, a project's
-folder. Whoever can write to one of them can put a link, or a folder of his own, where
-ours should be. So every call here walks the path by descriptors, from the root on: a
-symbolic link on the way must be ours or root's, and the folder that it ends in must be
-ours (or root's) and closed to the writing of others. What is in such a folder was put
-there by us; it is opened relative to its descriptor, never through a link, and must be
-a plain file of ours. What is made here has the modes 0700 and 0600, whatever the folder
-above shows.
+A path may lead through folders of other users: ``/tmp``, ``/scratch``, a project's
+folder. A user who can write to one of them can put a symbolic link, or a folder of
+their own, where ours should be. So every call here walks the path from the root by
+descriptors. A symbolic link on the way must belong to us or root; the last folder must
+belong to us or root and not be writable by others. A file in it is opened relative to
+the folder's descriptor, never through a link, and must be a regular file of ours. New
+folders and files have the modes 0700 and 0600, whatever the mode of the parent folder.
 
-Nothing is kept open between two calls, so that a folder that is moved or made anew is
-found again; one that somebody has put in its place is refused. Errors are
+No descriptor is kept between calls, so a folder that was moved or recreated is found
+again, and a folder that another user put in its place is refused. Errors are
 :class:`OSError`; :class:`NotPrivate` says what was found and what to do about it.
 """
 
@@ -49,7 +49,10 @@ _MAX_LINKS = 40
 
 
 class NotPrivate(PermissionError):
-    """A folder or file that others have, or can write to. ``hint``: what to do."""
+    """A file or folder belongs to another user or is writable by others.
+
+    ``hint``: what to do.
+    """
 
     def __init__(self, path: Path, why: str, hint: str) -> None:
         super().__init__(errno.EPERM, why, str(path))
@@ -61,11 +64,11 @@ class NotPrivate(PermissionError):
 
 @contextlib.contextmanager
 def folder(path: Path, *, make: bool = False) -> Iterator[int]:
-    """Descriptor of a folder of ours, for use as a ``dir_fd`` inside the block.
+    """Open a folder of ours; yield its descriptor, for use as ``dir_fd`` in the block.
 
-    :param make: make what is missing of the path.
-    :raises NotPrivate: it, or a link on the way to it, is somebody else's, or others
-        can write to it.
+    :param make: create missing folders of the path.
+    :raises NotPrivate: the folder, or a symbolic link on the way to it, belongs to
+        another user, or others can write to the folder.
     """
     descriptor = _walk(path, make=make)
     try:
@@ -76,24 +79,24 @@ def folder(path: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def make_folder(path: Path) -> None:
-    """Make it, and what is missing above it, unless it is there and ours."""
+    """Create the folder and its missing parents; accept an existing folder of ours."""
     with folder(path, make=True):
         pass
 
 
 def close_to_others(path: Path, *, once_ours: str) -> None:
-    """Take from others the right to write to a folder that was closed once: one that
-    has a file of ours called ``once_ours``.
+    """Revoke others' write permission on a folder in use, one with ``once_ours``.
 
-    A volume's group gets that right at each mount (Kubernetes' ``fsGroup``). A folder
-    that was never used is left as it is, for its owner may want it so: it is refused by
-    whoever uses it.
+    ``once_ours``: name of a file of ours that marks a folder as used. Kubernetes'
+    ``fsGroup`` grants the volume's group that permission at each mount. An unused
+    folder is left as it is, as its mode may be intended; opening it then raises
+    :class:`NotPrivate`.
     """
     descriptor = _walk(path, make=False)
     try:
         found = os.fstat(descriptor)
         if found.st_uid == os.geteuid() and found.st_mode & _OTHERS_WRITE and _has_own(descriptor, once_ours):
-            with contextlib.suppress(PermissionError):  # a file system without modes: it is refused
+            with contextlib.suppress(PermissionError):  # a file system without modes: opening it is refused
                 Path(f"/proc/self/fd/{descriptor}").chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)
     finally:
         os.close(descriptor)
@@ -108,7 +111,7 @@ def _has_own(descriptor: int, name: str) -> bool:
 
 
 def _walk(path: Path, *, make: bool) -> int:
-    """Descriptor of the folder at ``path``, whose owner is not looked at."""
+    """Open the folder at ``path`` without checking its owner; return its descriptor."""
     todo = list(reversed(path.absolute().parts))
     links = 0
     descriptor = os.open(todo.pop(), _FOLDER)
@@ -133,8 +136,8 @@ def _walk(path: Path, *, make: bool) -> int:
 
 
 def _step(descriptor: int, name: str, path: Path, *, make: bool) -> int:
-    """:raises NotADirectoryError: it is a link, or no folder."""
-    flags = _FOLDER | os.O_NOFOLLOW  # O_DIRECTORY has an automounter mount it
+    """Open one component of the path; NotADirectoryError for a link or a file."""
+    flags = _FOLDER | os.O_NOFOLLOW  # O_DIRECTORY triggers automounts
     try:
         return os.open(name, flags, dir_fd=descriptor)
     except FileNotFoundError:
@@ -146,9 +149,10 @@ def _step(descriptor: int, name: str, path: Path, *, make: bool) -> int:
 
 
 def _link(descriptor: int, name: str, path: Path) -> Path:
-    """Where a symbolic link on the way to ``path`` leads.
+    """Return the target of the symbolic link ``name`` on the way to ``path``.
 
-    :raises NotADirectoryError: it is none. :raises NotPrivate: it is somebody else's.
+    :raises NotADirectoryError: it is not a link.
+    :raises NotPrivate: it belongs to another user.
     """
     link = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=descriptor)
     try:
@@ -182,18 +186,20 @@ def _check_folder(descriptor: int, path: Path) -> None:
 
 
 def open_file(path: Path, flags: int, *, make_folder: bool = False) -> int:
-    """Descriptor of a plain file of ours in a folder of ours, as :func:`os.open`; it is
-    closed to others when written to.
+    """Open a regular file of ours in a folder of ours, like :func:`os.open`.
 
-    :param make_folder: make what is missing of its folder.
-    :raises NotPrivate: the file or its folder is somebody else's, or it is a link.
+    A file that is opened for writing gets the mode 0600.
+
+    :param make_folder: create its folder and missing parents.
+    :raises NotPrivate: the file or its folder belongs to another user, or the file is a
+        link.
     """
     with folder(path.parent, make=make_folder) as parent:
         return _open_in(parent, path, flags)
 
 
 def _open_in(parent: int, path: Path, flags: int) -> int:
-    # Not cut off before it is known to be ours; a pipe in its place must not block us.
+    # Truncate only once it is known to be ours; a pipe in its place must not block.
     careful = flags & ~os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         descriptor = os.open(path.name, careful, 0o600, dir_fd=parent)
@@ -217,19 +223,18 @@ def _open_in(parent: int, path: Path, flags: int) -> int:
 
 
 def read(path: Path) -> bytes:
-    """All that is in a file of ours."""
+    """Return the content of a file of ours."""
     with os.fdopen(open_file(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def write(path: Path, data: bytes) -> None:
-    """Have this in a file, in place of what was in it; one that was killed meanwhile
-    leaves a part of it."""
+    """Overwrite a file in place; a process killed meanwhile leaves part of ``data``."""
     _fill(open_file(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), data)
 
 
 def create(path: Path, data: bytes) -> None:
-    """A new file, in place of whatever has its name."""
+    """Create a file, replacing an existing one of this name."""
     with folder(path.parent) as parent:
         _create_in(parent, path, data)
 
@@ -249,7 +254,7 @@ def _fill(descriptor: int, data: bytes) -> None:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """A new file, which takes the place of the old one when it is complete."""
+    """Replace a file atomically: write a new one beside it, then rename."""
     beside = path.with_name(f"{path.name}.new")
     with folder(path.parent) as parent:
         _create_in(parent, beside, data)
@@ -257,22 +262,21 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def rename(path: Path, name: str) -> None:
-    """Another name in the same folder, in place of whatever has it."""
+    """Rename a file within its folder, replacing an existing file of that name."""
     with folder(path.parent) as parent:
         os.rename(path.name, name, src_dir_fd=parent, dst_dir_fd=parent)
 
 
 def remove(path: Path) -> None:
-    """Whatever has this name in a folder of ours, if anything has."""
+    """Remove the file of this name in a folder of ours, if there is one."""
     with contextlib.suppress(FileNotFoundError), folder(path.parent) as parent:
         os.unlink(path.name, dir_fd=parent)
 
 
 def remove_tree(path: Path) -> None:
-    """A folder of ours with all that is in it, as far as that can be removed; without
-    an error."""
+    """Remove a folder of ours and its contents as far as possible, without an error."""
     with contextlib.suppress(OSError), folder(path) as root:
-        # Not os.walk, which goes by paths; not shutil, which takes long to load.
+        # Not os.walk, which works by paths; not shutil, which is slow to import.
         for _, folders, files, here in os.fwalk(".", topdown=False, dir_fd=root):
             for name in (*files, *folders):
                 _remove_in(here, name)
@@ -281,8 +285,8 @@ def remove_tree(path: Path) -> None:
 
 
 def _remove_in(parent: int, name: str) -> None:
-    with contextlib.suppress(OSError):  # not empty: something in it could not be removed
+    with contextlib.suppress(OSError):  # not empty: part of its content could not be removed
         try:
-            os.unlink(name, dir_fd=parent)  # a link to a folder, too
+            os.unlink(name, dir_fd=parent)  # also a link to a folder
         except IsADirectoryError:
             os.rmdir(name, dir_fd=parent)

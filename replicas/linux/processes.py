@@ -1,12 +1,10 @@
-"""Linux process tools: what ``/proc`` says of processes, and signals by pidfd. Standard
-library only.
+"""Linux processes: read them from ``/proc``, signal them by pidfd.
 
-A process is signalled only through a pidfd, and only after it was seen, with the pidfd
-already open, to be what the caller means: below a given process
-(:func:`signal_descendants`), started with a given environment variable
-(:func:`signal_marked`), or a member of a control group of ours
-(:mod:`replicas.linux.cgroups`). A pid that was reused in between is therefore never
-hit.
+Standard library only. A process is signalled only through a pidfd, and only after a
+check, with the pidfd already open, that it is the intended one: a descendant of a given
+process (:func:`signal_descendants`), started with a given environment variable
+(:func:`signal_marked`), or in a control group of ours (:mod:`replicas.linux.cgroups`).
+So a pid that was reused in between is never hit.
 """
 
 from __future__ import annotations
@@ -49,21 +47,22 @@ __all__ = [
 ]
 
 MARK = "REPLICAS_SHIM"
-"""Nonce of the shim under which a process was started. Children inherit it, and a sweep
-finds by it what a dead generation left behind."""
+"""Environment variable with the nonce of the shim under which a process was started.
+
+Children inherit it; a sweep uses it to find what a dead generation left behind.
+"""
 
 SHIM = "replicas.supervisor.shim.shim"
-"""Module of the shim, as it stands in the command line of one."""
+"""Module of the shim, as it appears in a shim's command line."""
 
 START_TIME = 19
-"""Where in :func:`stat_fields` the clock ticks from boot to the start of the process
-are."""
+"""Index in :func:`stat_fields` of the start time, in clock ticks from boot."""
 _DEAD = ("Z", "X", "x")
 
 
 class Child:
-    """A direct child that its starter's own loop reaps. ``code``: its exit code, None
-    while it lives."""
+    """A direct child, reaped by its starter's loop. ``code``: exit code; None:
+    alive."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self.popen = popen
@@ -73,7 +72,7 @@ class Child:
 
     def ended(self, code: int) -> None:
         self.code = code
-        self.popen.returncode = code  # it was reaped by us, not by Popen
+        self.popen.returncode = code  # reaped by us, not by Popen
         os.close(self.pidfd)
 
     def signal(self, signum: int) -> None:
@@ -82,13 +81,13 @@ class Child:
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """Command line that runs ``module`` in this interpreter, without the working folder
-    on its path."""
+    """Return the command that runs ``module`` in this interpreter, isolated by
+    ``-P``."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 
 def signal_name(signum: int) -> str:
-    """``SIGKILL`` for 9; the number for a signal without a name."""
+    """Return ``SIGKILL`` for 9; ``signal N`` for a signal without a name."""
     try:
         return signal.Signals(signum).name
     except ValueError:
@@ -96,9 +95,9 @@ def signal_name(signum: int) -> str:
 
 
 def stat_fields(pid: int | str) -> list[str]:
-    """What ``/proc/PID/stat`` says of a process (``"self"``: of this one), from the
-    state letter on.
+    """Return the fields of ``/proc/PID/stat`` from the state letter on.
 
+    :param pid: ``"self"`` for this process.
     :raises ProcessLookupError: it was reaped, or ``/proc`` hides it.
     :raises PermissionError: it is another user's, and ``/proc`` hides those
         (``hidepid``).
@@ -111,7 +110,7 @@ def stat_fields(pid: int | str) -> list[str]:
 
 
 def _stat(pid: int) -> tuple[str, int, int] | None:
-    """State letter, parent and start time (clock ticks since boot) of a process.
+    """Return state letter, parent and start time (clock ticks since boot) of a process.
 
     None: it was reaped, or is another user's and ``/proc`` hides those (``hidepid``).
     """
@@ -121,40 +120,40 @@ def _stat(pid: int) -> tuple[str, int, int] | None:
         return None
     state = fields[0]
     if state in _DEAD and int(fields[17]) > 1:
-        state = "S"  # its first thread has ended, others run on
+        state = "S"  # its first thread has ended, others still run
     return state, int(fields[1]), int(fields[START_TIME])
 
 
 def start_time(pid: int) -> int | None:
-    """Clock ticks from boot to the start of the process; None if it is gone or a
-    zombie."""
+    """Clock ticks from boot to the start of the process; None: gone, or a zombie."""
     found = _stat(pid)
     return None if found is None or found[0] in _DEAD else found[2]
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a signal such as SIGSTOP has stopped it."""
+    """Return whether a signal such as SIGSTOP has stopped the process."""
     found = _stat(pid)
     return found is not None and found[0] == "T"
 
 
 def has_zombie(pid: int) -> bool:
-    """Whether a child of it is dead and was not waited for."""
+    """Return whether the process has a zombie child, dead but not reaped."""
     stats = (_stat(child) for child in processes())
     return any(found is not None and found[1] == pid and found[0] in _DEAD for found in stats)
 
 
 def processes() -> Iterator[int]:
-    """Ids of all processes that are seen from here."""
+    """Iterate over the ids of all visible processes."""
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             yield int(entry.name)
 
 
 def command_line(pid: int, limit: int = 120) -> str:
-    """Its command line as one line of printable characters; of a process that has lost
-    its memory (it is dying) the name in brackets, as ``ps`` shows it; empty: it is
-    gone.
+    """Return the command line of a process as one line of printable characters.
+
+    The name in brackets, as ``ps`` shows it, for a dying process that has lost its
+    memory; empty for one that is gone.
     """
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes() or b"[%b]" % Path(f"/proc/{pid}/comm").read_bytes().strip()
@@ -165,9 +164,10 @@ def command_line(pid: int, limit: int = 120) -> str:
 
 
 def is_resource_tracker(pid: int) -> bool:
-    """Whether it is the process that unlinks the named shared memory and semaphores of
-    a Python program when that is dead (of :mod:`multiprocessing.resource_tracker`): of
-    use for who is ended last, never for who is ended.
+    """Return whether the process is a :mod:`multiprocessing.resource_tracker`.
+
+    That process unlinks a dead Python program's named shared memory and semaphores. Use
+    the answer for the order of killing only, never to choose what to kill.
     """
     try:
         return b"from multiprocessing.resource_tracker import main" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -176,8 +176,7 @@ def is_resource_tracker(pid: int) -> bool:
 
 
 def descendants(root: int) -> list[int]:
-    """Living processes below ``root``, at any depth, without zombies. A snapshot: it
-    may be stale at once."""
+    """Return the living descendants of ``root``, without zombies: a snapshot."""
     children: dict[int, list[tuple[int, str]]] = {}
     for pid in processes():
         found = _stat(pid)
@@ -194,7 +193,7 @@ def descendants(root: int) -> list[int]:
 
 
 def parents(pid: int) -> list[int]:
-    """Its parent, the parent of that, and so on."""
+    """Return the ancestors of a process, its parent first."""
     found: list[int] = []
     while (stat := _stat(pid)) is not None and stat[1] > 0:
         pid = stat[1]
@@ -203,13 +202,13 @@ def parents(pid: int) -> list[int]:
 
 
 def children(parent: int) -> list[int]:
-    """Its living children."""
+    """Return the living children of a process."""
     found = ((pid, _stat(pid)) for pid in processes())
     return [pid for pid, stat in found if stat is not None and stat[1] == parent and stat[0] not in _DEAD]
 
 
 def own_children() -> list[int]:
-    """The children of this process, which has but one thread; zombies included."""
+    """Return the children, zombies included, of this single-threaded process."""
     try:
         return [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_bytes().split()]
     except FileNotFoundError:  # a kernel without CONFIG_PROC_CHILDREN
@@ -217,7 +216,7 @@ def own_children() -> list[int]:
 
 
 def is_below(pid: int, root: int) -> bool:
-    """Whether ``root`` is its parent, or its parent's, and so on."""
+    """Return whether ``root`` is an ancestor of ``pid``."""
     while pid > 1:
         found = _stat(pid)
         if found is None:
@@ -229,7 +228,7 @@ def is_below(pid: int, root: int) -> bool:
 
 
 def catches(pid: int, signum: int) -> bool:
-    """Whether it has a handler of its own for the signal; False if it is gone."""
+    """Return whether the process has a handler for the signal; False if it is gone."""
     try:
         status = Path(f"/proc/{pid}/status").read_bytes()
     except (FileNotFoundError, PermissionError, ProcessLookupError):
@@ -251,8 +250,7 @@ def _entries(nonces: str | Iterable[str]) -> frozenset[bytes]:
 
 
 def send_signal(pidfd: int, signum: int) -> bool:
-    """Signal the process of a pidfd; False if it is gone, or has become another user's
-    (``sudo``)."""
+    """Signal by pidfd; False: the process is gone or became another user's (sudo)."""
     try:
         signal.pidfd_send_signal(pidfd, signum)
     except (PermissionError, ProcessLookupError):
@@ -261,11 +259,10 @@ def send_signal(pidfd: int, signum: int) -> bool:
 
 
 def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) -> list[int]:
-    """Signal each of these processes of which ``still`` says, with its pidfd open, that
-    it is the one that is meant.
+    """Signal each process that ``still`` confirms while its pidfd is open.
 
-    :return: those that were signalled: not those that are gone, or have become another
-        user's.
+    :return: the ids of the signalled processes, without those that are gone or have
+        become another user's.
     """
     signalled = []
     for pid in pids:
@@ -282,22 +279,21 @@ def signal_each(pids: Iterable[int], signum: int, still: Callable[[int], bool]) 
 
 
 def signal_descendants(root: int, signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal every living process below ``root`` but those in ``but``.
+    """Signal every living descendant of ``root`` except those in ``but``.
 
-    :return: those that were signalled; none: none was left in this snapshot.
+    :return: the ids of the signalled processes; empty: none was left in this snapshot.
     """
     pids = [pid for pid in descendants(root) if pid not in but]
     return signal_each(pids, signum, lambda pid: is_below(pid, root))
 
 
 def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal every living process below this one, which has but one thread, and those
-    children that ``/proc`` hides.
+    """Signal every living descendant of this single-threaded process.
 
-    With ``hidepid`` a child that cannot be dumped is hidden (``ssh-agent``), but the
-    kernel names it as a child.
+    Includes children that ``/proc`` hides: with ``hidepid`` a child that cannot be
+    dumped (``ssh-agent``) is hidden, but the kernel lists it as a child.
 
-    :return: those that were signalled.
+    :return: the ids of the signalled processes.
     """
     pids = dict.fromkeys((*descendants(os.getpid()), *own_children()))
     chosen = [pid for pid in pids if pid not in but]
@@ -305,15 +301,13 @@ def signal_own(signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
 
 
 def marked(nonces: str | Iterable[str]) -> list[int]:
-    """Living processes, but this one, that were started with ``REPLICAS_SHIM=`` one of
-    these nonces in their environment."""
+    """The other living processes whose environment has one of these shim nonces."""
     entries = _entries(nonces)
     me = os.getpid()
     return [pid for pid in processes() if pid != me and _has_mark(pid, entries) and start_time(pid) is not None]
 
 
 def signal_marked(nonces: str | Iterable[str], signum: int, *, but: frozenset[int] = frozenset()) -> list[int]:
-    """Signal every process that was started under the shim with this nonce, or one of
-    these; returns those."""
+    """Signal, and return, the processes whose environment has one of these nonces."""
     entries = _entries(nonces)
     return signal_each([pid for pid in marked(nonces) if pid not in but], signum, lambda pid: _has_mark(pid, entries))

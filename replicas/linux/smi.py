@@ -1,5 +1,4 @@
-"""Asking nvidia-smi, which may hang in the driver where no signal reaches it: nobody
-waits for it longer than he said."""
+"""Query nvidia-smi within a time limit: in a hung driver no signal reaches it."""
 
 from __future__ import annotations
 
@@ -15,13 +14,12 @@ _stuck: list[subprocess.Popen[str]] = []
 
 
 def gpu_processes(fields: str, timeout_s: float) -> list[str]:
-    """A line of comma-separated ``fields`` for each process that the driver knows of on
-    a GPU. Blocks.
+    """Return ``fields``, comma-separated, of each process that uses a GPU. Blocks.
 
     :raises OSError: there is no nvidia-smi.
     :raises subprocess.CalledProcessError: it failed.
-    :raises subprocess.TimeoutExpired: it does not answer, or one that was asked before
-        still hangs.
+    :raises subprocess.TimeoutExpired: it does not answer, or one started by an earlier
+        call still hangs.
     """
     smi = shutil.which("nvidia-smi")
     if smi is None:
@@ -43,7 +41,7 @@ def gpu_processes(fields: str, timeout_s: float) -> list[str]:
             asked.wait(_KILL_S)
         except subprocess.TimeoutExpired:
             with _lock:
-                _stuck.append(asked)  # it is reaped by a later call, once the driver lets go of it
+                _stuck.append(asked)  # a later call reaps it, once the driver returns
         raise
     if asked.returncode != 0:
         raise subprocess.CalledProcessError(asked.returncode, command)

@@ -1,10 +1,9 @@
-"""Sockets of this machine: who is at the other end, long paths, and the door of a
-sidecar forkserver.
+"""Local sockets: identify the peer's user, connect to long paths, forkserver addresses.
 
-The kernel tells who has connected, and who listens (SO_PEERCRED). Both ends ask it
-before a byte or a descriptor is sent: an abstract socket has no mode, and everyone in
-the network namespace sees its name in ``/proc/net/unix``. Of a TCP port of this machine
-the kernel tells whose process listens on it (``/proc/net/tcp``).
+The kernel tells the user of the process that connected or listens (SO_PEERCRED). Both
+ends check it before they send a byte or a descriptor: an abstract socket has no mode,
+and every process in the network namespace sees its name in ``/proc/net/unix``. For a
+TCP port of this machine, ``/proc/net/tcp`` tells the user of the listening process.
 """
 
 from __future__ import annotations
@@ -26,30 +25,28 @@ _CREDENTIALS = struct.Struct("3i")
 _LISTENS = "0A"
 _PATH_NBYTES = 107
 _BACKLOG = 4096
-"""Clients wait here while a forkserver loads torch, beside strangers whom it has not
-turned away yet; the kernel's bound (``net.core.somaxconn``) is the same.
-"""
+"""Room for clients that wait while a forkserver loads torch, and for strangers that it
+has not rejected yet. Same as the kernel's limit (``net.core.somaxconn``)."""
 
 
 def peer_uid(connection: socket.socket) -> int:
-    """Effective user of the process at the other end: of the one that connected, or
-    that listens."""
+    """Effective user of the process that connected or, seen by a client, listens."""
     credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(credentials)[1])
 
 
 def listener_uids(connection: socket.socket) -> frozenset[int] | None:
-    """Users of the processes that listen where this TCP connection of ours leads to;
-    None: that is on another machine.
+    """Return the users whose processes listen at this TCP connection's peer.
 
-    Nobody, where it is passed on from here to somewhere else. Ask with the connection
-    open: whoever listens now has taken it, or does not listen any more.
+    None: the peer is on another machine. Empty: no local process listens, as when the
+    port is forwarded. Ask while the connection is open: the process that listens now
+    accepted it, or the one that did has stopped listening.
     """
     own, peer = (_address(name()[0]) for name in (connection.getsockname, connection.getpeername))
     if not peer.is_loopback and own != peer:
         return None
     found = _listeners(connection.getpeername()[1])
-    for address in (peer, ipaddress.IPv4Address(0), ipaddress.IPv6Address(0)):  # as the kernel chooses
+    for address in (peer, ipaddress.IPv4Address(0), ipaddress.IPv6Address(0)):  # in the kernel's order
         uids = frozenset(uid for where, uid in found if where == address)
         if uids:
             return uids
@@ -67,9 +64,7 @@ def _listeners(port: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Ad
         try:
             with Path(f"/proc/self/net/{table}").open() as lines:
                 next(lines)
-                for (
-                    line
-                ) in lines:  # the kernel makes them as they are read: those that listen first, of others there are many
+                for line in lines:  # generated as they are read, listeners first: skip the many others
                     _, local, _, state, _, _, _, uid = line.split()[:8]
                     if state != _LISTENS:
                         break
@@ -82,14 +77,14 @@ def _listeners(port: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Ad
 
 
 def _unpacked(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """An address as the kernel prints it: words of 32 bits, each in the machine's
+    """Parse an address as the kernel prints it, in 32-bit words of native byte
     order."""
     words = (int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8))
     return _address(str(ipaddress.ip_address(b"".join(words))))
 
 
 def whose(uids: frozenset[int]) -> str:
-    """Whose port or socket it is, for a sentence about it."""
+    """Say whose port or socket it is, as the end of a sentence."""
     if not uids:
         return "is a port on which no process of this machine listens"
     return f"is of user {', '.join(map(str, sorted(uids)))}"
@@ -97,10 +92,11 @@ def whose(uids: frozenset[int]) -> str:
 
 @contextlib.contextmanager
 def reachable(path: Path) -> Iterator[str]:
-    """A name for the socket ``path`` that is short enough for the kernel, valid inside
-    the block.
+    """Yield a name for the socket ``path`` within the kernel's limit of 107 bytes.
 
-    :raises OSError: its folder is not there.
+    The name is valid inside the block.
+
+    :raises OSError: its folder does not exist.
     """
     if len(os.fsencode(path)) <= _PATH_NBYTES:
         yield str(path)
@@ -113,7 +109,7 @@ def reachable(path: Path) -> Iterator[str]:
 
 
 def is_own(path: Path) -> bool:
-    """Whether there is a socket of this user.
+    """Return whether ``path`` is a socket of this user.
 
     :raises OSError: there is nothing.
     """
@@ -122,17 +118,16 @@ def is_own(path: Path) -> bool:
 
 
 def listens(path: Path) -> bool:
-    """Whether a process listens on the socket ``path``; also one that is frozen. Never
-    blocks.
+    """Return whether a process, even a frozen one, listens on the socket. Never blocks.
 
-    :raises OSError: it cannot be told, such as for the socket of another user.
+    :raises OSError: it cannot be determined, as for the socket of another user.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.setblocking(False)
         try:
             with reachable(path) as name:
                 probe.connect(name)
-        except BlockingIOError:  # more wait there than it lets wait
+        except BlockingIOError:  # its backlog is full
             return True
         except (ConnectionRefusedError, FileNotFoundError):
             return False
@@ -140,14 +135,13 @@ def listens(path: Path) -> bool:
 
 
 class SocketAddress(NamedTuple):
-    """Where a forkserver listens, as ``NAME:SECRET`` in the environment of those whom
-    it serves.
+    """A forkserver's address, ``NAME:SECRET`` in the environment of its clients.
 
-    :param name: of the abstract socket, without the NUL. It is bound before anybody is
-        told of it, so that nobody else can.
-    :param secret: what a client shows first. The user alone does not tell root in one
-        container from root in another one on the same network; those two do not see
-        each other's environment.
+    :param name: of the abstract socket, without the NUL. It is bound before any client
+        is told, so no other process can bind it.
+    :param secret: sent first by a client. The user id alone does not distinguish root
+        in one container from root in another one on the same network; those two do not
+        see each other's environment.
     """
 
     name: str
@@ -162,7 +156,7 @@ class SocketAddress(NamedTuple):
         return f"{self.name}:{self.secret}" if self.secret else self.name
 
     def listen(self) -> socket.socket:
-        """Bind it; whoever connects waits until somebody accepts.
+        """Bind the address; clients that connect wait until they are accepted.
 
         :raises OSError: the name is taken.
         """

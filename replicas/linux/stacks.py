@@ -1,14 +1,14 @@
-"""How a process shows its stacks when it is asked to: what a rank sets up, and what its
-shim finds. Standard library only.
+"""Stack dumps on a signal: a rank registers with faulthandler, its shim finds the file.
 
-:func:`register`, called by ``join``, opens a file of this process's own in the folder
-``stacks`` beside its logs, and has faulthandler write the stacks of all threads into it
-whenever :data:`SIGNUM` comes. That runs in the signal handler, in C, without the GIL: a
-rank that hangs in a collective, or in a loop that never comes back to the interpreter,
-answers too. A handler that the program had set for the signal still gets it.
+Standard library only. :func:`register`, called by ``join``, opens a file for this
+process in the folder ``stacks`` beside its logs. Whenever :data:`SIGNUM` arrives,
+faulthandler writes the stacks of all threads into it. That runs in the signal handler,
+in C, without the GIL, so a rank that hangs in a collective or in a loop that never
+returns to the interpreter answers too. A handler that the program had set for the
+signal is still called.
 
-The file's name says whose it is (:func:`parse`): a signal is sent only to the process
-that made it.
+The file's name identifies the process (:func:`parse`): a signal is sent only to the
+process that made the file.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from replicas.linux import private
 __all__ = ["SIGNUM", "Asked", "folder", "parse", "register"]
 
 SIGNUM = signal.SIGRTMIN + 13
-"""Far from SIGUSR1 and SIGUSR2, which programs and batch systems use."""
+"""Not SIGUSR1 or SIGUSR2, which programs and batch systems use."""
 
 _open: dict[int, BinaryIO] = {}
 _lock = threading.Lock()
 
 
 def _unlock_in_a_child() -> None:
-    """Another thread of the parent may have had it."""
+    """Replace the lock: another thread of the parent may have held it at the fork."""
     global _lock
     _lock = threading.Lock()
 
@@ -51,17 +51,17 @@ class Asked(NamedTuple):
 
 
 def folder(log_dir: Path) -> Path:
-    """Where the processes that log to ``log_dir`` keep their files."""
+    """Return the folder of the stack files of the processes that log to ``log_dir``."""
     return log_dir / "stacks"
 
 
 def register(log_dir: Path, rank: int, start: int) -> None:
-    """Have this process write its stacks when asked to; a second call, from any thread,
-    changes nothing.
+    """Make this process write its stacks on :data:`SIGNUM`; later calls change nothing.
+
+    Safe to call from any thread.
 
     :param start: clock ticks from boot to the start of this process.
-
-    :raises OSError: the file cannot be made.
+    :raises OSError: the file cannot be created.
     """
     locked(_lock, _register, log_dir, rank, start)
 
@@ -75,14 +75,14 @@ def _register(log_dir: Path, rank: int, start: int) -> None:
     file = os.fdopen(private.open_file(where / f"{rank}.{pid}.{start}", flags, make_folder=True), "ab", buffering=0)
     chained = signal.getsignal(SIGNUM) not in (signal.SIG_DFL, signal.SIG_IGN)
     faulthandler.register(SIGNUM, file=file, all_threads=True, chain=chained)
-    for inherited in _open.values():  # by a fork; the parent's file is the parent's
+    for inherited in _open.values():  # by fork: it is the parent's file
         inherited.close()
     _open.clear()
     _open[pid] = file
 
 
 def parse(path: Path) -> Asked | None:
-    """Whose file it is; None if it is none of :func:`register`."""
+    """The process that made this file; None for a name not made by ``register``."""
     words = path.name.split(".")
     if len(words) != 3 or not all(word.isdigit() for word in words):
         return None

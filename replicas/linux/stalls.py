@@ -1,9 +1,8 @@
-"""Telling a process that is stopped, or does nothing at all, from one that is only
-slow. Standard library only.
+"""Detect a child process that is stopped or idle, as opposed to slow.
 
-``/proc/PID/stat`` has the state of a process and what it has done so far: CPU time and
-page faults. One that loads a large library from a slow disk does something all the
-time; one that was stopped (SIGSTOP) says so and does nothing.
+Standard library only. ``/proc/PID/stat`` has the state of a process, its CPU time and
+its page faults. A process that loads a large library from a slow disk makes progress in
+these all the time; one that was stopped (SIGSTOP) has the state T and makes none.
 """
 
 from __future__ import annotations
@@ -14,17 +13,17 @@ __all__ = ["LOOK_INTERVAL_S", "STARTING_S", "STOPPED_S", "StallWatch"]
 
 LOOK_INTERVAL_S = 0.5
 STOPPED_S = 3.0
-"""A process that was stopped for so long is given up: long enough for a tool that stops
-it to look at it."""
+"""Give up a process stopped for longer; a tool may stop it briefly to look at it."""
 STARTING_S = 20.0
-"""One that should be starting, and used neither CPU time nor memory for so long, is
-given up."""
+"""Give up a starting process that used no CPU time and no memory for this long."""
 _LATE_S = 1.0
 
 
 class StallWatch:
-    """Looks at one process of ours, which must not have been reaped. ``now``: seconds
-    of any steady clock."""
+    """Watch one of our child processes, which must not have been reaped.
+
+    ``now``: seconds of any steady clock.
+    """
 
     def __init__(self, pid: int, now: float) -> None:
         self.pid = pid
@@ -33,11 +32,11 @@ class StallWatch:
         self._idle_since = self._looked_at = now
 
     def look(self, now: float, *, starting: bool) -> str:
-        """Why it should be given up, or nothing; call it every ``LOOK_INTERVAL_S``.
+        """Return why to give the process up, or ""; call every ``LOOK_INTERVAL_S``.
 
-        ``starting``: it has something to do, so that it is not allowed to be idle.
+        ``starting``: it has work to do, so it must not be idle.
         """
-        if now - self._looked_at > LOOK_INTERVAL_S + _LATE_S:  # this process did not run itself
+        if now - self._looked_at > LOOK_INTERVAL_S + _LATE_S:  # this process was paused too
             self._stopped_since, self._idle_since = None, now
         self._looked_at = now
         state, *done = self._stat()
@@ -54,8 +53,7 @@ class StallWatch:
         return ""
 
     def _stat(self) -> tuple[str, ...]:
-        """State letter, minor and major page faults, CPU time in user and system mode;
-        only X when it cannot be seen."""
+        """State letter, minor and major faults, user and system time; X: unreadable."""
         try:
             fields = stat_fields(self.pid)
         except (PermissionError, ProcessLookupError):
