@@ -1,7 +1,7 @@
 """Keep one set of weights in step across many separate torchrun jobs.
 
 See README.md for a first example and ARCHITECTURE.md for the map of the code. Importing
-this package takes no torch: the names below load their modules when first used.
+this package does not import torch: the names below load their modules on first use.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The environment of a rank: the only place that knows its variables.
+"""The environment variables of a rank, read in this one place.
 
 The supervisor's shim and guard set them, :func:`replicas.join` reads them. A framework
-that places its own processes may set the same variables, or pass the values to ``join``
-as arguments, which win.
+that starts its own processes may set the same variables, or pass the values to ``join``
+as arguments, which take precedence.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ TOKEN_FILE = "REPLICAS_TOKEN_FILE"
 RUN = "REPLICAS_RUN"
 """Name of the run."""
 STATE_ID = "REPLICAS_STATE_ID"
-"""Random id of the run's state folder. A later supervisor of that folder finds by it
-what an earlier one left behind. No secret."""
+"""Random id of the run's state folder, no secret.
+
+A later supervisor of that folder finds by it what an earlier one left behind.
+"""
 GROUP = "REPLICAS_GROUP"
 """Name of this rank's group."""
 REPLICA = "REPLICA_ID"
@@ -52,21 +54,22 @@ REPLICAS = "REPLICA_NUM"
 GENERATION = "REPLICAS_GENERATION"
 """Number of this start of the replica, from 1."""
 FORKSERVER = "REPLICAS_FORKSERVER"
-"""Name of the socket of the shim's sidecar forkserver, and a secret that it asks
-for."""
+"""Socket name of the shim's sidecar forkserver, and the secret that it requires."""
 LOG_DIR = "REPLICAS_LOG_DIR"
 """Folder of this replica's log files."""
 ACCELERATOR = "REPLICAS_ACCELERATOR"
-"""``package.module:Class`` of the accelerator to use in place of CUDA, a subclass of
-``replicas.weights.devices.accelerator.Accelerator``. The only variable of a
-supervisor's own environment with this prefix that its ranks inherit."""
+"""``package.module:Class`` of the accelerator to use in place of CUDA.
+
+A subclass of ``replicas.weights.devices.accelerator.Accelerator``. Ranks inherit no
+other variable of the supervisor's own environment with this prefix.
+"""
 
 _TORCHRUN_NAMES = frozenset({"RANK", "WORLD_SIZE"})
 _TORCHRUN_PREFIXES = ("LOCAL_", "MASTER_", "TORCHELASTIC_", "GROUP_", "ROLE_")
 
 
 class Environment(msgspec.Struct, frozen=True, kw_only=True):
-    """What the environment says; None for what it does not say."""
+    """The values of the environment; None for a variable that is not set."""
 
     endpoint: str | None = None
     token_file: Path | None = None
@@ -107,7 +110,7 @@ def read(environ: Mapping[str, str] | None = None) -> Environment:
 
 
 def read_token(environment: Environment) -> str:
-    """The token in the file that ``REPLICAS_TOKEN_FILE`` names.
+    """Return the token in the file that ``REPLICAS_TOKEN_FILE`` names.
 
     :raises replicas.errors.UsageError: the variable is not set, or the file is missing,
         unreadable or empty.
@@ -132,18 +135,16 @@ def read_token(environment: Environment) -> str:
 
 
 def token_owners(environment: Environment) -> frozenset[int]:
-    """Users of this machine to whom that token may be shown: whose file it is, this
-    one, and root."""
+    """Return the users who may see the token: its file's owner, this user and root."""
     path = environment.token_file
     try:
         return frozenset({os.geteuid(), 0} if path is None else {os.geteuid(), 0, path.stat().st_uid})
-    except OSError:  # it went with its run
+    except OSError:  # removed with its run
         return frozenset({os.geteuid(), 0})
 
 
 def without_torchrun(environ: Mapping[str, str]) -> dict[str, str]:
-    """``environ`` without torchrun's variables, which confuse a program that is not
-    torchrun's own worker."""
+    """Return ``environ`` without torchrun's variables, which confuse other programs."""
     return {
         name: value
         for name, value in environ.items()

@@ -1,32 +1,32 @@
-"""The errors that this library raises, drawn as a tree by whose fault it is.
+"""Exceptions raised by this library, drawn as a tree by whose fault an error is.
 
 ::
 
     ReplicasError
-    ├── UsageError            the call or the config is wrong: change it, a retry cannot help
-    │   ├── StaleVersion      a published version is not newer than the channel's latest
-    │   ├── ManifestMismatch  tensors do not fit the channel's manifest (names, shapes, dtypes)
-    │   ├── RanksDisagree     ranks of one replica, or peers of one operation, asked for different things
-    │   ├── UnknownChannel    no such channel, or this group has no part in it
-    │   └── BadConfig         a config file that cannot be used; lists every error found
-    ├── SyncError             an operation did not happen: the caller's tensors are untouched, try the next one
+    ├── UsageError            the call or the config is wrong; a retry cannot help
+    │   ├── StaleVersion      the version is not newer than the channel's latest
+    │   ├── ManifestMismatch  names, shapes or dtypes differ from the manifest
+    │   ├── RanksDisagree     ranks or peers called with different arguments
+    │   ├── UnknownChannel    no such channel, or the group has no part in it
+    │   └── BadConfig         an unusable config; lists every problem found
+    ├── SyncError             an operation did not happen; tensors are unchanged
     │   ├── PeersLost         members that it needed died or left
     │   ├── DeadlineExceeded  the operation's own deadline passed
-    │   ├── OutcomeUnknown    the deadline raced the decision; the next operation settles it
-    │   ├── Busy              every slot is in use, by a reader or by an earlier transfer
-    │   └── Gone              what was asked for has passed (a version no longer held, a step already done)
+    │   ├── OutcomeUnknown    no verdict by the deadline; the next operation settles it
+    │   ├── Busy              every slot is in use, by a reader or a transfer
+    │   └── Gone              the version, step or channel no longer exists
     ├── WorldError            the machine or the membership does not allow it
-    │   ├── NoCapacity        memory (or another resource) is too small; nothing was broken
-    │   ├── Preflight         members cannot work together (backend, address, versions)
-    │   ├── StoreTampered     what process groups meet by was changed by somebody who is no member
-    │   └── Fenced            another process joined with this identity; this one is out
-    ├── Disconnected          no session with the coordinator, and none came back in time
-    └── InternalError         a bug of this library: please report it
+    │   ├── NoCapacity        memory (or another resource) is too small
+    │   ├── Preflight         members are incompatible (backend, address, versions)
+    │   ├── StoreTampered     a process that is no member changed the rendezvous store
+    │   └── Fenced            another process joined with this identity
+    ├── Disconnected          no session with the coordinator in time
+    └── InternalError         a bug in this library: please report it
 
 An error carries data, not only text: ``channel``, ``version``, ``phase``, ``members``
 (those concerned), ``hint`` (what to do) and ``unanimous`` (True: every rank of the
 replica gets this same verdict).
-"""  # noqa: W505  # a picture
+"""
 
 from __future__ import annotations
 
@@ -114,8 +114,7 @@ class UsageError(ReplicasError):
 
 
 class StaleVersion(UsageError):
-    """A published version is not newer than the newest version number of its
-    channel."""
+    """The published version is not newer than the newest version of its channel."""
 
     default_hint = "leave version=None to let the library number it"
 
@@ -133,8 +132,9 @@ class RanksDisagree(UsageError):
 
 
 class UnknownChannel(UsageError):
-    """There is no such channel, or the group has no part in it. The message names those
-    that there are.
+    """There is no such channel, or the group has no part in it.
+
+    The message lists the channels that exist.
     """
 
 
@@ -160,8 +160,9 @@ def _rebuild_bad_config(problems: tuple[str, ...], source: str) -> BadConfig:
 
 
 class SyncError(ReplicasError):
-    """An operation did not happen. The caller's tensors are unchanged; the next
-    operation may succeed.
+    """The operation did not happen; the caller's tensors are unchanged.
+
+    The next operation may succeed.
     """
 
 
@@ -196,27 +197,30 @@ class Busy(SyncError):
 
 
 class Gone(SyncError):
-    """What was asked for no longer exists: a step that is done, a version that nobody
-    holds, a channel that is closed. The message says which.
+    """The version, step or channel no longer exists.
+
+    The step is done, no member holds the version, or the channel is closed. The message
+    says which.
     """
 
 
 class WorldError(ReplicasError):
-    """The machine or the membership does not allow it. The message names what to
-    change."""
+    """The machine or the membership does not allow it; the message says why."""
 
 
 class NoCapacity(WorldError):
-    """Memory or another resource is too small. Nothing is broken; the user's own
-    process groups still work.
+    """Memory or another resource is too small.
+
+    Nothing is broken; the user's own process groups still work.
     """
 
     default_hint = "free memory, raise the container's limit, or lower `slots`"
 
 
 class Preflight(WorldError):
-    """Members cannot work together: backend, address, torch or NCCL version, GPU. The
-    message names both members and what differs.
+    """Members cannot work together: backend, address, torch or NCCL version, GPU.
+
+    The message names both members and what differs.
     """
 
 
@@ -238,7 +242,7 @@ class Fenced(WorldError):
 
 
 class Disconnected(ReplicasError):
-    """No session with the coordinator came about, or came back, in time."""
+    """No session with the coordinator was established, or re-established, in time."""
 
     default_hint = "check that the supervisor is running and that REPLICAS_ENDPOINT is its address"
 
@@ -253,13 +257,14 @@ _CLASSES = {name: value for name, value in list(globals().items()) if name in __
 
 
 def error_class(name: str) -> type[ReplicasError]:
-    """The class called ``name``; :class:`InternalError` for a name that this version
-    does not know."""
+    """Return the error class of this name; InternalError if unknown or BadConfig."""
     found = _CLASSES.get(name, InternalError)
     return InternalError if found is BadConfig else found
 
 
 def kind_of(error: ReplicasError) -> str:
-    """Name of the class of ``error``, or of the nearest one of this tree above it:
-    others know only these."""
+    """Return the name of the error's class, or of its nearest base in this tree.
+
+    Other processes know only these classes.
+    """
     return next(kind.__name__ for kind in type(error).__mro__ if _CLASSES.get(kind.__name__) is kind)

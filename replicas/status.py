@@ -1,7 +1,7 @@
-"""What a run reports of itself: the JSON of ``GET /status`` and ``replicas status
---json``, and the base of all metrics.
+"""The status of a run: the JSON of ``GET /status``, also the source of all metrics.
 
-Ages and durations are in seconds, sizes in bytes. Fields are only ever added.
+``replicas status --json`` prints it. Ages and durations are in seconds, sizes in bytes.
+Fields are only ever added.
 """
 
 from __future__ import annotations
@@ -23,12 +23,14 @@ __all__ = [
 ]
 
 OnFailure = Literal["run", "group", "replica"]
-"""What ends when a replica has failed for good: all, the group's other replicas with
-it, or nothing else."""
+"""What ends when a replica has failed for good: the run, its group, or it alone."""
 
 ReplicaState = Literal["pending", "starting", "ready", "draining", "backoff", "failed", "finished", "drained"]
-"""``finished``: its program is done. ``drained``: it was stopped, by an operator or
-with the run, and is not done."""
+"""State of a replica.
+
+``finished``: its program is done. ``drained``: it was stopped before, by an operator or
+with the run.
+"""
 
 
 class ReplicaStatus(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,1 +1,1 @@
-"""What all rooms use: decoding, text from elsewhere, waits, backoff."""
+"""Helpers for all packages: decoding, untrusted text, waits, backoff."""

@@ -1,4 +1,7 @@
-"""Delays that double from one failure to the next, where no tenacity retries a call."""
+"""Exponential backoff: delays that double with each failure, up to a limit.
+
+For code that schedules its own retries; calls are retried by tenacity.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +10,15 @@ from typing import NamedTuple
 __all__ = ["Backoff"]
 
 _DOUBLINGS_MAX = 900
-"""More is no float any more."""
+"""More would overflow a float."""
 
 
 class Backoff(NamedTuple):
-    """From ``first_s`` seconds, twice as long each time, to ``max_s``."""
+    """Delays from ``first_s`` seconds, doubled with each failure, to ``max_s``."""
 
     first_s: float
     max_s: float
 
     def after(self, failures: int) -> float:
-        """Seconds to wait: ``first_s`` for none, and doubled for each failure."""
+        """Return the delay in seconds: ``first_s``, doubled for each failure."""
         return min(self.max_s, self.first_s * 2.0 ** min(failures, _DOUBLINGS_MAX))

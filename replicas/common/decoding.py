@@ -1,6 +1,7 @@
-"""What msgspec raises for bytes that are not what they should be.
+"""The exceptions that msgspec raises for malformed input.
 
-Two kinds are not its own: text that is not UTF-8, and nesting that is too deep.
+Two of them are not msgspec's own: for text that is not UTF-8, and for nesting that is
+too deep.
 """
 
 from __future__ import annotations

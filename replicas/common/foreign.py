@@ -1,20 +1,19 @@
-"""Text from elsewhere, made fit to be shown. Standard library only: shims use it too.
+"""Sanitise untrusted text, so that a terminal, a log or JSON can show it safely.
 
-What a program wrote, the command line of another user's process, the text of an
-exception and the answer of a server may contain anything: escape sequences that retitle
-or clear a terminal, line breaks that forge a line of ours, marks that turn the
-direction of writing. Two lines of defence:
+Standard library only, as shims use it too. The output of a program, the command line of
+another user's process, the text of an exception and the answer of a server may contain
+anything: escape sequences that retitle or clear a terminal, line breaks that forge a
+log line, marks that change the direction of writing. Two lines of defence:
 
-* where such a text comes in, it becomes :func:`one_line` (reasons, names, command
-  lines), :func:`lines` (tracebacks) or :func:`visible` (values of a config); lines of
-  logs, with or without colours, :func:`readable` or :func:`last_lines`;
-* where text goes out to people (the supervisor's
-  :class:`~replicas.supervisor.console.Console`, the commands'
-  :mod:`~replicas.cli.screen`, JSON) it passes :func:`lines`, :func:`hanging`,
-  :func:`characters` or :func:`ascii_controls` once more.
+* On input, such a text passes :func:`one_line` (reasons, names, command lines),
+  :func:`lines` (tracebacks) or :func:`visible` (values of a config); lines of logs,
+  with or without colours, pass :func:`readable` or :func:`last_lines`.
+* On output to people (the supervisor's :class:`~replicas.supervisor.console.Console`,
+  the commands' :mod:`~replicas.cli.screen`, JSON) it passes :func:`lines`,
+  :func:`hanging`, :func:`characters` or :func:`ascii_controls` once more.
 
-Invariant: nothing but printable characters, line breaks and styles of our own reaches a
-terminal, except the colours of logs.
+Invariant: only printable characters, line breaks and our own styles reach a terminal,
+and the colours of logs.
 """
 
 from __future__ import annotations
@@ -34,10 +33,10 @@ __all__ = [
 ]
 
 LINE_NCHARS = 2000
-"""Where :func:`one_line` cuts, unless it is told otherwise."""
+"""Default length at which :func:`one_line` cuts."""
 _CUT = "..."
 _SEQUENCE = (
-    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, and what moves the cursor or clears the screen
+    r"\x1b\[[0-?]*[ -/]*[@-~]"  # CSI: colours, cursor movement, clearing the screen
     r"|\x1b[P\]X^_][^\x07\x1b]*(?:\x07|\x1b\\)?"  # OSC, DCS and the like: titles, links, the clipboard
 )
 _DIRECTION = r"\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"
@@ -49,14 +48,14 @@ _COLOURS_OFF = b"\x1b[0m"
 _BREAKS = re.compile(r"[ \t]*[\t\n\x0b\x0c\r\x1c-\x1e\x85\u2028\u2029][\s\x1c-\x1f]*")
 
 
-# ------------------------------------------------------------ where it comes in
+# ------------------------------------------------------------ input
 
 
 def one_line(text: str, most: int = LINE_NCHARS) -> str:
-    """``text`` as one line of printable characters, at most ``most`` of them.
+    """Return ``text`` as one line of at most ``most`` printable characters.
 
-    Escape sequences go, line breaks and tabs become a space, what else cannot be
-    printed is written as Python would (``\\x07``, ``\\u202e``).
+    Escape sequences are removed, line breaks and tabs become a space, other unprintable
+    characters are written as in Python (``\\x07``, ``\\u202e``).
     """
     if not text.isprintable():
         text = _BREAKS.sub(" ", _SEQUENCES.sub("", text)).strip()
@@ -65,27 +64,26 @@ def one_line(text: str, most: int = LINE_NCHARS) -> str:
 
 
 def lines(text: str) -> str:
-    """``text`` line by line, indented as it was, of printable characters; without a
-    line break at its end."""
+    """Return ``text`` as printable, indented lines without a final line break."""
     if text.isprintable():
         return text
     return "\n".join(visible(_SEQUENCES.sub("", line).expandtabs()) for line in text.splitlines())
 
 
 def visible(text: str) -> str:
-    """``text`` with all that cannot be printed, line breaks included, as escapes:
-    nothing of it is lost."""
+    """Escape the unprintable characters of ``text``, line breaks too, without loss."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() else one.encode("unicode_escape").decode() for one in text)
 
 
 def readable(data: bytes, prefix: bytes, limit: int) -> list[bytes]:
-    """Complete lines of a log as they go to a terminal: valid UTF-8 with colours, but
-    no other control codes; prefixed.
+    """Return the complete lines of a log for a terminal, each with ``prefix``.
 
-    :param limit: size that no line exceeds, prefix and end included; what is longer is
-        cut, and says so.
+    They are valid UTF-8, with colours but no other control codes.
+
+    :param limit: maximum size of a line, with prefix and end; a longer one is cut, and
+        ends with its size in bytes.
     """
     result = []
     for line in data.split(b"\n")[:-1]:
@@ -104,8 +102,10 @@ def _keep_colours(found: re.Match[str]) -> str:
 
 
 def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
-    """The last lines of a log as text without control codes, at most ``count``, each
-    cut to ``limit`` characters."""
+    """Return the last ``count`` lines of a log, each cut to ``limit`` characters.
+
+    Without control codes, and without empty lines at either end.
+    """
     found = [_CONTROL.sub("", line).rstrip() for line in data.decode(errors="replace").split("\n")]
     while found and not found[-1]:
         found.pop()
@@ -114,21 +114,19 @@ def last_lines(data: bytes, count: int, limit: int) -> tuple[str, ...]:
     return tuple(line[:limit] for line in found[-count:])
 
 
-# ------------------------------------------------------------ where it goes out
+# ------------------------------------------------------------ output
 
 
 def hanging(text: str) -> str:
-    """:func:`lines`, of which all but the first are indented: none of them looks like a
-    line that begins anew."""
+    """Apply :func:`lines`; indent all but the first, so that none forges an entry."""
     first, *others = lines(text).split("\n")
     return "\n".join((first, *(line if line.startswith("  ") or not line else f"  {line}" for line in others)))
 
 
 def characters(text: str) -> str:
-    """``text`` with another character in place of each one that is no printable one, no
-    line break and no tab.
+    """Replace each character that is neither printable nor a line break or tab.
 
-    For text whose place on the screen is settled: its length stays.
+    For text whose layout on the screen is settled: its length does not change.
     """
     if text.isprintable():
         return text
@@ -136,8 +134,7 @@ def characters(text: str) -> str:
 
 
 def ascii_controls(text: str) -> str:
-    """JSON with what is not printable in its texts as escapes, so that it says the
-    same, and can be shown."""
+    """Escape what is not printable in the texts of JSON: same meaning, safe to show."""
     if text.isprintable():
         return text
     return "".join(one if one.isprintable() or one in "\n" else _json_escape(one) for one in text)

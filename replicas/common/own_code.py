@@ -1,9 +1,8 @@
-"""Have the processes that we start run the code that runs here. Standard library only.
+"""Make child processes import the same copy of this package. Standard library only.
 
 They are started by module name and without the working folder on their path (``-P``),
-in which anybody's files may lie. So a package that lies in no folder of an installation
-(a checkout, from which somebody runs it) would not be found, or another release of it
-would.
+as other users' files may lie there. A package outside an installation's folders, such
+as a checkout, would then not be found, or another release would be.
 """
 
 from __future__ import annotations
@@ -20,16 +19,17 @@ _PATH = "PYTHONPATH"
 
 
 def findable(environment: Mapping[str, str]) -> dict[str, str]:
-    """``environment``, with this package's folder first on the path, unless every
-    interpreter of ours looks there anyway."""
-    if _HOME in (*site.getsitepackages(), site.getusersitepackages()):  # named first, it would hide standard modules
+    """Return ``environment`` with this package's folder first on ``PYTHONPATH``.
+
+    Unchanged where every interpreter of this installation finds the package anyway.
+    """
+    if _HOME in (*site.getsitepackages(), site.getusersitepackages()):  # put first, it would shadow the standard library
         return dict(environment)
     return {**environment, _PATH: os.pathsep.join(filter(None, (_HOME, environment.get(_PATH))))}
 
 
 def without(environment: MutableMapping[str, str], meant: Mapping[str, str]) -> None:
-    """Undo :func:`findable` for the programs of users: have the path in ``environment``
-    as it is in ``meant``."""
+    """Undo :func:`findable` for a user's program: restore the path of ``meant``."""
     if _PATH in meant:
         environment[_PATH] = meant[_PATH]
     else:

@@ -1,8 +1,7 @@
-"""Event loops of this process on which a coordinator runs, and calls that would block
-one of them.
+"""Refuse calls that would block the event loop on which a coordinator runs.
 
-Whoever blocks such a loop waits for an answer that only this loop could give: until his
-deadline, and with him all members of that coordinator.
+Such a call waits for an answer that only this loop could give: until its deadline, and
+all members of that coordinator wait too.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ _coordinators: WeakKeyDictionary[asyncio.AbstractEventLoop, Counter[int]] = Weak
 
 
 def begin(coordinator: object) -> None:
-    """``coordinator`` runs on this thread's loop from now on."""
+    """Register that ``coordinator`` runs on this thread's loop from now on."""
     _coordinators.setdefault(asyncio.get_running_loop(), Counter())[id(coordinator)] += 1
 
 
 def end(coordinator: object) -> None:
-    """It does not any more."""
+    """Undo :func:`begin`."""
     loop = asyncio.get_running_loop()
     known = _coordinators.get(loop, Counter())
     known.pop(id(coordinator), None)
@@ -33,9 +32,9 @@ def end(coordinator: object) -> None:
 
 
 def must_not_block(what: str) -> None:
-    """Before a call that waits.
+    """Check, before a call that waits, that it is allowed on this thread.
 
-    :raises errors.UsageError: it is made on a loop on which a coordinator runs.
+    :raises errors.UsageError: a coordinator runs on this thread's event loop.
     """
     if not _coordinators:
         return

@@ -61,8 +61,7 @@ _DEAD = ("Z", "X", "x")
 
 
 class Child:
-    """A direct child, reaped by its starter's loop. ``code``: exit code; None:
-    alive."""
+    """A direct child, reaped by its starter's loop. ``code``: None while it lives."""
 
     def __init__(self, popen: subprocess.Popen[bytes]) -> None:
         self.popen = popen
@@ -81,8 +80,7 @@ class Child:
 
 
 def python_module(module: str, *arguments: str) -> list[str]:
-    """Return the command that runs ``module`` in this interpreter, isolated by
-    ``-P``."""
+    """Return the command that runs ``module`` in this interpreter, with ``-P``."""
     return [sys.executable, "-P", "-m", module, *arguments]
 
 

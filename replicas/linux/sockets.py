@@ -77,8 +77,7 @@ def _listeners(port: int) -> list[tuple[ipaddress.IPv4Address | ipaddress.IPv6Ad
 
 
 def _unpacked(text: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address:
-    """Parse an address as the kernel prints it, in 32-bit words of native byte
-    order."""
+    """Parse an address as the kernel prints it: 32-bit words in native byte order."""
     words = (int(text[at : at + 8], 16).to_bytes(4, sys.byteorder) for at in range(0, len(text), 8))
     return _address(str(ipaddress.ip_address(b"".join(words))))
 

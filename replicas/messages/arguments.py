@@ -1,19 +1,18 @@
-"""Arguments of the public API, each turned into its wire form in the call that was
-given it, or refused there by its name.
+"""Validate the public API's arguments and convert them to their wire form.
 
 Theory of operation
 ===================
 
-What a call hands on travels to other processes, or is waited with on another thread;
-there is nobody there who could be told that it is of no use. So each public method
-passes its arguments through here first. A function takes the argument's name for the
-message (``what``) and the value, and gives a plain int, float, bool, str or dict,
-within the bounds that the other side checks (:mod:`replicas.messages.bounds`), or
-raises :class:`~replicas.errors.UsageError`: one bad call fails alone.
+A call's arguments travel to other processes, or are used later on another thread, where
+an error could no longer reach the caller. So each public method passes its arguments
+through here first. A function takes the argument's name for the message (``what``) and
+the value. It returns a plain int, float, bool, str or dict within the limits that the
+other side checks (:mod:`replicas.messages.bounds`), or raises
+:class:`~replicas.errors.UsageError`: only the bad call fails.
 
-Numbers are those that say so themselves: whole ones by ``__index__``, seconds by
-``__index__`` or ``__float__``; so numpy's and torch's scalars will do, and a bool, a
-text or a complex number will not. Takes no torch.
+Integers are accepted by ``__index__``, seconds by ``__index__`` or ``__float__``; so
+numpy's and torch's scalars are valid, while a bool, a text or a complex number is not.
+Does not import torch.
 """
 
 from __future__ import annotations
@@ -65,12 +64,12 @@ def _refuse(text: str, hint: str = "", cause: BaseException | None = None) -> No
 
 
 def integer(what: str, value: object, *, least: int = -INTEGER_MAX, most: int = INTEGER_MAX) -> int:
-    """A whole number from ``least`` to ``most``."""
+    """Check an integer from ``least`` to ``most``."""
     found, cause = None, None
     if not isinstance(value, bool) and not _is_bool(value):
         try:
-            found = operator.index(value)  # type: ignore[arg-type]  # that is the question
-        except Exception as error:  # noqa: BLE001  # somebody else's __index__
+            found = operator.index(value)  # type: ignore[arg-type]  # tested here
+        except Exception as error:  # noqa: BLE001  # a foreign __index__
             cause = error
     if found is None or not least <= found <= most:
         _refuse(f"{what} must be a whole number from {least} to {most}, not {shown(value)}", cause=cause)
@@ -78,17 +77,17 @@ def integer(what: str, value: object, *, least: int = -INTEGER_MAX, most: int = 
 
 
 def integers(what: str, value: object) -> tuple[int, ...]:
-    """Whole numbers, one for each dimension."""
+    """Check a sequence of integers, such as a shape."""
     found: tuple[object, ...]
     try:
-        found = tuple(value)  # type: ignore[arg-type]  # that is the question
-    except Exception as error:  # noqa: BLE001  # somebody else's
+        found = tuple(value)  # type: ignore[arg-type]  # tested here
+    except Exception as error:  # noqa: BLE001  # a foreign __iter__
         _refuse(f"{what} must be a sequence of whole numbers, not {shown(value)}", cause=error)
     return tuple(integer(what, one) for one in found)
 
 
 def seconds(what: str, value: object, *, zero: bool = False) -> float:
-    """A finite time above 0 (or of ``zero``), of at most 1e9 seconds."""
+    """Check a finite time above 0 (or 0 with ``zero``) of at most 1e9 seconds."""
     found = _float(value)
     if found is None or not (found > 0 or (zero and found == 0)) or found > SECONDS_MAX:
         above = "0" if zero else "above 0"
@@ -97,8 +96,7 @@ def seconds(what: str, value: object, *, zero: bool = False) -> float:
 
 
 def patience(what: str, value: object) -> float | None:
-    """How long somebody waits: None is for ever, what is below 0 is over, and no other
-    is longer than 1e9 seconds."""
+    """Check a timeout of at most 1e9 seconds; None: no limit, below 0: already over."""
     if value is None:
         return None
     found = _float(value)
@@ -111,8 +109,10 @@ def patience(what: str, value: object) -> float | None:
 
 
 def bound(what: str, value: object) -> tuple[int | float, str]:
-    """A version's number, or a number by its name in ``meta``: the number, and the name
-    or an empty text. None: no bound."""
+    """Check a lower bound: a version's number, or a pair of a meta key and a number.
+
+    :return: the number, and the key or ""; ``(0, "")`` for None, no bound.
+    """
     if value is None:
         return 0, ""
     if not isinstance(value, (tuple, list)):
@@ -127,50 +127,50 @@ def bound(what: str, value: object) -> tuple[int | float, str]:
 
 
 def _float(value: object) -> float | None:
-    """A real number; None for what is none."""
+    """Convert a real number; None for anything else."""
     if isinstance(value, (bool, str, bytes, bytearray)) or _is_bool(value) or getattr(value, "ndim", 0) != 0:
         return None
     if isinstance(value, numbers.Complex) and not isinstance(value, numbers.Real):
         return None
     try:
-        return float(value)  # type: ignore[arg-type]  # that is the question
-    except Exception:  # noqa: BLE001  # somebody else's __float__
+        return float(value)  # type: ignore[arg-type]  # tested here
+    except Exception:  # noqa: BLE001  # a foreign __float__
         return None
 
 
 def _is_bool(value: object) -> bool:
-    """Whether it is a bool of numpy's or torch's."""
+    """Return whether the value is a bool of numpy or torch."""
     return str(getattr(value, "dtype", "")) in ("bool", "torch.bool")
 
 
 def flag(what: str, value: object) -> bool:
-    """True or False."""
+    """Check a bool."""
     if isinstance(value, bool):
         return value
     try:
-        if _is_bool(value) or operator.index(value) in (0, 1):  # type: ignore[arg-type]  # that is the question
+        if _is_bool(value) or operator.index(value) in (0, 1):  # type: ignore[arg-type]  # tested here
             return bool(value)
-    except Exception:  # noqa: BLE001, S110  # somebody else's; refused below, as all others
+    except Exception:  # noqa: BLE001, S110  # a foreign method; refused below
         pass
     _refuse(f"{what} must be True or False, not {shown(value)}")
 
 
 def text(what: str, value: object, *, most: int = INFO_LENGTH) -> str:
-    """A text of at most ``most`` characters that UTF-8 can say."""
+    """Check a text of at most ``most`` characters that UTF-8 can encode."""
     if not isinstance(value, str) or len(value) > most or not encodable(value):
         _refuse(f"{what} must be a text of at most {most} characters, all of which UTF-8 can say, not {shown(value)}")
     return plain(value)
 
 
 def name(what: str, value: object) -> str:
-    """A name of a channel or a group."""
+    """Check the name of a channel or a group."""
     if not isinstance(value, str) or not is_name(value):
         _refuse(f"{what} must be a name of at most 128 visible characters without a slash, not {shown(value)}")
     return plain(value)
 
 
 def token(what: str, value: object) -> str:
-    """A run's token, which no message shows."""
+    """Check a run's token; no message shows it."""
     good = isinstance(value, str) and value.isascii() and value.isprintable() and value == value.strip()
     if not isinstance(value, str) or not good or not 0 < len(value) <= _TOKEN_LENGTH:
         _refuse(f"{what} must be a text of 1 to {_TOKEN_LENGTH} visible ASCII characters")
@@ -178,22 +178,22 @@ def token(what: str, value: object) -> str:
 
 
 def endpoint(what: str, value: object) -> str:
-    """``host:port`` of a control port."""
+    """Check ``host:port`` of a control port."""
     if isinstance(value, str) and value.isprintable() and not set(value) & set(" /?#@\\") and encodable(value):
         try:
             found = urllib.parse.urlsplit(f"ws://{value}/")
             if found.hostname and found.port and value.rpartition(":")[2].isascii():
                 return plain(value)
         except ValueError:
-            pass  # refused below, as all others
+            pass  # refused below
     _refuse(f"{what} must be host:port, not {shown(value)}", "e.g. 127.0.0.1:9477")
 
 
 def texts(what: str, value: object) -> dict[str, str]:
-    """Some short texts, by name."""
+    """Check a mapping of short texts to short texts."""
     try:
-        found = dict(value)  # type: ignore[call-overload]  # that is the question
-    except Exception as error:  # noqa: BLE001  # somebody else's mapping
+        found = dict(value)  # type: ignore[call-overload]  # tested here
+    except Exception as error:  # noqa: BLE001  # a foreign mapping
         _refuse(f"{what} must map text to text, not be {shown(value)}", cause=error)
     if len(found) > INFO_ENTRIES:
         _refuse(f"{what} has {len(found)} entries: at most {INFO_ENTRIES} are taken")
@@ -204,11 +204,11 @@ _META_HINT = "pass scalars, lists and dicts of scalars"
 
 
 def meta(what: str, value: object) -> Meta:
-    """What a publisher says of its weights: scalars, and lists and dicts of scalars, of
-    at most 1 MiB in all."""
+    """Check a publisher's ``meta``: scalars, lists and dicts of scalars, up to 1
+    MiB."""
     try:
-        given = dict(value or {})  # type: ignore[call-overload]  # that is the question
-    except Exception as error:  # noqa: BLE001  # somebody else's mapping
+        given = dict(value or {})  # type: ignore[call-overload]  # tested here
+    except Exception as error:  # noqa: BLE001  # a foreign mapping
         _refuse(f"{what} must be a mapping, not {shown(value)}", _META_HINT, error)
     found: Meta = {}
     for key, one in given.items():
@@ -235,8 +235,7 @@ def _meta_text(what: str, value: object) -> str:
 
 
 def _scalar(what: str, value: object) -> bool | int | float | str | None:
-    """A value that any other process can have as it is: of numpy's and torch's scalars
-    the plain number."""
+    """Convert a scalar, numpy's and torch's too, to one that any process can decode."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -256,5 +255,5 @@ def _scalar(what: str, value: object) -> bool | int | float | str | None:
 
 
 def _is_floating(value: object) -> bool:
-    """Of a torch tensor, which has both ``__index__`` and ``__float__``."""
+    """Return whether a tensor is of floats: it has ``__index__`` all the same."""
     return "float" in str(getattr(value, "dtype", ""))

@@ -1,9 +1,8 @@
-"""What a message may carry, defined once: for the call that makes it, the session that
-sends it and the side that checks it.
+"""Limits of message contents: the calls, the sessions and the coordinator share them.
 
-Numbers, times and names are refused in the call (:mod:`replicas.messages.arguments`),
-so that the coordinator (:mod:`replicas.coordinator.limits`) never gets them from a
-library that is in order.
+Numbers, times and names are checked in the call (:mod:`replicas.messages.arguments`),
+so the coordinator (:mod:`replicas.coordinator.limits`) never gets bad ones from a
+library that works.
 """
 
 from __future__ import annotations
@@ -37,50 +36,52 @@ __all__ = [
 ]
 
 VERSION_MAX = 2**53
-"""The largest number that a publisher may choose: metrics, which are floats, tell it
-from the next one, and what the library counts on from there stays far below
-:data:`INTEGER_MAX`."""
+"""The largest number that a publisher may choose.
+
+Metrics, which are floats, can still distinguish it from the next one, and the library's
+numbers that follow it stay far below :data:`INTEGER_MAX`.
+"""
 INTEGER_MAX = 2**62
 RANKS_MAX = 1_000_000
 REPLICAS_MAX = 100_000
-"""Of one group."""
+"""Maximum number of replicas of one group."""
 SECONDS_MAX = 1e9
 NAME_LENGTH = 128
 INFO_ENTRIES = 512
 INFO_LENGTH = 4096
 TEXT_LENGTH = 16 * 2**10
-"""Characters of a text of an error; what is longer is cut."""
+"""Characters of an error's text; longer ones are cut."""
 
 FRAME_NBYTES = 8 * 2**20
-"""Hard limit of the WebSocket; a message between this and its own limit gets a proper
-error."""
+"""Hard limit of the WebSocket; above its own, smaller limit a message gets an error."""
 MANIFEST_NBYTES = 64 * 2**20
-"""A manifest as it is encoded: of one rank, and of all ranks of a source together. It
-comes in pieces, each far smaller."""
+"""Size of an encoded manifest of one rank, and of all ranks of a source together.
+
+It is sent in pieces, each far smaller.
+"""
 MANIFEST_TENSORS = 500_000
 """Tensors of one manifest, aliases included."""
 OPERATION_NBYTES = 4 * 2**20
 HELLO_NBYTES = 256 * 2**10
 OTHER_NBYTES = 2**20
 META_NBYTES = OTHER_NBYTES - 2**12
-"""What a publisher says of its weights, as it is encoded, in a message that says little
-else."""
+"""Encoded size of a publisher's ``meta``; the rest of its message is small."""
 
 _MOST_NBYTES = {"OperationPost": OPERATION_NBYTES}
 
 
 def most_nbytes(kind: str) -> int:
-    """How large a message of a member may be, by the name of its class."""
+    """Return the maximum size of a member's message, by the name of its class."""
     return _MOST_NBYTES.get(kind, OTHER_NBYTES)
 
 
 def is_name(text: str) -> bool:
-    """Whether it can be the name of a channel, a group or an incarnation."""
+    """Return whether ``text`` can name a channel, a group or an incarnation."""
     return 0 < len(text) <= NAME_LENGTH and text.isprintable() and "/" not in text
 
 
 def encodable(text: str) -> bool:
-    """Whether UTF-8 can say it: no lone surrogate is in it."""
+    """Return whether ``text`` can be encoded as UTF-8: it has no lone surrogates."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -89,22 +90,23 @@ def encodable(text: str) -> bool:
 
 
 def plain(text: str) -> str:
-    """The characters of a text alone, which may be of a subclass, such as numpy's."""
+    """Return a plain str with the same characters as a subclass's, such as numpy's."""
     return str.__str__(text)
 
 
 def clean(text: str) -> str:
-    """``text`` as UTF-8 can say it: what it cannot (a lone surrogate) is written as an
-    escape."""
+    """Return ``text`` with lone surrogates, which UTF-8 cannot encode, escaped."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
 
 def text_of(value: object, most: int = TEXT_LENGTH) -> str:
-    """``str(value)`` of whatever value, such as somebody else's exception: cut to about
-    ``most`` characters, and of printable characters and line breaks alone."""
+    """Return ``str(value)`` of any value, such as a foreign exception, fit to be shown.
+
+    Cut to about ``most`` characters; only printable characters and line breaks.
+    """
     try:
         text = str(value)
-    except Exception as error:  # noqa: BLE001  # somebody else's __str__
+    except Exception as error:  # noqa: BLE001  # a foreign __str__
         text = f"(its text cannot be had: __str__ raises {type(error).__name__})"
     if len(text) > most:
         text = f"{text[:most]} ... and {len(text) - most:,} characters more"
@@ -112,9 +114,9 @@ def text_of(value: object, most: int = TEXT_LENGTH) -> str:
 
 
 def shown(value: object, most: int = 80) -> str:
-    """``repr(value)``, in short, for a message that refuses it."""
+    """Return a short ``repr(value)`` for an error message."""
     try:
         text = repr(value)
-    except Exception:  # noqa: BLE001  # somebody else's __repr__
+    except Exception:  # noqa: BLE001  # a foreign __repr__
         text = f"<{type(value).__name__}>"
     return one_line(text_of(text, most))

@@ -1,4 +1,4 @@
-"""What the coordinator sends to a member."""
+"""Messages from the coordinator to a member."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class _FromCoordinator(msgspec.Struct, frozen=True, tag=True):
 
 
 class Welcome(_FromCoordinator, frozen=True):
-    """Answer to Hello. ``address``: the IP address by which the coordinator sees this
-    member.
+    """Answer to Hello.
 
-    ``publishes``: how many publishes the replica has made, so that a rank that joins
-    again counts on from there.
+    ``address``: this member's IP address as seen by the coordinator. ``publishes``:
+    number of publishes of the replica so far, from which a rank that rejoins continues
+    counting.
     """
 
     term: int
@@ -70,8 +70,7 @@ class Welcome(_FromCoordinator, frozen=True):
 
 
 class Refused(_FromCoordinator, frozen=True):
-    """The session is over: Hello was not acceptable, or the member was fenced later. Do
-    not reconnect."""
+    """The session is over: Hello refused, or the member fenced. Do not reconnect."""
 
     error: WireError
 
@@ -81,16 +80,17 @@ class Ack(_FromCoordinator, frozen=True):
 
 
 class Locate(_FromCoordinator, frozen=True):
-    """Find out on whose machine you are; answered by ``Located``."""
+    """Find out on which of these beacons' hosts you are; answered by ``Located``."""
 
     beacons: tuple[Beacon, ...]
 
 
 class View(_FromCoordinator, frozen=True):
-    """A new epoch. ``since`` 0: of these members; else ``members`` are those who have
-    come since that epoch, which you know, and ``left`` those who have gone.
+    """A new epoch.
 
-    ``heartbeat_interval_s``: how often to send heartbeats from now on; 0: as before.
+    ``since`` 0: ``members`` are all members. Otherwise ``members`` have joined and
+    ``left`` have gone since that epoch, which the receiver knows.
+    ``heartbeat_interval_s``: interval of heartbeats from now on; 0: unchanged.
     """
 
     epoch: int
@@ -114,13 +114,14 @@ class PublishEnd(_FromCoordinator, frozen=True):
 
 
 class LaneForm(_FromCoordinator, frozen=True):
-    """Form a process group: ``prefix`` is a fresh key prefix on the store; ``rank`` of
-    ``size`` is yours.
+    """Form a process group as ``rank`` of ``size``, under a fresh ``prefix`` of the
+    store.
 
-    ``addresses``: IP address of each rank, in order (yours is the one to bind);
-    ``names``: of the members, for messages. ``probe``: nothing will be sent in it; move
-    a few bytes each way before you say that it has formed. ``secret``: of the lane's
-    members, by which they know what they wrote into the store.
+    ``addresses``: IP address of each rank, in order (yours is the one to bind).
+    ``names``: of the members, for messages. ``probe``: nothing will be sent in it;
+    exchange a few bytes with each rank before you report that it has formed.
+    ``secret``: shared by the lane's members, to authenticate what they write into the
+    store.
     """
 
     lane: str
@@ -138,8 +139,7 @@ class LaneForm(_FromCoordinator, frozen=True):
 
 
 class LaneAhead(_FromCoordinator, frozen=True):
-    """The channel has members on more than one host: lanes will be formed, so have a
-    sidecar ready."""
+    """The channel now has members on several hosts: get a sidecar ready for lanes."""
 
 
 class LaneDrop(_FromCoordinator, frozen=True):
@@ -149,15 +149,15 @@ class LaneDrop(_FromCoordinator, frozen=True):
 
 
 class TransferOffer(_FromCoordinator, frozen=True):
-    """Get ready to send or to receive ``version``, or map it at once. Ask for its
-    manifest if you lack it.
+    """Get ready to send or receive ``version``, or map it at once.
 
-    A sender of mode ``"parts"`` sends its own publish slot, one of mode ``"image"`` a
-    whole version that it holds. A mapper opens ``place`` and answers ``TransferDone``
-    at once. ``digest``: of the image's data (or of the sender's part), where it is
-    known. ``streaming``: the sender's slot is still being filled by its own rank.
-    ``sharing``: how many members of the receiver's host get the version together, and
-    will mostly load it at the same time.
+    A receiver that lacks the manifest asks for it. A sender of mode ``"parts"`` sends
+    its own publish slot, one of mode ``"image"`` a whole version that it holds. A
+    mapper opens ``place`` and answers ``TransferDone`` at once. ``digest``: of the
+    image's data (or of the sender's part), if known. ``streaming``: the sender's slot
+    is still being filled by its own rank. ``sharing``: number of members on the
+    receiver's host that get the version together, and will mostly load it at the same
+    time.
     """
 
     transfer: int
@@ -174,12 +174,12 @@ class TransferOffer(_FromCoordinator, frozen=True):
 
 
 class TransferGo(_FromCoordinator, frozen=True):
-    """Move the bytes. ``routes``: for each part (one for mode ``"image"``) the lane
-    ranks that it goes through, its owner first; those that are not named take no part
-    in it, and an empty route is a part that all have otherwise.
+    """Move the bytes.
 
-    ``places``: parts that lie on the receiver's own host, which it copies from there.
-    An empty ``lane``: all of them do.
+    ``routes``: for each part (one for mode ``"image"``) the lane ranks that it passes,
+    its owner first. Ranks not named take no part in it; an empty route: all have the
+    part by other means. ``places``: parts on the receiver's own host, which it copies
+    from there. ``lane``: empty when all parts are.
     """
 
     transfer: int
@@ -190,21 +190,19 @@ class TransferGo(_FromCoordinator, frozen=True):
 
 
 class Released(_FromCoordinator, frozen=True):
-    """No member of your host that can be heard has ``version`` any more: its memory
-    need not be waited for."""
+    """No responsive member of your host has ``version`` any more: await no readers."""
 
     version: int
 
 
 class TransferCancel(_FromCoordinator, frozen=True):
-    """Forget this transfer; a half-filled slot becomes free (once its sidecar is
-    gone)."""
+    """Forget this transfer; a half-filled slot is freed once its sidecar is gone."""
 
     transfer: int
 
 
 class Commit(_FromCoordinator, frozen=True):
-    """``version`` is decided."""
+    """``version`` is committed."""
 
     version: int
     digest: str
@@ -218,8 +216,7 @@ class Discard(_FromCoordinator, frozen=True):
 
 
 class Assigned(_FromCoordinator, frozen=True):
-    """Another rank of your replica was granted ``version``: keep it until you have
-    loaded it."""
+    """Another rank of your replica was granted ``version``: keep it until loaded."""
 
     version: int
 
@@ -235,12 +232,12 @@ class WatchEnd(_FromCoordinator, frozen=True):
 
 
 class OperationGo(_FromCoordinator, frozen=True):
-    """Run it, or run it again over those that are left (``attempt`` > 1), on the inputs
-    as they were posted.
+    """Run the operation, or rerun it on the posted inputs with the participants left.
 
-    ``participants`` and ``segments`` (what each one posted) are in the order of lane
-    ranks. ``places``: index of each participant among those of the first attempt, by
-    which ``scatter`` and ``reduce_scatter`` find a participant's segment.
+    ``attempt``: above 1 for a rerun. ``participants`` and ``segments`` (as each posted
+    them) are in the order of lane ranks. ``places``: index of each participant among
+    those of the first attempt, by which ``scatter`` and ``reduce_scatter`` find a
+    participant's segment.
     """
 
     post: int
@@ -257,15 +254,14 @@ class OperationGo(_FromCoordinator, frozen=True):
 
 
 class OperationSettled(_FromCoordinator, frozen=True):
-    """What became of the operation ``ref``, which ended here with its outcome
-    unknown."""
+    """The outcome of the operation ``ref``, which was unknown to this member."""
 
     ref: str
     applied: bool
 
 
 class Describe(_FromCoordinator, frozen=True):
-    """Say what you know of ``version``; answered by ``Described``."""
+    """Report what you hold of ``version``; answered by ``Described``."""
 
     version: int
 

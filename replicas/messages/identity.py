@@ -1,4 +1,4 @@
-"""Who is who: members and processes, as values."""
+"""Identities of members and processes, as values."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Member(msgspec.Struct, frozen=True, order=True, cache_hash=True):
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """What makes a process recognisable on its machine: a pid alone is reused.
+    """What identifies a process on its machine, as a pid alone is reused.
 
     :param pid: process id in its own pid namespace.
     :param start_time: field 22 of ``/proc/PID/stat``, in clock ticks since boot.

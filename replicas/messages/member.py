@@ -1,4 +1,4 @@
-"""What a member sends to the coordinator."""
+"""Messages from a member to the coordinator."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ class _FromMember(msgspec.Struct, frozen=True, tag=True):
 
 
 class Hello(_FromMember, frozen=True):
-    """First message of a session. ``resume_term`` 0: a new join; else the term whose
-    session goes on.
+    """First message of a session.
 
-    ``epoch``, ``latest`` (with its digest), ``assigned`` and ``publishes``: what the
-    member knows, for a coordinator of another term. ``nccl_env``: the NCCL_* variables
-    of the process. ``nccl_version`` is empty where there is none. ``lent``: versions
-    that are no longer held here, and whose memory others may still have mapped.
+    ``resume_term``: 0 for a new join, else the term whose session continues. ``epoch``,
+    ``latest`` (with its digest), ``assigned`` and ``publishes``: the member's
+    knowledge, for a coordinator of another term. ``nccl_env``: the process's NCCL_*
+    variables. ``nccl_version``: empty without NCCL. ``lent``: versions that this member
+    no longer holds, but whose memory others may still have mapped.
     """
 
     protocol: int
@@ -93,19 +93,20 @@ class Hello(_FromMember, frozen=True):
 
 
 class Located(_FromMember, frozen=True):
-    """Answer to :class:`Locate`: index of the first beacon that could be opened and had
-    its nonce; -1: none."""
+    """Answer to :class:`Locate`: index of the first beacon that was verified, or -1."""
 
     found: int
 
 
 class Resumed(_FromMember, frozen=True):
-    """Everything that is under way here has been announced to the new coordinator."""
+    """All unfinished work of this member has been announced to the new coordinator."""
 
 
 class Described(_FromMember, frozen=True):
-    """Answer to :class:`Describe`: a whole version that is held here. An empty
-    ``manifest_hash``: it is not any more."""
+    """Answer to :class:`Describe`: a complete version that this member holds.
+
+    An empty ``manifest_hash``: it holds it no longer.
+    """
 
     version: int
     digest: str
@@ -119,7 +120,7 @@ class Heartbeat(_FromMember, frozen=True):
 
 
 class Progress(_FromMember, frozen=True):
-    """The user's own step counter moved."""
+    """The user's step counter has changed."""
 
     step: int
 
@@ -131,8 +132,11 @@ class Bye(_FromMember, frozen=True):
 
 
 class PublishBegin(_FromMember, frozen=True):
-    """``resumed``: begun under another coordinator, which had given it the number
-    ``version``."""
+    """A publish begins.
+
+    ``resumed``: it began under another coordinator, which gave it the number
+    ``version``.
+    """
 
     publish: int
     version: int | None
@@ -143,15 +147,15 @@ class PublishBegin(_FromMember, frozen=True):
 
 
 class Packed(_FromMember, frozen=True):
-    """The slot is filled, and stays pinned until the verdict. ``streaming``: it is
-    being filled, and may be sent meanwhile as far as it is there; :class:`Filled`
-    follows, with what is not known yet.
+    """The slot is filled, and stays pinned until the verdict.
 
-    ``manifest_hash`` is empty on a rank that carries no bytes (leader mode, not the
-    leader); ``digest``: of what was packed (the data of an image, or a part), ready
-    ``digest_s`` after the copy; ``place``: where it lies; ``hold_s``: how long the
-    caller's CUDA stream was held by the copy, 0 without a GPU; ``meta``: where it was
-    not known when the publish began (that of the leader counts).
+    ``streaming``: it is still being filled, and its filled beginning may be sent
+    already; :class:`Filled` follows with the values not known yet. ``manifest_hash``:
+    empty on a rank that carries no bytes (leader mode, not the leader). ``digest``: of
+    the packed bytes (an image's data, or a part), ready ``digest_s`` after the copy.
+    ``place``: of the slot. ``hold_s``: time for which the copy held the caller's CUDA
+    stream, 0 without a GPU. ``meta``: where it was not known when the publish began;
+    the leader's counts.
     """
 
     publish: int
@@ -169,7 +173,7 @@ class Packed(_FromMember, frozen=True):
 
 
 class Filled(_FromMember, frozen=True):
-    """The slot of a publish that was told to be streaming is full."""
+    """The slot of a streaming publish is full."""
 
     publish: int
     pack_s: float
@@ -190,7 +194,7 @@ class LaneFormed(_FromMember, frozen=True):
 
 
 class LaneFailed(_FromMember, frozen=True):
-    """The lane's sidecar or its group failed, while forming or later.
+    """The lane's sidecar or process group failed, while forming or later.
 
     ``links``: pairs of addresses between which its members could not connect.
     """
@@ -201,13 +205,12 @@ class LaneFailed(_FromMember, frozen=True):
 
 
 class LaneMoved(_FromMember, frozen=True):
-    """What the own sidecar has moved in a lane for the request that it works on, about
-    once a second.
+    """Progress of the own sidecar in a lane's current request, about once a second.
 
-    ``sent`` and ``received``: bytes so far. ``still_s``: for so long nothing has moved,
-    though the network was waited for. ``rtt_s``: the longest round trip to another
-    member. ``held_up``: addresses to which bytes are under way that the network does
-    not take, or not as fast as they are there.
+    ``sent`` and ``received``: bytes so far. ``still_s``: time without any bytes moved
+    while waiting for the network. ``rtt_s``: longest round trip to another member.
+    ``held_up``: addresses to which bytes wait because the network takes them too slowly
+    or not at all.
     """
 
     lane: str
@@ -219,17 +222,18 @@ class LaneMoved(_FromMember, frozen=True):
 
 
 class TransferReady(_FromMember, frozen=True):
-    """The slot is there: pinned, or reserved."""
+    """The slot is pinned, or reserved."""
 
     transfer: int
 
 
 class TransferDone(_FromMember, frozen=True):
-    """A sender's, a receiver's or a mapper's part is done.
+    """This member's part of the transfer (send, receive or map) is done.
 
     ``image_digest``: of the whole image's data (senders of an image and every receiver;
     else empty). ``part_digests``: by number of the part, of each one sent or received
-    over the lane (mode ``"parts"``). ``place``: where the version lies here now.
+    over the lane (mode ``"parts"``). ``place``: of the version in this member's memory
+    now.
     """
 
     transfer: int
@@ -246,17 +250,16 @@ class TransferFailed(_FromMember, frozen=True):
 
 
 class Dropped(_FromMember, frozen=True):
-    """The slot of this version was given to another one."""
+    """The slot of this version was reused for another one."""
 
     version: int
 
 
 class ReceiveAsk(_FromMember, frozen=True):
-    """Grant me a committed version newer than ``after`` (and than the replica's loaded
-    one).
+    """Ask for a committed version newer than ``after`` and the replica's loaded one.
 
-    ``at_least``: its number, or with a ``key`` the number by that name in its
-    publisher's ``meta``, is that or more.
+    ``at_least``: minimum of the version's number or, with a ``key``, of the number of
+    that name in its publisher's ``meta``.
     """
 
     ask: int
@@ -280,22 +283,23 @@ class LoadFailed(_FromMember, frozen=True):
 
 
 class WatchLoaded(_FromMember, frozen=True):
-    """Tell me when every live target replica has loaded ``version`` or a newer one. It
-    takes the place of the one before."""
+    """Ask to be told when every live target replica has loaded ``version`` or newer.
+
+    It replaces this member's earlier watch.
+    """
 
     watch: int
     version: int
 
 
 class OperationPost(_FromMember, frozen=True):
-    """``root``: name of the root, source or destination (``group/replica`` or
-    ``group/replica/rank``), or empty.
+    """A member posts an operation.
 
-    ``segments`` of ``recv`` may be empty (take what the sender sends); of ``scatter``
-    they are the root's input, one segment a participant, and on the others the one
-    output or empty. ``applied``: refs of the newest operations whose results were
-    written here; ``unsettled``: refs of those that ended here with their outcome
-    unknown.
+    ``root``: name of the root, source or destination (``group/replica`` or
+    ``group/replica/rank``), or empty. ``segments``: of ``recv`` empty to accept any; of
+    ``scatter`` the root's inputs, one for each participant, and on the others the
+    output or empty. ``applied``: refs of the newest operations whose results this
+    member wrote; ``unsettled``: refs of those that ended here with an unknown outcome.
     """
 
     post: int

@@ -1,4 +1,4 @@
-"""Values that several messages carry."""
+"""Value types that several messages carry."""
 
 from __future__ import annotations
 
@@ -48,12 +48,11 @@ Scalar = None | bool | int | float | str
 Meta = dict[str, Scalar | list[Scalar] | dict[str, Scalar]]
 """User data that travels with a version: scalars, and lists and dicts of scalars."""
 _MEMBERS = 128
-"""How many an error names, at most."""
+"""Maximum number of members that an error names."""
 
 
 class WireError(msgspec.Struct, frozen=True):
-    """An error of :mod:`replicas.errors` as data. Its texts, which may be anybody's,
-    are cut to a size and made clean."""
+    """An error of :mod:`replicas.errors` as data, its texts bounded and sanitised."""
 
     kind: str
     message: str
@@ -65,8 +64,8 @@ class WireError(msgspec.Struct, frozen=True):
     unanimous: bool = False
 
     def __post_init__(self) -> None:
-        """Also of what was received: a member need not be of this release, or
-        honest."""
+        """Sanitise received texts too: the member may be another release, or
+        hostile."""
         for name in ("kind", "message", "channel", "phase", "hint"):
             text = getattr(self, name)
             if text is not None and not text.isprintable():
@@ -101,10 +100,10 @@ class WireError(msgspec.Struct, frozen=True):
 
 
 class Beacon(msgspec.Struct, frozen=True):
-    """By which others find out whether they are on the same machine: they open
-    ``/proc/PID/fd/FD`` and read the nonce.
+    """A small memory by which other processes find out whether they are on this host.
 
-    ``uid``: effective user of the process; another user may not open its memory.
+    They open ``/proc/PID/fd/FD`` and read the nonce. ``uid``: effective user of the
+    process; another user may not open its memory.
     """
 
     pid: int
@@ -114,14 +113,13 @@ class Beacon(msgspec.Struct, frozen=True):
 
 
 class SlotPlace(msgspec.Struct, frozen=True):
-    """Memory of a version in a member's process, which others of its host open as
-    ``/proc/PID/fd/FD``.
+    """A version's memory in a member's process, opened as ``/proc/PID/fd/FD``.
 
-    ``inode`` and ``nbytes``: what ``fstat`` must say of it; ``serial``: how often the
-    memory has been filled, so that nobody takes another version for this one. ``part``:
-    number of the part in it, of a version that is made of several. ``device``: UUID of
-    the GPU on which the bytes are; the file is a page then that tells how to open them.
-    Empty: they are in the file.
+    ``inode`` and ``nbytes``: what ``fstat`` must report. ``serial``: number of times
+    the memory has been filled, so that another version is not taken for this one.
+    ``part``: number of the part in it, of a version that has several. ``device``: UUID
+    of the GPU that has the bytes; the file then is a page that tells how to open them.
+    Empty: the file has the bytes.
     """
 
     pid: int
@@ -134,8 +132,10 @@ class SlotPlace(msgspec.Struct, frozen=True):
 
 
 class HeldVersion(msgspec.Struct, frozen=True):
-    """A complete version in a slot of a member; ``digest`` is empty where it was never
-    computed (a source's own slot)."""
+    """A complete version in a member's slot.
+
+    ``digest``: empty where it was never computed (a source's own slot).
+    """
 
     version: int
     digest: str
@@ -144,8 +144,10 @@ class HeldVersion(msgspec.Struct, frozen=True):
 
 
 class ManifestAsk(msgspec.Struct, frozen=True, tag=True):
-    """Said by both sides: send ``nbytes`` of this manifest from ``offset`` on, in
-    pieces (:mod:`replicas.core.versions.fetching`)."""
+    """Sent by either side: send ``nbytes`` of this manifest from ``offset`` on.
+
+    It is sent in pieces (:mod:`replicas.core.versions.fetching`).
+    """
 
     manifest_hash: str
     offset: int
@@ -153,8 +155,11 @@ class ManifestAsk(msgspec.Struct, frozen=True, tag=True):
 
 
 class ManifestPiece(msgspec.Struct, frozen=True, tag=True):
-    """Answer to :class:`ManifestAsk`: what lies at ``offset`` of a manifest of
-    ``total_nbytes``. No data: it is not here."""
+    """Answer to :class:`ManifestAsk`: the data at ``offset`` of a manifest.
+
+    ``total_nbytes``: size of the manifest. ``data``: empty if the sender does not have
+    it.
+    """
 
     manifest_hash: str
     offset: int
@@ -163,7 +168,7 @@ class ManifestPiece(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChannelSettings(msgspec.Struct, frozen=True):
-    """What a member must know of its channel's config."""
+    """The part of its channel's config that a member needs."""
 
     role: Literal["source", "target", "both", "peer", "observer"]
     deadline_s: float
@@ -179,7 +184,7 @@ class ReceiptData(msgspec.Struct, frozen=True):
     """The outcome of a successful publish or operation.
 
     ``phases``: seconds by phase. ``reasons``: why each of ``lost`` was lost or left
-    behind, in one line. ``staging``: where the slots of the channel are; empty for an
+    behind, in one line. ``staging``: memory of the channel's slots; empty for an
     operation. ``digest``: of the version's image, empty where there is none yet.
     """
 
