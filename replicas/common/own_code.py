@@ -23,7 +23,7 @@ def findable(environment: Mapping[str, str]) -> dict[str, str]:
 
     Unchanged where every interpreter of this installation finds the package anyway.
     """
-    if _HOME in (*site.getsitepackages(), site.getusersitepackages()):  # put first, it would shadow the standard library
+    if _HOME in (*site.getsitepackages(), site.getusersitepackages()):  # first, it would shadow the standard library
         return dict(environment)
     return {**environment, _PATH: os.pathsep.join(filter(None, (_HOME, environment.get(_PATH))))}
 

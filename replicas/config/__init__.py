@@ -1,2 +1,1 @@
-"""The config file of a run: what it may say, how it is read, and what a change of it
-means."""
+"""The config of a run: its schema, its TOML reader, and the diff of a reload."""

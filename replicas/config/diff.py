@@ -1,5 +1,4 @@
-"""What a new config changes in a run that lives: the plan of a reload, as data.
-Pure."""
+"""Compare two configs of a live run: the plan of a reload, as data. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from replicas.config.structs import Config, GroupConfig
 __all__ = ["ConfigDiff", "diff"]
 
 _RESTARTING = ("nproc_per_node", "nnodes", "command", "launcher", "resources", "env", "cwd")
-"""Fields of a group that its processes are started with: a change replaces them."""
+"""Fields of a group that its processes start with: a change restarts them."""
 _WITHOUT_EFFECT = ("name", "replicas", "env_file")
 _REMEDY = "end the run and start it again"
 _FIXED = ("schema_version", "run.name", "run.state_dir", "run.events_max_nbytes", "store", "control", "channels")
@@ -23,14 +22,14 @@ class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
     """The difference between two configs of a run.
 
     :param added: groups to start. :param removed: groups to drain.
-    :param restarted: groups whose processes are to be replaced, as what they are
-        started with has changed.
+    :param restarted: groups whose processes must be replaced, as a field that they
+        start with has changed.
     :param adjusted: groups whose other settings (policies, timeouts, dependencies)
         apply from now on; none of ``restarted``.
-    :param resized: wanted replicas of the groups for which they have changed,
-        ``restarted`` ones included.
+    :param resized: new number of replicas by group, where it has changed, ``restarted``
+        ones included.
     :param settings: settings of the run that apply from now on.
-    :param refused: what cannot change while the run lives, one line each.
+    :param refused: changes that are impossible while the run lives, one line each.
     """
 
     added: tuple[str, ...] = ()
@@ -43,13 +42,15 @@ class ConfigDiff(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def empty(self) -> bool:
-        """Whether nothing differs."""
+        """Whether the configs are equal in effect."""
         return self == ConfigDiff()
 
 
 def diff(old: Config, new: Config) -> ConfigDiff:
-    """What a reload from ``old`` to ``new`` does. The order is the new config's
-    (removed: the old one's)."""
+    """Return what a reload from ``old`` to ``new`` does.
+
+    In the order of the new config; ``removed`` in that of the old one.
+    """
     both = {name: (old.groups[name], group) for name, group in new.groups.items() if name in old.groups}
     restarted = tuple(name for name, (before, after) in both.items() if _differ(before, after, _RESTARTING))
     others = [field for field in GroupConfig.__struct_fields__ if field not in (*_RESTARTING, *_WITHOUT_EFFECT)]
@@ -93,11 +94,11 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
 
 
 def _with_gpus(config: Config) -> list[str]:
-    """Groups that ask for GPUs of their own."""
+    """Return the groups that ask for GPUs of their own."""
     return [name for name, group in config.groups.items() if group.resources.gpus]
 
 
 def _limits(config: Config) -> list[str]:
-    """Groups with a limit of memory or processes."""
+    """Return the groups with a limit of memory or processes."""
     both = ((name, group.resources) for name, group in config.groups.items())
     return [name for name, one in both if one.memory_nbytes is not None or one.max_processes is not None]

@@ -1,11 +1,11 @@
-"""Environment files: ``NAME=value`` lines, as systemd, Docker and shells read them, and
-nothing that is expanded or run.
+"""Parse environment files: ``NAME=value`` lines, without expansion.
 
-A line is empty, a comment (``#``), or ``NAME=value`` with an optional ``export`` before
-it. A value in single quotes is taken as it is; in double quotes ``\\n``, ``\\t``,
-``\\"``, ``\\\\`` and ``\\$`` are escapes. Without quotes it ends at `` #`` (a blank and
-a hash: ``COLOR=#fff`` has none) or the end of the line, less the blanks round it. The
-last line of a name wins. ``$NAME`` stands for itself.
+As systemd, Docker and shells read them: a line is empty, a comment (``#``), or
+``NAME=value`` with an optional ``export`` before it. A value in single quotes is
+literal; in double quotes ``\\n``, ``\\t``, ``\\"``, ``\\\\`` and ``\\$`` are escapes.
+Without quotes it ends at a blank and a ``#`` (``COLOR=#fff`` has no comment) or at the
+end of the line, without surrounding blanks. The last line of a name wins. ``$NAME`` is
+not expanded.
 """
 
 from __future__ import annotations
@@ -23,14 +23,13 @@ _ESCAPES = {"n": "\n", "t": "\t"}
 
 
 class BadLine(ValueError):
-    """Which line is no ``NAME=value``. The text does not quote it, as it may hold a
-    secret."""
+    """A line is no ``NAME=value``. Not quoted in the text: it may hold a secret."""
 
 
 def parse(text: str) -> dict[str, str]:
-    """The variables of an environment file.
+    """Return the variables of an environment file.
 
-    :raises BadLine: at the first line that is none.
+    :raises BadLine: at the first malformed line.
     """
     variables: dict[str, str] = {}
     for number, line in enumerate(text.removeprefix("\ufeff").split("\n"), 1):

@@ -1,9 +1,9 @@
-"""The strict TOML form of a run's config: :func:`load` a file, :func:`parse` a mapping.
+"""Read a run's config, strictly: :func:`load` a TOML file, :func:`parse` a mapping.
 
 Every problem is found in one pass and reported at once, in the order of the file, as
 one :class:`replicas.errors.BadConfig`. An unknown key is an error that names the
-nearest known one. The keys and their defaults are those of the structs in
-:mod:`replicas.config.structs`.
+nearest known one. The structs in :mod:`replicas.config.structs` define the keys and
+their defaults.
 """
 
 from __future__ import annotations
@@ -42,8 +42,7 @@ _LONGEST_SOCKET_PATH = 107
 
 
 def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
-    """A config as a program gives it: as it is, by the path of its file, or as a
-    mapping of the file's form.
+    """Read a config given as a :class:`Config`, a path or a mapping.
 
     :raises BadConfig: with every problem found.
     :raises replicas.errors.UsageError: it is none of these.
@@ -58,13 +57,13 @@ def read(config: Config | Path | str | Mapping[str, Any]) -> Config:
 
 
 def load(path: Path | str) -> Config:
-    """Read a config file. Relative folders in it are relative to its own folder,
-    symbolic links on the way there resolved.
+    """Read a config file.
 
-    The path itself is kept with its links: read again it is what they lead to then.
+    Relative folders in it are relative to its own folder, with symbolic links resolved.
+    The path itself is kept with its links, so that reading it again follows them anew.
 
     :raises BadConfig: with every problem found, also when the file cannot be read or is
-        no TOML.
+        not TOML.
     """
     path = Path(path)
     source = visible(str(path))
@@ -95,10 +94,9 @@ def parse(mapping: Mapping[str, Any], *, base: Path | None = None, source: str =
 def channels_from(
     channels: Mapping[str, ChannelConfig | Mapping[str, Any]], replicas: Mapping[str, int], *, source: str = "channels"
 ) -> dict[str, ChannelConfig]:
-    """Read channels by name, each a mapping of the form of a ``[channels.NAME]`` table,
-    or resolved: checked all the same.
+    """Read and check channels by name, as ``[channels.NAME]`` tables or resolved.
 
-    :param replicas: how many each group has; groups need not be known.
+    :param replicas: number of replicas of each known group; not all need be known.
     :raises BadConfig: with every problem found.
     """
     place = Place(Path.cwd())
@@ -143,8 +141,7 @@ def _parse(
 
 
 def _with_on_failure(config: Config, mapping: Mapping[str, Any]) -> dict[str, GroupConfig]:
-    """The groups, those that only receive with a default of their own: their trouble is
-    not the trainer's."""
+    """Let the failure of a group that only receives end its replica, not the run."""
     sending = {party.group for one in config.channels.values() for party in (*one.sources, *one.peers)}
     receiving = {party.group for one in config.channels.values() for party in one.targets} - sending
     return {
@@ -240,7 +237,7 @@ _BUILDS: config_tables.Builds = {
 
 
 def _cross_check(place: Place, config: Config, mapping: Mapping[str, Any]) -> None:
-    known = [str(group) for group in mapping["groups"]]  # those with problems of their own included
+    known = [str(group) for group in mapping["groups"]]  # including those with problems
     if not known:
         place.at("groups").problem("is empty; define at least one group")
     _check_names(place.at("run", "stop_when"), config.run.stop_when, known)
@@ -318,7 +315,7 @@ def _check_channel(place: Place, channel: ChannelConfig, config: Config, known: 
 
 
 def _check_slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, int]) -> None:
-    """``replicas``: of the groups that are known."""
+    """Check ``min_targets`` and ``slots``. ``replicas``: by name of known groups."""
     targets = [replicas.get(party.group) for party in channel.targets]
     count = sum(number for number in targets if number is not None)
     if channel.min_targets > count and None not in targets:
@@ -331,8 +328,7 @@ def _check_slots(place: Place, channel: ChannelConfig, replicas: Mapping[str, in
 
 
 def _check_device_staging(place: Place, channel: ChannelConfig, config: Config) -> None:
-    """Groups that will see no GPU: with ``gpus = 0``, or without a share where others
-    have one."""
+    """Note groups without GPUs: ``gpus = 0``, or none while other groups have some."""
     shared_out = any(group.resources.gpus for group in config.groups.values())
     for party in (*channel.sources, *channel.targets, *channel.peers):
         group = config.groups.get(party.group)

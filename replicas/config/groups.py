@@ -1,8 +1,7 @@
-"""Checks across the keys of a group: its command, its delays, its resources and its
-environment.
+"""Checks of a group's keys: its command, delays, resources and environment.
 
-The files that it names (programs, folders, environment files) are looked at here too,
-so that ``replicas check`` finds what is missing before anything is started.
+The files that it names (programs, folders, environment files) are checked here too, so
+that ``replicas check`` finds missing ones before anything is started.
 """
 
 from __future__ import annotations
@@ -109,8 +108,7 @@ def _check_command(place: Place, group: GroupConfig) -> None:
 
 
 def _is(test: Callable[[], bool]) -> bool:
-    """A test of a path; what the system does not even let us look at counts as not
-    there."""
+    """Test a path; False also where the system denies access."""
     try:
         return test()
     except OSError:

@@ -1,5 +1,4 @@
-"""Where a config file lies, and the state of its run: on a way that may go through
-symbolic links which are switched."""
+"""Locate a config file and its run's state folder, across switched symbolic links."""
 
 from __future__ import annotations
 
@@ -10,8 +9,9 @@ __all__ = ["absolute", "state_home"]
 
 
 def absolute(path: Path) -> Path:
-    """``path`` from the root, with its symbolic links: those of the way to the current
-    folder, too, as far as the shell tells (``PWD``).
+    """Return an absolute path that keeps its symbolic links.
+
+    Also those in the path of the current folder, as far as the shell tells (``PWD``).
     """
     if path.is_absolute():
         return path
@@ -19,18 +19,17 @@ def absolute(path: Path) -> Path:
     here = Path.cwd()
     try:
         logical = told if told.is_absolute() and told.samefile(here) else here
-    except OSError:  # it is gone
+    except OSError:  # PWD no longer exists
         logical = here
     return logical / path
 
 
 def state_home(folder: Path) -> Path:
-    """The folder in which runs whose configs are in ``folder`` have their state by
-    default: that folder itself, resolved.
+    """Return the default folder for the state of runs whose configs are in ``folder``.
 
-    A symbolic link that leads to a place below its own folder (``current ->
-    releases/7``) is one that is switched, from one release to the next: then it is the
-    link's own folder. The state stays, and so does the lock that makes a run one.
+    It is ``folder`` itself, resolved. But a symbolic link to a place below its own
+    folder (``current -> releases/7``) is switched with each release: then it is the
+    link's own folder, so that the state, and the lock that makes a run unique, stay.
 
     :param folder: an absolute path.
     """

@@ -1,4 +1,4 @@
-"""Every key of a config file in words, for its reference page."""
+"""Describe every key of a config file, for the reference page."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ class Key:
 
     :param name: dotted, with ``NAME`` for the name of a group or a channel.
     :param type: in words, and so ``range``, which is empty for any value.
-    :param default: as the file would have it, or in words; ``required``: there is none.
-    :param sentence: what it sets, and ``when`` one needs it: empty where that is plain.
+    :param default: as in a file, or in words; ``required``: there is none.
+    :param sentence: what it sets, and ``when`` to set it, empty where that is obvious.
     """
 
     name: str
@@ -37,8 +37,7 @@ class Key:
 
 
 def keys() -> list[Key]:
-    """All keys, tables left out, in the order of the structs of
-    :mod:`replicas.config.structs`."""
+    """Return all keys, without tables, in the order of the config's structs."""
     return list(_keys(Config, ""))
 
 

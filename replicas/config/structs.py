@@ -1,9 +1,10 @@
-"""The config of a run: frozen structs, which are the schema of its TOML file, too.
+"""The config of a run as frozen structs, which are also the schema of its TOML file.
 
-The structs are the resolved form (durations in seconds, defaults filled in, names
-checked). Each field with a :class:`~replicas.config.tables.Doc` is a key of the file, a
-``ClassVar`` one that others are resolved from. :func:`replicas.config.file.load` reads
-a file and :func:`replicas.config.file.parse` a mapping.
+The structs have resolved values (durations in seconds, defaults filled in, names
+checked). Each field with a :class:`~replicas.config.tables.Doc` is a key of the file; a
+``ClassVar`` is a key from which other fields are resolved.
+:func:`replicas.config.file.load` reads a file and :func:`replicas.config.file.parse` a
+mapping.
 """
 
 from __future__ import annotations
@@ -173,8 +174,7 @@ class HealthConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """What a group's processes get, and may use at most; None: no limit, and nothing is
-    set."""
+    """Resources and limits of a group's processes; None: no limit, nothing is set."""
 
     gpus: Annotated[
         forms.Natural | None,
@@ -204,8 +204,7 @@ class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dependency(msgspec.Struct, frozen=True):
-    """A group that must be there first: each of its replicas ready (or finished), or
-    each of them finished."""
+    """A group that must first be ready (or finished), or finished: each replica."""
 
     group: str
     condition: Literal["ready", "finished"] = "ready"
@@ -309,20 +308,22 @@ class GroupConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def world_size(self) -> int:
-        """Ranks of one replica."""
+        """Number of ranks of one replica."""
         return self.nproc_per_node * self.nnodes
 
 
 class ChannelRole(msgspec.Struct, frozen=True):
-    """A group's part in a channel. ``ranks``: which ranks carry bytes (peers of a
-    channel all have the same)."""
+    """A group's role in a channel.
+
+    ``ranks``: the ranks that carry bytes, the same for all peers of a channel.
+    """
 
     group: Annotated[forms.Name, Doc("The group.")]
     ranks: Annotated[Literal["leader", "each", "all"], Doc("Which of its ranks carry bytes.")]
 
 
 def _parties(ranks: str) -> Form:
-    """Left as it is: its ``ranks`` may depend on another key."""
+    """Accept any value; it is read later, as ``ranks`` may depend on another key."""
     return Form(lambda _, value: value, _ROLES, ranks)
 
 

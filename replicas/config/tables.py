@@ -1,4 +1,4 @@
-"""Tables of a config, read by the structs that they become.
+"""Read a config's tables into structs, which are their schema.
 
 Theory of operation
 ===================
@@ -8,8 +8,8 @@ with a :class:`Doc` is a key: its type says how its value is read (a
 :class:`~replicas.config.values.Form`, a ``Literal``, another struct, or structs by
 name), its default is the key's. :func:`read` goes through a table once, notes every
 problem, and names the nearest known key for each unknown one. A struct is built even
-when an optional key was bad (with its default in place of it), so that checks across
-keys still run; the notes alone decide whether the config is used.
+when an optional key was bad (with that key's default), so that checks across keys still
+run; the noted problems alone decide whether the config is used.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ __all__ = ["Builds", "Doc", "HasPlace", "Key", "each", "in_order_of", "keys_of",
 
 
 class Doc(NamedTuple):
-    """What a field is as a key of the file.
+    """Describes a struct's field as a key of the file.
 
-    :param sentence: what it sets, and :param when: when one needs it.
+    :param sentence: what it sets, and :param when: when to set it.
     :param default: the default in words, where it is no constant.
     :param key: its name in the file, where that is not the field's without its unit.
-    :param stand_in: used in place of a required key that is missing or bad, so that the
-        checks beyond it still run. :param missing: what to do when it is missing.
+    :param stand_in: used in place of a required key that is missing or bad, so that
+        later checks still run.
+    :param missing: what to do when it is missing.
     """
 
     sentence: str
@@ -45,10 +46,10 @@ class Doc(NamedTuple):
 
 
 class Key(NamedTuple):
-    """A key of a table, and the field that it fills. ``default`` NODEFAULT: it is
-    required.
+    """A key of a table, and the field that it fills.
 
-    ``type``: a form, a struct, or a list of one struct: structs by name.
+    ``default``: NODEFAULT for a required key. ``type``: a form, a struct, or a list of
+    one struct, for structs by name.
     """
 
     field: str
@@ -58,13 +59,12 @@ class Key(NamedTuple):
 
 
 Builds = Mapping[type[msgspec.Struct], Callable[[Place, dict[str, Any]], Any]]
-"""What makes a struct of its fields, and checks them; by default the struct itself."""
+"""By struct, the function that builds it from its fields and checks them."""
 
 
 @cache
 def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
-    """The keys of a table. One that is no field of its own is declared as a
-    ``ClassVar``."""
+    """Return the keys of a table; a ``ClassVar`` declares a key without a field."""
     defaults = {
         field.name: field.default if field.default_factory is NODEFAULT else field.default_factory()
         for field in msgspec.structs.fields(kind)
@@ -81,8 +81,7 @@ def keys_of(kind: type[msgspec.Struct]) -> Mapping[str, Key]:
 
 
 def _type_of(hint: Any) -> Form | type[msgspec.Struct] | list[type[msgspec.Struct]]:
-    """Of ``Annotated[...]``, of ``Annotated[...] | None`` in it, or of the plain type
-    in it."""
+    """Return the form, struct or list of a struct in an annotation, nested or not."""
     while hasattr(hint, "__metadata__") or type(None) in get_args(hint):
         known = next((one for one in getattr(hint, "__metadata__", ()) if isinstance(one, Form)), None)
         if known is not None:
@@ -94,9 +93,8 @@ def _type_of(hint: Any) -> Form | type[msgspec.Struct] | list[type[msgspec.Struc
     return [get_args(hint)[1]] if get_origin(hint) is dict else kind
 
 
-def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds = {}) -> Any:  # noqa: B006  # never changed
-    """The struct of a table with the keys of ``kind`` only; UNSET where a required one
-    is not good."""
+def read(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds = {}) -> Any:  # noqa: B006  # read only
+    """Read a table into its struct; UNSET where a required key is missing or bad."""
     if not isinstance(value, Mapping):
         return _no_table(place, value)
     keys, fields = keys_of(kind), dict[str, Any]()
@@ -125,7 +123,7 @@ def _value(place: Place, value: object, kind: Any, builds: Builds) -> Any:
 
 
 def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds) -> Any:
-    """Tables by name; those that could not be read are left out."""
+    """Read tables by name; unreadable ones are left out."""
     if not isinstance(value, Mapping):
         return _no_table(place, value)
     if len(value) > NAMED_MAX:
@@ -140,12 +138,12 @@ def each(place: Place, value: object, kind: type[msgspec.Struct], builds: Builds
 
 
 def _no_table(place: Place, value: object) -> Any:
-    """Lists are not shown: they may hold tables with secrets in them."""
+    """Note that it is no table; a list is not shown, as it may hold secrets."""
     return place.problem(f"expected a table, got {'a list' if isinstance(value, list | tuple) else show(value)}")
 
 
 class HasPlace(Protocol):
-    """Knows on which line of the file a key stands."""
+    """Finds the line of the file at which a key stands."""
 
     def of(self, path: Sequence[str]) -> int | None: ...
 
@@ -153,8 +151,11 @@ class HasPlace(Protocol):
 def in_order_of(
     mapping: object, problems: Sequence[tuple[tuple[str, ...], str]], lines: HasPlace | None = None
 ) -> list[str]:
-    """The problems' texts, in the order in which their keys stand in the file; of very
-    many the first ones."""
+    """Return the problems' texts in the order of their keys in the file.
+
+    Only the first :data:`~replicas.config.values.PROBLEMS_SHOWN`, and the number of
+    others.
+    """
     order: dict[tuple[str, ...], int] = {}
 
     def visit(path: tuple[str, ...], value: object) -> None:

@@ -1,9 +1,8 @@
-"""The text of a config's file: read within bounds, and looked through for the line of a
-key.
+"""Read a config file's text within limits, and find the line of a key in it.
 
-TOML's reader tells the line of a mistake in the form, and none of a key's. A key is in
-the last statement of the shortest beginning of the text that is TOML and has it:
-:class:`Lines` finds that by halving, without a grammar of its own.
+tomllib reports the line of a syntax error, but not the line of a key. A key is in the
+last statement of the shortest prefix of the text that is valid TOML and has the key.
+:class:`Lines` finds it by bisection, without a grammar of its own.
 """
 
 from __future__ import annotations
@@ -18,26 +17,26 @@ from replicas.common.foreign import one_line
 __all__ = ["CONFIG_NBYTES", "DEPTH", "TOO_DEEP", "Lines", "decode", "is_too_deep", "read"]
 
 CONFIG_NBYTES = 1 << 20
-"""Of a config, or of an environment file."""
+"""Maximum size of a config file or an environment file."""
 DEPTH = 32
-"""How deep tables and lists may lie in each other."""
+"""Maximum nesting of tables and lists."""
 TOO_DEEP = f"tables or lists lie in each other more than {DEPTH} deep"
 _LOOKS_NCHARS = 1 << 20
-"""How much text :class:`Lines` parses to find lines; then it names no more."""
+"""Text that :class:`Lines` parses to find lines, at most; then it reports none."""
 _KEY_NCHARS = 40
 _REASON_NCHARS = 200
 
 
 def read(path: Path) -> str:
-    """The text of the file, which need not be a regular one.
+    """Return the text of the file, which need not be a regular one.
 
-    :raises OSError: it cannot be read. :raises ValueError: with the reason: its name,
-        its size or its encoding.
+    :raises OSError: it cannot be read.
+    :raises ValueError: its name, size or encoding is bad; the text says why.
     """
     try:
         with path.open("rb") as file:
             data = file.read(CONFIG_NBYTES + 1)
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # an impossible file name
         raise ValueError(f"cannot be read: {error}") from error
     if len(data) > CONFIG_NBYTES:
         raise ValueError(f"is larger than {CONFIG_NBYTES:,} bytes: is it the right file?")
@@ -48,9 +47,9 @@ def read(path: Path) -> str:
 
 
 def decode(text: str) -> dict[str, Any]:
-    """The mapping that TOML's text stands for.
+    """Parse TOML.
 
-    :raises ValueError: it is none, with the reason and the line.
+    :raises ValueError: it is invalid; the text has the reason and the line.
     """
     try:
         mapping = tomllib.loads(text)
@@ -59,7 +58,7 @@ def decode(text: str) -> dict[str, Any]:
         raise ValueError(f"is not valid TOML: {one_line(reason, _REASON_NCHARS)} (at {place}") from error
     except RecursionError as error:
         raise ValueError(_located(text, TOO_DEEP)) from error
-    except ValueError as error:  # such as a number of more digits than Python reads
+    except ValueError as error:  # e.g. a number with too many digits for int()
         raise ValueError(_located(text, str(error).partition(";")[0])) from error
     if is_too_deep(mapping):
         raise ValueError(_located(text, TOO_DEEP))
@@ -67,8 +66,7 @@ def decode(text: str) -> dict[str, Any]:
 
 
 def _located(text: str, reason: str) -> str:
-    """For what is no mistake in TOML's form: the first line with which the text cannot
-    be read."""
+    """Prefix a reason that has no line: find the first line that makes reading fail."""
 
     def fails(some: str) -> bool:
         try:
@@ -86,8 +84,7 @@ def _located(text: str, reason: str) -> str:
 
 
 def _first(low: int, high: int, test: Callable[[int], bool]) -> int:
-    """The first number for which ``test`` is true; it is for ``high`` and all above the
-    first."""
+    """Return the smallest number for which the monotone ``test`` is true."""
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if test(middle) else (middle + 1, high)
@@ -95,7 +92,7 @@ def _first(low: int, high: int, test: Callable[[int], bool]) -> int:
 
 
 def is_too_deep(value: object) -> bool:
-    """Whether tables and lists lie in each other deeper than :data:`DEPTH` times."""
+    """Return whether tables and lists nest deeper than :data:`DEPTH`."""
     level: dict[int, object] = {id(value): value}
     for _ in range(DEPTH + 1):
         inner = (one for container in level.values() for one in _contents(container))
@@ -112,9 +109,9 @@ def _contents(container: object) -> Sequence[object]:
 
 
 class Lines:
-    """On which line of a valid TOML text a key stands.
+    """Finds the line of a key in a valid TOML text.
 
-    :param whole: what the text stands for.
+    :param whole: the parsed text.
     """
 
     def __init__(self, text: str, whole: Mapping[str, Any]) -> None:
@@ -123,8 +120,7 @@ class Lines:
         self._known: dict[int, Mapping[str, Any] | None] = {0: {}}
 
     def of(self, path: Sequence[str]) -> int | None:
-        """The line of this key; of one that is missing, that of the table in which it
-        should be. None: it is not known."""
+        """Return a key's line, or its table's if the key is missing; None: unknown."""
         while path:
             if _has(self._whole, path):
                 return self._line(path)
@@ -132,8 +128,8 @@ class Lines:
         return None
 
     def _line(self, path: Sequence[str]) -> int | None:
-        """Halve until one statement is left: its first line."""
-        low, high = 0, len(self._lines)  # with `low` lines it is not there, with `high` it is
+        """Bisect until one statement is left; return its first line."""
+        low, high = 0, len(self._lines)  # the key is absent in `low` lines, present in `high`
         while (middle := self._between(low, high)) is not None:
             count, mapping = middle
             low, high = (low, count) if _has(mapping, path) else (count, high)
@@ -142,8 +138,7 @@ class Lines:
         return None if self._budget <= 0 else low + 1
 
     def _between(self, low: int, high: int) -> tuple[int, Mapping[str, Any]] | None:
-        """A number of lines above ``low`` and below ``high`` that are TOML, best half
-        way."""
+        """Return a parsed prefix of ``low`` < lines < ``high``, best half way."""
         middle = max((low + high) // 2, low + 1)
         for count in (*range(middle, high), *range(middle - 1, low, -1)):
             if (found := self._parsed(count)) is not None:

@@ -1,9 +1,9 @@
-"""Readers of single values of a config: durations, sizes, addresses, paths and names.
+"""Readers of single config values: durations, sizes, addresses, paths and names.
 
-A :class:`Form` turns one value of a TOML file (or of a Python mapping) into its
-resolved form, and says in words what it takes. It never raises for bad input: it notes
-a problem at its :class:`Place` and returns ``UNSET``, so that one pass finds every
-problem. :mod:`replicas.config.tables` reads tables by them.
+A :class:`Form` converts one value of a TOML file (or of a Python mapping) to its
+resolved form, and describes in words what it accepts. It never raises for bad input: it
+notes a problem at the value's :class:`Place` and returns ``UNSET``, so that one pass
+finds every problem. :mod:`replicas.config.tables` reads tables with them.
 """
 
 from __future__ import annotations
@@ -72,20 +72,22 @@ _EVERY_ADDRESS = ("0.0.0.0", "0")
 NAME_ONE = "name the one by which the machines of the run reach this one, or 127.0.0.1"
 PROBLEMS_SHOWN = 100
 NAMED_MAX = 256
-"""Groups, or channels, of one run. What may run at once is looked for among them, and a
-chain of them must fit a stack."""
+"""Maximum number of groups, and of channels, of one run.
+
+Searches go over all groups, and recursion follows a chain of them.
+"""
 SCHEMA_VERSION = 1
-"""The only ``schema_version`` that this version reads."""
+"""The only ``schema_version`` that this release reads."""
 NBYTES_MAX = 1 << 60
 _KEY_NCHARS = 100
 _HOST_NAME = re.compile(r"(?!-)[A-Za-z0-9-]{1,63}(\.[A-Za-z0-9-]{1,63})*")
 
 
 class Place:
-    """Where in the config a value stands, and where its problems are noted.
+    """Position of a value in the config, which collects the problems found there.
 
     :param base: folder that relative folders are relative to.
-    :param home: folder that has the state of runs by default (default: the same).
+    :param home: default folder of runs' state (default: the same).
     """
 
     def __init__(
@@ -104,11 +106,11 @@ class Place:
         return Place(self.base, (*self.path, *keys), self.problems, self.home)
 
     def has_problems(self) -> bool:
-        """Whether one was noted here or below."""
+        """Return whether a problem was noted here or below."""
         return any(path[: len(self.path)] == self.path for path, _ in self.problems)
 
     def is_crowded(self) -> bool:
-        """Whether there are so many problems already that no other will be shown."""
+        """Return whether further problems would not be shown."""
         return len(self.problems) >= PROBLEMS_SHOWN
 
     def problem(self, message: str) -> UnsetType:
@@ -124,11 +126,12 @@ def _shown_key(key: str) -> str:
 
 
 class Form(NamedTuple):
-    """How a value is written.
+    """The form of a value: its reader and its description.
 
     :param read: from ``(place, value)`` to the resolved value, or to UNSET after a
         problem was noted.
-    :param type: its kind, and :param range: what it may be, in words for a reference.
+    :param type: its kind, and :param range: its allowed values, in words for a
+        reference.
     """
 
     read: Callable[[Place, object], Any]
@@ -140,22 +143,21 @@ class Form(NamedTuple):
 
 
 def form(type: str, range: str = "") -> Callable[[Callable[[Place, object], Any]], Form]:
-    """Decorator that makes a :class:`Form` of its reader."""
+    """Decorate a reader, to make it a :class:`Form`."""
     return lambda read: Form(read, type, range)
 
 
 def show(value: object) -> str:
-    """A value as the file would have it, cut to a readable length."""
+    """Return the value as written in a file, cut to a readable length."""
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
-    except Exception:  # noqa: BLE001  # an embedding program's own object, of which anything may raise
+    except Exception:  # noqa: BLE001  # any method of a foreign object may raise
         text = shown(value)
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``; did you mean "x"?`` for the nearest known name, or the list of all of
-    them."""
+    """Return ``; did you mean "x"?`` for the nearest known name, or list all names."""
     names = list(known)
     if len(word) > _KEY_NCHARS:
         return ""
@@ -210,8 +212,7 @@ def _either(words: Sequence[str]) -> str:
 
 @form("name", "at most 63 letters, digits, '-', '_' and '.'")
 def name(place: Place, value: object) -> Any:
-    """A name that is safe as a folder, a metric label and a part of
-    ``group/replica/rank``."""
+    """A name usable as a folder, a metric label and part of ``group/replica/rank``."""
     if isinstance(value, str) and _NAME.fullmatch(value):
         return value
     return place.problem(f"expected a name of at most 63 letters, digits, '-', '_' and '.', got {show(value)}")
@@ -247,7 +248,7 @@ def _command(place: Place, value: object) -> Any:
 
 @form("table of strings")
 def _environment(place: Place, value: object) -> Any:
-    """Its values may be secrets: no problem quotes one."""
+    """Environment variables. Values may be secrets: no problem quotes one."""
     if not isinstance(value, Mapping):
         return place.problem('expected a table of strings such as { NAME = "value" }')
     for variable, text in value.items():
@@ -257,8 +258,7 @@ def _environment(place: Place, value: object) -> Any:
 
 
 def duration(*, zero: bool = False) -> Form:
-    """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"2h"``, ``"1d"`` or
-    a number of seconds."""
+    """Seconds as a float, from ``"500ms"``, ``"30s"``, ``"10m"``, ``"1d"`` or 2.5."""
     above = "of 0 or more" if zero else "above 0"
 
     def read(place: Place, value: object) -> Any:
@@ -276,7 +276,7 @@ def duration(*, zero: bool = False) -> Form:
 
 def _seconds(value: object) -> float | None:
     if isinstance(value, int) and not isinstance(value, bool):
-        return float(min(max(value, -1), _BEYOND_S))  # of more digits than a float has: too long all the same
+        return float(min(max(value, -1), _BEYOND_S))  # may have more digits than a float: too long anyway
     if isinstance(value, float):
         return value
     match = _DURATION.fullmatch(value) if isinstance(value, str) else None
@@ -284,8 +284,7 @@ def _seconds(value: object) -> float | None:
 
 
 def size(least: int = 1) -> Form:
-    """Bytes as an int of at least ``least``, from ``"64MiB"``, ``"1.5GiB"``, ``"10MB"``
-    (decimal) or a number of bytes."""
+    """Bytes as an int of at least ``least``, from ``"64MiB"``, ``"10MB"`` or an int."""
 
     def read(place: Place, value: object) -> Any:
         nbytes = _nbytes(value)
@@ -310,13 +309,13 @@ def _nbytes(value: object) -> int | None:
 
 @form("path of a folder")
 def folder(place: Place, value: object) -> Any:
-    """An absolute folder, from a path relative to the config's own."""
+    """An absolute folder, from a path relative to the config's folder."""
     return _path(place, value, "folder")
 
 
 @form("path of a file")
 def _file(place: Place, value: object) -> Any:
-    """The absolute path of a file, from one relative to the config's own folder."""
+    """The absolute path of a file, from one relative to the config's folder."""
     return _path(place, value, "file")
 
 
@@ -337,14 +336,13 @@ def address(place: Place, value: object) -> Any:
             found = ipaddress.ip_address(value)
             return _one_address(place, found) if found.is_unspecified else str(found)
     except ValueError:
-        pass  # said below, for every kind of value alike
+        pass  # reported below
     return place.problem(f'expected an IP address such as "127.0.0.1", got {show(value)}')
 
 
 @form('"host:port"', "one host; port 0 to 65535")
 def listen(place: Place, value: object) -> Any:
-    """``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``; port 0 lets the
-    system choose."""
+    """``(host, port)`` from ``"host:port"`` or ``"[ipv6]:port"``; port 0: any free."""
     host, _, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     bracketed = host.startswith("[") and host.endswith("]")
     host = host[1:-1] if bracketed else host

@@ -204,8 +204,7 @@ _META_HINT = "pass scalars, lists and dicts of scalars"
 
 
 def meta(what: str, value: object) -> Meta:
-    """Check a publisher's ``meta``: scalars, lists and dicts of scalars, up to 1
-    MiB."""
+    """Check a publisher's ``meta``: scalars, lists or dicts of scalars; up to 1 MiB."""
     try:
         given = dict(value or {})  # type: ignore[call-overload]  # tested here
     except Exception as error:  # noqa: BLE001  # a foreign mapping

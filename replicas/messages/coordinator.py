@@ -114,8 +114,7 @@ class PublishEnd(_FromCoordinator, frozen=True):
 
 
 class LaneForm(_FromCoordinator, frozen=True):
-    """Form a process group as ``rank`` of ``size``, under a fresh ``prefix`` of the
-    store.
+    """Form a process group as ``rank`` of ``size``, under a fresh store ``prefix``.
 
     ``addresses``: IP address of each rank, in order (yours is the one to bind).
     ``names``: of the members, for messages. ``probe``: nothing will be sent in it;

@@ -64,8 +64,7 @@ class WireError(msgspec.Struct, frozen=True):
     unanimous: bool = False
 
     def __post_init__(self) -> None:
-        """Sanitise received texts too: the member may be another release, or
-        hostile."""
+        """Sanitise received texts too: the sender may be any release, or hostile."""
         for name in ("kind", "message", "channel", "phase", "hint"):
             text = getattr(self, name)
             if text is not None and not text.isprintable():

@@ -1,1 +1,1 @@
-"""Events of a run, and the counters and metrics that follow from them."""
+"""Events of a run, and the counters and metrics derived from them."""

@@ -1,23 +1,22 @@
-"""The events of a run on disk and in memory: numbered, counted, appended to a file, and
-passed on to whoever follows.
+"""The event log of a run: a numbered JSONL file with rotation, counters and followers.
 
 Theory of operation
 ===================
 
-``<state_dir>/events.jsonl`` has one line for each record, written with one call each,
-so that a killed supervisor leaves whole lines; a torn last line (the machine died, the
-disk was full) is cut off at the next start. Numbers strictly grow, in the file and over
-all supervisors of the run, which makes any record findable by bisection. A file that
-has reached its size becomes ``events.jsonl.1``, in the place of the one before.
+``<state_dir>/events.jsonl`` has one line for each record, each written with one call,
+so a killed supervisor leaves whole lines. A torn last line (the machine died, the disk
+was full) is cut off at the next start. Numbers strictly grow, in the file and over all
+supervisors of the run, so any record can be found by bisection. A file that has reached
+its maximum size becomes ``events.jsonl.1``, replacing the earlier one.
 
-Followers share one ring of the newest records in memory; one that is behind the ring
-reads from the files until it has caught up, so that a slow one costs no memory and
-loses nothing but what was rotated away (which it sees by a gap in the numbers). A disk
-that takes nothing never stops the run: the events are counted and told, said once, and
-the first line that is taken again says how many are missing.
+Followers share one ring of the newest records in memory. One that falls behind the ring
+reads from the files until it has caught up, so a slow follower costs no memory and
+loses only records that were rotated away (visible as a gap in the numbers). A full disk
+never stops the run: events are still counted and passed on, the failure is logged once,
+and the first line written again says how many are missing.
 
-Everything but :func:`read` runs on one event loop, and nothing waits for the disk
-longer than a write does.
+Everything but :func:`read` runs on one event loop, and blocks it for no longer than a
+write to the disk.
 """
 
 from __future__ import annotations
@@ -48,19 +47,19 @@ MAX_NBYTES = 64 << 20
 _RING = 1000
 _CHUNK_NBYTES = 256 << 10
 _WINDOW_NBYTES = 32 << 10
-"""Bisection ends here: the rest is read through."""
+"""Bisection ends at this size; the rest is scanned."""
 _SEQ = re.compile(rb'^\{"seq":(\d+),')
 
 
 class EventLog:
-    """All events of a run, from its supervisor's point of view.
+    """All events of a run, as its supervisor sees them.
 
     :param path: the file; None keeps nothing on disk.
     :param max_nbytes: size at which the file is rotated.
-    :param tally: the counters so far, up to the record ``seq``; what the file has
-        beyond it is counted here.
-    :param seq: number of the last record that ``tally`` knows. Default: the counters
-        begin now, whatever the file has.
+    :param tally: the counters up to the record ``seq``; later records of the file are
+        counted at the start.
+    :param seq: number of the last record that ``tally`` includes. Default: the counters
+        start now, whatever the file has.
     :param now: the time of day, in seconds since 1970.
     """
 
@@ -77,8 +76,8 @@ class EventLog:
         self.tally = Tally() if tally is None else tally
         self.seq = 0 if seq is None else seq
         self.on_rotate: Callable[[], None] | None = None
-        """Called before a new file is begun: time to write down the counters, while all
-        is there to make them anew."""
+        """Called before a rotation: save the counters while the file can rebuild
+        them."""
         self._max_nbytes = max_nbytes
         self._now = now
         self._ring: deque[Record] = deque(maxlen=_RING)
@@ -92,7 +91,7 @@ class EventLog:
             self._catch_up(path, counting=seq is not None)
 
     def emit(self, event: Event) -> Record:
-        """Number, count, write and tell one event. Never fails for the disk's sake."""
+        """Number, count, write and pass on one event, whatever the disk does."""
         if self.tally.events_untold:
             self._tell_lost()
         record = Record(self.seq + 1, self._now(), event)
@@ -105,11 +104,10 @@ class EventLog:
         return record
 
     def follow(self, after: int | None = None) -> AsyncIterator[Record]:
-        """Each record with a number above ``after``, then those to come, until the log
-        is closed.
+        """Iterate over the records above ``after``, and new ones until the log closes.
 
         :param after: number of the last record that the reader has; 0: from the oldest
-            that is kept. None, or a number that was never given: from now on.
+            kept. None, or a number not given yet: from now on.
         """
         return self._follow(self.seq if after is None else min(after, self.seq))
 
@@ -121,14 +119,15 @@ class EventLog:
                 position = record.seq
                 yield record
             if records:
-                await asyncio.sleep(0)  # one that reads a long file lets the others live
+                await asyncio.sleep(0)  # reading a long file must not starve other tasks
             elif self._closed:
                 return
             else:
                 await news.wait()
 
     def after(self, position: int) -> list[Record]:
-        """The next records above this number: some, or none if there is none yet."""
+        """Return some of the next records above this number; empty if there are
+        none."""
         if position >= self.seq:
             return []
         first = self._ring[0].seq if self._ring else self.seq + 1
@@ -138,7 +137,7 @@ class EventLog:
         return written or list(self._ring)
 
     def close(self) -> None:
-        """Write no more; followers end when they have read what there is."""
+        """Stop writing; followers end after the last record."""
         self._closed = True
         if self._fd >= 0:
             os.close(self._fd)
@@ -159,7 +158,7 @@ class EventLog:
     # ------------------------------------------------------------ disk
 
     def _open(self, path: Path) -> None:
-        """Open the file at its end, behind the last whole line."""
+        """Open the file and cut off a torn last line."""
         try:
             self._fd = private.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             end = _end_of_last_line(self._fd)
@@ -178,9 +177,10 @@ class EventLog:
             self.seq = record.seq
 
     def _make_room(self, nbytes: int) -> None:
-        """Rotate when so much would not fit. To be called before the next event is
-        counted: the counters are saved here, and an event that is counted in the state,
-        and not in the file when we are killed, would be nowhere.
+        """Rotate if ``nbytes`` more would not fit, before the next event is counted.
+
+        A rotation saves the counters: an event that is in the saved counters but not in
+        the file, if we are killed in between, would be lost.
         """
         full = bool(self._size) and self._size + nbytes > self._max_nbytes
         if full and self.path is not None and self._fd >= 0 and not self._closed:
@@ -210,8 +210,8 @@ class EventLog:
             log.error("events cannot be written to %s: %s; the run goes on without", self.path, words)
 
     def _tell_lost(self) -> None:
-        """See whether the disk takes lines again; the first one says how many are
-        missing (they have been counted)."""
+        """Try to write again; the first line says how many counted events are
+        missing."""
         lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
         record = Record(self.seq + 1, self._now(), lost)
         line = encode(record) + b"\n"
@@ -223,14 +223,14 @@ class EventLog:
             self._problem = ""
 
     def _rotate(self, path: Path) -> None:
-        """Begin a new file; on failure the old one goes on."""
+        """Start a new file; on failure keep the old one."""
         if self.on_rotate is not None:
             self.on_rotate()
         beside = path.with_name(f"{path.name}.new")
         fd = -1
         try:
             fd = private.open_file(beside, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
-            with suppress(FileNotFoundError):  # somebody took it away
+            with suppress(FileNotFoundError):  # removed by the user
                 private.rename(path, _older(path).name)
             self._put_in_place(beside, path)
         except OSError as error:
@@ -243,21 +243,23 @@ class EventLog:
 
     @staticmethod
     def _put_in_place(beside: Path, path: Path) -> None:
-        """:raises OSError: it does not work; the file that we write to has its name
-        back, if that works."""
+        """Rename the new file; on failure restore the current file's name if possible.
+
+        :raises OSError: the new file could not be renamed.
+        """
         try:
             private.rename(beside, path.name)
         except OSError:
-            with suppress(OSError):  # the next rotation finds no file of this name, and goes on
+            with suppress(OSError):  # the next rotation copes with the missing name
                 private.rename(_older(path), path.name)
             raise
 
 
 def read(path: Path, after: int = 0) -> Iterator[Record]:
-    """The records of a file and its rotated one, above a number; also of a run that
-    nobody supervises. Blocks.
+    """Iterate over a file's records above a number, the rotated file's first. Blocks.
 
-    Lines that this version does not understand are left out.
+    Also for a run without a supervisor. Lines that this version does not understand are
+    skipped.
     """
     while records := _chunk(path, after):
         yield from records
@@ -273,13 +275,11 @@ def _older(path: Path) -> Path:
 
 
 def _chunk(path: Path, after: int) -> list[Record]:
-    """Some of the next records above ``after``, in order; none when there is none."""
+    """Return some of the next records above ``after``, in order; empty: none left."""
     with ExitStack() as stack:
         files: list[BinaryIO] = []
-        for name in (
-            path,
-            _older(path),
-        ):  # in this order: a rotation in between shows us one file twice, and hides none
+        # This order: a rotation in between shows one file twice, and hides none.
+        for name in (path, _older(path)):
             try:
                 files.insert(0, stack.enter_context(_opened(name)))
             except OSError:
@@ -294,8 +294,7 @@ def _chunk(path: Path, after: int) -> list[Record]:
 
 
 def _whole_lines(file: BinaryIO) -> bytes:
-    """About a chunk of whole lines from here; empty at the end. A line without an end
-    is left for later."""
+    """Return about a chunk of whole lines; empty at the end of the finished lines."""
     data = file.read(_CHUNK_NBYTES)
     if data and not data.endswith(b"\n"):
         data += file.readline()
@@ -310,8 +309,7 @@ def _decoded(line: bytes) -> Record | None:
 
 
 def _offset(file: BinaryIO, after: int) -> int:
-    """Where to begin to read for the records above ``after``: at most a window before
-    the first of them."""
+    """Return an offset at most a window before the first record above ``after``."""
     low, high = 0, file.seek(0, os.SEEK_END)
     while high - low > _WINDOW_NBYTES:
         middle = (low + high) // 2
@@ -324,8 +322,7 @@ def _offset(file: BinaryIO, after: int) -> int:
 
 
 def _line_from(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
-    """Start and number of the first line that begins after ``offset`` and before
-    ``end``."""
+    """Return start and number of the first line that begins in ``(offset, end)``."""
     file.seek(offset)
     file.readline()
     while (start := file.tell()) < end:
@@ -336,7 +333,7 @@ def _line_from(file: BinaryIO, offset: int, end: int) -> tuple[int, int | None]:
 
 
 def _last_seq(path: Path) -> int:
-    """Number of the newest record; 0 when there is none."""
+    """Return the number of the newest record; 0 when there is none."""
     for name in (path, _older(path)):
         try:
             file = _opened(name)
@@ -353,7 +350,7 @@ def _last_seq(path: Path) -> int:
 
 
 def _end_of_last_line(fd: int) -> int:
-    """Offset behind the last line that has an end."""
+    """Return the offset after the last finished line."""
     position = os.fstat(fd).st_size
     while position > 0:
         start = max(0, position - _WINDOW_NBYTES)

@@ -1,11 +1,10 @@
-"""What happens in a run, as typed values: the one stream from which logs for machines
-and all counters are made.
+"""Events of a run as typed structs, the one source of event logs and counters.
 
-Whoever makes something happen says it once, as one of the structs below
-(:data:`Event`); :class:`replicas.telemetry.event_log.EventLog` numbers it, writes it
-down as a line of JSON, counts it (:mod:`replicas.telemetry.tally`) and passes it on.
-Fields are only ever added, with a default. Times are seconds since 1970 (``at``) or
-durations (``*_s``).
+The code that makes something happen reports it once, as one of the structs below
+(:data:`Event`). :class:`replicas.telemetry.event_log.EventLog` numbers it, writes it as
+a line of JSON, counts it (:mod:`replicas.telemetry.tally`) and passes it on. Fields are
+only ever added, with a default. Times are seconds since 1970 (``at``) or durations
+(``*_s``).
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ class RunStarted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class RunEnded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The run is over, and none of its processes is left.
+    """The run is over, and no process of it is left.
 
     A run without this event ended by the death of its supervisor.
     """
@@ -91,7 +90,7 @@ class Drained(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Scaled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A group has another number of replicas."""
+    """The number of replicas of a group has changed."""
 
     group: str
     before: int
@@ -119,8 +118,7 @@ class FailedReset(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Reloaded(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The config was read again and is in use; the fields name the groups it
-    changed."""
+    """The config was read again and is in use; the fields name the changed groups."""
 
     changed: tuple[str, ...] = ()
     added: tuple[str, ...] = ()
@@ -164,12 +162,11 @@ class ReplicaExited(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class HeldUp(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A replica waits for what its previous generation still holds before it starts
-    again.
+    """A replica waits with its start for resources that its old generation still holds.
 
-    ``what``: a port, GPU memory, or a process that does not die: then
-    ``pid`` names it, and ``since`` is when it was killed (seconds since 1970).
-    ``gave_up``: the replica no longer waits.
+    ``what``: a port, GPU memory, or a process that does not die: then ``pid`` names it,
+    and ``since`` is when it was killed (seconds since 1970). ``gave_up``: the replica
+    no longer waits.
     """
 
     group: str
@@ -211,9 +208,11 @@ class LogLinesDropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 How = Literal["record", "cgroup", "mark", "identity", "token"]
-"""By what a leftover was found: a shim's record, the control group of one, its mark,
-the id of the state folder. Earlier versions went by the path of the token file, and
-their events say so."""
+"""How a leftover was found.
+
+By a shim's record, the shim's control group, its mark, or the state folder's id
+(``identity``). Earlier versions used the token file's path, as their events say.
+"""
 
 
 class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -233,8 +232,9 @@ class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A state file could not be read and was moved to ``path``; budgets and counters
-    start from zero.
+    """A state file was unreadable and moved to ``path``; counters start at zero.
+
+    So do restart budgets.
     """
 
     path: str
@@ -242,8 +242,9 @@ class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class ConnectionsRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The control port has refused ``count`` connections and messages since the last
-    such event.
+    """The control port refused connections and messages since the last such event.
+
+    ``count``: number of them.
     """
 
     reason: str
@@ -251,7 +252,7 @@ class ConnectionsRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EventsLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """Some events before this one, ``count`` of them, could not be written to disk.
+    """``count`` earlier events could not be written to disk.
 
     Metrics counted them, and followers saw them.
     """
@@ -284,8 +285,10 @@ Event = (
 
 
 class Record(msgspec.Struct, frozen=True):
-    """One event with its number, which strictly grows over all supervisors of a run,
-    and the time of day."""
+    """One event with the time of day and its number.
+
+    Numbers strictly grow over all supervisors of a run.
+    """
 
     seq: int
     at: float
@@ -297,10 +300,10 @@ _decoder = msgspec.json.Decoder(Record)
 
 
 def encode(record: Record) -> bytes:
-    """The record as one line of JSON, without its end."""
+    """Encode the record as one line of JSON, without the line break."""
     return _encoder.encode(record)
 
 
 def decode(line: bytes) -> Record:
-    """:raises msgspec.DecodeError: it is not a record of this version."""
+    """Decode a line; msgspec.DecodeError if it is no record of this version."""
     return _decoder.decode(line)

@@ -1,13 +1,13 @@
-"""What a run tells Prometheus. The only importer of prometheus_client.
+"""Prometheus metrics of a run; the only module that imports prometheus_client.
 
-Nothing is kept here: at scrape time gauges are made from one
-:class:`replicas.status.RunStatus`, counters and histograms from the fold of the run's
-events (:class:`replicas.telemetry.tally.Tally`). A metric therefore cannot disagree
-with ``GET /status`` or with ``GET /events``, counters go on when a new supervisor does,
-and the series of a removed replica are gone with it. The registry is private: an
-embedding program's own metrics are neither touched nor shown. Labels are bounded:
-``group``, ``replica``, ``channel``, ``phase``, ``reason``, ``state`` and ``outcome``;
-never a rank, pid, host, version or error text.
+Nothing is kept here: each scrape makes gauges from one
+:class:`replicas.status.RunStatus`, and counters and histograms from the fold of the
+run's events (:class:`replicas.telemetry.tally.Tally`). So a metric cannot disagree with
+``GET /status`` or ``GET /events``, counters continue under a new supervisor, and the
+series of a removed replica disappear with it. The registry is private: an embedding
+program's own metrics are neither changed nor exported. Labels are bounded: ``group``,
+``replica``, ``channel``, ``phase``, ``reason``, ``state`` and ``outcome``; never a
+rank, pid, host, version or error text.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _MEMBER_STATES = ("live", "joining", "behind", "quarantined", "observing")
 class Metrics(Collector):
     """The metrics of one run.
 
-    :param status: gives the run's present state, with the counters of ``tally`` in it;
-        called once for each scrape.
-    :param tally: gives the counters.
+    :param status: returns the run's current state, with the counters of ``tally`` in
+        it; called once for each scrape.
+    :param tally: returns the counters.
     """
 
     def __init__(self, status: Callable[[], RunStatus], tally: Callable[[], Tally] = Tally) -> None:
@@ -52,7 +52,7 @@ class Metrics(Collector):
         self._registry.register(self)
 
     def render(self) -> bytes:
-        """All metrics in Prometheus' text format, version 0.0.4."""
+        """Return all metrics in Prometheus' text format, version 0.0.4."""
         return generate_latest(self._registry)
 
     def collect(self) -> Iterator[Metric]:

@@ -1,9 +1,9 @@
 """The counters of a run, as a fold of its events. Pure.
 
 Metrics, ``status`` and the state file all show the numbers of one :class:`Tally`;
-nothing else counts. Whoever has the events can make it anew: :meth:`Tally.count` of
+nothing else counts. The events suffice to rebuild it: apply :meth:`Tally.count` to
 each, in order, from the last :class:`~replicas.telemetry.events.RunStarted` that was
-not a resumption, which begins at zero.
+not a resumption, which resets all counters.
 """
 
 from __future__ import annotations
@@ -36,8 +36,11 @@ Counts = dict[str, int]
 
 
 class Histogram(msgspec.Struct):
-    """A histogram. ``counts``: observations up to each bound and above the one before;
-    the last: above all bounds."""
+    """A histogram.
+
+    ``counts``: observations in each bucket, above the bound before and up to its own;
+    the last: above all bounds.
+    """
 
     counts: list[int] = []
     total_s: float = 0.0
@@ -49,16 +52,16 @@ class Histogram(msgspec.Struct):
         self.total_s += seconds
 
     def cumulative(self) -> list[int]:
-        """Observations up to each bound; the last: all."""
+        """Return the number of observations up to each bound; the last: of all."""
         return list(accumulate(self.counts))
 
 
 class Tally(msgspec.Struct):
     """Counts by name of the group or channel, then by reason, outcome or phase.
 
-    ``events_lost``: those that the disk did not take; of these, no event has said so
-    yet of ``events_untold``. ``epochs``: the newest epoch of each channel.
-    ``reload_ok``: whether the config that was last read is in use.
+    ``events_lost``: events that could not be written to disk; ``events_untold``: those
+    of them that no :class:`EventsLost` has reported yet. ``epochs``: the newest epoch
+    of each channel. ``reload_ok``: whether the config that was last read is in use.
     """
 
     restarts: dict[str, Counts] = {}
@@ -77,7 +80,7 @@ class Tally(msgspec.Struct):
     reload_ok: bool = True
 
     def count(self, event: Event) -> None:
-        """Take one event; most change nothing."""
+        """Count one event; most change nothing."""
         match event:
             case Transition():
                 self._moved(event)
@@ -93,7 +96,7 @@ class Tally(msgspec.Struct):
                 _add(self.refused, event.reason, event.count)
             case EpochStarted(channel, epoch):
                 self.epochs[channel] = max(epoch, self.epochs.get(channel, 0))
-            case LogLinesDropped(where="file"):  # those that only the tee left out are in the log
+            case LogLinesDropped(where="file"):  # lines dropped by the tee are still in the log
                 _add(self.log_lines_dropped, event.group, event.count)
             case EventsLost():
                 self._told_lost(event.count)
@@ -105,8 +108,7 @@ class Tally(msgspec.Struct):
                 pass
 
     def lost_event(self) -> None:
-        """The disk has not taken an event. It counts at once; the event that tells of
-        it adds nothing then."""
+        """Count an unwritten event now; its later ``EventsLost`` then adds nothing."""
         self.events_lost += 1
         self.events_untold += 1
 
@@ -139,7 +141,7 @@ class Tally(msgspec.Struct):
             phases.setdefault(phase, Histogram()).observe(seconds, SYNC_BUCKETS)
 
     def shown_in(self, status: RunStatus) -> RunStatus:
-        """The status with our counters in it."""
+        """Return the status with these counters in it."""
         return msgspec.structs.replace(
             status,
             groups=tuple(self._group(group) for group in status.groups),
@@ -161,10 +163,9 @@ class Tally(msgspec.Struct):
 
 
 class CounterDeltas:
-    """Turns counters that somebody else keeps, from zero, into what was added since the
-    last look.
+    """Turns another component's counters, from zero, into growth between calls.
 
-    :param interval_s: growth is told no more often than that.
+    :param interval_s: minimum time between two reports of growth.
     """
 
     def __init__(self, interval_s: float = 0.0) -> None:
@@ -173,9 +174,9 @@ class CounterDeltas:
         self._due = 0.0
 
     def since(self, counts: Mapping[str, int], now: float | None = None) -> list[tuple[str, int]]:
-        """Name and growth of each counter that has grown.
+        """Return name and growth of each counter that has grown.
 
-        :param now: the time, by any clock; None: it is time in any case.
+        :param now: the time, by any clock; None: ignore the interval.
         """
         if now is not None and now < self._due:
             return []
