@@ -76,8 +76,7 @@ class EventLog:
         self.tally = Tally() if tally is None else tally
         self.seq = 0 if seq is None else seq
         self.on_rotate: Callable[[], None] | None = None
-        """Called before a rotation: save the counters while the file can rebuild
-        them."""
+        """Called before a rotation, while the file can still rebuild the counters."""
         self._max_nbytes = max_nbytes
         self._now = now
         self._ring: deque[Record] = deque(maxlen=_RING)
@@ -126,8 +125,7 @@ class EventLog:
                 await news.wait()
 
     def after(self, position: int) -> list[Record]:
-        """Return some of the next records above this number; empty if there are
-        none."""
+        """Return some of the next records above ``position``; empty: none yet."""
         if position >= self.seq:
             return []
         first = self._ring[0].seq if self._ring else self.seq + 1
@@ -210,8 +208,7 @@ class EventLog:
             log.error("events cannot be written to %s: %s; the run goes on without", self.path, words)
 
     def _tell_lost(self) -> None:
-        """Try to write again; the first line says how many counted events are
-        missing."""
+        """Try to write again; the first line says how many events are missing."""
         lost = EventsLost(count=self.tally.events_untold, reason=self._problem)
         record = Record(self.seq + 1, self._now(), lost)
         line = encode(record) + b"\n"
