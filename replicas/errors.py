@@ -205,7 +205,10 @@ class Gone(SyncError):
 
 
 class WorldError(ReplicasError):
-    """The machine or the membership does not allow it; the message says why."""
+    """The machine or the membership does not allow it.
+
+    The message names what to change.
+    """
 
 
 class NoCapacity(WorldError):

@@ -88,7 +88,7 @@ def _refusals(old: Config, new: Config) -> Iterator[str]:
         yield f"{name} cannot change while the run lives{change}: {_REMEDY}"
     if not _with_gpus(old) and _with_gpus(new):
         place = f"groups.{_with_gpus(new)[0]}.resources.gpus"
-        yield f"{place}: GPUs are given out from the start on, and what runs now has seen all of them: {_REMEDY}"
+        yield f"{place}: GPUs are assigned from the start on, and running processes may use all of them: {_REMEDY}"
     if not _limits(old) and _limits(new):
         yield f"groups.{_limits(new)[0]}.resources: limits need control groups that are made at the start: {_REMEDY}"
 

@@ -204,7 +204,7 @@ class ResourcesConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Dependency(msgspec.Struct, frozen=True):
-    """A group that must first be ready (or finished), or finished: each replica."""
+    """A group to wait for: each replica ready or finished, or each one finished."""
 
     group: str
     condition: Literal["ready", "finished"] = "ready"

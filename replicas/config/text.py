@@ -20,7 +20,7 @@ CONFIG_NBYTES = 1 << 20
 """Maximum size of a config file or an environment file."""
 DEPTH = 32
 """Maximum nesting of tables and lists."""
-TOO_DEEP = f"tables or lists lie in each other more than {DEPTH} deep"
+TOO_DEEP = f"tables or lists are nested more than {DEPTH} deep"
 _LOOKS_NCHARS = 1 << 20
 """Text that :class:`Lines` parses to find lines, at most; then it reports none."""
 _KEY_NCHARS = 40

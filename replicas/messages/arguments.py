@@ -158,7 +158,7 @@ def flag(what: str, value: object) -> bool:
 def text(what: str, value: object, *, most: int = INFO_LENGTH) -> str:
     """Check a text of at most ``most`` characters that UTF-8 can encode."""
     if not isinstance(value, str) or len(value) > most or not encodable(value):
-        _refuse(f"{what} must be a text of at most {most} characters, all of which UTF-8 can say, not {shown(value)}")
+        _refuse(f"{what} must be a text of at most {most} characters that UTF-8 can encode, not {shown(value)}")
     return plain(value)
 
 

@@ -107,7 +107,7 @@ def text_of(value: object, most: int = TEXT_LENGTH) -> str:
     try:
         text = str(value)
     except Exception as error:  # noqa: BLE001  # a foreign __str__
-        text = f"(its text cannot be had: __str__ raises {type(error).__name__})"
+        text = f"(no text: its __str__ raises {type(error).__name__})"
     if len(text) > most:
         text = f"{text[:most]} ... and {len(text) - most:,} characters more"
     return lines(text)

@@ -232,9 +232,9 @@ class LeftoverFound(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class StateSetAside(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A state file was unreadable and moved to ``path``; counters start at zero.
+    """A state file could not be read and was moved to ``path``.
 
-    So do restart budgets.
+    Restart budgets and counters start at zero.
     """
 
     path: str
@@ -252,7 +252,7 @@ class ConnectionsRefused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class EventsLost(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """``count`` earlier events could not be written to disk.
+    """Some events before this one, ``count`` of them, could not be written to disk.
 
     Metrics counted them, and followers saw them.
     """

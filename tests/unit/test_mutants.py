@@ -35,8 +35,8 @@ def test_a_mutant_is_refused_with_words_or_fits(part: int, tmp_path: Path) -> No
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        ("env = " + "[" * 5000 + "]" * 5000, "line 7 (env): tables or lists lie in each other more than 32 deep"),
-        (".".join(["a"] * 3000) + " = 1", f"line 7 ({'a.' * 20}…): tables or lists lie in each other more than 32 deep"),
+        ("env = " + "[" * 5000 + "]" * 5000, "line 7 (env): tables or lists are nested more than 32 deep"),
+        (".".join(["a"] * 3000) + " = 1", f"line 7 ({'a.' * 20}…): tables or lists are nested more than 32 deep"),
         ("replicas = " + "9" * 5000, "line 7 (replicas): Exceeds the limit (4300 digits) for integer string conversion: "),
         ("stop_timeout = " + "9" * 400, "line 7: groups.a.stop_timeout: expected a duration of at most 1e+09 seconds, "),
         ('resources.memory = 0x1' + "0" * 400, "line 7: groups.a.resources.memory: expected a size of at most "),
